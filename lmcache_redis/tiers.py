@@ -69,6 +69,7 @@ class CallOutcome(_Outcome):
     TIMED_OUT = "not answered before its deadline"
     UNAVAILABLE = "it cannot be used"
     CANCELLED = "cancelled"
+    OVER_LIMIT = "there is more than the caller can take"
 
 
 class ScanResult(NamedTuple):
@@ -97,6 +98,13 @@ class FramesResult(NamedTuple):
 
     outcome: CallOutcome
     frames: Sequence[ChunkFrame | None] = ()
+
+
+class KeysResult(NamedTuple):
+    """keys: those found, all of them if DONE."""
+
+    outcome: CallOutcome
+    keys: Sequence[bytes]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -233,11 +241,10 @@ class KeyedTier(Tier, Protocol):
         The chunk under a key may be of any layout; the caller checks the frame.
         """
 
-    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
-        """The chunk keys that begin with `prefix`, in any order.
+    def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
+        """The chunk keys that begin with `prefix`, in any order; about `limit` of them at most.
 
-        The only call that blocks: not for the owner's thread. If the tier does not answer in time,
-        returns the keys found so far and logs a warning.
+        The only call that blocks: not for the owner's thread.
         """
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:

@@ -35,11 +35,10 @@ class Memory(Protocol):
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
         """The units that a chunk takes if it is split into stripes of that size."""
 
-    def take(self, units: int, *, fresh: bool = False) -> Any:
+    def take(self, units: int) -> Any:
         """A block with undefined contents. Raises MemoryError.
 
-        fresh: if the memory grows with its use, a block that takes none until it is written to. All
-        blocks taken at one time have at most `capacity` units.
+        All blocks taken at one time have at most `capacity` units.
         """
 
     def give_back(self, block: Any) -> None:
@@ -112,7 +111,7 @@ class Arena:
         """See `Memory`. One slot per stripe."""
         return -(-chunk_bytes // stripe_bytes)
 
-    def take(self, units: int, *, fresh: bool = False) -> tuple[int, ...]:
+    def take(self, units: int) -> tuple[int, ...]:
         block = tuple(self._free[: -units - 1 : -1])
         del self._free[-units:]
         return block

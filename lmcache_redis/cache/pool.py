@@ -144,12 +144,12 @@ class HostPool:
         """The entry of a key, FILLING or READY, or None. Does not count as a use."""
         return self._index.get(key)
 
-    def reserve(self, key: bytes | None, units: int, *, fresh: bool = False) -> Entry | None:
+    def reserve(self, key: bytes | None, units: int) -> Entry | None:
         """A new FILLING entry with one pin; None if there is no room.
 
         Evicts the least recently used unpinned READY entries as needed, but none if evicting all of
         them would not make enough room. key: None: the entry is not in the index until `publish`
-        gives it a key. fresh: see `Memory.take`.
+        gives it a key.
         """
         if units <= 0:
             raise RuntimeError(f"an entry of {units} units")
@@ -160,7 +160,7 @@ class HostPool:
         while self.free < units:
             self._evict()
         try:
-            block = self.memory.take(units, fresh=fresh)
+            block = self.memory.take(units)
         except MemoryError:
             return None
         self.free -= units

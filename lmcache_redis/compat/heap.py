@@ -20,8 +20,6 @@ class HeapMemory:
     So freed blocks are kept as spares for later chunks of about their size (at most an eighth
     smaller). Beyond the limit, spares of the least recently used sizes are freed.
 
-    A fresh block takes no memory until it is written to; a spare is resident.
-
     capacity_bytes: payload of all blocks together. spare_bytes: limit of all spares.
     """
 
@@ -35,13 +33,13 @@ class HeapMemory:
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
         return chunk_bytes
 
-    def take(self, units: int, *, fresh: bool = False) -> memoryview:
+    def take(self, units: int) -> memoryview:
         """See `Memory`. A block is a view of its bytes."""
         if units < LEAST_REUSED_BYTES:
             return np.empty(units, np.uint8).data
         size = _size_for(units)
         spare = self._spare.get(size)
-        if fresh or not spare:
+        if not spare:
             return np.empty(size, np.uint8).data[:units]
         self._spare.move_to_end(size)
         self.spare_bytes -= size

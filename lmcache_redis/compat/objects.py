@@ -6,9 +6,9 @@
 
 A put replaces a chunk, and `remove` removes it. Neither is undone by a load of the key: one in
 flight is cancelled and leaves nothing in memory, and nothing is loaded from a tier that the chunk
-is being removed from. A tier that does
-not store a put removes what it has under the key. If it cannot do even that, because it is down, it
-keeps the previous chunk, and serves it once the tiers above have lost theirs.
+is being removed from. A tier that does not store a put removes what it has under the key. If it
+cannot do even that, because it is down, it keeps the previous chunk, and serves it once the tiers
+above have lost theirs.
 
 A loaded chunk is promoted, in the background, to the tiers above the one that had it.
 
@@ -44,6 +44,7 @@ With the names of the example in `lmcache_redis.cache`::
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ from lmcache_redis.tiers import (
 )
 
 # The timeout of a write, and of the removal that follows a failed one.
-_WRITE_S = 5.0
+DEFAULT_WRITE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,15 +105,31 @@ class Found:
     level: int
 
 
+class Listing(NamedTuple):
+    """is_complete: every tier answered in time, and there are no more than the limit."""
+
+    is_complete: bool
+    keys: list[ObjectKey]
+
+
 class ObjectCache:
     """See the module.
 
     cache: over a `HeapMemory` and `KeyedTier`s, used by nothing else. stripe_bytes: the largest
-    payload of a stripe that is written; stripes of any size are read.
+    payload of a stripe that is written; stripes of any size are read. write_s: the timeout of a
+    write, and again of the removal that follows a failed one.
     """
 
-    def __init__(self, cache: Cache, names: ChunkNames, stripe_bytes: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        names: ChunkNames,
+        stripe_bytes: int,
+        write_s: float = DEFAULT_WRITE_S,
+    ) -> None:
         self.cache = cache
+        self._write_s = write_s
+        self._is_closed = False
         self._names = names
         self._stripe_bytes = stripe_bytes
         self._pool = cache.pool
@@ -136,6 +153,33 @@ class ObjectCache:
         if entry is None or entry.state is not EntryState.READY:
             return None
         return self._held(entry)
+
+    def get(
+        self,
+        key: ObjectKey,
+        deadline: float,
+        done: Callable[[Held | None], None],
+        places: Places = EVERYWHERE,
+    ) -> None:
+        """`hold`, or `find` and `load` from the first tier that delivers the chunk."""
+        held = self.hold(key) if places.memory else None
+        if held is not None:
+            done(held)
+            return
+
+        def answer(found: Found | None) -> None:
+            if found is None:
+                done(None)
+            else:
+                self.load(key, found, deadline, partial(loaded, found))
+
+        def loaded(found: Found, held: Held | None) -> None:
+            if held is None:
+                self.get(key, deadline, done, places._replace(first=found.level + 1))
+            else:
+                done(held)
+
+        self.find(key, deadline, answer, places)
 
     def release(self, held: Held) -> None:
         """Unpin a chunk that `hold` or `load` returned."""
@@ -167,7 +211,7 @@ class ObjectCache:
         waiting: list[Callable[[Found | None], None]],
     ) -> None:
         """Asks one tier after the other for the key's frame."""
-        level = self.cache.level_of(chunk_key, places.first, places.end)
+        level = self._level_of(chunk_key, places)
 
         def answer(found: Found | None) -> None:
             if self._finds.get(chunk_key) is waiting:
@@ -204,7 +248,8 @@ class ObjectCache:
         chunk_key = self._names.chunk_key(key)
         job = None
         entry = self._pool.get(chunk_key)
-        if entry is None and not self.cache.queues[found.level].is_removing(chunk_key):
+        is_removing = self.cache.queues[found.level].is_removing(chunk_key)
+        if entry is None and not is_removing and not self._is_closed:
             frame = found.frame
             form = ChunkForm(
                 self._names,
@@ -247,15 +292,14 @@ class ObjectCache:
 
     # ------------------------------------------------------------------ put
 
-    def reserve(self, metadata: RemoteMetadata, *, fresh: bool = False) -> Held | None:
+    def reserve(self, metadata: RemoteMetadata) -> Held | None:
         """Memory for a chunk, which gets do not find yet; None if there is no room or no payload.
 
-        The caller publishes or abandons it. fresh: a large block takes no memory until it is
-        written to, but takes longer to fill.
+        The caller publishes or abandons it.
         """
         if not metadata.length:
             return None
-        entry = self._pool.reserve(None, metadata.length, fresh=fresh)
+        entry = self._pool.reserve(None, metadata.length)
         if entry is None:
             return None
         entry.tag = metadata
@@ -274,7 +318,7 @@ class ObjectCache:
         views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        job = ChunkIO(chunk_key, frame, views, time.monotonic() + _WRITE_S, entry)
+        job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
         queues = self.cache.queues
         try:
             add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
@@ -294,8 +338,10 @@ class ObjectCache:
         # A DISCARDED entry was replaced or removed since: the next change of the key decides.
         if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
             add(True)
+        elif self._is_closed:
+            add(False)
         else:
-            queue.remove(job.key, time.monotonic() + _WRITE_S, lambda removed: add(False))
+            queue.remove(job.key, time.monotonic() + self._write_s, lambda removed: add(False))
 
     def abandon(self, held: Held) -> None:
         """Frees reserved memory that will not be published."""
@@ -322,7 +368,7 @@ class ObjectCache:
     def _contains(
         self, chunk_key: bytes, places: Places, deadline: float, done: Callable[[bool], None]
     ) -> None:
-        level = self.cache.level_of(chunk_key, places.first, places.end)
+        level = self._level_of(chunk_key, places)
         if level is None:
             done(False)
             return
@@ -361,26 +407,42 @@ class ObjectCache:
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)
 
-    def keys(self, deadline: float, done: Callable[[list[ObjectKey]], None]) -> None:
-        """The keys of all chunks, in any order. Those put or removed meanwhile may be missing."""
+    def keys(
+        self, deadline: float, done: Callable[[Listing], None], limit: int = sys.maxsize
+    ) -> None:
+        """The keys of all chunks, in any order. Those put or removed meanwhile may be missing.
+
+        limit: most keys that memory is taken for.
+        """
         found = dict.fromkeys(e.key for e in self._pool if e.state is EntryState.READY)
 
         def collect() -> None:
             """On a thread: tiers wait for servers, and there may be many keys."""
+            is_complete = True
             for tier in self._tiers:
-                found.update(dict.fromkeys(tier.keys(self._names.common, deadline)))
+                outcome, keys = tier.keys(self._names.common, deadline, limit)
+                found.update(dict.fromkeys(keys))
+                is_complete = is_complete and outcome is CallOutcome.DONE
             parsed = map(self._names.parse, found)
-            self._post(partial(done, [key for key in parsed if key is not None]))
+            result = Listing(is_complete and len(found) <= limit, [key for key in parsed if key])
+            self._post(partial(done, result))
 
-        self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
+        self._lists.put(collect, dropped=lambda: self._post(partial(done, Listing(False, []))))
 
     def close(self, deadline_s: float) -> bool:
+        """See `Cache.close`. Calls in flight end as if no tier had the chunk."""
+        self._is_closed = True
         self._lists.stop()
         return self.cache.close(deadline_s)
 
+    def _level_of(self, chunk_key: bytes, places: Places) -> int | None:
+        if self._is_closed:
+            return None
+        return self.cache.level_of(chunk_key, places.first, places.end)
+
 
 def _any_of(first: bool, answers: int, done: Callable[[bool], None]) -> Callable[[bool], None]:
-    """Takes so many answers, then calls ``done`` with whether any, or ``first``, is true."""
+    """Collects `answers` answers, then calls ``done`` with whether any, or ``first``, is true."""
     results = [first]
 
     def add(result: bool) -> None:

@@ -135,7 +135,7 @@ class ClientMetaMessage:
 
     @staticmethod
     def deserialize(s: _Buffer) -> ClientMetaMessage:
-        """The request that bytes encode. Raises FormatError also for a key that is none."""
+        """The request that bytes encode. Also raises FormatError for a malformed key."""
         m = lm_wire.ClientMetaMessage.deserialize(s)
         dtype, shape = _torch_dtype(m.dtype_name), torch.Size(m.shape)
         return ClientMetaMessage(m.command, m.key, m.length, m.fmt, dtype, shape, m.location)

@@ -4,7 +4,7 @@ The classes have LMCache's names, constructors, parameters and return types. The
 configuration objects and keys, and any objects with the same attributes (`compat.config`,
 `compat.engine_keys`), and ObjectKeys too. Each is a thin face of the backend with the same name,
 whose promises hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk that
-fails is no error: a get is a miss, and a put stores nothing, as the result of `batched_put` says.
+fails raises nothing: a get is a miss, a put stores nothing, and `batched_put` returns fewer.
 
 What differs from LMCache:
 

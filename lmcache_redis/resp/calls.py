@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from lmcache_redis.tiers import (
     Done,
     ExistsResult,
     FramesResult,
+    KeysResult,
     RemoveResult,
     ScanResult,
 )
@@ -141,26 +143,31 @@ class KeyCalls:
 
         self._ask(_HEADERS, _first_stripes(keys), deadline, None, answer)
 
-    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+    def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """The keys that begin with `prefix`: SCANs all servers, in small steps, after scans.
 
-        Blocks. Logs a warning if a server does not answer in time; then keys are missing.
+        Blocks. Logs a warning if keys are missing: a server does not answer in time, or there are
+        more than the limit.
         """
         names: list[bytes] = []
         outcomes: SimpleQueue[CallOutcome] = SimpleQueue()
 
         def found(some: list[bytes]) -> Sequence[bytes]:
-            names.extend(some)
+            if len(names) <= limit:
+                names.extend(some)
             return ()
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, outcomes.put)
         outcome = outcomes.get()
+        if outcome is CallOutcome.DONE and len(names) > limit:
+            outcome = CallOutcome.OVER_LIMIT
         if outcome is not CallOutcome.DONE:
             logger.warning("the list of chunks is not complete: %s", outcome.value)
         # A name may come twice, and the server may match other names.
         stripes = [name for name in dict.fromkeys(names) if name.startswith(prefix)]
-        return [name[: -len(_FIRST_STRIPE)] for name in stripes if name.endswith(_FIRST_STRIPE)]
+        ends = [name for name in stripes if name.endswith(_FIRST_STRIPE)]
+        return KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends])
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK all stripes of a chunk, which its header counts. Uses GETRANGE."""

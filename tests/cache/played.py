@@ -15,9 +15,11 @@ from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
+    CallOutcome,
     ChunkIO,
     ExistsResult,
     FramesResult,
+    KeysResult,
     PlaneState,
     ReadDone,
     RemoveResult,
@@ -100,8 +102,9 @@ class PlayedTier:
         (key,) = keys
         self.described.append((key, done))
 
-    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
-        return [key for key in self.index or () if key.startswith(prefix)]
+    def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
+        found = [key for key in self.index or () if key.startswith(prefix)]
+        return KeysResult(CallOutcome.DONE, found[:limit])
 
     def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         self.removed.append((key, done))

@@ -622,7 +622,9 @@ class Served(World):
         self.cache.pool.clear()
         for form in self.forms:
             self.disk.clear(form.names.common, time.monotonic() + 10, lambda result: None)
-        wait_until(lambda: not any(self.disk.keys(f.names.common, 0.0) for f in self.forms))
+        wait_until(
+            lambda: not any(self.disk.keys(f.names.common, 0.0, 99).keys for f in self.forms)
+        )
 
     def look_up(self) -> tuple[int, dict[str, int]]:
         found: list[tuple[int, dict[str, int]]] = []

@@ -17,13 +17,6 @@ from tests.cache.auditing import audit
 MIB = 1 << 20
 
 
-def test_fresh_memory_is_not_the_one_that_was_used_before() -> None:
-    memory = HeapMemory(spare_bytes=8 * MIB)
-    memory.give_back(memory.take(MIB))
-    fresh = memory.take(MIB, fresh=True)
-    assert (fresh.nbytes, memory.spare_bytes) == (MIB, MIB)
-
-
 def test_an_entry_over_the_idle_limit_leaves_the_others() -> None:
     pool = HostPool(HeapMemory(), idle_limit=100)
     small, large = pool.reserve(b"small", 60), pool.reserve(b"large", 101)

@@ -103,7 +103,8 @@ def test_what_is_put_comes_back(tier: Tier, keeps: int) -> None:
         assert objects.ask(objects.objects.contains, key_of(number))
         assert objects.get(number) == payload
     listed = objects.ask(objects.objects.keys)
-    assert sorted(listed) == [key_of(number) for number in range(len(SIZES))]
+    assert listed.is_complete
+    assert sorted(listed.keys) == [key_of(number) for number in range(len(SIZES))]
     objects.cache.pool.clear()
     assert objects.ask(objects.objects.remove, key_of(3))
     assert not objects.ask(objects.objects.remove, key_of(3))
@@ -119,15 +120,16 @@ def test_what_a_tier_says_of_its_chunks(tier: Tier) -> None:
     result: FramesResult = objects.ask(tier.describe, [one, two])
     frame = NAMES.frame(key_of(1), metadata_of(10_000), 3392)
     assert result == FramesResult(CallOutcome.DONE, [frame, None])
-    assert tier.keys(NAMES.common, time.monotonic() + 10) == [one]
-    assert tier.keys(one, time.monotonic() + 10) == [one]
-    assert tier.keys(two, time.monotonic() + 10) == []
+    assert tier.keys(NAMES.common, time.monotonic() + 10, 9) == (CallOutcome.DONE, [one])
+    assert tier.keys(one, time.monotonic() + 10, 9) == (CallOutcome.DONE, [one])
+    assert tier.keys(two, time.monotonic() + 10, 9) == (CallOutcome.DONE, [])
+    assert tier.keys(one, time.monotonic() + 10, 0).outcome is CallOutcome.OVER_LIMIT
     objects.cache.pool.clear()
     counted: RemoveResult = objects.ask(tier.remove, one)
     assert counted == (CallOutcome.DONE, 3 if tier.name == "Redis" else 1)
     counted = objects.ask(tier.remove, one)
     assert counted == (CallOutcome.DONE, 0)
-    assert tier.keys(NAMES.common, time.monotonic() + 10) == []
+    assert tier.keys(NAMES.common, time.monotonic() + 10, 9) == (CallOutcome.DONE, [])
     objects.close()
 
 
@@ -182,7 +184,7 @@ def test_a_redis_that_is_down_is_a_miss_and_answers_at_once(own_server: RedisSer
     assert objects.get(1) is None
     assert not objects.ask(objects.objects.contains, key_of(1))
     assert not objects.ask(objects.objects.remove, key_of(1))
-    assert objects.ask(objects.objects.keys) == []
+    assert objects.ask(objects.objects.keys) == (False, [])
     objects.close()
 
 

@@ -14,7 +14,7 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import Found, Held, ObjectCache, Places
+from lmcache_redis.compat.objects import Found, Held, Listing, ObjectCache, Places
 from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -516,10 +516,13 @@ def test_keys_of_memory_and_of_all_tiers(make: Callable[..., Objects]) -> None:
     objects.put(B, b"b")
     objects.end_write(disk)
     held = objects.reserve(b"not yet")
-    listed: list[list[ObjectKey]] = []
-    objects.objects.keys(time.monotonic() + 10, listed.append)
-    objects.run(lambda: listed)
-    assert sorted(listed[0]) == [A, B, key_of(3)]
+    listed: list[Listing] = []
+    for limit in (4, 3):
+        objects.objects.keys(time.monotonic() + 10, listed.append, limit)
+    objects.run(lambda: len(listed) == 2)
+    assert listed[0].is_complete
+    assert sorted(listed[0].keys) == [A, B, key_of(3)]
+    assert not listed[1].is_complete
     objects.objects.abandon(held)
 
 

@@ -40,6 +40,7 @@ from lmcache_redis.tiers import (
     Done,
     ExistsResult,
     FramesResult,
+    KeysResult,
     PlaneState,
     ReadDone,
     ReadOutcome,
@@ -178,9 +179,11 @@ class DiskTier:
         frames = [file.cut.frame(key) if file else None for key, file in found]
         done(FramesResult(self._answer_now, frames if self._is_up else ()))
 
-    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+    def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
         """See the contract. From the index, also while a call hangs."""
-        return self.store.keys(prefix)
+        found = self.store.keys(prefix)
+        is_over = len(found) > limit
+        return KeysResult(CallOutcome.OVER_LIMIT if is_over else CallOutcome.DONE, found[:limit])
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for io in jobs:

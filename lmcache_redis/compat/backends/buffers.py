@@ -1,4 +1,4 @@
-"""The callers' buffers: checks before a backend uses them, copies, and stripes in them.
+"""The callers' buffers: checks before a backend uses them, and copies.
 
 Every backend calls `payload_views` first in `put_bytes`, and calls `allocate` only through
 `allocated_views`, so that misuse raises the same error everywhere.
@@ -9,19 +9,13 @@ whole copy: 6 ms for 32 MiB, in which no other Python thread runs.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.backends.interface import Allocate
 from lmcache_redis.errors import FormatError
-
-Block: TypeAlias = npt.NDArray[np.uint8]
 
 
 def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> list[memoryview]:
@@ -70,68 +64,19 @@ def _byte_views(buffers: Iterable[memoryview]) -> list[memoryview]:
     return [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
 
 
-def gathered(views: Sequence[memoryview]) -> Block:
-    """The bytes of the views, in order, in new memory. Raises MemoryError."""
-    block: Block = np.empty(sum(view.nbytes for view in views), np.uint8)
-    gather(views, block)
-    return block
-
-
-def gather(views: Sequence[memoryview], block: Block) -> None:
+def gather(views: Sequence[memoryview], block: memoryview) -> None:
     """Copy the views into the block, in order. No view is empty; their total is the block's."""
-    start = 0
+    target, start = np.frombuffer(block, np.uint8), 0
     for view in views:
         end = start + view.nbytes
-        np.copyto(block[start:end], np.frombuffer(view, np.uint8))
+        np.copyto(target[start:end], np.frombuffer(view, np.uint8))
         start = end
 
 
-def scatter(block: Block, views: Sequence[memoryview]) -> None:
+def scatter(block: memoryview, views: Sequence[memoryview]) -> None:
     """Copy the block into the views, in order. No view is empty; their total is the block's."""
-    start = 0
+    source, start = np.frombuffer(block, np.uint8), 0
     for view in views:
         end = start + view.nbytes
-        np.copyto(np.frombuffer(view, np.uint8), block[start:end])
+        np.copyto(np.frombuffer(view, np.uint8), source[start:end])
         start = end
-
-
-class StripeSlots:
-    """One slot per stripe: a slice of a buffer if the stripe lies within one, as always for a
-    tensor. Otherwise the slot has memory of its own, copied from or to the buffers.
-
-    views: of bytes, none of them empty, in total as long as the chunk.
-    """
-
-    def __init__(self, views: Sequence[memoryview], frame: ChunkFrame) -> None:
-        self.slots: list[memoryview] = []
-        self._copies: list[tuple[Block, list[memoryview]]] = []
-        rest = deque(views)
-        for index in range(frame.stripe_count):
-            parts = _take(rest, frame.payload_bytes(index))
-            if len(parts) > 1:
-                block: Block = np.empty(frame.payload_bytes(index), np.uint8)
-                self._copies.append((block, parts))
-                parts = [block.data]
-            self.slots += parts
-
-    def gather(self) -> None:
-        """Before a write: copy from the buffers."""
-        for block, parts in self._copies:
-            gather(parts, block)
-
-    def scatter(self) -> None:
-        """After a read: copy to the buffers."""
-        for block, parts in self._copies:
-            scatter(block, parts)
-
-
-def _take(rest: deque[memoryview], nbytes: int) -> list[memoryview]:
-    """Take the next `nbytes` from the buffers, as one or more parts."""
-    parts: list[memoryview] = []
-    while nbytes:
-        view = rest.popleft()
-        if len(view) > nbytes:
-            rest.appendleft(view[nbytes:])
-        parts.append(view[:nbytes])
-        nbytes -= len(parts[-1])
-    return parts

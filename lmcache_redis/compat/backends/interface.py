@@ -1,12 +1,11 @@
 """The contract of every backend, and the tensor calls, which are implemented by the byte calls.
 
 A backend keeps chunks by `ObjectKey`, each with its `RemoteMetadata`, which describes its bytes.
-The byte calls move payloads between the backend and the caller's buffers, without an intermediate
-copy of the interface's own; the tensor calls allocate the buffers, and copy no tensor on the CPU.
+The byte calls copy payloads between the backend's memory and the caller's buffers. The tensor calls
+allocate the buffers, and copy no tensor on the CPU.
 
 Calls may come from several threads at once; an iterator of `batched_get` is for one thread at a
-time. A backend behind a network ends each call by its own deadline. On a disk that hangs, calls in
-flight block and others are refused. No call raises because of stored bytes, because a server or a
+time. Every call ends by a deadline. No call raises because of stored bytes, because a server or a
 disk fails, or because a chunk does not fit: then a put stores nothing and returns False, and a get
 is a miss. Misuse raises: FormatError for a key or a chunk without an encoding, RuntimeError after
 `close`.

@@ -4,10 +4,8 @@ One asyncio loop owns the cache (`lmcache_redis.compat.objects`), all connection
 
 config      settings
 wire        between messages of the protocol and the cache: keys and metadata
-budget      a bound for payload bytes in flight
-shared      what connections share: cache, budgets, counters, log lines
-movers      transfers between sockets and buffers, and threads for the large ones
-stream      one socket: receives, sends, TLS, stalls
+shared      what connections share: cache, room for payloads, counters, log lines
+stream      one socket: receives, sends, TLS
 connection  one client: its requests, one after the other, and what they do with the cache
 server      who may connect, limits, stopping
 exported    metrics for Prometheus

@@ -41,13 +41,10 @@ class GatewayConfig(TierSettings):
         size=True,
     )
     buffer_bytes: int = setting(
-        "payload in flight, a hard limit",
+        "payload in flight: PUTs until all tiers have answered, GETs until they are sent",
         lambda: machine_share(1 << 30),
         shown="1GiB, at most a quarter of the machine's memory",
         size=True,
-    )
-    slot_bytes: int = setting(
-        "unit in which payloads take space of --buffer-bytes", 256 << 10, size=True
     )
     max_payload_bytes: int | None = setting(
         "maximum chunk size; a client that sends a larger chunk is disconnected",
@@ -56,22 +53,23 @@ class GatewayConfig(TierSettings):
         size=True,
     )
     max_connections: int = setting(
-        "maximum number of clients; further clients are disconnected", 1024
+        "maximum number of clients; lower if the limit of open files is", 1024
     )
+    max_connections_per_peer: int = setting("maximum number of clients of one address", 512)
     threads: int = setting("concurrent reads from the disk, and as many writes", 16)
     payload_threads: int = setting(
         "threads that move payloads of 256 KiB and more between sockets and memory",
         lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
         shown="half the number of CPUs, 2 to 8",
     )
-    stall_timeout_s: float = setting(
-        "time in which a message in flight must complete, or progress by the larger of 256 KiB and "
-        "an eighth of its length, or the client is disconnected; a fifth of it while another "
-        "client waits for buffer space",
-        10.0,
+    request_timeout_s: float = setting(
+        "time in which a header, a payload or a reply must be transferred, or the client is "
+        "disconnected",
+        60.0,
     )
     idle_timeout_s: float = setting(
-        "a client without a request for this long is disconnected; 0: never", 86_400.0
+        "a client without a request for this long gives way to another one, if there are too many",
+        600.0,
     )
     tls_cert: str | None = setting("PEM file of the server's certificate chain; turns TLS on", None)
     tls_key: str | None = setting("PEM file of its private key, if separate", None)
@@ -90,20 +88,19 @@ class GatewayConfig(TierSettings):
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
         check_between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
-        most_slot_bytes = min(self.buffer_bytes, 512 << 20) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
-        check_between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, most_slot_bytes)
         check_between("memory_bytes", self.memory_bytes, 0, 1 << 50)
         check_between("max_payload_bytes", self.payload_limit_bytes, 1, MAX_WIRE_LENGTH)
-        if self.payload_limit_bytes > self.usable_buffer_bytes:
+        if self.payload_limit_bytes > self.buffer_bytes:
             raise ConfigError(
                 f"--max-payload-bytes is {self.payload_limit_bytes}, more than the "
-                f"{self.usable_buffer_bytes} bytes of slots in --buffer-bytes: change one of them"
+                f"{self.buffer_bytes} of --buffer-bytes: change one of them"
             )
         check_between("max_connections", self.max_connections, 1, 1 << 16)
+        check_between("max_connections_per_peer", self.max_connections_per_peer, 1, 1 << 16)
         check_between("threads", self.threads, 1, 256)
         check_between("payload_threads", self.payload_threads, 1, 64)
-        check_between("stall_timeout_s", self.stall_timeout_s, 0.1, 3600)
-        check_between("idle_timeout_s", self.idle_timeout_s, 0, 10**9)
+        check_between("request_timeout_s", self.request_timeout_s, 0.1, 3600)
+        check_between("idle_timeout_s", self.idle_timeout_s, 1, 10**9)
         if not (self.memory_bytes or self.disk_path or self.redis_url):
             raise ConfigError(
                 "there is no tier for chunks: give --redis-url, --memory-bytes or --disk-path"
@@ -122,16 +119,11 @@ class GatewayConfig(TierSettings):
             )
 
     @property
-    def usable_buffer_bytes(self) -> int:
-        """``buffer_bytes``, rounded down to whole slots."""
-        return self.buffer_bytes // self.slot_bytes * self.slot_bytes
-
-    @property
     def payload_limit_bytes(self) -> int:
         """``max_payload_bytes``, or its default."""
         if self.max_payload_bytes is not None:
             return self.max_payload_bytes
-        return min(max(self.buffer_bytes // 4, self.slot_bytes), MAX_WIRE_LENGTH)
+        return min(self.buffer_bytes // 4, MAX_WIRE_LENGTH)
 
 
 def parse_listen(text: str) -> tuple[str, int]:

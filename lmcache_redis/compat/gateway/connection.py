@@ -10,12 +10,11 @@ whose length is negative or over the limit.
 
 A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
 is written through in the background. The connection waits for it before it publishes its next PUT
-and before a question that the other tiers answer. Its share of the budget is released when all
-tiers have it.
+and before a question that the other tiers answer. Its room is given back when all tiers have it.
 
-A PUT is received into the memory of its future entry, as far as its share of the budget reaches,
-and a GET is sent from the entry. A chunk in memory is sent at once. Any other GET asks the tiers,
-waits for its share, and loads.
+A PUT is received into the memory of its future entry, and a GET is sent from the entry, once there
+is room for the whole payload. A GET of a chunk that is not in memory asks the tiers, waits for
+room, and loads. A LIST is complete or fails.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.gateway.budget import Share
 from lmcache_redis.compat.gateway.shared import Shared
 from lmcache_redis.compat.gateway.stream import Gone, Stream
 from lmcache_redis.compat.gateway.wire import (
@@ -51,6 +49,8 @@ _HEADER_BYTES = ClientMetaMessage.packlength()
 _TIER_TIMEOUT_S = 5.0
 _LIST_TIMEOUT_S = 60.0
 _DISK_TIER = "disk"
+# Memory that a LIST may take for each key, text included.
+_LISTED_KEY_BYTES = 1024
 # Receives payloads that are not stored.
 _DROPPED = memoryview(bytearray(256 << 10))
 
@@ -68,88 +68,12 @@ class OutOfStep(Exception):
     """The beginning of the next request is unknown."""
 
 
-class _Receiving:
-    """Room for the payload of a PUT. It ends with `publish` or `abandon`.
-
-    metadata: None if the payload is to be received and dropped. It is also dropped if the cache
-    has no memory for it. Memory is reserved with the first grant, on the loop's thread: a recycled
-    block, or a fresh one if too many recycled ones wait for their bytes.
-    """
-
-    def __init__(self, shared: Shared, metadata: RemoteMetadata | None) -> None:
-        self._shared = shared
-        self._metadata = metadata
-        self._nbytes = metadata.length if metadata is not None else 0
-        self._share = shared.budget.empty()
-        self._held: Held | None = None
-        self._reused: Share | None = None
-
-    def try_next(self, rest: int) -> Sequence[memoryview]:
-        if self._metadata is None:
-            return [_DROPPED[:rest]]
-        return self._views(self._metadata, self._share.try_extend(rest), rest)
-
-    async def next(self, rest: int) -> Sequence[memoryview]:
-        if self._metadata is None:
-            return [_DROPPED[:rest]]
-        return self._views(self._metadata, await self._share.extend(rest), rest)
-
-    def publish(self, key: ObjectKey) -> asyncio.Future[None]:
-        """Makes the chunk visible to GETs. The future is done when every tier has answered."""
-        shared, held, nbytes = self._shared, self._held, self._nbytes
-        if self._reused is not None:
-            self._reused.release()
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def written(stored: bool) -> None:
-            self._share.release()
-            if not ended.done():
-                ended.set_result(None)
-            if stored:
-                shared.counters.stored += 1
-                return
-            shared.counters.not_stored += 1
-            shared.log.warning(
-                "not stored", "a chunk of %d bytes is not stored: no tier took it", nbytes
-            )
-
-        if held is None:
-            written(False)
-            return ended
-        try:
-            shared.cache.publish(key, held, written)
-        except FormatError:  # the tiers have no encoding for it
-            shared.cache.abandon(held)
-            written(False)
-        return ended
-
-    def abandon(self) -> None:
-        """Releases everything: the payload was not received completely."""
-        if self._held is not None:
-            self._shared.cache.abandon(self._held)
-        if self._reused is not None:
-            self._reused.release()
-        self._share.release()
-
-    def _views(self, metadata: RemoteMetadata, covered: int, rest: int) -> Sequence[memoryview]:
-        if not covered:
-            return []
-        if rest == metadata.length:
-            self._reused = self._shared.reused.try_take(rest)
-            self._held = self._shared.cache.reserve(metadata, fresh=self._reused is None)
-        if self._held is None:
-            self._metadata = None
-            self._share.release()
-            return [_DROPPED[:rest]]
-        at = metadata.length - rest
-        return [self._held.payload[at : at + covered]]
-
-
 class Connection:
-    """Serves one stream. peer: the client's address, for log lines."""
+    """Serves one stream. host: the client's address. peer: host and port, for log lines."""
 
-    def __init__(self, stream: Stream, peer: str, shared: Shared) -> None:
+    def __init__(self, stream: Stream, host: str, peer: str, shared: Shared) -> None:
         self.stream = stream
+        self.host = host
         self.peer = peer
         self._shared = shared
         self._header = memoryview(bytearray(_HEADER_BYTES))
@@ -192,22 +116,22 @@ class Connection:
             wanted = self._wanted()
             if wanted is None or not await self._send_chunk(*wanted):
                 counters.misses += 1
-                await send([FAILED])
+                await send(FAILED)
         elif command == ClientCommand.EXIST:
             counters.exists += 1
             wanted = self._wanted()
             await self._written_through()
             there = wanted is not None and await self._contains(*wanted)
-            await send([SUCCEEDED if there else FAILED])
+            await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
             counters.lists += 1
             await self._written_through()
             await self._list()
         elif command == ClientCommand.HEALTH:
             counters.healths += 1
-            await send([SUCCEEDED if self._shared.cache.is_up else FAILED])
+            await send(SUCCEEDED if self._shared.cache.is_up else FAILED)
         else:
-            await send([FAILED])
+            await send(FAILED)
             raise OutOfStep(f"unknown command {command}")
 
     async def _put(self, length: int) -> None:
@@ -223,65 +147,104 @@ class Connection:
             _places_of(shared, message.location)
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
-            await self.stream.receive_payload(length, _Receiving(shared, None))
-            return
-        room = _Receiving(shared, metadata)
+            return await self._receive_and_drop(length)
+        await shared.room.take(length)
+        held: Held | None = None
         try:
-            await self.stream.receive_payload(length, room)
+            held = shared.cache.reserve(metadata)
+            if held is None:
+                await self._receive_and_drop(length)
+            else:
+                await self.stream.receive(held.payload)
             shared.counters.payload_bytes_in += length
             await self._written_through()
         except BaseException:
-            room.abandon()
+            if held is not None:
+                shared.cache.abandon(held)
+            shared.room.give_back(length)
             raise
-        self._written = room.publish(key)
+        self._written = self._publish(key, held, length)
         if length > shared.memory_bytes:
             await self._written_through()
+
+    async def _receive_and_drop(self, length: int) -> None:
+        for at in range(0, length, len(_DROPPED)):
+            await self.stream.receive(_DROPPED[: length - at])
+
+    def _publish(self, key: ObjectKey, held: Held | None, length: int) -> asyncio.Future[None]:
+        """Makes the chunk visible to GETs. The future is done when every tier has answered."""
+        shared = self._shared
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def written(stored: bool) -> None:
+            shared.room.give_back(length)
+            if not ended.done():
+                ended.set_result(None)
+            if stored:
+                shared.counters.stored += 1
+                return
+            shared.counters.not_stored += 1
+            shared.log.warning(
+                "not stored", "a chunk of %d bytes is not stored: no tier took it", length
+            )
+
+        if held is None:
+            written(False)
+            return ended
+        try:
+            shared.cache.publish(key, held, written)
+        except FormatError:  # the tiers have no encoding for it
+            shared.cache.abandon(held)
+            written(False)
+        return ended
 
     async def _send_chunk(self, key: ObjectKey, places: Places) -> bool:
         """Sends the reply to a GET. False: a miss, and nothing was sent."""
         shared = self._shared
-        held, share = shared.cache.hold(key) if places.memory else None, None
+        held, room_bytes = shared.cache.hold(key) if places.memory else None, 0
         if held is None:
             await self._written_through()
             loaded = await _load(shared, key, places)
             if loaded is None:
                 return False
-            held, share = loaded
+            held, room_bytes = loaded
         try:
-            length = held.metadata.length
             if (reply := _reply_to(held.metadata, shared.max_payload_bytes)) is None:
                 return False
-            if share is None:
-                share = shared.lent.try_take(length) or await shared.budget.take(length)
+            if not room_bytes:
+                await shared.room.take(held.metadata.length)
+                room_bytes = held.metadata.length
             shared.counters.hits += 1
             await self._send_payload(reply, held.payload)
             return True
         finally:
             shared.cache.release(held)
-            if share is not None:
-                share.release()
+            shared.room.give_back(room_bytes)
 
     async def _contains(self, key: ObjectKey, places: Places) -> bool:
         return await _ask(partial(self._shared.cache.contains, key, _deadline(), places=places))
 
     async def _list(self) -> None:
         shared = self._shared
+        limit = max(1, shared.max_payload_bytes // _LISTED_KEY_BYTES)
         async with shared.one_list:
-            keys = await _ask(partial(shared.cache.keys, _deadline(_LIST_TIMEOUT_S)))
-            text = memoryview(await asyncio.to_thread(_text_of, keys))  # there may be millions
-            is_small = len(text) <= shared.max_payload_bytes
-            share = await shared.budget.take(len(text) if is_small else 0)
-        # Outside the lock: a slow client holds its share and nothing else.
+            listed = await _ask(partial(shared.cache.keys, _deadline(_LIST_TIMEOUT_S), limit=limit))
+            if not listed.is_complete:
+                self._complain(
+                    "list", "a LIST fails: a tier did not answer, or there are more than %d keys",
+                    limit,
+                )  # fmt: skip
+                return await self.stream.send(FAILED)
+            text = memoryview(await asyncio.to_thread(_text_of, listed.keys))
+            await shared.room.take(len(text))
+        # Outside the lock: a slow client holds its room and nothing else.
         try:
-            if is_small:
-                return await self._send_payload(list_reply_of(len(text)), text)
-            self._complain("list", "a LIST of %d bytes is over --max-payload-bytes", len(text))
-            await self.stream.send([FAILED])
+            await self._send_payload(list_reply_of(len(text)), text)
         finally:
-            share.release()
+            shared.room.give_back(len(text))
 
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
-        await self.stream.send([header, payload])
+        await self.stream.send(header, payload)
         self._shared.counters.payload_bytes_out += len(payload)
 
     async def _written_through(self) -> None:
@@ -325,22 +288,25 @@ def _places_of(shared: Shared, location: str | None) -> Places:
     return Places(memory=False, first=level, end=level + 1)
 
 
-async def _load(shared: Shared, key: ObjectKey, places: Places) -> tuple[Held, Share] | None:
-    """A chunk from the first tier that delivers it, and its share. The caller releases both."""
+async def _load(shared: Shared, key: ObjectKey, places: Places) -> tuple[Held, int] | None:
+    """A chunk from the first tier that delivers it, and the bytes of room taken for it.
+
+    The caller releases the chunk and gives the room back.
+    """
     cache = shared.cache
     while True:
         found = await _ask(partial(cache.find, key, _deadline(), places=places))
         if found is None or _reply_to(found.metadata, shared.max_payload_bytes) is None:
             return None
-        share = await shared.budget.take(found.metadata.length)
+        await shared.room.take(found.metadata.length)
         held: Held | None = None
         try:
             held = await _ask(partial(cache.load, key, found, _deadline()), partial(_drop, cache))
         finally:
             if held is None:
-                share.release()
+                shared.room.give_back(found.metadata.length)
         if held is not None:
-            return held, share
+            return held, found.metadata.length
         places = places._replace(first=found.level + 1)
 
 
@@ -378,7 +344,7 @@ def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:
     return time.monotonic() + timeout_s
 
 
-def _text_of(keys: Sequence[ObjectKey]) -> bytes:
+def _text_of(keys: list[ObjectKey]) -> bytes:
     """The key texts of all chunks that a GET can name, one a line."""
     texts = []
     for key in keys:

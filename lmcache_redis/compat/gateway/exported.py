@@ -46,7 +46,7 @@ def counted(metrics: Metrics) -> Collector:
 
 def metrics_of(gateway: Gateway, *, is_up: bool) -> Iterator[Metric]:
     """On the gateway's loop."""
-    stats, slot_bytes = gateway.stats(), gateway.config.slot_bytes
+    stats = gateway.stats()
     for name, meaning, label, values in _COUNTERS:
         found = {(value,): stats[counter] for value, counter in values.items()}
         yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, [label], found)
@@ -67,10 +67,6 @@ def metrics_of(gateway: Gateway, *, is_up: bool) -> Iterator[Metric]:
         {(__version__,): 1},
     )
     yield gauge("gateway_open_connections", "clients now", stats["open_connections"])
-    yield gauge(
-        "gateway_buffer_size_bytes", "`--buffer-bytes`, in whole slots", stats["slots"] * slot_bytes
-    )
-    yield gauge(
-        "gateway_buffer_used_bytes", "payload in flight", stats["slots_in_use"] * slot_bytes
-    )
+    yield gauge("gateway_buffer_size_bytes", "`--buffer-bytes`", stats["buffer_bytes"])
+    yield gauge("gateway_buffer_used_bytes", "payload in flight", stats["buffer_used_bytes"])
     yield gauge("gateway_up", "1 if the last tier answers, as the command HEALTH says", is_up)

@@ -30,7 +30,7 @@ _FLUSH_POLL_S = 0.01
 _CLOSE_S = 1.0
 _FIRST_PROBE_S = 5.0
 _MOST_SPARE_BYTES = 128 << 20
-# The write-behind queues need no limit: the gateway's budget bounds them.
+# The write-behind queues need no limit: the gateway's room for payloads bounds them.
 _NO_LIMIT_BYTES = 1 << 62
 
 

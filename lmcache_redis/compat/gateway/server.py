@@ -15,28 +15,28 @@ import contextlib
 import dataclasses
 import ipaddress
 import logging
-import math
+import os
+import resource
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lmcache_redis.compat.gateway.budget import Budget
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
 from lmcache_redis.compat.gateway.connection import Connection
-from lmcache_redis.compat.gateway.movers import Movers
-from lmcache_redis.compat.gateway.shared import Counters, QuietLog, Shared
+from lmcache_redis.compat.gateway.shared import Counters, QuietLog, Room, Shared
 from lmcache_redis.compat.gateway.stream import Stream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
-# While a payload waits for its share, the stall timeout is divided by this.
-_HURRIED = 5
-_LEAST_BESIDE_BYTES = 128 << 20  # see `Shared`
+# Descriptors for Redis, files and the log, beside those of clients.
+_OTHER_DESCRIPTORS = 128
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
 _BACKLOG = 1024
 # For a client on this machine: enough without a round-trip time, and small enough to stay in the
@@ -55,23 +55,20 @@ class Gateway:
 
     def __init__(self, cache: ObjectCache, config: GatewayConfig) -> None:
         self.config = config
-        self.counters = Counters()
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
-        self._budget = Budget(config.buffer_bytes, config.slot_bytes, config.payload_limit_bytes)
-        beside_bytes = max(config.memory_bytes // 4, _LEAST_BESIDE_BYTES)
         self._shared = Shared(
             cache=cache,
-            budget=self._budget,
-            lent=Budget(beside_bytes if config.memory_bytes else 0, 1),
-            reused=Budget(beside_bytes, 1),
-            counters=self.counters,
+            room=Room(config.buffer_bytes),
+            counters=Counters(),
             log=QuietLog(logger),
             memory_bytes=config.memory_bytes,
             max_payload_bytes=config.payload_limit_bytes,
             one_list=asyncio.Lock(),
         )
-        self._movers: Movers | None = None
+        self._pool = ThreadPoolExecutor(config.payload_threads, "gateway-payload")
+        self._most_clients = config.max_connections
+        self._peers: Counter[str] = Counter()  # their connections, by address
         self._listener: socket.socket | None = None
         self._connections: set[Connection] = set()
         self._clients: set[asyncio.Task[None]] = set()
@@ -93,21 +90,26 @@ class Gateway:
         return f"lm://[{host}]:{port}" if ":" in host else f"lm://{host}:{port}"
 
     def stats(self) -> dict[str, int]:
-        """Counters, open connections, and grains of the budget in use. On any thread."""
+        """Counters, open connections, and payload bytes in flight. On any thread."""
         return {
-            **dataclasses.asdict(self.counters),
+            **dataclasses.asdict(self._shared.counters),
             "open_connections": len(self._clients),
-            "slots": self._budget.grain_count,
-            "slots_in_use": self._budget.used_grains,
+            "buffer_bytes": self._shared.room.size_bytes,
+            "buffer_used_bytes": self._shared.room.used_bytes,
         }
 
     async def start(self) -> None:
         """Listens and serves. Raises ConfigError if the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
-        self._movers = Movers(self.config.payload_threads)
+        self._most_clients = most_clients(self.config.max_connections)
+        if self._most_clients < self.config.max_connections:
+            logger.warning(
+                "at most %d clients, not %d (--max-connections): raise the limit of open files",
+                self._most_clients, self.config.max_connections,
+            )  # fmt: skip
         self._background = [
-            asyncio.ensure_future(self._accept(self._listener, self._movers)),
-            asyncio.ensure_future(self._close_stalled_and_idle()),
+            asyncio.ensure_future(self._accept(self._listener)),
+            asyncio.ensure_future(self._close_stalled()),
         ]
         for task in self._background:
             task.add_done_callback(_say_if_failed)
@@ -129,13 +131,11 @@ class Gateway:
         for task in [*self._clients, *self._background]:
             task.cancel()
         await asyncio.gather(*self._clients, *self._background, return_exceptions=True)
-        if self._movers is not None:
-            self._movers.close()
-            self._movers = None
+        self._pool.shutdown()
 
     # ------------------------------------------------------------ accepting
 
-    async def _accept(self, listener: socket.socket, movers: Movers) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -145,34 +145,54 @@ class Gateway:
                 self._shared.log.warning("accept", "a client cannot be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
                 continue
-            self.counters.connections += 1
+            self._shared.counters.connections += 1
             if (problem := self._refuses(peer[0])) is not None:
-                self.counters.refused_connections += 1
+                self._shared.counters.refused_connections += 1
                 self._shared.log.warning("refused", "%s is turned away: %s", peer[0], problem)
                 accepted.close()
                 continue
-            task = asyncio.ensure_future(self._serve(accepted, movers, f"{peer[0]} port {peer[1]}"))
+            self._peers[peer[0]] += 1
+            task = asyncio.ensure_future(self._serve(accepted, peer[0], peer[1]))
             self._clients.add(task)
-            task.add_done_callback(self._served)
+            task.add_done_callback(partial(self._served, peer[0]))
 
     def _refuses(self, host: str) -> str | None:
-        if len(self._clients) >= self.config.max_connections:
-            return f"there are {len(self._clients)} clients already (--max-connections)"
+        """Why a client may not connect. One that was idle for long gives way to it."""
         if not is_allowed(host, self._networks):
             return "it is in none of --allowed-peers"
+        if self._peers[host] >= self.config.max_connections_per_peer:
+            if not self._closes_idle(host):
+                return f"it has {self._peers[host]} connections (--max-connections-per-peer)"
+        elif len(self._clients) >= self._most_clients and not self._closes_idle(None):
+            return f"there are {len(self._clients)} clients already (--max-connections)"
         return None
 
-    async def _serve(self, accepted: socket.socket, movers: Movers, peer: str) -> None:
-        with contextlib.closing(Stream(accepted, movers)) as stream:
+    def _closes_idle(self, host: str | None) -> bool:
+        """Disconnects the client, of this host, that is idle for longest; False if none is."""
+        now_s = asyncio.get_running_loop().time()
+        among = [each for each in self._connections if host in (None, each.host)]
+        longest = max(among, key=lambda each: each.stream.idle_s(now_s), default=None)
+        if longest is None or longest.stream.idle_s(now_s) <= self.config.idle_timeout_s:
+            return False
+        self._shared.counters.idle += 1
+        self._shared.log.warning(
+            "idle", "%s is disconnected for another client: no request for %g s",
+            longest.peer, self.config.idle_timeout_s,
+        )  # fmt: skip
+        longest.stream.abort()
+        return True
+
+    async def _serve(self, accepted: socket.socket, host: str, port: int) -> None:
+        with contextlib.closing(Stream(accepted, self._pool)) as stream:
             try:
                 prepare(accepted)
                 if self._tls is not None:
-                    await stream.start_tls(self._tls, self.config.stall_timeout_s)
+                    await stream.start_tls(self._tls, self.config.request_timeout_s)
             except OSError as error:
-                self.counters.failed_handshakes += 1
-                self._shared.log.warning("handshake", "%s did not get connected: %s", peer, error)
+                self._shared.counters.failed_handshakes += 1
+                self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
                 return
-            connection = Connection(stream, peer, self._shared)
+            connection = Connection(stream, host, f"{host} port {port}", self._shared)
             self._connections.add(connection)
             if self._stopping:
                 connection.stop()
@@ -181,36 +201,43 @@ class Gateway:
             finally:
                 self._connections.discard(connection)
 
-    def _served(self, task: asyncio.Task[None]) -> None:
+    def _served(self, host: str, task: asyncio.Task[None]) -> None:
         self._clients.discard(task)
+        self._peers[host] -= 1
+        if not self._peers[host]:
+            del self._peers[host]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.counters.errors += 1
+            self._shared.counters.errors += 1
             logger.error("a connection is closed because of a fault", exc_info=error)
 
-    async def _close_stalled_and_idle(self) -> None:
-        loop = asyncio.get_running_loop()
-        stall_s, idle_s = self.config.stall_timeout_s, self.config.idle_timeout_s or math.inf
+    async def _close_stalled(self) -> None:
+        loop, timeout_s = asyncio.get_running_loop(), self.config.request_timeout_s
         while True:
-            await asyncio.sleep(min(max(stall_s / 8, _LEAST_CHECK_S), _MOST_CHECK_S))
+            await asyncio.sleep(min(timeout_s / 8, 1.0))
             now_s = loop.time()
-            timeout_s = stall_s / (_HURRIED if self._budget.is_short else 1)
             for connection in self._connections:
-                stream, peer = connection.stream, connection.peer
-                if stream.stalled(now_s, timeout_s):
-                    self.counters.stalled += 1
-                    kind, problem = "stalled", f"too little moved for {timeout_s:g} s"
-                elif stream.idle_s(now_s) > idle_s:
-                    self.counters.idle += 1
-                    kind, problem = "idle", f"no request for {idle_s:g} s"
-                else:
-                    continue
-                self._shared.log.warning(kind, "%s is disconnected: %s", peer, problem)
-                stream.abort()
+                if connection.stream.moving_s(now_s) > timeout_s:
+                    self._shared.counters.stalled += 1
+                    self._shared.log.warning(
+                        "stalled", "%s is disconnected: a message took more than %g s",
+                        connection.peer, timeout_s,
+                    )  # fmt: skip
+                    connection.stream.abort()
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.critical("the gateway no longer works, start it again", exc_info=error)
+
+
+def most_clients(wanted: int) -> int:
+    """How many clients the limit of open files allows. Raises the soft limit if it has to."""
+    others = len(os.listdir("/proc/self/fd")) + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < wanted + others:
+        soft = wanted + others if hard == resource.RLIM_INFINITY else min(hard, wanted + others)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - others))
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -1,13 +1,13 @@
-"""What the connections of a gateway share: the cache, the budgets, counters, log lines."""
+"""What the connections of a gateway share: the cache, room for payloads, counters, log lines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 
-from lmcache_redis.compat.gateway.budget import Budget
 from lmcache_redis.compat.objects import ObjectCache
 
 SILENCE_S = 10.0
@@ -32,8 +32,8 @@ class Counters:
     payload_bytes_in: int = 0
     payload_bytes_out: int = 0
     malformed: int = 0  # requests that failed, or whose connection was closed
-    stalled: int = 0  # connections closed: a message made too little progress
-    idle: int = 0  # connections closed: no request came
+    stalled: int = 0  # connections closed: a header, payload or reply took too long
+    idle: int = 0  # connections closed: no request came, and others wanted to connect
     abandoned: int = 0  # connections that the client closed in the middle of a request
     errors: int = 0  # connections closed: a bug of ours
 
@@ -58,21 +58,55 @@ class QuietLog:
         self._logger.warning(message + more, *args)
 
 
+class Room:
+    """A bound for payload bytes in flight: a semaphore of bytes, first come first served.
+
+    The memory belongs to the cache. A payload takes all of its bytes before the first one moves,
+    and nothing that holds bytes waits for more of them to give them back. The loop's thread only.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, nbytes: int) -> None:
+        """Waits for `nbytes`, at most `size_bytes`. The caller gives them back."""
+        if not self._waiting and self.used_bytes + nbytes <= self.size_bytes:
+            self.used_bytes += nbytes
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((nbytes, granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            self.give_back(0 if granted.cancelled() else nbytes)
+            raise
+
+    def give_back(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+        while self._waiting:
+            wanted, granted = self._waiting[0]
+            if not granted.done():
+                if self.used_bytes + wanted > self.size_bytes:
+                    return
+                self.used_bytes += wanted
+                granted.set_result(None)
+            self._waiting.popleft()
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """See the module. The loop's thread only.
 
-    budget: `--buffer-bytes`. lent: bytes that may be sent from the memory tier without a share of
-    that budget. reused: bytes of recycled memory that payloads may hold while they are received.
-    memory_bytes: capacity of the memory tier.
+    room: `--buffer-bytes`. memory_bytes: capacity of the memory tier. one_list: held by a LIST
+    while it collects keys.
     """
 
     cache: ObjectCache
-    budget: Budget
-    lent: Budget
-    reused: Budget
+    room: Room
     counters: Counters
     log: QuietLog
     memory_bytes: int
     max_payload_bytes: int
-    one_list: asyncio.Lock  # a LIST may take long and much memory
+    one_list: asyncio.Lock

@@ -86,7 +86,7 @@ def key_text_of(key: ObjectKey) -> str:
     """The inverse of `object_key_of`. Raises FormatError for any other key."""
     match = _KEY.fullmatch(key.model_name)
     if match is not None and match["hash"] in ("", _TEXT_HASH):
-        # A hash that is not ASCII makes a text that is no key.
+        # A hash that is not ASCII makes a malformed key text.
         as_text = key.chunk_hash.decode("ascii", "replace")
         text = _with_hash(match, as_text if match["hash"] else key.chunk_hash.hex())
         if object_key_of(text) == key:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.compat.backends import LMCLocalDiskBackend
 from tests.compat.backends.disk_helpers import OpenTier
 
 

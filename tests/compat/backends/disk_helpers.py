@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmcache_redis.cache.disk.files import LOCK_NAME
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.compat.backends import LMCLocalDiskBackend
 from tests.compat.backends.contract import key_of, tensor_of
 
 # Of a file of `fill`: the first page, and the payload in blocks.

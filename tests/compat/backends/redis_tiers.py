@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lmcache_redis.compat.backends.remote import LMCRemoteBackend
+from lmcache_redis.compat.backends import LMCRemoteBackend
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 

@@ -18,7 +18,6 @@ from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header
 from lmcache_redis.chunks.keys import ObjectKey, key_stem
-from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import TENSORS, ChunkNames
 from lmcache_redis.errors import FormatError
 from tests.compat.backends.contract import get_raw, key_of, metadata_of, same, tensor_of
@@ -258,20 +257,6 @@ def test_what_was_never_finished_is_removed(
 # ------------------------------------------------------------------ while the tier is open
 
 
-def test_damage_is_not_blamed_on_the_successor(open_tier: OpenTier, directory: Path) -> None:
-    tier = open_tier()
-    fill(tier, [1])
-    (path,) = files_in(directory)
-
-    def meanwhile(metadata: RemoteMetadata) -> list[memoryview]:
-        os.truncate(path, 4100)
-        assert tier.put(key_of(1), tensor_of(2, (50,)))
-        return [memoryview(bytearray(metadata.length))]
-
-    assert tier.get_bytes(key_of(1), meanwhile) is None
-    assert same(tier.get(key_of(1)), tensor_of(2, (50,)))
-
-
 def test_a_file_that_somebody_removed_is_a_miss(
     open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,7 +284,7 @@ def test_a_directory_that_somebody_removed(
     assert tier.flush(30)
     assert tier.list() == []
     assert tier.used_bytes == 0
-    assert len(caplog.records) == 2  # puts and gets
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(("code", "kept"), [(errno.EIO, False), (errno.ENOMEM, True)])
@@ -372,10 +357,10 @@ def test_a_write_that_fails_stores_nothing(
         for number in (1, 2, 3):
             assert not tier.put(key_of(number), tensor_of(9, (50,)))
     assert len(caplog.records) == 1
-    assert held(tier) == [1]
-    assert tier.used_bytes == 8192
-    assert len(files_in(directory)) == 1
-    assert same(tier.get(key_of(1)), tensor_of(1, (100,)))
+    assert held(tier) == []
+    assert tier.used_bytes == 0
+    assert files_in(directory) == []
+    fill(tier, [1])
 
 
 def test_a_write_or_read_in_parts_goes_on(

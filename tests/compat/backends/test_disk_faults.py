@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.compat.backends import LMCLocalDiskBackend
 from lmcache_redis.errors import ConfigError
 from tests.compat.backends.contract import get_raw, key_of, same, tensor_of
 from tests.compat.backends.disk_helpers import OpenTier, disk_use, files_in, fill, number_of
@@ -27,7 +27,7 @@ PREAMBLE = """
 import errno, os, sys, threading
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.compat.backends import LMCLocalDiskBackend
 
 def key(number):
     return ObjectKey(number.to_bytes(8, "big"), "org/model", 0)
@@ -171,10 +171,9 @@ def test_a_file_that_may_not_grow_is_not_stored(directory: Path) -> None:
         assert put(tier, 3, 1 << 20, blocking=False)
         assert tier.flush(30)
         assert put(tier, 4, 1 << 18)
-        assert sorted(each.chunk_hash[-1] for each in tier.list()) == [1, 4]
-        assert get(tier, 1) == (1).to_bytes(8, "big") * (1 << 17)
+        assert [each.chunk_hash[-1] for each in tier.list()] == [4]
         names = [name for _, _, names in os.walk(directory) for name in names]
-        assert len(names) == 3, names
+        assert len(names) == 2, names
         print("ok")
         """,
         directory,
@@ -213,7 +212,7 @@ def test_a_directory_that_may_not_be_written(open_to_all: Path) -> None:
             os.chmod(where, 0o500)
         assert not put(tier, 1, 1600)
         assert not put(tier, 2, 800)
-        assert get(tier, 1) == (1).to_bytes(8, "big") * 100
+        assert get(tier, 1) is None
         tier.close()
         try:
             LMCLocalDiskBackend(directory + "/below", 1 << 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -10,13 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
-from lmcache_redis.compat.backends.hybrid import LMCHybridBackend
-from lmcache_redis.compat.backends.local import LMCLocalBackend
+from lmcache_redis.compat.backends import (
+    LMCHybridBackend,
+    LMCLocalBackend,
+    LMCLocalDiskBackend,
+    LMCRemoteBackend,
+)
 from lmcache_redis.errors import ConfigError
 from tests.compat.backends.contract import key_of, same, tensor_of
 from tests.compat.backends.disk_helpers import OpenTier, fill
 from tests.compat.backends.redis_tiers import wait_until
+from tests.servers import RedisServer
 
 
 class HungGet:
@@ -31,9 +36,9 @@ class HungGet:
         self._thread.start()
 
     def end(self) -> None:
-        if self._thread.is_alive():
+        with contextlib.suppress(FileNotFoundError):  # the tier is back, and removed it
             os.close(os.open(self._path, os.O_RDWR))
-            self._thread.join(10)
+        self._thread.join(10)
         assert not self._thread.is_alive()
 
 
@@ -71,14 +76,16 @@ def test_no_call_starts_while_another_hangs(
     assert len(said()) == 1
     hung.end()
     assert hung.found == [None], "a FIFO is no chunk"
-    assert tier.put(key_of(2), tensor_of(2, (100,)))
+    wait_until(lambda: tier.put(key_of(2), tensor_of(2, (100,))), "a disk that is back")
     assert same(tier.get(key_of(2)), tensor_of(2, (100,)))
     assert not tier.contains(key_of(3))
     assert caplog.text.count("the disk tier is back") == 1
 
 
-def test_tiers_above_and_below_go_on(tier: LMCLocalDiskBackend, hung: HungGet) -> None:
-    lower = LMCLocalBackend(1 << 20)
+def test_tiers_above_and_below_go_on(
+    tier: LMCLocalDiskBackend, hung: HungGet, server: RedisServer
+) -> None:
+    lower = LMCRemoteBackend(server.url)
     backend = LMCHybridBackend((LMCLocalBackend(1 << 20), tier, lower))
     assert lower.put(key_of(5), tensor_of(5, (100,)))
     assert same(backend.get(key_of(5)), tensor_of(5, (100,)))
@@ -87,6 +94,7 @@ def test_tiers_above_and_below_go_on(tier: LMCLocalDiskBackend, hung: HungGet) -
     assert backend.remove(key_of(6))
     assert backend.get(key_of(6)) is None
     hung.end()
+    backend.close()
 
 
 def test_close_waits_no_longer_than_it_is_told(

@@ -10,10 +10,11 @@ import pytest
 
 from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.chunks.frame import ChunkFrame
-from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.compat.backends import LMCLocalDiskBackend
 from lmcache_redis.errors import ConfigError
 from tests.compat.backends.contract import get_raw, key_of, metadata_of, same, tensor_of
 from tests.compat.backends.disk_helpers import OpenTier, files_in
+from tests.compat.backends.redis_tiers import wait_until
 
 
 class Gate:
@@ -74,9 +75,9 @@ def test_what_does_not_fit_is_refused(tier: LMCLocalDiskBackend, gate: Gate) -> 
         assert put(tier, number)
     assert not put(tier, 10)
     assert not put(tier, 11, size=1)
-    assert tier.remove(key_of(5))  # makes room at once
+    assert tier.remove(key_of(5))
     assert not put(tier, 12, size=11)
-    assert put(tier, 13)
+    wait_until(lambda: put(tier, 13), "the room of the put that was dropped")
     assert not put(tier, 14, size=1)
     gate.opened.set()
     assert tier.flush(30)
@@ -85,20 +86,18 @@ def test_what_does_not_fit_is_refused(tier: LMCLocalDiskBackend, gate: Gate) -> 
     assert put(tier, 16, size=100)
 
 
-def test_a_put_dropped_in_flight_still_takes_its_room(
-    tier: LMCLocalDiskBackend, gate: Gate
-) -> None:
+def test_a_put_dropped_in_flight_takes_no_room(tier: LMCLocalDiskBackend, gate: Gate) -> None:
     assert put(tier, 0, size=100)
     assert gate.entered.wait(30)
     assert tier.remove(key_of(0))
-    assert not put(tier, 1)
+    wait_until(lambda: put(tier, 1))
     gate.opened.set()
     assert tier.flush(30)
-    assert tier.list() == []
-    assert put(tier, 1, size=100)
+    assert tier.list() == [key_of(1)]
 
 
-def test_a_later_put_of_a_key_drops_the_earlier(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+def test_a_later_put_of_a_key_drops_the_earlier(gate: Gate, open_tier: OpenTier) -> None:
+    tier = open_tier(queue_bytes=1000)
     for value in range(50):
         assert put(tier, 1, value)
         assert put(tier, 2, value)
@@ -140,7 +139,7 @@ def test_a_write_that_fails_by_a_bug_does_not_end_the_thread(
 def test_close_drops_what_is_left_after_its_time(
     tier: LMCLocalDiskBackend, gate: Gate, directory: Path
 ) -> None:
-    """The put in flight is stored later; until then no other tier may open the directory."""
+    """Until the put in flight has ended, no other tier may open the directory."""
     for number in range(5):
         assert put(tier, number)
     assert gate.entered.wait(30)
@@ -150,7 +149,7 @@ def test_close_drops_what_is_left_after_its_time(
     with pytest.raises(RuntimeError):
         put(tier, 9)
     gate.opened.set()
-    assert len(files_in(directory)) == 1
+    assert len(files_in(directory)) <= 1
 
 
 def test_close_gives_the_put_in_flight_its_time(
@@ -162,7 +161,7 @@ def test_close_gives_the_put_in_flight_its_time(
     opening = threading.Timer(0.3, gate.opened.set)
     opening.start()
     tier.close(timeout_s=0.2)
-    assert open_tier().list() == [key_of(0)]
+    assert key_of(0) in open_tier().list()
     opening.join()
 
 
@@ -171,8 +170,8 @@ def test_a_put_removed_while_it_is_written_is_never_found(
 ) -> None:
     assert tier.put(key_of(1), tensor_of(1, (100,)), blocking=False)
     assert gate.entered.wait(30)
-    assert not tier.contains(key_of(1))
     assert tier.remove(key_of(1))
+    assert not tier.contains(key_of(1))
     gate.opened.set()
     assert tier.flush(30)
     assert tier.get(key_of(1)) is None
@@ -180,16 +179,15 @@ def test_a_put_removed_while_it_is_written_is_never_found(
     assert tier.used_bytes == 0
 
 
-def test_a_put_that_blocks_overtakes_one_that_is_written(
+def test_a_put_that_blocks_follows_one_that_is_written(
     tier: LMCLocalDiskBackend, gate: Gate, directory: Path
 ) -> None:
     assert tier.put(key_of(1), tensor_of(1, (100,)), blocking=False)
     assert gate.entered.wait(30)
-    overtaking = threading.Thread(target=tier.put, args=(key_of(1), tensor_of(2, (50,))))
-    overtaking.start()
+    following = threading.Thread(target=tier.put, args=(key_of(1), tensor_of(2, (50,))))
+    following.start()
     gate.opened.set()
-    overtaking.join(30)
+    following.join(30)
     assert tier.flush(30)
     assert len(files_in(directory)) == 1
-    # Either may be written first: the later call does not wait for the earlier one.
     assert same(tier.get(key_of(1)), tensor_of(2, (50,)))

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.backends.local import LMCLocalBackend
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.compat.backends import LMCLocalBackend
+from lmcache_redis.errors import ConfigError, FormatError
 from tests.compat.backends.contract import (
     Buffers,
     MakeBackend,
     TierContract,
     get_raw,
     key_of,
+    metadata_of,
     same,
     tensor_of,
 )
@@ -132,14 +133,18 @@ def test_a_chunk_that_is_read_stays_whole(change: str) -> None:
 
 
 def test_a_put_that_fails_leaves_nothing(small: LMCLocalBackend) -> None:
+    """An error of the caller's buffers, after memory was reserved for them."""
     fill(small, range(1))
-    closed = LMCLocalBackend(1000)
-    fill(closed, range(1))
-    closed.close()
-    with pytest.raises(RuntimeError):
-        fill(closed, range(1))
-    for backend in (small, closed):
-        assert backend._pool.pinned == 0
+    payload = memoryview(bytearray(100))
+    for _ in range(3):
+        with pytest.raises(FormatError):
+            small.put_bytes(key_of(1), metadata_of(101), [payload])
+    assert held(small) == [0]
+    assert pinned(small) == 0
+
+
+def pinned(backend: LMCLocalBackend) -> int:
+    return backend._objects.cache.pool.pinned
 
 
 def test_threads_that_evict_find_no_wrong_byte() -> None:

@@ -13,27 +13,13 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat.backends.remote import LMCPipelinedRemoteBackend
+from lmcache_redis.compat.backends import LMCPipelinedRemoteBackend
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.resp import RedisOptions
-from tests.compat.backends.contract import MakeBackend, TierContract, key_of, same, tensor_of
+from tests.compat.backends.contract import key_of, same, tensor_of
 from tests.compat.backends.redis_tiers import SLOT, tier, wait_until
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer
-
-
-class TestPipelinedContract(TierContract):
-    @pytest.fixture
-    def make_backend(self, server: RedisServer) -> Iterator[MakeBackend]:
-        made: list[LMCPipelinedRemoteBackend] = []
-
-        def make(**options: object) -> LMCPipelinedRemoteBackend:
-            made.append(LMCPipelinedRemoteBackend(server.url, window_chunks=3, **options))  # type: ignore[arg-type]
-            return made[-1]
-
-        yield make
-        for backend in made:
-            backend.close()
 
 
 def chunks(count: int, nbytes: int = 1000) -> list[tuple[ObjectKey, torch.Tensor]]:

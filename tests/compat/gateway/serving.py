@@ -26,6 +26,7 @@ from lmcache_redis.tiers import (
     ChunkIO,
     ExistsResult,
     FramesResult,
+    KeysResult,
     PlaneState,
     ReadDone,
     ReadOutcome,
@@ -167,11 +168,15 @@ class DictTier:
         removed = self.chunks.pop(_parsed(key), None)
         done(RemoveResult(CallOutcome.DONE, removed is not None))
 
-    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+    def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
         answered = threading.Event()
         self._enter(answered.set)
-        assert answered.wait(WAIT_S)
-        return [_NAMES.chunk_key(key) for key in [*self.chunks]]
+        if not answered.wait(min(WAIT_S, deadline - time.monotonic())):
+            return KeysResult(CallOutcome.TIMED_OUT, [])
+        keys = [_NAMES.chunk_key(key) for key in [*self.chunks]]
+        if len(keys) > limit:
+            return KeysResult(CallOutcome.OVER_LIMIT, keys[:limit])
+        return KeysResult(CallOutcome.DONE, keys)
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[RemoveResult], None]
@@ -218,7 +223,7 @@ class Serving:
         **settings: Any,
     ) -> None:
         settings = {
-            "listen": "lm://127.0.0.1:0", "buffer_bytes": 1 << 20, "slot_bytes": 4096,
+            "listen": "lm://127.0.0.1:0", "buffer_bytes": 1 << 20,
             "max_payload_bytes": 1 << 19, "shutdown_deadline_s": 2.0,
             "memory_bytes": 0, "disk_path": "a tier", **settings,
         }  # fmt: skip
@@ -296,7 +301,7 @@ class Serving:
             if not self._stopped:
                 self.stop()
             if error is None:
-                self.until(slots_in_use=0, open_connections=0)
+                self.until(buffer_used_bytes=0, open_connections=0)
                 self._close_cache()
                 assert self.pool.pinned == 0
         finally:

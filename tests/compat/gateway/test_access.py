@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import resource
 import socket
 import ssl
+import time
 from pathlib import Path
 
 import pytest
 
+from lmcache_redis.compat.gateway.server import most_clients
 from lmcache_redis.errors import ConfigError
 from tests.compat.gateway.conftest import NewLoop
 from tests.compat.gateway.serving import DictTier, Serving
@@ -68,7 +71,7 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
             with serving.client(tls=trusting(authority)) as client:
                 client.put(f"m@1@0@{number:x}@half", bytes(400_000))
                 client.put(f"m@2@0@{number:x}@half", bytes(5000))
-        serving.until(slots_in_use=98)
+        serving.until(buffer_used_bytes=400_000)
         backend.open.set()
         serving.until(stored=11, open_connections=0)
         assert serving.stats()["abandoned"] == 0
@@ -94,7 +97,7 @@ def test_a_handshake_that_does_not_go_on_is_cut_off(
     backend: DictTier, any_loop: NewLoop, tls: dict[str, str]
 ) -> None:
     with (
-        Serving(backend, any_loop, stall_timeout_s=0.3, **tls) as serving,
+        Serving(backend, any_loop, request_timeout_s=0.3, **tls) as serving,
         serving.client() as silent,
     ):
         assert silent.ended()
@@ -106,12 +109,12 @@ def test_a_slow_reader_with_tls_is_cut_off(
     backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
     with (
-        Serving(backend, any_loop, stall_timeout_s=0.5, **tls) as serving,
+        Serving(backend, any_loop, request_timeout_s=0.5, **tls) as serving,
         serving.client(tls=trusting(authority)) as slow,
     ):
         slow.put(KEY, bytes(1 << 19))
         slow.send(header(GET) * 40)
-        serving.until(stalled=1, slots_in_use=0)
+        serving.until(stalled=1, buffer_used_bytes=0)
 
 
 @pytest.mark.servers
@@ -192,6 +195,57 @@ def test_one_client_too_many(backend: DictTier, any_loop: NewLoop) -> None:
         with serving.client() as again:
             assert again.healthy()
         assert serving.stats()["refused_connections"] == 1
+
+
+def test_one_client_too_many_of_one_address(backend: DictTier, any_loop: NewLoop) -> None:
+    with (
+        Serving(backend, any_loop, max_connections_per_peer=1) as serving,
+        serving.client() as first,
+    ):
+        assert first.healthy()
+        with serving.client() as second:
+            assert second.ended()
+        with socket.socket() as other:
+            other.bind(("127.0.0.2", 0))
+            other.settimeout(20)
+            other.connect(("127.0.0.1", serving.port))
+            other.sendall(header(5))
+            assert len(other.recv(36)) == 36
+        assert first.healthy()
+
+
+def test_the_idle_give_way_to_others(backend: DictTier, any_loop: NewLoop) -> None:
+    """The one that is idle for longest, and none whose request is in flight."""
+    with (
+        Serving(backend, any_loop, max_connections=3, idle_timeout_s=1.0) as serving,
+        serving.client() as waiting,
+        serving.client() as idle,
+        serving.client() as served,
+    ):
+        assert idle.healthy()
+        backend.open.clear()
+        waiting.send(header(GET))
+        time.sleep(0.6)
+        assert served.healthy()
+        with serving.client() as early:
+            assert early.ended(), "nobody is idle for long enough"
+        time.sleep(0.6)
+        with serving.client() as new:
+            assert new.healthy()
+            assert idle.ended()
+            assert served.healthy()
+            backend.open.set()
+            assert waiting.receive(36)
+        serving.until(idle=1, refused_connections=1)
+
+
+def test_the_limit_of_open_files_limits_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(256, 512)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    assert most_clients(10) == 10
+    assert 0 < most_clients(1024) < 512 - 128
+    assert limits[-1] == (512, 512)
 
 
 def test_beyond_loopback_for_anyone_where_that_is_meant(backend: DictTier) -> None:

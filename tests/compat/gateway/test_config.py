@@ -58,11 +58,6 @@ def test_networks() -> None:
         ({"max_payload_bytes": 0}, "--max-payload-bytes"),
         ({"max_payload_bytes": 1 << 31, "buffer_bytes": 1 << 40}, "--max-payload-bytes"),
         ({"max_payload_bytes": 2 << 20, "buffer_bytes": 1 << 20}, "--buffer-bytes"),
-        (
-            {"max_payload_bytes": 8192, "buffer_bytes": 8192, "slot_bytes": 5000},
-            "5000 bytes of slots",
-        ),
-        ({"slot_bytes": 1}, "--slot-bytes"),
         ({"buffer_bytes": 1}, "--buffer-bytes"),
         ({"memory_bytes": -1}, "--memory-bytes"),
         ({"memory_bytes": 0}, "--redis-url"),
@@ -70,8 +65,10 @@ def test_networks() -> None:
         ({"max_connections": 0}, "--max-connections"),
         ({"threads": 0}, "--threads"),
         ({"threads": True}, "--threads"),
-        ({"stall_timeout_s": 0}, "--stall-timeout-s"),
-        ({"idle_timeout_s": -1}, "--idle-timeout-s"),
+        ({"request_timeout_s": 0}, "--request-timeout-s"),
+        ({"max_connections_per_peer": 0}, "--max-connections-per-peer"),
+        ({"payload_threads": 0}, "--payload-threads"),
+        ({"idle_timeout_s": 0}, "--idle-timeout-s"),
         ({"shutdown_deadline_s": -1}, "--shutdown-deadline-s"),
         ({"tls_key": "x"}, "--tls-cert"),
         ({"seal_key_file": "x"}, "--redis-url"),
@@ -87,8 +84,6 @@ def test_impossible_values(settings: dict[str, Any], said: str) -> None:
 def test_the_largest_payload_fits_into_the_buffers() -> None:
     assert GatewayConfig(buffer_bytes=1 << 30).payload_limit_bytes == 256 << 20
     assert GatewayConfig(buffer_bytes=4 << 40).payload_limit_bytes == (1 << 31) - 1
-    least = GatewayConfig(buffer_bytes=4096, slot_bytes=4096)
-    assert least.payload_limit_bytes == least.usable_buffer_bytes == 4096
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "192.0.2.1", "[::]", "[2001:db8::1]"])
@@ -121,8 +116,9 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
         "redis_password_file": "/run/password", "redis_credential_provider": "a.b:C",
         "seal_key_file": "seal.keys",
         "key_prefix": "ours:", "memory_bytes": "2GiB", "disk_path": "/data", "disk_size": "1TB",
-        "buffer_bytes": "64MiB", "slot_bytes": "1MiB", "max_payload_bytes": "32MiB",
-        "max_connections": "7", "threads": "3", "payload_threads": "4", "stall_timeout_s": "2.5",
+        "buffer_bytes": "64MiB", "max_payload_bytes": "32MiB",
+        "max_connections": "7", "max_connections_per_peer": "5", "threads": "3",
+        "payload_threads": "4", "request_timeout_s": "2.5",
         "shutdown_deadline_s": "1", "tls_cert": "a.pem", "tls_key": "b.pem",
         "tls_client_ca": "c.pem", "allowed_peers": "10.0.0.0/8", "log_level": "warning",
         "idle_timeout_s": "60", "allow_anyone": None, "metrics": "127.0.0.1:9464",
@@ -142,5 +138,5 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {f.name for f in dataclasses.fields(config)} == {*values, "redis_password"}
     assert (config.key_prefix, config.redis_password) == (b"ours:", "secret")
     assert (config.memory_bytes, config.disk_size) == (2 << 30, 10**12)
-    assert (config.max_connections, config.stall_timeout_s) == (7, 2.5)
+    assert (config.max_connections, config.request_timeout_s) == (7, 2.5)
     assert (config.idle_timeout_s, config.allow_anyone) == (60, True)

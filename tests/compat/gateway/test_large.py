@@ -124,7 +124,7 @@ def test_slow_clients_beside_fast_ones(large_serving: Serving) -> None:
 
 def test_who_does_not_go_on_is_cut_off(lower: DictTier, any_loop: NewLoop) -> None:
     with (
-        Serving(lower, any_loop, stall_timeout_s=2.0, **LARGE) as serving,
+        Serving(lower, any_loop, request_timeout_s=5.0, **LARGE) as serving,
         serving.client() as reader,
         serving.client() as writer,
         serving.client() as idle,
@@ -133,7 +133,7 @@ def test_who_does_not_go_on_is_cut_off(lower: DictTier, any_loop: NewLoop) -> No
         assert idle.exists(key(1))
         reader.send(header(GET, key(1)))
         writer.send(put(key(2), large(2))[: 2 * MIB])
-        serving.until(stalled=2, open_connections=1, slots_in_use=0)
+        serving.until(stalled=2, open_connections=1, buffer_used_bytes=0)
         assert writer.ended()
         assert reader.ended()
         assert idle.get(key(1)) == large(1)
@@ -153,7 +153,7 @@ def test_a_client_that_disappears_leaves_nothing(large_serving: Serving, how: st
                     if how == "reset":
                         linger = struct.pack("ii", 1, 0)
                         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            large_serving.until(open_connections=1, slots_in_use=0)
+            large_serving.until(open_connections=1, buffer_used_bytes=0)
             assert other.get(key(1)) == large(1)
     large_serving.until(open_connections=0)
     assert large_serving.stats()["errors"] == 0
@@ -228,7 +228,7 @@ def test_the_next_payload_comes_while_one_is_written_through(
         client.send(header(EXIST, key(2)))
         lower.open.set()
         assert client.receive(36) == SUCCEEDED
-        large_serving.until(stored=2, slots_in_use=0)
+        large_serving.until(stored=2, buffer_used_bytes=0)
         assert object_key_of(key(2)) in lower.chunks
 
 
@@ -260,7 +260,7 @@ def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: D
         client.put(key(1), large(1))
     large_serving.until(puts=1, payload_bytes_in=8 * MIB)
     lower.open.set()
-    large_serving.until(stored=1, open_connections=0, slots_in_use=0)
+    large_serving.until(stored=1, open_connections=0, buffer_used_bytes=0)
     assert object_key_of(key(1)) in lower.chunks
 
 
@@ -275,7 +275,7 @@ def test_a_fault_of_a_tier_below_ends_the_connection(
         lower.error = None
         other.put(key(1), large(2))
         assert other.exists(key(1))
-    large_serving.until(errors=1, slots_in_use=0)
+    large_serving.until(errors=1, buffer_used_bytes=0)
 
 
 def test_memory_that_does_not_take_it_leaves_it_to_the_others(
@@ -313,7 +313,7 @@ def test_stopping_while_payloads_move(lower: DictTier, any_loop: NewLoop) -> Non
                 client.socket.close()
     assert len(serving.pool) == 1
     assert serving.pool.used == 8 * MIB
-    assert not [each for each in threading.enumerate() if each.name.startswith("gateway-mover")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("gateway-payload")]
 
 
 def test_stopping_lets_payloads_arrive(lower: DictTier, any_loop: NewLoop) -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.gateway import connection
 from lmcache_redis.compat.gateway.wire import object_key_of
 from tests.compat.gateway.conftest import NewLoop
 from tests.compat.gateway.serving import DictTier, Serving
@@ -165,7 +166,7 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier, any_loop: NewL
                     if reset:
                         linger = struct.pack("ii", 1, 0)
                         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        serving.until(connections=2 * len(request), open_connections=0, slots_in_use=0)
+        serving.until(connections=2 * len(request), open_connections=0, buffer_used_bytes=0)
         assert backend.chunks == {}
         stats = serving.stats()
         assert stats["errors"] == 0
@@ -176,7 +177,7 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier, any_loop: NewL
 
 def test_who_sends_too_slowly_is_cut_off(backend: DictTier, any_loop: NewLoop) -> None:
     with (
-        Serving(backend, any_loop, stall_timeout_s=1.5) as serving,
+        Serving(backend, any_loop, request_timeout_s=1.5) as serving,
         serving.client() as in_header,
         serving.client() as in_payload,
         serving.client() as in_dropped,
@@ -185,17 +186,17 @@ def test_who_sends_too_slowly_is_cut_off(backend: DictTier, any_loop: NewLoop) -
         in_header.send(put(KEY, b"x")[:100])
         in_payload.send(put(KEY, bytes(1000))[:-1])
         in_dropped.send(header(PUT, b"malformed", 1000) + b"x")
-        serving.until(slots_in_use=1)
+        serving.until(buffer_used_bytes=1000)
         assert in_header.ended()
         assert in_payload.ended()
         assert in_dropped.ended()
-        serving.until(slots_in_use=0, stalled=3)
+        serving.until(buffer_used_bytes=0, stalled=3)
         assert idle.healthy(), "waiting between requests is allowed"
         assert idle.list() == set()
 
 
 def test_dripping_does_not_count_as_moving(backend: DictTier, any_loop: NewLoop) -> None:
-    with Serving(backend, any_loop, stall_timeout_s=0.3) as serving, serving.client() as client:
+    with Serving(backend, any_loop, request_timeout_s=0.3) as serving, serving.client() as client:
         client.send(header(PUT, KEY, 1000, 1, UINT8, (1000, 0, 0, 0)))
         with contextlib.suppress(ConnectionError):
             for _ in range(999):
@@ -208,7 +209,7 @@ def test_a_slow_reader_holds_nobody_up(backend: DictTier, any_loop: NewLoop) -> 
     """It asks for more than sockets hold, reads nothing, and is cut off; others do not wait."""
     payload = bytes(1 << 19)
     with (
-        Serving(backend, any_loop, stall_timeout_s=2.0, buffer_bytes=4 << 20) as serving,
+        Serving(backend, any_loop, request_timeout_s=2.0, buffer_bytes=4 << 20) as serving,
         serving.client() as writer,
         serving.client() as slow,
     ):
@@ -219,15 +220,15 @@ def test_a_slow_reader_holds_nobody_up(backend: DictTier, any_loop: NewLoop) -> 
         for _ in range(10):
             assert writer.get(KEY) == payload
         assert serving.stats()["stalled"] == 0, "nobody had to wait until it was cut off"
-        assert serving.stats()["slots_in_use"] <= 2 * 129
-        serving.until(stalled=1, slots_in_use=0)
+        assert serving.stats()["buffer_used_bytes"] <= 2 * len(payload)
+        serving.until(stalled=1, buffer_used_bytes=0)
         assert slow.ended()
         assert writer.healthy()
 
 
 def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier, any_loop: NewLoop) -> None:
     payload = bytes(range(256)) * 2048
-    with Serving(backend, any_loop, stall_timeout_s=2.0) as serving, serving.client() as client:
+    with Serving(backend, any_loop, request_timeout_s=2.0) as serving, serving.client() as client:
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         client.put(KEY, payload)
         client.send(header(GET, KEY) * 8)
@@ -242,7 +243,7 @@ def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier, any_loop:
 def test_puts_wait_for_room_each_on_its_own_connection(
     backend: DictTier, any_loop: NewLoop
 ) -> None:
-    """The buffers hold one large chunk, and parts of others, which wait; all are stored."""
+    """The buffers hold one chunk, and the others wait; all are stored."""
     with Serving(backend, any_loop, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving:
         backend.open.clear()
         clients = [serving.client() for _ in range(8)]
@@ -272,7 +273,7 @@ def test_a_get_without_room_waits_for_its_turn(backend: DictTier, any_loop: NewL
         assert reader.exists(KEY)
         half_sent = put("m@1@0@ab@half", bytes(40_000))
         writer.send(half_sent[:20_000])
-        serving.until(slots_in_use=10)
+        serving.until(buffer_used_bytes=40_000)
         reader.send(header(GET, KEY))
         serving.until(gets=1)
         writer.send(half_sent[20_000:])
@@ -290,7 +291,7 @@ def test_a_fault_of_a_tier_ends_one_connection(
         backend.error = None
         other.put(KEY, b"x")
         assert other.get(KEY) == b"x"
-    serving.until(slots_in_use=0, errors=1)
+    serving.until(buffer_used_bytes=0, errors=1)
     assert "a fault" in caplog.text
 
 
@@ -314,7 +315,7 @@ def test_stopping_finishes_what_has_begun(backend: DictTier, any_loop: NewLoop) 
         backend.open.clear()
         client.put(KEY, b"x" * 10_000)
         client.send(header(GET))
-        serving.until(slots_in_use=3)
+        serving.until(buffer_used_bytes=10_000)
         stopper = threading.Thread(target=serving.stop)
         stopper.start()
         assert idle.ended()
@@ -330,7 +331,7 @@ def test_stopping_does_not_wait_for_ever(backend: DictTier, any_loop: NewLoop) -
     with Serving(backend, any_loop, shutdown_deadline_s=0.2) as serving, serving.client() as client:
         client.send(put(KEY, bytes(1000))[:500])
         client.send(b"")
-        serving.until(slots_in_use=1)
+        serving.until(buffer_used_bytes=1000)
         started_s = time.monotonic()
         serving.stop()
         assert time.monotonic() - started_s < 10
@@ -338,9 +339,110 @@ def test_stopping_does_not_wait_for_ever(backend: DictTier, any_loop: NewLoop) -
     assert backend.chunks == {}
 
 
+MIB = 1 << 20
+
+
+def key(number: int) -> str:
+    return f"m@1@0@{number:04x}@half"
+
+
+@contextlib.contextmanager
+def clients(serving: Serving, count: int) -> Iterator[list[Client]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(serving.client()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_slow_clients_beside_others(memory: bool, any_loop: NewLoop) -> None:
+    """They hold the room of what they announced, and no thread: others are served."""
+    sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": MIB, "payload_threads": 1}
+    kept = {"memory_bytes": 64 * MIB if memory else 0}
+    with (
+        Serving(DictTier(), any_loop, **kept, **sizes) as serving,
+        clients(serving, 32) as slow,
+        serving.client() as good,
+    ):
+        for number, client in enumerate(slow):
+            client.send(put(key(number), bytes(MIB))[: 186 + number])
+        serving.until(puts=32)
+        for number in range(20):
+            for client in slow:
+                client.send(b"x" * 1000)
+            payload = bytes([number]) * MIB
+            good.put(KEY, payload)
+            assert good.exists(KEY)
+            assert good.get(KEY) == payload
+        serving.until(buffer_used_bytes=32 * MIB, open_connections=33, stalled=0, abandoned=0)
+
+
+@pytest.mark.parametrize("how", ["writers", "readers"])
+def test_slow_clients_that_hold_all_room_lose_it(how: str, any_loop: NewLoop) -> None:
+    payload = bytes(16 * MIB)
+    sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB}
+    with (
+        Serving(DictTier(), any_loop, request_timeout_s=2.0, **sizes) as serving,
+        serving.client() as good,
+        clients(serving, 4) as slow,
+    ):
+        good.put(KEY, payload)
+        assert good.exists(KEY)
+        for number, client in enumerate(slow):
+            if how == "readers":
+                client.send(header(GET, KEY))
+            else:
+                client.send(put(key(number), payload)[:1000])
+        serving.until(buffer_used_bytes=64 * MIB)
+        good.put(key(9), payload)
+        assert good.get(key(9)) == payload
+        assert 1 <= serving.stats()["stalled"] <= 4
+
+
+def test_more_uploads_than_the_buffers_hold_all_arrive(any_loop: NewLoop) -> None:
+    payloads = [bytes([number]) * (MIB // 4) for number in range(24)]
+    sizes = {"buffer_bytes": MIB, "max_payload_bytes": MIB // 4}
+    with Serving(DictTier(), any_loop, **sizes) as serving, clients(serving, 24) as some:
+        for half in (0, 1):
+            for number, client in enumerate(some):
+                request = put(key(number), payloads[number])
+                client.send(request[:30_000] if half == 0 else request[30_000:])
+        for number, client in enumerate(some):
+            assert client.get(key(number)) == payloads[number]
+
+
+def test_a_list_of_too_many_keys_fails(backend: DictTier, any_loop: NewLoop) -> None:
+    """It has a KiB for each key."""
+    with (
+        Serving(backend, any_loop, max_payload_bytes=100 << 10) as serving,
+        serving.client() as client,
+    ):
+        for number in range(100):
+            key = object_key_of(f"m@1@0@{number:04x}@half")
+            backend.chunks[key] = RemoteMetadata(1, [], [], MemoryFormat.UNDEFINED), b"x"
+        assert len(client.list()) == 100
+        client.put(KEY, b"x")
+        client.send(header(LIST))
+        assert client.receive(36) == FAILED
+        assert client.healthy()
+        serving.until(malformed=1, buffer_used_bytes=0)
+
+
+def test_a_list_is_not_cut_short(
+    backend: DictTier, any_loop: NewLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_LIST_TIMEOUT_S", 0.2)
+    with Serving(backend, any_loop, memory_bytes=MIB) as serving, serving.client() as client:
+        client.put(KEY, b"x")
+        assert client.list() == {KEY}
+        backend.open.clear()
+        client.send(header(LIST))
+        assert client.receive(36) == FAILED
+        backend.open.set()
+        assert client.list() == {KEY}
+
+
 def test_list_does_not_wait_for_who_reads_slowly(backend: DictTier, any_loop: NewLoop) -> None:
     with (
-        Serving(backend, any_loop, buffer_bytes=4 << 20) as serving,
+        Serving(backend, any_loop, buffer_bytes=16 << 20, max_payload_bytes=4 << 20) as serving,
         serving.client() as slow,
         serving.client() as other,
     ):

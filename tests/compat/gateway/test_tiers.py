@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 from pathlib import Path
 
 import pytest
 
-from lmcache_redis.compat.gateway import server
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import EXIST, FAIL, GET, KEY, PUT, SUCCESS, header
 from tests.servers import RedisServer, wait_until
@@ -96,7 +94,7 @@ def test_a_write_that_hangs_holds_up_no_client() -> None:
         client.put("m@1@0@02@half", b"2" * 6000)
         assert not client.exists("m@1@0@03@half")
         assert client.get("m@1@0@01@half") == b"1" * 5000
-        serving.until(slots_in_use=0, stored=2)
+        serving.until(buffer_used_bytes=0, stored=2)
         assert serving.call(lambda: serving.pool.pinned) == 0
         tier.hangs = False
         tier.open.set()
@@ -128,23 +126,10 @@ def test_a_chunk_larger_than_the_memory_leaves_the_others_there() -> None:
 
 def test_a_put_that_there_is_no_memory_for_is_dropped() -> None:
     with Serving(DictTier()) as serving, serving.client() as client:
-        serving.cache.reserve = lambda metadata, fresh=False: None  # type: ignore[method-assign]
+        serving.cache.reserve = lambda metadata: None  # type: ignore[method-assign]
         client.put(KEY, bytes(500_000))
         assert client.get(KEY) is None
-        serving.until(not_stored=1, misses=1, slots_in_use=0, open_connections=1)
-
-
-def test_sends_from_memory_beyond_its_share_take_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_LEAST_BESIDE_BYTES", 0)
-    sizes = {"memory_bytes": 64 << 20, "buffer_bytes": 64 << 20, "max_payload_bytes": 8 << 20}
-    with contextlib.ExitStack() as stack:
-        serving = stack.enter_context(Serving([], slot_bytes=1 << 20, **sizes))
-        first, *slow = [stack.enter_context(serving.client()) for _ in range(4)]
-        first.put(KEY, bytes(8 << 20))
-        assert first.exists(KEY)
-        for number, client in enumerate(slow):
-            client.send(header(GET, KEY))
-            serving.until(hits=number + 1, slots_in_use=[0, 0, 8][number])
+        serving.until(not_stored=1, misses=1, buffer_used_bytes=0, open_connections=1)
 
 
 def test_a_location_names_the_only_tier_to_look_in(tmp_path: Path) -> None:

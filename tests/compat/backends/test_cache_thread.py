@@ -1,0 +1,46 @@
+"""Calls to a cache that another thread owns: results, errors, and the end of the thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.compat.backends.cache_thread import CacheThread, Storage
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def owner() -> Iterator[CacheThread]:
+    thread = CacheThread(Storage(5.0, 5.0, 0, ChunkNames(), memory_bytes=1000))
+    yield thread
+    thread.close(1.0)
+
+
+def test_a_call_runs_on_the_thread_and_has_its_result(owner: CacheThread) -> None:
+    assert owner.get(lambda: threading.current_thread().name).result(WAIT_S) == "lmcr-cache"
+    later: list[Callable[[int], None]] = []
+    call = owner.call(later.append)
+    owner.get(lambda: None).result(WAIT_S)
+    assert not call.done()
+    owner.post(lambda: later[0](7))
+    assert call.result(WAIT_S) == 7
+
+
+def test_an_error_is_that_of_one_call(owner: CacheThread) -> None:
+    with pytest.raises(LookupError):
+        owner.get(lambda: {}[1]).result(WAIT_S)
+    assert owner.get(lambda: 1).result(WAIT_S) == 1
+
+
+def test_calls_without_an_answer_fail_at_the_end(owner: CacheThread) -> None:
+    unanswered = owner.call(lambda done: None)
+    owner.close(1.0)
+    with pytest.raises(RuntimeError, match="closed"):
+        unanswered.result(WAIT_S)
+    with pytest.raises(RuntimeError, match="closed"):
+        owner.get(lambda: 1)
+    owner.close(1.0)
