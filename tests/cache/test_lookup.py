@@ -558,7 +558,7 @@ def test_a_load_that_falls_behind_is_cut(tiers: Tiers) -> None:
     tiers.run(lambda: tiers.found)
     assert time.monotonic() - began_s < 10
     assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
-    assert lookup.reasons == {"loading fell behind"}
+    assert lookup.reasons == {"loading took too long"}
     assert tiers.counted("lookups_") == {"lookups_cut": 1}
     assert tiers.counted("miss_") == {"miss_slower": 3}
     assert sorted(job.key for job in tiers.redis.cancelled) == sorted(KEYS[2:])
