@@ -398,8 +398,6 @@ class LookupParts:
                     batch, jobs = jobs, []
                     self._cache.begin_loads(batch)
                     stripes, jobs_level = 0, level
-                if state.entry is not None or not state.is_needed:
-                    continue  # that has changed since
                 job = self._prepare(part, state, level)
                 if job is not None:
                     jobs.append(job)
