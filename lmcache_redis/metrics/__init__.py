@@ -29,7 +29,7 @@ COUNTERS: Final = MappingProxyType(
         "hit_chunks_pool": "chunks found in the host pool",
         "hit_chunks_redis": "chunks found in Redis and loaded into the host pool",
         "hit_chunks_disk": "chunks found on disk and loaded into the host pool",
-        "lookups_cut": "lookups answered with fewer chunks than found: their loads fell behind",
+        "lookups_cut": "lookups answered with fewer chunks than found: loading took too long",
         "lookups_timed_out": "lookups answered with fewer chunks than found: the deadline passed",
         # misses by cause
         "miss_absent": "chunks neither in the host pool nor in Redis",
@@ -42,7 +42,7 @@ COUNTERS: Final = MappingProxyType(
         "miss_deadline": "chunks not loaded before the lookup deadline",
         "miss_pool_full": "chunks not loaded because every slot of the host pool was in use",
         "miss_slower": "chunks not loaded because computing them was expected to be faster",
-        "probes": "chunks loaded to measure a tier from which nothing was worth loading",
+        "probes": "chunks loaded to learn the rate of a tier",
         # Redis to host pool
         "loaded_chunks": "chunks read from Redis into the host pool",
         "loaded_bytes": "payload bytes of the chunks read from Redis",

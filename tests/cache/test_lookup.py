@@ -491,7 +491,7 @@ def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:
     assert not len(tiers.cache.waiting)
 
 
-# ------------------------------------------------------------------- the bet
+# ------------------------------------------------------------- worth loading
 
 
 def measured(tiers: Tiers, bytes_per_s: float, ago_s: float = 0.0) -> None:
