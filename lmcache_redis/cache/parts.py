@@ -163,8 +163,9 @@ class LookupParts:
                     self._hold(part, state, entry)
                 else:
                     pin(entry)
-                    want(entry)
                     state.entry = entry
+                    if not entry.wanted:
+                        want(entry)
         if bounded:
             self._need(self.needs.parts(self.length))
         return wanted
