@@ -149,7 +149,7 @@ class LookupParts:
         """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
         wanted: list[Wanted] = []
         states, pool, filling = self._states, self._cache.pool, EntryState.FILLING
-        get, pin, want = pool.get, pool.pin, pool.want
+        get, pin = pool.get, pool.pin
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
         for chunk, chunk_hash in enumerate(self._request.hashes):
@@ -159,13 +159,11 @@ class LookupParts:
                 entry = get(key) if row < local else None
                 if entry is None:
                     wanted.append((part, key))
-                elif entry.state is filling:
+                elif entry.state is filling or not entry.wanted:
                     self._hold(part, state, entry)
                 else:
                     pin(entry)
                     state.entry = entry
-                    if not entry.wanted:
-                        want(entry)
         if bounded:
             self._need(self.needs.parts(self.length))
         return wanted
@@ -219,7 +217,10 @@ class LookupParts:
 
     def _hold(self, part: Part, state: PartState, entry: Entry) -> None:
         self._cache.pool.pin(entry)
-        self._cache.pool.want(entry)
+        if not entry.wanted:
+            entry.wanted = True
+            if entry.pins > 1:
+                self._cache.pool.on_wanted(entry)
         state.entry = entry
         if entry.state is EntryState.FILLING:
             self.filling += 1

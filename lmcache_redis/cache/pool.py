@@ -56,7 +56,7 @@ class Entry:
         pins: while there are any, the entry is not evicted and its memory is not reused.
         stored_in: bit n: the chunk was in tier n when it was last heard of.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
-        wanted: whether a lookup has asked for it since it is in the pool (`HostPool.want`).
+        wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
         is_ahead: loaded before a lookup asked for it. Until one does, it is evicted before all
             others, the one loaded last first.
@@ -91,8 +91,8 @@ class HostPool:
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
-    eviction, ``on_wanted`` when a lookup asks for an entry for the first time. ``on_change``, if it
-    is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
+    eviction, ``on_wanted`` when a lookup asks for a pinned entry for the first time. ``on_change``,
+    if it is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
     there: when that changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
 
     `get` makes an entry the most recently used. The release of its last pin does so too, except for
@@ -261,12 +261,6 @@ class HostPool:
         del self._idle[entry.key]
         self.idle -= entry.units
         self._give_back(entry)
-
-    def want(self, entry: Entry) -> None:
-        """A lookup has asked for the chunk."""
-        if not entry.wanted:
-            entry.wanted = True
-            self.on_wanted(entry)
 
     def known_in(self, entry: Entry, tier: int) -> None:
         """A tier has the chunk."""
