@@ -103,7 +103,7 @@ def test_what_this_node_has_in_memory_or_on_disk_does_not_count_for_others() -> 
     assert nodes.redis.loaded == nodes.disk.loaded == []
 
 
-def test_what_the_pool_has_behind_a_gap_is_not_believed_to_be_in_redis() -> None:
+def test_behind_a_gap_nothing_is_believed_to_be_in_redis() -> None:
     """Redis lost the chunks of all nodes: the next store of this one writes its own again."""
     nodes = Nodes([ALL], [ALL])
     nodes.hold_all(0)
