@@ -1,10 +1,10 @@
-"""Time to first token by the rate of the link to Redis: computed, always loaded, and as it is bet.
+"""Time to first token by the rate of the link to Redis: computed, always loaded, and adaptive.
 
 Three engines of one small model run side by side and answer in turn: one without a connector, one
 that always loads (``load_always``), and one with the defaults. All chunks are in a Redis behind a
 link that a token bucket limits (`link`); host pools and vLLM's own caches are empty before each
 request. Rates fall from one to the next. After a change each engine answers one request that is not
-counted, but reported: in it the bet may be lost.
+counted, but reported: in it a load may be late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from demo.model import ModelShape, make_model, make_prompts
 
 # 8 KiB of KV a token.
 SHAPE = ModelShape(layers=1, dtype="float32", itemsize=4)
-PLAIN, ALWAYS, BET = "no connector", "always loads", "bets"
+PLAIN, ALWAYS, ADAPTIVE = "no connector", "always loads", "adaptive"
 _POOL_BYTES = 512 << 20
 
 
@@ -45,8 +45,8 @@ def run(
         link = stack.enter_context(LimitedLink(Path(directory)))
         agents = {}
         engines = {PLAIN: stack.enter_context(_engine(output_dir, PLAIN, prompt_tokens, None))}
-        for name in (ALWAYS, BET):
-            endpoint = f"ipc://{directory}/{'bet' if name == BET else 'always'}.sock"
+        for name in (ALWAYS, ADAPTIVE):
+            endpoint = f"ipc://{directory}/{'adaptive' if name == ADAPTIVE else 'always'}.sock"
             log = output_dir / f"agent, {name}.log"
             agent = AgentServer(endpoint, link.url, log, pool_bytes=_POOL_BYTES)
             agents[name] = stack.enter_context(agent)
@@ -55,8 +55,8 @@ def run(
             agent.wait_engine()
         say(f"storing {len(prompts)} prompts")
         for prompt in prompts:
-            engines[BET].generate([prompt])
-            agents[BET].wait_idle()
+            engines[ADAPTIVE].generate([prompt])
+            agents[ADAPTIVE].wait_idle()
         for name, agent in agents.items():
             agent.restart().wait_engine()
             engines[name].reset_prefix_cache()
@@ -71,13 +71,13 @@ def run(
             for number in range(rounds + 1):
                 say(f"{mbit:g} Mbit/s, request {number} of {rounds}")
                 # Those that load have prompts of their own, which no other has loaded.
-                asked = {PLAIN: warm_up[0], ALWAYS: prompts.pop(), BET: prompts.pop()}
+                asked = {PLAIN: warm_up[0], ALWAYS: prompts.pop(), ADAPTIVE: prompts.pop()}
                 for name in rotated([*engines], number):
                     engines[name].reset_prefix_cache()
                     if name in agents:
                         agents[name].wait_idle()
                     times[name].append(engines[name].generate([asked[name]]).seconds)
-            rows.append(_row(mbit, times, agents[BET]))
+            rows.append(_row(mbit, times, agents[ADAPTIVE]))
         return rows
 
 
@@ -87,7 +87,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     def panels(axes: Any) -> None:
         (panel,) = axes
         rates = [row["mbit_per_s"] for row in rows]
-        for name, colour in zip((PLAIN, ALWAYS, BET), COLOURS, strict=False):
+        for name, colour in zip((PLAIN, ALWAYS, ADAPTIVE), COLOURS, strict=False):
             values = [row[f"{_column(name)}_s"] for row in rows]
             panel.plot(rates, values, marker="o", color=colour, label=name)
         panel.set_xscale("log")
@@ -116,11 +116,11 @@ def _row(mbit: float, times: dict[str, list[float]], agent: AgentServer) -> dict
     row: dict[str, Any] = {"mbit_per_s": mbit}
     for name, seconds in times.items():
         row[f"{_column(name)}_s"] = statistics.median(seconds[1:])
-    for name in (ALWAYS, BET):
+    for name in (ALWAYS, ADAPTIVE):
         row[f"{_column(name)}_to_plain"] = statistics.median(
             ratios(times[name][1:], times[PLAIN][1:])
         )
-    row["bet_first_s"] = times[BET][0]
+    row["adaptive_first_s"] = times[ADAPTIVE][0]
     status = agent.status()
     row |= {name: status["counters"][name] for name in ("miss_slower", "lookups_cut", "probes")}
     # What the agent believes.
@@ -130,4 +130,4 @@ def _row(mbit: float, times: dict[str, list[float]], agent: AgentServer) -> dict
 
 
 def _column(name: str) -> str:
-    return {PLAIN: "plain", ALWAYS: "always", BET: "bet"}[name]
+    return {PLAIN: "plain", ALWAYS: "always", ADAPTIVE: "adaptive"}[name]

@@ -41,8 +41,9 @@ from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pacing import WorthLoading
-from lmcache_redis.cache.parts import Awaited, LookupParts, LookupRequest, Part, Wanted
+from lmcache_redis.cache.needs import Part
+from lmcache_redis.cache.pacing import TransferRate, WorthLoading
+from lmcache_redis.cache.parts import Awaited, LookupParts, LookupRequest, Wanted
 from lmcache_redis.cache.pool import Entry, Filled
 from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
@@ -134,11 +135,18 @@ class PrefixLookup:
         if level == len(self._cache.tiers):
             self._ends_at(wanted[0][0][0], "miss_absent")
         elif self._cache.tiers[level].lookup(wanted[0][1]) is None:
-            self._state = _State.ASKING
-            self._give_up_in_time(level)
+            self._ask_in_time(level)
             self._scan(wanted, level)
         else:
             self._find(self._parts.look_up(wanted, level), level + 1)
+
+    def _ask_in_time(self, level: int) -> None:
+        """A tier is asked, and given up if it takes too long to answer."""
+        self._state = _State.ASKING
+        if self._worth is not None:
+            rate = self._cache.rates[level]
+            patience_s = self._worth.patience_s(rate, time.monotonic())
+            self._wake_in(patience_s, partial(self._give_up, rate))
 
     def _scan(self, wanted: list[Wanted], level: int) -> None:
         if self._state is not _State.ASKING:
@@ -265,14 +273,13 @@ class PrefixLookup:
         worth, now_s, waits = self._worth, time.monotonic(), False
         if worth is None:
             return False
-        for level, part in first.items():
-            rate = self._cache.rates[level]
-            if not rate.per_second():
-                if worth.measured_until_s is None:
-                    self._parts.probe(part, level)
-                if worth.waits_for(rate, now_s):
-                    rate.when_one_ends(lambda: self._cache.owner.post(self._check))
-                    waits = True
+        unknown = [n for n in first if not self._cache.rates[n].per_second()]
+        for level in unknown:
+            if worth.measured_until_s is None:
+                self._parts.probe(first[level], level)
+            if worth.waits_for(rate := self._cache.rates[level], now_s):
+                rate.when_one_ends(lambda: self._cache.owner.post(self._check))
+                waits = True
         if waits and worth.measured_until_s is not None:
             self._wake_in(worth.measured_until_s - now_s, self._check)
         return waits
@@ -308,10 +315,10 @@ class PrefixLookup:
         self.reasons.add("the host pool was full")
         if self._parts.release_all():
             self._questions = min(self._questions, 1)
-        nbytes = sum(map(sum, self._parts.bytes_left()))
+        nbytes = sum(self._parts.bytes_left())
         self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
         if self._worth is not None:
-            self._wake_in(1.25 * self._worth.expected_s, self._recheck)
+            self._wake_in(self._worth.compute_s(self.bound, time.monotonic()), self._give_up)
 
     def _ask(self, unknown: list[Part]) -> None:
         """Asks the tier without an index, if there is one; see the module."""
@@ -321,8 +328,7 @@ class PrefixLookup:
         if level is None:
             self._questions = 2
             return
-        self._state = _State.ASKING
-        self._give_up_in_time(level)
+        self._ask_in_time(level)
         if not self._questions:
             self._questions = 1
             self._scan([(part, parts.key(part)) for part in unknown], level)
@@ -338,12 +344,9 @@ class PrefixLookup:
 
     def _answered(self, wanted: list[Wanted], level: int, result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            there = [
-                each for each, is_there in zip(wanted, result.present, strict=True) if is_there
-            ]
-            gone = [e for e, is_there in zip(wanted, result.present, strict=True) if not is_there]
-            self._parts.found(there, level)
-            self._parts.absent(gone, level)
+            answers = [*zip(wanted, result.present, strict=True)]
+            self._parts.found([each for each, is_there in answers if is_there], level)
+            self._parts.absent([each for each, is_there in answers if not is_there], level)
         if self._state is _State.ASKING:
             self._state = _State.SETTLING
             self._questions = 2
@@ -393,47 +396,24 @@ class PrefixLookup:
                 self._wake.cancel()
             self._wake = self._cache.owner.after(min(wait_s, _LONGEST_WAIT_S), action)
 
-    def _give_up_in_time(self, level: int) -> None:
-        """Does not wait for a tier's answer until the deadline if computing is faster."""
-
-        def give_up() -> None:
-            if self._state is _State.ASKING:
-                self._cache.rates[level].gave_up(time.monotonic())
-                self._end_now("lookups_cut", "miss_slower", "a question took too long")
-
-        if self._worth is not None:
-            patience_s = self._worth.patience_s(self._cache.rates[level], time.monotonic())
-            self._wake_in(patience_s, give_up)
-
-    def _left_s(self, *, ahead: bool) -> float:
-        """The seconds until the prefix is loaded. ahead: behind what is in flight or waits."""
-        now_s, rates = time.monotonic(), self._cache.rates
-        longest_s = 0.0
-        for level, (missing, filling) in enumerate(self._parts.bytes_left()):
-            if missing or filling:
-                rate, nbytes = rates[level], missing + filling
-                if ahead:
-                    nbytes = missing + rate.in_flight_bytes
-                    if level == len(rates) - 1:
-                        nbytes += self._cache.waiting.bytes_before(self)
-                longest_s = max(longest_s, rate.seconds(nbytes, now_s))
-        return longest_s
-
     def _recheck(self) -> None:
         """The prefix should be loaded by now: ends it if computing the rest is faster."""
-        now_s, is_loading = time.monotonic(), self._state is _State.LOADING
-        if self._worth is None or self._state is _State.ASKING:
+        if self._worth is None:
             return
-        # What was in flight before a load has ended, and what is behind does not count.
-        left_s = self._left_s(ahead=not is_loading)
+        now_s, left = time.monotonic(), self._parts.bytes_left()
+        late = [(rate, n) for rate, n in zip(self._cache.rates, left, strict=True) if n]
+        left_s = max((rate.seconds(n, now_s) for rate, n in late), default=0.0)
         ready = self._parts.needs.longest(self.bound, self._parts.is_ready)
         if left_s <= self._worth.compute_s(self.bound - ready, now_s):
             self._wake_in(max(left_s / 2, _SHORTEST_LOAD_S), self._recheck)
-            return
-        for rate, nbytes in zip(self._cache.rates, self._parts.bytes_left(), strict=True):
-            if is_loading and any(nbytes):  # else others kept the pool full
-                rate.gave_up(now_s)
-        self._end_now("lookups_cut", "miss_slower", "loading fell behind")
+        else:
+            self._give_up(*(rate for rate, _ in late))
+
+    def _give_up(self, *rates: TransferRate) -> None:
+        """Waits for nothing any more; ``rates`` are of tiers that took too long."""
+        for rate in rates:
+            rate.gave_up(time.monotonic())
+        self._end_now("lookups_cut", "miss_slower", "loading took too long")
 
     def _check(self) -> None:
         if self._state is _State.SETTLING:

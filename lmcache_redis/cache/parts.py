@@ -1,15 +1,6 @@
-"""The parts of one lookup: which of them a prefix needs, which are held, and where the others are.
+"""The parts of one lookup: which are held, which are missing, and where those are.
 
-A lookup has rows, one for each rank and group of layers; a chunk has one part in each row. How far
-back an engine still reads a row's tokens after a prefix is the row's `Reach`:
-
-    chunk                       0   1   2   3   4   5   prefix of 6 chunks
-    row 0: all                  n   n   n   n   n   n   n: the part is needed
-    row 1: window, 1.5 chunks   .   .   .   .   n   n
-    row 2: state                .   .   .   .   .   n
-
-Chunks count from the first one of the lookup, which is chunk ``first_chunk`` of the prompt. The
-engine has those before it: they are never needed. Windows count from the prompt's beginning.
+`needs` says which parts a prefix needs.
 """
 
 from __future__ import annotations
@@ -19,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache, Load, load_of
+from lmcache_redis.cache.needs import Part, PrefixNeeds
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.cache.refreshing import PooledChunk
-from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
+from lmcache_redis.chunks.names import ChunkForm, PartNames
 from lmcache_redis.tiers import ChunkIO
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
@@ -33,89 +25,7 @@ _MOST_PREFIXES = 512
 # Then others of the owner's actions have a turn: a lookup may have tens of thousands of parts.
 _SOME_PARTS = 512
 
-Part = tuple[int, int]  # chunk, row
 Wanted = tuple[Part, bytes]  # and its key
-
-
-class PrefixNeeds:
-    """What the prefixes of one lookup need.
-
-    reaches: of each row. chunk_tokens: may be 0 if every row needs all tokens.
-
-    Raises ValueError for rows whose needs cannot be told: they need a ``chunk_tokens``.
-    """
-
-    def __init__(self, reaches: Sequence[Reach], first_chunk: int = 0, chunk_tokens: int = 0):
-        # Rows that need only some of a prefix's parts.
-        self.bounded = [row for row, reach in enumerate(reaches) if reach.kind != "all"]
-        if first_chunk < 0 or chunk_tokens < bool(self.bounded):
-            raise ValueError(f"first chunk {first_chunk}, chunks of {chunk_tokens} tokens")
-        self._reaches = reaches
-        self._first_chunk = first_chunk
-        self._chunk_tokens = chunk_tokens
-
-    def first(self, row: int, length: int) -> int:
-        """A prefix of ``length`` chunks needs the row's parts from this chunk to its end.
-
-        Never decreases with ``length``; ``length`` itself if it needs none.
-        """
-        reach, before = self._reaches[row], self._first_chunk
-        if reach.kind == "all":
-            return 0
-        return max(0, reach.first_chunk(before + length, self._chunk_tokens) - before)
-
-    def parts(self, length: int) -> Iterator[Part]:
-        """The parts that a prefix of ``length`` chunks needs."""
-        for row in range(len(self._reaches)):
-            for chunk in range(self.first(row, length), length):
-                yield chunk, row
-
-    def between(self, longer: int, shorter: int) -> tuple[list[Part], list[Part]]:
-        """What changes if a prefix of ``longer`` chunks shrinks to ``shorter``.
-
-        Returns the parts that are no longer needed, and those that are needed from then on. From
-        the shorter prefix to the empty one, all parts are of the first kind.
-        """
-        dropped: list[Part] = []
-        added: list[Part] = []
-        for row in range(len(self._reaches)):
-            before, now = self.first(row, longer), self.first(row, shorter)
-            dropped += [(chunk, row) for chunk in range(max(before, shorter), longer)]
-            added += [(chunk, row) for chunk in range(now, min(before, shorter))]
-        return dropped, added
-
-    def parts_of_any(self, length: int) -> Iterator[Part]:
-        """The parts of the bounded rows that some prefix of at most ``length`` chunks needs."""
-        chunks: dict[Reach, list[int]] = {}  # most rows have the reach of another
-        for row in self.bounded:
-            reach = self._reaches[row]
-            if reach not in chunks:
-                # If a longer prefix needs a part, so does the one that ends with its chunk.
-                chunks[reach] = [n for n in range(length) if self.first(row, n + 1) <= n]
-            for chunk in chunks[reach]:
-                yield chunk, row
-
-    def longest(self, limit: int, has: Callable[[Part], bool]) -> int:
-        """The longest prefix of at most ``limit`` chunks all of whose needed parts are there.
-
-        If a needed part is not, neither are the prefixes that end after its chunk possible: those
-        up to ``limit`` need it too, because `first` does not decrease. Asks ``has`` at most once
-        about each part.
-        """
-        length = limit
-        rows = range(len(self._reaches))
-        seen = [limit for _ in rows]  # the row's parts from here to the end of the prefix are there
-        before = limit + 1
-        while length < before:
-            before = length
-            for row in rows:
-                first = self.first(row, length)
-                for chunk in range(first, min(length, seen[row])):
-                    if not has((chunk, row)):
-                        length = chunk
-                        break
-                seen[row] = first
-        return length
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +149,7 @@ class LookupParts:
         """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
         wanted: list[Wanted] = []
         states, pool, filling = self._states, self._cache.pool, EntryState.FILLING
-        get, hold = pool.get, pool.hold
+        get, pin = pool.get, pool.pin
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
         for chunk, chunk_hash in enumerate(self._request.hashes):
@@ -249,10 +159,10 @@ class LookupParts:
                 entry = get(key) if row < local else None
                 if entry is None:
                     wanted.append((part, key))
-                elif entry.state is filling:
+                elif entry.state is filling or not entry.wanted:
                     self._hold(part, state, entry)
                 else:
-                    hold(entry)
+                    pin(entry)
                     state.entry = entry
         if bounded:
             self._need(self.needs.parts(self.length))
@@ -428,12 +338,12 @@ class LookupParts:
         """The first part from each tier."""
         return {level: part for part, _, level in reversed(awaited)}
 
-    def bytes_left(self) -> list[tuple[int, int]]:
-        """By the number of the tier: the bytes to be loaded, and those being filled."""
-        left = [[0, 0] for _ in self._cache.tiers]
-        for (_, row), state, level in self.awaited():
-            left[level][state.watcher is not None] += self._request.forms[row].chunk_bytes
-        return [(missing, filling) for missing, filling in left]
+    def bytes_left(self) -> list[int]:
+        """The bytes to be loaded or being filled, by the number of the tier."""
+        left = [0] * len(self._cache.tiers)
+        for (_, row), _, level in self.awaited():
+            left[level] += self._request.forms[row].chunk_bytes
+        return left
 
     def load_times(
         self, awaited: Sequence[Awaited], bound: int, before: int, now_s: float
@@ -486,8 +396,6 @@ class LookupParts:
                     batch, jobs = jobs, []
                     self._cache.begin_loads(batch)
                     stripes, jobs_level = 0, level
-                if state.entry is not None or not state.is_needed:
-                    continue  # that has changed since
                 job = self._prepare(part, state, level)
                 if job is not None:
                     jobs.append(job)

@@ -74,7 +74,7 @@ _ALONE: Final = {
     # lookups
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for by lookups",
-    "probes": "chunks loaded to measure a tier from which nothing was worth loading",
+    "probes": "chunks loaded to learn the rate of a tier",
     # host pool to engine, and back
     "retrieves": "retrieve jobs finished",
     "retrieves_failed": "retrieve jobs with at least one chunk not delivered",

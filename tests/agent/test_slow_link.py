@@ -144,7 +144,7 @@ def test_a_link_that_recovers_is_found_by_a_probe(link: LimitedLink, tmp_path: P
 
         def found() -> int:
             """What a lookup finds for an engine that computes the prompt in a second."""
-            time.sleep(1.1)  # it is idle: what it could load beside other prompts is no bet
+            time.sleep(1.1)  # it is idle: nothing is loaded beside other prompts
             name = f"r{next(names)}"
             tokens = engine.lookup(name, HASHES, token_s=0.0016)
             engine.scheduler.end_session(name)

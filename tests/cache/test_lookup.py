@@ -491,7 +491,7 @@ def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:
     assert not len(tiers.cache.waiting)
 
 
-# ------------------------------------------------------------------- the bet
+# ------------------------------------------------------------- worth loading
 
 
 def measured(tiers: Tiers, bytes_per_s: float, ago_s: float = 0.0) -> None:
@@ -558,7 +558,7 @@ def test_a_load_that_falls_behind_is_cut(tiers: Tiers) -> None:
     tiers.run(lambda: tiers.found)
     assert time.monotonic() - began_s < 10
     assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
-    assert lookup.reasons == {"loading fell behind"}
+    assert lookup.reasons == {"loading took too long"}
     assert tiers.counted("lookups_") == {"lookups_cut": 1}
     assert tiers.counted("miss_") == {"miss_slower": 3}
     assert sorted(job.key for job in tiers.redis.cancelled) == sorted(KEYS[2:])
@@ -582,6 +582,60 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     (_, rate) = tiers.cache.rates
     assert rate.per_second() > 0
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
+
+
+def test_one_chunk_shows_the_rate_and_the_rest_follows(tiers: Tiers) -> None:
+    tiers.disk.is_up = False
+    tiers.look_up(computing=computing(100.0))
+    tiers.answer_scan(5)
+    assert [job.key for job in tiers.redis.read] == KEYS[:1]
+    tiers.end(tiers.redis, ReadOutcome.LOADED)
+    assert [job.key for job in tiers.redis.read] == KEYS[1:]
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert tiers.found == [(5, {"disk": 0, "Redis": 4})]
+    assert tiers.counted("probes") == {"probes": 1}
+
+
+def test_lookups_side_by_side_wait_for_one_chunk(tiers: Tiers) -> None:
+    tiers.disk.is_up = False
+    for name in ("one", "two"):
+        tiers.look_up(computing=computing(100.0), hashes=block_hashes(name, 2))
+        tiers.answer_scan(2)
+    assert len(tiers.redis.read) == 1
+    tiers.end(tiers.redis, ReadOutcome.LOADED)
+    assert len(tiers.redis.read) == 3
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert [length for length, _ in tiers.found] == [2, 2]
+
+
+def test_a_chunk_that_fails_to_show_the_rate_is_not_tried_again(tiers: Tiers) -> None:
+    """The engine is busy, so it could be waited for."""
+    tiers.disk.is_up = False
+    engine = computing(1.0)
+    engine.add(16 * 60, time.monotonic())
+    tiers.look_up(computing=engine)
+    tiers.answer_scan(5)
+    tiers.end(tiers.redis, ReadOutcome.UNAVAILABLE)
+    assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+
+
+def test_room_is_waited_for_as_long_as_computing_takes(make: Callable[..., Tiers]) -> None:
+    tiers = make(15)
+    tiers.disk.is_up = False
+    measured(tiers, FORM.chunk_bytes * 1e6)
+    tiers.look_up(hashes=block_hashes("another", 5))
+    tiers.answer_scan(5)
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    waiting = tiers.look_up(computing=computing(0.02))
+    tiers.answer_scan(5)
+    tiers.run(waiting.reasons.copy)
+    assert len(tiers.found) == 1
+    tiers.run(lambda: len(tiers.found) == 2)
+    assert tiers.found[1] == (0, {"disk": 0, "Redis": 0})
+    assert tiers.counted("lookups_") == {"lookups_cut": 1}
+    (_, rate) = tiers.cache.rates
+    assert rate.per_second() > 0, "it says nothing about Redis"
 
 
 def test_what_was_given_up_is_loaded_anew(tiers: Tiers) -> None:

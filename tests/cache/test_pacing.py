@@ -128,7 +128,7 @@ def test_the_latency_is_not_part_of_the_rate() -> None:
     assert rate.seconds(10 * MB, 20.0) == pytest.approx(0.6)
 
 
-def test_a_question_that_was_answered_late_does_not_raise_a_rate_much() -> None:
+def test_a_late_answer_does_not_raise_a_rate_much() -> None:
     rate = TransferRate()
     rate.answered(5.0)
     rate.begun(MB, 0.0)
@@ -248,7 +248,7 @@ def test_waiting_costs_nothing_while_the_engine_computes_others() -> None:
     assert worth.waits_for(rate, 130.0)
 
 
-def test_a_tier_that_is_fast_may_answer_as_late_as_computing_takes() -> None:
+def test_a_fast_tier_may_take_as_long_as_computing() -> None:
     worth, rate = worth_loading(), known_rate()
     assert worth.patience_s(rate, 100.0) == pytest.approx(24.0)
     rate.is_slow = True

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.parts import LookupRequest, Part, PrefixNeeds
+from lmcache_redis.cache.needs import Part, PrefixNeeds
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
 from lmcache_redis.tiers import CallOutcome
@@ -102,7 +103,7 @@ def test_what_this_node_has_in_memory_or_on_disk_does_not_count_for_others() -> 
     assert nodes.redis.loaded == nodes.disk.loaded == []
 
 
-def test_what_the_pool_has_behind_a_gap_is_not_believed_to_be_in_redis() -> None:
+def test_behind_a_gap_nothing_is_believed_to_be_in_redis() -> None:
     """Redis lost the chunks of all nodes: the next store of this one writes its own again."""
     nodes = Nodes([ALL], [ALL])
     nodes.hold_all(0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.parts import Part, PrefixNeeds
+from lmcache_redis.cache.needs import Part, PrefixNeeds
 from lmcache_redis.chunks.names import Reach
 
 ALL, STATE = Reach(), Reach("state")
