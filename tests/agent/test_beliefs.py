@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.harness import AgentServer, Engine, wait_until
 from tests.servers import RedisServer
 
 CHUNKS = 3
+_NUMBERS = itertools.count()
 
 
 def size_of(redis: RedisServer) -> int:
@@ -18,11 +20,11 @@ def size_of(redis: RedisServer) -> int:
         return client.dbsize()
 
 
-def ask(engine: Engine, request_id: str) -> int:
+def ask(engine: Engine) -> int:
     """A lookup of the prompt, whose request then ends."""
+    request_id = f"request {next(_NUMBERS)}"
     found = engine.lookup(request_id, HASHES)
     engine.scheduler.end_session(request_id)
-    engine.scheduler.cleanup_lookup_result(request_id)
     return found
 
 
@@ -38,15 +40,15 @@ def test_two_nodes_hit_again_after_one_store(
         engine_at([one, two]) as engine,
     ):
         store(engine, [one, two])
-        assert ask(engine, "before") == CHUNKS * CHUNK
+        assert ask(engine) == CHUNKS * CHUNK
         if not ttl_s:
             redis_server.command("FLUSHALL")
         wait_until(lambda: size_of(redis_server) == 0)
-        assert ask(engine, "lost") == 0
+        assert ask(engine) == 0
         engine.store("again", HASHES, STORED)
         for agent in (one, two):
             agent.wait_idle()
-        assert ask(engine, "after") == CHUNKS * CHUNK
+        assert ask(engine) == CHUNKS * CHUNK
 
 
 @pytest.mark.parametrize("lost", ["all", "some"])
@@ -62,7 +64,7 @@ def test_redis_gets_back_what_the_pool_serves(
             keys = sorted(client.scan_iter())
         stripes = len(keys) // CHUNKS
         redis_server.command("DEL", *keys[: stripes if lost == "some" else None])
-        assert ask(engine, "pool") == CHUNKS * CHUNK
+        assert ask(engine) == CHUNKS * CHUNK
         wait_until(lambda: size_of(redis_server) == before)
         agent.wait_idle()
         assert agent.counter("loaded_chunks") == 0
@@ -84,7 +86,7 @@ def test_a_chunk_is_looked_at_again_once_in_a_while(
             redis_server.command("FLUSHALL")
 
             def is_back(number: int = number) -> bool:
-                assert ask(engine, f"{number}") == CHUNKS * CHUNK
+                assert ask(engine) == CHUNKS * CHUNK
                 return agent.counter("stored_chunks") >= stored + (number + 1) * CHUNKS
 
             wait_until(is_back)
