@@ -25,7 +25,7 @@ from lmcache_redis.admin.stripes import (
     stripes_of,
     verify_payload,
 )
-from lmcache_redis.admin.survey import Cut, SeenChunk, Survey, cuts_of, present_of, survey
+from lmcache_redis.admin.survey import SeenChunk, Striping, Survey, cuts_of, present_of, survey
 from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.seal import SealKeys
@@ -34,7 +34,7 @@ SAMPLE_CHUNKS = 2000
 SAMPLE_KEYS = 200_000
 
 
-class Verdict(enum.Enum):
+class ChunkVerdict(enum.Enum):
     """The verdict of an agent on a chunk, in words."""
 
     COMPLETE = "complete: every stripe is there, of one store"
@@ -56,7 +56,7 @@ class ChunkReport:
     name: ChunkName
     stripe_asked: int | None
     stripes: tuple[Stripe, ...]
-    verdict: Verdict
+    verdict: ChunkVerdict
     stripe_count: int
     verified: bool
     opened: bool
@@ -112,21 +112,21 @@ def explain(
     return ChunkReport(name, index, tuple(found), verdict, count, verify, opened, time.time())
 
 
-def verdict_of(stripes: Sequence[Stripe]) -> Verdict:
+def verdict_of(stripes: Sequence[Stripe]) -> ChunkVerdict:
     """The verdict on a chunk with these stripes, sorted by index."""
     there = [s for s in stripes if s.state is not State.MISSING]
     if not there:
-        return Verdict.ABSENT
+        return ChunkVerdict.ABSENT
     if any(s.state is State.UNREADABLE for s in there):
-        return Verdict.UNKNOWN
+        return ChunkVerdict.UNKNOWN
     if stripes[0].state is State.MISSING:
-        return Verdict.INVISIBLE
+        return ChunkVerdict.INVISIBLE
     if any(s.state is not State.WHOLE for s in there):
-        return Verdict.BROKEN
+        return ChunkVerdict.BROKEN
     if len(there) < len(stripes):
-        return Verdict.INCOMPLETE
+        return ChunkVerdict.INCOMPLETE
     stores = {(s.header.store_id, s.header.stripe_count) for s in there if s.header is not None}
-    return Verdict.TORN if len(stores) > 1 else Verdict.COMPLETE
+    return ChunkVerdict.TORN if len(stores) > 1 else ChunkVerdict.COMPLETE
 
 
 class Spread(list[float]):
@@ -134,16 +134,15 @@ class Spread(list[float]):
 
 
 @dataclass(slots=True)
-class Group:
-    """Chunks of one model and layout. value_bytes: of the stripes present, headers included.
+class LayoutSummary:
+    """Chunks of one model and layout (`names`). value_bytes: of their stripes, headers included.
 
     incomplete: chunks with missing stripes, no_first of them without stripe 0. idle_s, frequency:
     of each chunk's first stripe. stored_unix_s: if headers were read. damaged: chunks, if payloads
     were verified.
     """
 
-    model: str
-    layout: str
+    names: tuple[str, str]
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -156,8 +155,21 @@ class Group:
     frequency: Spread = field(default_factory=Spread)
     stored_unix_s: Spread = field(default_factory=Spread)
 
+    @property
+    def model(self) -> str:
+        return self.names[0]
+
+    @property
+    def layout(self) -> str:
+        return self.names[1]
+
     def add(
-        self, chunk: SeenChunk, mask: int, cut: Cut | None, use: Use, stored_unix_s: float | None
+        self,
+        chunk: SeenChunk,
+        mask: int,
+        cut: Striping | None,
+        use: Use,
+        stored_unix_s: float | None,
     ) -> None:
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
@@ -175,7 +187,7 @@ class Group:
 class Summary:
     """All groups, the largest first, and the survey that they come from."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[LayoutSummary, ...]
     survey: Survey
     headers_read: bool
     verified: bool
@@ -207,12 +219,12 @@ def summarise(
         heads = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         for at, stripe in enumerate(heads):
             if stripe.is_ours and stripe.header is not None:
-                cuts[at], stored[at] = Cut.of(stripe.header), stripe.stored_unix_s
+                cuts[at], stored[at] = Striping.of(stripe.header), stripe.stored_unix_s
     masks = present_of(server, list(zip(chunks, cuts, strict=True)))
-    groups: dict[tuple[str, str], Group] = {}
+    groups: dict[tuple[str, str], LayoutSummary] = {}
     for chunk, mask, cut, use, unix_s in zip(chunks, masks, cuts, uses, stored, strict=True):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, Group(*names))
+        group = groups.setdefault(names, LayoutSummary(names))
         group.add(chunk, mask, cut, use, unix_s)
         if verify:
             seen = SeenChunk(chunk.name, mask)

@@ -27,7 +27,7 @@ _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _TEXT_NAMESPACE = re.compile(rb"[0-9a-f]{16}")
 
 
-class Ranks(NamedTuple):
+class WorkerRanks(NamedTuple):
     """The worker that stored a chunk."""
 
     world_size: int
@@ -60,8 +60,8 @@ class ChunkName:
         return show_key(self.prefix)[1:-1]
 
     @property
-    def ranks(self) -> Ranks:
-        return Ranks(*self.key.kv_rank.to_bytes(4, "big"))
+    def ranks(self) -> WorkerRanks:
+        return WorkerRanks(*self.key.kv_rank.to_bytes(4, "big"))
 
     def stripe(self, index: int) -> bytes:
         """The Redis key of one of its stripes."""

@@ -84,7 +84,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Removal:
+class PurgeResult:
     """What was removed. chunks: those whose first stripe was removed. vanished: keys that no longer
     existed. used_again: chunks, and stored_again: keys, that are no longer old enough. left: keys
     not removed, by reason; left_examples: some of them."""
@@ -140,7 +140,7 @@ def remove(
     server: PrimaryServers,
     plan: Plan,
     pace: Pace,
-    result: Removal,
+    result: PurgeResult,
     progress: Callable[[int], None] = lambda keys: None,
 ) -> None:
     """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
@@ -179,7 +179,7 @@ def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[li
 
 
 def _remove_step(
-    server: PrimaryServers, selection: Selection, chunks: Sequence[SeenChunk], result: Removal
+    server: PrimaryServers, selection: Selection, chunks: Sequence[SeenChunk], result: PurgeResult
 ) -> None:
     still = _idle(server, chunks, selection)
     result.used_again += len(chunks) - len(still)
@@ -201,7 +201,7 @@ def _remove_step(
 
 
 def _unlink(
-    server: PrimaryServers, stripes: list[tuple[SeenChunk, Stripe]], result: Removal
+    server: PrimaryServers, stripes: list[tuple[SeenChunk, Stripe]], result: PurgeResult
 ) -> None:
     """One key a command: in a cluster a command's keys must share a slot."""
     keys = [chunk.name.stripe(stripe.index) for chunk, stripe in stripes]

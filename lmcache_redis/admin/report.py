@@ -13,10 +13,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lmcache_redis.admin.doctor import HERE, Diagnosis
-from lmcache_redis.admin.inspect import ChunkReport, Group, OtherKey, Spread, Summary
+from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, OtherKey, Spread, Summary
 from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes
 from lmcache_redis.admin.node import NodeFacts
-from lmcache_redis.admin.purge import Plan, Removal
+from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
 from lmcache_redis.resp.net.endpoint import Transport
@@ -38,8 +38,9 @@ _FIELDS: dict[type, str] = {
     "idle_s=use.idle_s frequency=use.frequency expires_in_s",
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
     "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
-    Group: "model layout workers chunks stripes value_bytes chunks_of_unknown_size=unknown_size "
-    "incomplete without_stripe_0=no_first damaged idle_s frequency stored_unix_s",
+    LayoutSummary: "model layout workers chunks stripes value_bytes "
+    "chunks_of_unknown_size=unknown_size incomplete without_stripe_0=no_first damaged idle_s "
+    "frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
     NodeFacts: "version vllm_version has_gpu agent engines shm_bytes shm_free_bytes clock_ahead_s",
@@ -174,7 +175,7 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
     yield from _table([["model", "layout", "chunks"], *rows])
 
 
-def removal_lines(removal: Removal) -> Iterator[str]:
+def removal_lines(removal: PurgeResult) -> Iterator[str]:
     """What a purge removed."""
     chunks, keys = counted(removal.chunks, "chunk"), counted(removal.stripes, "key")
     size = shown_bytes(removal.value_bytes)
@@ -227,7 +228,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _row(group: Group) -> list[str]:
+def _row(group: LayoutSummary) -> list[str]:
     size = shown_bytes(group.value_bytes)
     if group.unknown_size:
         size = "unknown" if group.unknown_size == group.chunks else f"more than {size}"

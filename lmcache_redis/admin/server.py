@@ -135,8 +135,8 @@ class Primary:
     def where(self) -> str:
         return self.endpoint.where
 
-    def open(self) -> None:
-        """Raises RedisError; the message says what to change."""
+    def check_access(self) -> None:
+        """Raises RedisError, which says what to change, unless the server can be used."""
         with self.errors(opening=True):
             self._client.ping()
         (info,) = self.ask_all([("INFO", "cluster")])
@@ -293,7 +293,7 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
     with contextlib.ExitStack() as stack:
         servers = _CLIENTS_OF[deployment.topology](deployment, stack)
         for node in servers.nodes:
-            node.open()
+            node.check_access()
         yield servers
 
 
@@ -313,7 +313,7 @@ def _master(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServe
         try:
             master = deployment.at(*sentinel.discover_master(deployment.service))
         except MasterNotFoundError:
-            sentinels[0].open()  # says why it does not answer
+            sentinels[0].check_access()  # says why it does not answer
             raise RedisUnavailable(
                 f"{deployment.where}: there is no master named {deployment.service} that is up: "
                 "correct the name in the Redis URL, or try again"
@@ -395,7 +395,3 @@ def _unless_error(reply: Any) -> Any:
     if isinstance(reply, RedisError):
         raise reply
     return reply
-
-
-# The former name, in `warm` alone.
-Server = PrimaryServers

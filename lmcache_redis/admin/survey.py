@@ -132,7 +132,7 @@ def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] 
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Striping:
     """How a chunk is cut into stripes. chunk_bytes: 0 if unknown."""
 
     chunk_bytes: int
@@ -140,11 +140,11 @@ class Cut:
     stripe_count: int
 
     @staticmethod
-    def of(header: StripeHeader) -> Cut:
+    def of(header: StripeHeader) -> Striping:
         payload = header.payload_bytes
         if header.stripe_index and header.stripe_index == header.stripe_count - 1:
             payload = header.payload_offset // header.stripe_index
-        return Cut(header.chunk_bytes, payload, header.stripe_count)
+        return Striping(header.chunk_bytes, payload, header.stripe_count)
 
     def value_bytes(self, stripes: int) -> int:
         """Size of the values of these stripes (a bitmask), headers included."""
@@ -161,14 +161,14 @@ class Cut:
         return [i for i in range(self.stripe_count) if not stripes >> i & 1]
 
 
-def cuts_of(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
+def cuts_of(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> dict[Form, Striping]:
     """How the chunks of each form are cut, without counting as a use. Raises RedisError.
 
     If headers can be read without that counting as a use, the cuts are exact, and a form without a
     valid header is left out. Otherwise sizes are memory usage, which is slightly more.
     """
     if server.untouched:
-        return {form: Cut.of(header) for form, header in headers_of(server, chunks).items()}
+        return {form: Striping.of(header) for form, header in headers_of(server, chunks).items()}
     return {form: _estimated(server, some) for form, some in _by_form(chunks).items()}
 
 
@@ -194,7 +194,7 @@ def _by_form(chunks: Sequence[SeenChunk]) -> dict[Form, list[SeenChunk]]:
     return by_form
 
 
-def _estimated(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> Cut:
+def _estimated(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> Striping:
     """A cut estimated from the chunk with the highest stripe index. Reads no value."""
     chunk = max(chunks, key=lambda chunk: chunk.stripes)
     last, found = chunk.stripes.bit_length() - 1, [True]
@@ -204,12 +204,14 @@ def _estimated(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> Cut:
     sized = [chunk.name.stripe(chunk.first), chunk.name.stripe(last)]
     usages = [u for (u,) in ask_each(server, sized, lambda key: [("MEMORY", "USAGE", key)])]
     if not all(isinstance(usage, int) and usage > HEADER_BYTES for usage in usages):
-        return Cut(0, 0, last + 1)
+        return Striping(0, 0, last + 1)
     each, final = (usage - HEADER_BYTES for usage in usages)
-    return Cut(each * last + final, each, last + 1)
+    return Striping(each * last + final, each, last + 1)
 
 
-def present_of(server: PrimaryServers, chunks: Sequence[tuple[SeenChunk, Cut | None]]) -> list[int]:
+def present_of(
+    server: PrimaryServers, chunks: Sequence[tuple[SeenChunk, Striping | None]]
+) -> list[int]:
     """The stripes of each chunk that exist, a bitmask: those seen, and those found by EXISTS."""
     masks = [chunk.stripes for chunk, _ in chunks]
     asked = [

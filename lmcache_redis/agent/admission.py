@@ -16,12 +16,12 @@ import zmq
 
 from lmcache_redis.config import endpoint_path
 from lmcache_redis.processes import free_descriptors
+from lmcache_redis.transport import hidden_path
 
 logger = logging.getLogger(__name__)
 
-# Of the limit, for what the agent opens meanwhile (files of the disk tier, connections to Redis)
-# and for connections that are accepted before it notices.
-_RESERVED_SHARE = 1 / 8
+# An eighth of the limit is for what the agent opens meanwhile (files of the disk tier, connections
+# to Redis), and for connections that are accepted before it notices.
 _LEAST_RESERVE, _MOST_RESERVE = 64, 1024
 
 
@@ -36,15 +36,15 @@ class Admission:
         self.is_open = True
         self._router = router
         self._path = endpoint_path(endpoint)
-        self._hidden = self._path.with_name(f"{self._path.name}.full")
-        self._hidden.unlink(missing_ok=True)  # of an agent that was killed
+        self._hidden = hidden_path(self._path)
+        self._is_stuck = False
 
     def check(self) -> None:
         """Shuts the way if descriptors are short, and opens it again."""
         while self.accepted.poll(0):
             self.accepted.recv_multipart()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        reserve = min(max(_LEAST_RESERVE, int(limit * _RESERVED_SHARE)), _MOST_RESERVE)
+        reserve = min(max(_LEAST_RESERVE, limit // 8), _MOST_RESERVE, limit // 4)
         free = free_descriptors()
         if self.is_open and free < reserve:
             self._shut(free, limit)
@@ -52,7 +52,7 @@ class Admission:
             self._reopen()
 
     def close(self) -> None:
-        """Gives the socket's file its name, by which libzmq removes it."""
+        """Gives the socket's file its name back."""
         if not self.is_open:
             self._reopen()
         self._router.disable_monitor()
@@ -76,7 +76,9 @@ class Admission:
             os.link(self._hidden, self._path)  # unlike a rename, replaces no other agent's socket
             os.unlink(self._hidden)
         except OSError as error:
-            logger.error("the socket %s cannot be opened again: %s", self._path, error)
+            if not self._is_stuck:
+                logger.error("the socket %s cannot be opened again: %s", self._path, error)
+            self._is_stuck = True
             return
-        self.is_open = True
+        self.is_open, self._is_stuck = True, False
         logger.info("file descriptors are free: engines can connect to %s again", self._path)

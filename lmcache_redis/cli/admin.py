@@ -120,7 +120,7 @@ def purge(
     """
     from lmcache_redis.admin.names import read_age, read_layout
     from lmcache_redis.admin.pace import Pace
-    from lmcache_redis.admin.purge import Removal, Selection, choose, remove
+    from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
     from lmcache_redis.admin.report import plan_lines, removal_lines
 
     selection = Selection(
@@ -148,7 +148,7 @@ def purge(
             return
         if not yes and not typer.confirm("Remove them?", err=as_json):
             raise typer.Exit(1)
-        removal = Removal()
+        removal = PurgeResult()
         try:
             with progress_line() as show:
                 of = f"of {plan.stripes:,} keys"

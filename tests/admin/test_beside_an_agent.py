@@ -11,7 +11,7 @@ import pytest
 from lmcache_redis import __version__
 from lmcache_redis.admin.inspect import Summary, summarise
 from lmcache_redis.admin.pace import Pace
-from lmcache_redis.admin.purge import Removal, Selection, choose, remove
+from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.resp import RedisOptions
 from tests.cli.test_admin import one_sentence, run
@@ -51,7 +51,7 @@ def test_beside_an_agent(own_server: RedisServer, agent: AgentServer) -> None:
             assert (group.incomplete, group.damaged) == (0, 0)
             layout = agent.status()["engines"][0]["layout"]
             assert layout.startswith(group.layout)
-        result = Removal()
+        result = PurgeResult()
         selection = Selection(models=frozenset({"test/model"}))
         remove(server, choose(server, PREFIX.encode(), selection), Pace(1e6), result)
         assert (result.chunks, result.left) == (CHUNKS, {})

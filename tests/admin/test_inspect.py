@@ -9,8 +9,8 @@ import pytest
 
 from lmcache_redis.admin.inspect import (
     ChunkReport,
+    ChunkVerdict,
     OtherKey,
-    Verdict,
     explain,
     summarise,
 )
@@ -48,7 +48,7 @@ def test_a_chunk_by_any_of_its_keys(
     report = report_on(server, key)
     assert everything(redis_server) == before
     assert report.name == CHUNK.name
-    assert (report.verdict, report.stripe_count, report.present) == (Verdict.COMPLETE, 3, 3)
+    assert (report.verdict, report.stripe_count, report.present) == (ChunkVerdict.COMPLETE, 3, 3)
     assert report.headed is not None
     assert report.headed.header is not None
     assert report.headed.header.created_unix_ms == STORED_UNIX_MS
@@ -75,19 +75,27 @@ def put(index: int, value: bytes) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "verdict", "said"),
     [
-        (remove(1), Verdict.INCOMPLETE, "stripe 1: not there"),
-        (remove(0), Verdict.INVISIBLE, "stripe 0: not there"),
-        (remove(0, 1), Verdict.INVISIBLE, "1 of 3 present"),
-        (remove(0, 1, 2), Verdict.ABSENT, "0 present"),
-        (put(1, Cached(3, rank=1, store=9).value(1)), Verdict.TORN, "3 of 3 present"),
-        (put(2, CHUNK.value(2)[:-1]), Verdict.BROKEN, "611 bytes where its header says 612"),
-        (put(0, b"x"), Verdict.BROKEN, "stripe 0: the header of a stripe was expected"),
-        (put(1, Cached(4).value(1)), Verdict.BROKEN, "stripe 1: its header is of the chunk 00"),
+        (remove(1), ChunkVerdict.INCOMPLETE, "stripe 1: not there"),
+        (remove(0), ChunkVerdict.INVISIBLE, "stripe 0: not there"),
+        (remove(0, 1), ChunkVerdict.INVISIBLE, "1 of 3 present"),
+        (remove(0, 1, 2), ChunkVerdict.ABSENT, "0 present"),
+        (put(1, Cached(3, rank=1, store=9).value(1)), ChunkVerdict.TORN, "3 of 3 present"),
+        (put(2, CHUNK.value(2)[:-1]), ChunkVerdict.BROKEN, "611 bytes where its header says 612"),
+        (put(0, b"x"), ChunkVerdict.BROKEN, "stripe 0: the header of a stripe was expected"),
+        (
+            put(1, Cached(4).value(1)),
+            ChunkVerdict.BROKEN,
+            "stripe 1: its header is of the chunk 00",
+        ),
     ],
     ids=["a hole", "no stripe 0", "the last alone", "gone", "torn", "short", "foreign", "other"],
 )
 def test_what_is_wrong_with_a_chunk(
-    server: PrimaryServers, client: Any, change: Callable[[Any], None], verdict: Verdict, said: str
+    server: PrimaryServers,
+    client: Any,
+    change: Callable[[Any], None],
+    verdict: ChunkVerdict,
+    said: str,
 ) -> None:
     CHUNK.put(client)
     change(client)
@@ -102,7 +110,7 @@ def test_a_list_under_our_key_is_explained(
     client.lpush(CHUNK.keys[0], "x")
     before = everything(redis_server)
     report = report_on(server, CHUNK.keys[0])
-    assert report.verdict is Verdict.BROKEN
+    assert report.verdict is ChunkVerdict.BROKEN
     assert "a list, which no agent writes or removes" in "\n".join(chunk_lines(report))
     assert everything(redis_server) == before
 
@@ -113,18 +121,18 @@ def test_a_user_who_may_not_read(own_server: RedisServer) -> None:
     with own_server.client() as client, open_server(options) as server:
         CHUNK.put(client)
         report = report_on(server, CHUNK.keys[0])
-        assert report.verdict is Verdict.UNKNOWN
+        assert report.verdict is ChunkVerdict.UNKNOWN
         assert "does not allow it to this user" in "\n".join(chunk_lines(report))
 
 
 def test_verify_finds_a_flipped_bit(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client)
-    assert report_on(server, CHUNK.keys[0], verify=True).verdict is Verdict.COMPLETE
+    assert report_on(server, CHUNK.keys[0], verify=True).verdict is ChunkVerdict.COMPLETE
     at = HEADER_BYTES + 77
     client.setrange(CHUNK.keys[1], at, bytes((CHUNK.value(1)[at] ^ 1,)))
-    assert report_on(server, CHUNK.keys[0]).verdict is Verdict.COMPLETE
+    assert report_on(server, CHUNK.keys[0]).verdict is ChunkVerdict.COMPLETE
     report = report_on(server, CHUNK.keys[0], verify=True)
-    assert report.verdict is Verdict.BROKEN
+    assert report.verdict is ChunkVerdict.BROKEN
     assert "its payload's checksum is" in "\n".join(chunk_lines(report))
 
 
@@ -134,29 +142,29 @@ def test_a_sealed_chunk(server: PrimaryServers, client: Any) -> None:
     chunk.put(client)
     key = chunk.keys[0]
 
-    def said(verify: bool, given: SealKeys | None) -> tuple[Verdict, str]:
+    def said(verify: bool, given: SealKeys | None) -> tuple[ChunkVerdict, str]:
         report = report_on(server, key, verify, given)
         assert report.opened == (verify and given is not None)
         return report.verdict, "\n".join(chunk_lines(report))
 
     verdict, text = said(False, None)
-    assert verdict is Verdict.COMPLETE
+    assert verdict is ChunkVerdict.COMPLETE
     assert f"sealed     with the key {keys.ids[0].hex()}" in text
     verdict, text = said(True, None)
-    assert verdict is Verdict.COMPLETE
+    assert verdict is ChunkVerdict.COMPLETE
     assert "compared with their checksums, not opened (--seal-key-file)" in text
     verdict, text = said(True, keys)
-    assert verdict is Verdict.COMPLETE
+    assert verdict is ChunkVerdict.COMPLETE
     assert "compared with their checksums and opened" in text
     verdict, text = said(True, others)
-    assert verdict is Verdict.BROKEN
+    assert verdict is ChunkVerdict.BROKEN
     assert f"sealed with another key, {keys.ids[0].hex()}" in text
     # Another chunk's bytes, with right checksums, deceive whoever has no key.
     forged = bytearray(Cached(3, sealed_with=keys, model="org/other").value(1))
     client.set(chunk.keys[1], bytes(forged))
-    assert said(True, None)[0] is Verdict.COMPLETE
+    assert said(True, None)[0] is ChunkVerdict.COMPLETE
     verdict, text = said(True, keys)
-    assert verdict is Verdict.BROKEN
+    assert verdict is ChunkVerdict.BROKEN
     assert "not what was sealed" in text
     assert summarise(server, b"", everything=True, verify=True).groups[0].damaged == 0
     (group,) = summarise(server, b"", everything=True, verify=True, keys=keys).groups
@@ -166,7 +174,7 @@ def test_a_sealed_chunk(server: PrimaryServers, client: Any) -> None:
 def test_a_plain_chunk_where_keys_are_given(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client)
     report = report_on(server, CHUNK.keys[0], True, SealKeys([b"k" * 32]))
-    assert report.verdict is Verdict.BROKEN
+    assert report.verdict is ChunkVerdict.BROKEN
     assert "not sealed: agents with seal keys count a miss" in "\n".join(chunk_lines(report))
 
 
@@ -200,7 +208,7 @@ def test_what_a_real_agent_would_write_is_ours(server: PrimaryServers, client: A
     key = form.key(bytes(32))
     client.set(key + b"\0\0", bytes(header) + bytes(frame.payload_bytes(0)))
     report = report_on(server, key)
-    assert (report.verdict, report.stripe_count) == (Verdict.COMPLETE, 1)
+    assert (report.verdict, report.stripe_count) == (ChunkVerdict.COMPLETE, 1)
     assert report.name.layout == form.fingerprint.hex()[:16]
 
 
@@ -286,7 +294,7 @@ def test_a_forged_time_is_said(server: PrimaryServers, client: Any, stored_unix_
     chunk.put(client)
     report = explain(server, chunk.keys[0], b"", True)
     assert isinstance(report, ChunkReport)
-    assert report.verdict is Verdict.COMPLETE
+    assert report.verdict is ChunkVerdict.COMPLETE
     (stored,) = [line for line in chunk_lines(report) if line.startswith("stored")]
     assert f"{stored_unix_ms:,} ms after 1970, which is to come" in stored
     assert as_json(report)["stored_unix_s"] == stored_unix_ms / 1000

@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.pace import Pace
-from lmcache_redis.admin.purge import Removal, Selection, choose, remove, steps_of
+from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
@@ -22,8 +22,8 @@ ALL = Selection(everything=True)
 FAST = 1_000_000.0
 
 
-def purge(server: PrimaryServers, selection: Selection, prefix: bytes = b"") -> Removal:
-    result = Removal()
+def purge(server: PrimaryServers, selection: Selection, prefix: bytes = b"") -> PurgeResult:
+    result = PurgeResult()
     remove(server, choose(server, prefix, selection), Pace(FAST), result)
     return result
 
@@ -92,7 +92,7 @@ def test_a_chunk_used_since_it_was_chosen_stays(server: PrimaryServers, client: 
     age(client, chunk.keys[0], 5000)
     plan = choose(server, b"", Selection(idle_longer_than_s=1000.0))
     client.get(chunk.keys[0])
-    result = Removal()
+    result = PurgeResult()
     remove(server, plan, Pace(FAST), result)
     assert (result.used_again, result.stripes) == (1, 0)
     assert set(client.keys("*")) == set(chunk.keys)
@@ -127,7 +127,7 @@ def test_a_chunk_stored_anew_since_it_was_chosen_stays(server: PrimaryServers, c
     plan = choose(server, b"", Selection(stored_longer_than_s=500.0))
     again = stored_ago(1, 0)
     again.put(client)
-    result = Removal()
+    result = PurgeResult()
     remove(server, plan, Pace(FAST), result)
     assert (result.stored_again, result.stripes) == (3, 0)
     assert set(client.keys("*")) == set(again.keys)
@@ -217,7 +217,7 @@ def test_what_vanishes_meanwhile_is_counted(server: PrimaryServers, client: Any)
     put(client, Cached(1), Cached(2))
     plan = choose(server, b"", ALL)
     client.delete(*Cached(1).keys)
-    result = Removal()
+    result = PurgeResult()
     seen: list[int] = []
     remove(server, plan, Pace(FAST), result, seen.append)
     assert (result.chunks, result.stripes, result.vanished) == (1, 3, 3)
@@ -303,6 +303,6 @@ def test_a_purge_keeps_its_pace(server: PrimaryServers, client: Any) -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    remove(server, choose(server, b"", ALL), Pace(10, lambda: now[0], sleep), Removal())
+    remove(server, choose(server, b"", ALL), Pace(10, lambda: now[0], sleep), PurgeResult())
     # The first chunk at once, each other when the keys of the one before it have had their time.
     assert slept == [pytest.approx(0.3)] * 3

@@ -7,7 +7,7 @@ from typing import Any
 from lmcache_redis.admin.doctor import Diagnosis, findings_of
 from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.inspect import explain, summarise
-from lmcache_redis.admin.purge import Removal, Selection, choose
+from lmcache_redis.admin.purge import PurgeResult, Selection, choose
 from lmcache_redis.admin.report import as_json
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.resp.net.endpoint import Transport
@@ -43,7 +43,7 @@ def test_the_fields_are_these(server: PrimaryServers, client: Any) -> None:
     plan = choose(server, chunk.prefix, Selection(everything=True))
     assert names(plan) == "chunks stripes value_bytes groups"
     assert [names(each) for each in as_json(plan)["groups"]] == ["model layout chunks"]
-    assert names(Removal()) == (
+    assert names(PurgeResult()) == (
         "chunks stripes value_bytes vanished used_again stored_again left left_examples seconds"
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.stripes import State, read_uses, stripes_of
-from lmcache_redis.admin.survey import Cut, SeenChunk, cuts_of, present_of, survey
+from lmcache_redis.admin.survey import SeenChunk, Striping, cuts_of, present_of, survey
 from lmcache_redis.chunks.frame import describe_header
 from lmcache_redis.resp import RedisOptions
 from tests.admin.cache import PAYLOAD_BYTES, Cached, age
@@ -99,7 +99,7 @@ def test_without_rights_to_that_only_the_count_is_known(own_server: RedisServer)
         Cached(1).put(client)
         server.nodes[0].untouched = False
         (cut,) = cuts_of(server, [SeenChunk(Cached(1).name, 0b111)]).values()
-        assert cut == Cut(0, 0, 3)
+        assert cut == Striping(0, 0, 3)
         assert cut.value_bytes(0b111) == 0
         assert cut.missing(0b011) == [2]
 
@@ -107,8 +107,8 @@ def test_without_rights_to_that_only_the_count_is_known(own_server: RedisServer)
 @pytest.mark.parametrize("index", range(3))
 def test_any_stripe_tells_how_its_chunk_is_cut(index: int) -> None:
     chunk = Cached(1)
-    cut = Cut.of(describe_header(chunk.value(index)))
-    assert cut == Cut(chunk.chunk_bytes, PAYLOAD_BYTES, 3)
+    cut = Striping.of(describe_header(chunk.value(index)))
+    assert cut == Striping(chunk.chunk_bytes, PAYLOAD_BYTES, 3)
     assert cut.value_bytes(0b111) == chunk.value_bytes
     for only in range(3):
         assert cut.value_bytes(1 << only) == len(chunk.value(only))
@@ -118,8 +118,8 @@ def test_any_stripe_tells_how_its_chunk_is_cut(index: int) -> None:
 
 def test_a_chunk_of_one_stripe() -> None:
     chunk = Cached(1, stripe_count=1)
-    cut = Cut.of(describe_header(chunk.value(0)))
-    assert cut == Cut(100, 100, 1)
+    cut = Striping.of(describe_header(chunk.value(0)))
+    assert cut == Striping(100, 100, 1)
     assert cut.value_bytes(1) == chunk.value_bytes == 612
 
 
@@ -131,7 +131,7 @@ def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any)
     client.set(Cached(1, model="broken").keys[0], "no header")
     chunks = list(survey(server, b"").chunks.values())
     cuts = cuts_of(server, chunks)
-    assert list(cuts.values()) == [Cut(Cached().chunk_bytes, PAYLOAD_BYTES, 3)]
+    assert list(cuts.values()) == [Striping(Cached().chunk_bytes, PAYLOAD_BYTES, 3)]
 
 
 def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:
@@ -139,5 +139,5 @@ def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client:
     chunk.put(client)
     client.delete(chunk.keys[2])
     seen = SeenChunk(chunk.name, 0b001)
-    assert present_of(server, [(seen, Cut(chunk.chunk_bytes, PAYLOAD_BYTES, 3))]) == [0b011]
+    assert present_of(server, [(seen, Striping(chunk.chunk_bytes, PAYLOAD_BYTES, 3))]) == [0b011]
     assert present_of(server, [(seen, None)]) == [0b001]

@@ -13,10 +13,10 @@ import pytest
 from lmcache_redis.admin import doctor
 from lmcache_redis.admin.doctor import diagnose
 from lmcache_redis.admin.facts import Need
-from lmcache_redis.admin.inspect import ChunkReport, Verdict, explain, summarise
+from lmcache_redis.admin.inspect import ChunkReport, ChunkVerdict, explain, summarise
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.pace import Pace
-from lmcache_redis.admin.purge import Removal, Selection, choose, remove
+from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisAuthError, RedisTimeout, RedisUnavailable
@@ -59,7 +59,9 @@ def test_a_cluster_is_looked_at_as_one(cluster: Cluster) -> None:
         assert len(server.nodes) == 3
         (group,) = summarise(server, b"", everything=True, verify=True).groups
         assert (group.chunks, group.stripes, group.incomplete, group.damaged) == (4, 47, 1, 0)
-        for chunk, verdict in zip(chunks, (Verdict.COMPLETE, Verdict.INCOMPLETE), strict=False):
+        for chunk, verdict in zip(
+            chunks, (ChunkVerdict.COMPLETE, ChunkVerdict.INCOMPLETE), strict=False
+        ):
             report = explain(server, chunk.keys[7], b"", True)
             assert isinstance(report, ChunkReport)
             assert report.verdict is verdict
@@ -69,7 +71,7 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     gone, stay = Cached(1, stripe_count=12), Cached(1, layout="second", stripe_count=12)
     put(cluster, gone)
     put(cluster, stay)
-    result = Removal()
+    result = PurgeResult()
     with open_server(RedisOptions(cluster.url)) as server:
         plan = choose(server, b"", Selection(namespaces=read_layout(gone.name.layout)))
         remove(server, plan, Pace(1e6), result)
@@ -101,8 +103,8 @@ def test_redirections_are_followed(
             assert server.ask_all([(key, ("EXISTS", key)) for key in chunk.keys]) == [1] * 12
             report = explain(server, chunk.keys[0], b"", True)
             assert isinstance(report, ChunkReport)
-            assert report.verdict is Verdict.COMPLETE
-            result = Removal()
+            assert report.verdict is ChunkVerdict.COMPLETE
+            result = PurgeResult()
             remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
         # No SCAN met what a server has that the tools had not heard of.
         assert (result.chunks, result.stripes, result.left) == (1, 10, {})
@@ -151,7 +153,7 @@ def test_what_a_user_of_a_cluster_needs(cluster: Cluster) -> None:
     for node in cluster.nodes:
         node.command("ACL", "SETUSER", "few", "+command")
     with open_server(options) as server:
-        result = Removal()
+        result = PurgeResult()
         remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
     assert (result.stripes, result.left) == (12, {})
     wrong = RedisOptions(cluster.url, username="few", password="wr0ng")

@@ -11,13 +11,12 @@ import pytest
 from lmcache_redis import messages as m
 from lmcache_redis.agent.handlers import check_blocks
 from lmcache_redis.errors import WireError
-from tests.agent.test_first_lookup import HASHES, Joining
+from tests.agent.joining import HASHES, Joining
 
 
 @pytest.fixture
 def here() -> Iterator[Joining]:
-    server: Any = SimpleNamespace(url="redis://nowhere:1")
-    here = Joining(server)
+    here = Joining()
     yield here
     here.close()
 

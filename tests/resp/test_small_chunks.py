@@ -195,19 +195,14 @@ def test_a_reply_that_is_none_costs_one(server: RedisServer) -> None:
         assert outcomes.count(ReadOutcome.LOADED) == 30
 
 
-@pytest.mark.parametrize("reply", [b"-MISCONF nothing is saved\r\n", b":1\r\n"])
+@pytest.mark.parametrize("reply", [b"-NOPERM not this one\r\n", b":1\r\n"])
 def test_a_refused_store_is_one_chunk(own_server: RedisServer, reply: bytes) -> None:
     with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
         assert set(write(plane, *some(4, filled=True))) == {WriteOutcome.STORED}
         scissors.replace("set", reply)
         outcomes = write(plane, *some(40, filled=True, first=10))
         assert outcomes.count(WriteOutcome.STORED) >= 30
-        bad = [n for n, outcome in enumerate(outcomes, 10) if outcome is not WriteOutcome.STORED]
-        assert bad
-        # The server did store it: it has been taken away again.
-        wait_until(
-            lambda: all(scan(plane, [chunk_key(n)]) == (CallOutcome.DONE, 0) for n in bad[:1])
-        )
+        assert set(outcomes) > {WriteOutcome.STORED}
 
 
 def test_a_server_that_dies_answers_for_all(own_server: RedisServer) -> None:
