@@ -41,9 +41,10 @@ def test_two_nodes_hit_again_after_one_store(
     ):
         store(engine, [one, two])
         assert ask(engine) == CHUNKS * CHUNK
-        if not ttl_s:
+        if ttl_s:
+            wait_until(lambda: size_of(redis_server) == 0)
+        else:
             redis_server.command("FLUSHALL")
-        wait_until(lambda: size_of(redis_server) == 0)
         assert ask(engine) == 0
         engine.store("again", HASHES, STORED)
         for agent in (one, two):
