@@ -3,6 +3,9 @@
 Requests for a chunk in the host pool do not reach the tiers, which would evict or expire exactly
 the hottest chunks: other nodes and the next process then lack them. So after a lookup the tiers are
 told to keep its chunks, each at most once in `refresh_every_s`. What a tier lacks is written again.
+
+A tier may be too small for what the host pools of all its nodes serve. It then evicts what is
+written again. So a chunk that a tier lacks twice in a row is looked at later each time.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from lmcache_redis.tiers import CallOutcome, ExistsResult
 
 _BATCH_CHUNKS = 256
 _MOST_WAITING = 16384
+# A chunk is looked at again after at most 2 to this power times `refresh_every_s`.
+_MOST_LOSSES = 6
+_MOST_COUNTED = 65536
 
 
 class PooledChunk(NamedTuple):
@@ -43,6 +49,7 @@ class Refresher:
         self._lacked = lacked
         self._waiting: deque[PooledChunk] = deque()
         self._is_asking = False
+        self._losses: dict[bytes, int] = {}  # of a chunk, since the tier last had it
 
     def add(self, chunks: Iterable[PooledChunk]) -> None:
         """Chunks of a lookup. Pins nothing: what is evicted meanwhile is not written again."""
@@ -66,6 +73,18 @@ class Refresher:
         self._is_asking = False
         if result.outcome is CallOutcome.DONE:
             for chunk, present in zip(chunks, result.present, strict=True):
-                if not present and chunk.entry.state is EntryState.READY:
+                if present:
+                    self._losses.pop(chunk.entry.key, None)
+                elif chunk.entry.state is EntryState.READY:
+                    self._postpone(chunk.entry)
                     self._lacked(chunk)
         self._ask()
+
+    def _postpone(self, entry: Entry) -> None:
+        """The first time, the entry is looked at again when any other is."""
+        losses = min(self._losses.pop(entry.key, 0) + 1, _MOST_LOSSES)
+        self._losses[entry.key] = losses
+        if len(self._losses) > _MOST_COUNTED:
+            del self._losses[next(iter(self._losses))]
+        wait_s = (2**losses - 2) * self._backing.refresh_every_s
+        entry.refreshed_s = max(entry.refreshed_s, time.monotonic() + wait_s)

@@ -41,9 +41,10 @@ def test_two_nodes_hit_again_after_one_store(
     ):
         store(engine, [one, two])
         assert ask(engine) == CHUNKS * CHUNK
-        if not ttl_s:
+        if ttl_s:
+            wait_until(lambda: size_of(redis_server) == 0)
+        else:
             redis_server.command("FLUSHALL")
-        wait_until(lambda: size_of(redis_server) == 0)
         assert ask(engine) == 0
         engine.store("again", HASHES, STORED)
         for agent in (one, two):
@@ -51,7 +52,7 @@ def test_two_nodes_hit_again_after_one_store(
         assert ask(engine) == CHUNKS * CHUNK
 
 
-@pytest.mark.parametrize("lost", ["all", "some"])
+@pytest.mark.parametrize("lost", ["all", "a chunk", "a stripe"])
 def test_redis_gets_back_what_the_pool_serves(
     agent: AgentServer, redis_server: RedisServer, lost: str
 ) -> None:
@@ -63,12 +64,34 @@ def test_redis_gets_back_what_the_pool_serves(
         with redis_server.client() as client:
             keys = sorted(client.scan_iter())
         stripes = len(keys) // CHUNKS
-        redis_server.command("DEL", *keys[: stripes if lost == "some" else None])
+        assert stripes > 1
+        # The keys of a chunk differ in the last byte: the index of the stripe.
+        first, last = {"all": (0, len(keys)), "a chunk": (0, stripes), "a stripe": (1, 2)}[lost]
+        redis_server.command("DEL", *keys[first:last])
         assert ask(engine) == CHUNKS * CHUNK
         wait_until(lambda: size_of(redis_server) == before)
         agent.wait_idle()
         assert agent.counter("loaded_chunks") == 0
-        assert agent.counter("stored_chunks") == CHUNKS + (1 if lost == "some" else CHUNKS)
+        assert agent.counter("stored_chunks") == CHUNKS + (CHUNKS if lost == "all" else 1)
+
+
+def test_what_the_pool_serves_counts_as_used_in_redis(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    """Else `allkeys-lru` evicts the hottest chunks first."""
+    with Engine(agent.endpoint) as engine:
+        engine.store("store", HASHES, STORED)
+        agent.wait_idle()
+        with redis_server.client() as client:
+            keys = list(client.scan_iter())
+
+            def idle_s() -> list[int]:
+                return [client.object("idletime", key) for key in keys]
+
+            wait_until(lambda: min(idle_s()) >= 3)
+            assert ask(engine) == CHUNKS * CHUNK
+            wait_until(lambda: max(idle_s()) < 3)
+        assert agent.counter("loaded_chunks") == 0
 
 
 def test_a_chunk_is_looked_at_again_once_in_a_while(

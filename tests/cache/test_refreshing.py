@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -134,6 +135,32 @@ def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     hot.run(lambda: hot.disk.written)  # what comes from Redis goes to the disk
     hot.disk.write_done(hot.disk.written[0], WriteOutcome.STORED)
     hot.loop.run_posted()
+
+
+def test_what_a_tier_loses_again_and_again_is_looked_at_later(hot: Hot) -> None:
+    """Else a tier smaller than all host pools would be written to without end."""
+    waits = []
+    for present in (False, False, False, True, False):
+        hot.age()
+        hot.look_up()
+        hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [present] * len(CHUNKS)))
+        waits.append(hot.entries[0].refreshed_s - time.monotonic())
+        if not present:
+            assert written_again(hot) == hot.entries
+            hot.redis.written.clear()
+    every_s = 60.0
+    assert [round(wait_s / every_s) for wait_s in waits] == [0, 2, 6, 0, 0]
+
+
+def test_few_losses_are_counted(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refreshing, "_MOST_COUNTED", 2)
+    for _ in range(2):
+        hot.age()
+        hot.look_up()
+        hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [False] * len(CHUNKS)))
+        assert written_again(hot) == hot.entries
+        hot.redis.written.clear()
+    assert len(hot.cache._refreshers[1]._losses) == 2
 
 
 def test_one_batch_is_asked_about_at_a_time(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
