@@ -321,12 +321,17 @@ class LookupParts:
         return True
 
     def awaited(self) -> list[Awaited]:
-        """Parts to be loaded or being filled, in order, with the number of their tier."""
+        """Parts to be loaded or being loaded, in order, with the number of their tier."""
         local, last = len(self._request.forms), len(self._cache.tiers) - 1
         found = []
         for part, state in self._states.items():
-            is_missing = state.is_needed and state.entry is None
-            if (is_missing or state.watcher is not None) and part[1] < local:
+            entry = state.entry
+            if entry is not None:
+                # What cannot be cancelled comes from a store, not from a tier.
+                is_awaited = state.watcher is not None and entry.cancel is not None
+            else:
+                is_awaited = state.is_needed
+            if is_awaited and part[1] < local:
                 level = state.level if state.load is None else state.load.level
                 found.append((part, state, last if level is None else level))
         if self.needs.bounded:

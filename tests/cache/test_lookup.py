@@ -596,6 +596,17 @@ def test_one_chunk_shows_the_rate_and_the_rest_follows(tiers: Tiers) -> None:
     assert tiers.counted("probes") == {"probes": 1}
 
 
+def test_what_a_store_is_gathering_is_waited_for(tiers: Tiers) -> None:
+    """It says nothing of a tier, and needs none."""
+    tiers.disk.is_up = False
+    entry = tiers.cache.reserve(FORM, HASHES[0])
+    assert entry is not None
+    tiers.look_up(computing=computing(1.0), hashes=HASHES[:1])
+    assert (tiers.found, tiers.redis.scanned) == ([], [])
+    tiers.cache.publish(entry)
+    assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
+
+
 def test_lookups_side_by_side_wait_for_one_chunk(tiers: Tiers) -> None:
     tiers.disk.is_up = False
     for name in ("one", "two"):
