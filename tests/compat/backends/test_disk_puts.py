@@ -175,8 +175,7 @@ def test_a_put_removed_while_it_is_written_is_never_found(
     gate.opened.set()
     assert tier.flush(30)
     assert tier.get(key_of(1)) is None
-    assert files_in(directory) == []
-    assert tier.used_bytes == 0
+    wait_until(lambda: files_in(directory) == [] and tier.used_bytes == 0)
 
 
 def test_a_put_that_blocks_follows_one_that_is_written(
