@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin import doctor, warm
+from lmcache_redis.admin import doctor
 from lmcache_redis.admin.doctor import diagnose
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import ChunkReport, ChunkVerdict, explain, summarise
@@ -19,10 +19,10 @@ from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
-from lmcache_redis.errors import RedisAuthError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import RedisAuthError, RedisReplyError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.topology import slot_of
-from tests.admin.cache import PAYLOAD_BYTES, Cached, age
+from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls, wait_until
 from tests.topologies import Cluster, info, keys_on, running_cluster, running_sentinel
@@ -65,20 +65,6 @@ def test_a_cluster_is_looked_at_as_one(cluster: Cluster) -> None:
             report = explain(server, chunk.keys[7], b"", True)
             assert isinstance(report, ChunkReport)
             assert report.verdict is verdict
-
-
-def test_chunks_of_a_whole_cluster_are_ranked(cluster: Cluster) -> None:
-    chunks = [Cached(number, stripe_count=3) for number in range(6)]
-    for chunk in chunks:
-        put(cluster, chunk)
-    order = (3, 0, 5, 2, 4, 1)
-    for rank, number in enumerate(order):
-        first = chunks[number].keys[0]
-        with cluster.node_of(first).client() as client:
-            age(client, first, 1000 * rank)
-    with open_server(RedisOptions(cluster.url)) as server:
-        choice = warm.choose(server, b"", PAYLOAD_BYTES)
-    assert [each.name.key.chunk_hash[-1] for each in choice.candidates] == [*order]
 
 
 def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
@@ -211,6 +197,10 @@ def test_the_doctor_sees_every_node(cluster: Cluster, monkeypatch: pytest.Monkey
 def test_one_node_of_a_cluster_is_not_all_of_it(cluster: Cluster) -> None:
     with open_server(RedisOptions(cluster.nodes[1].url)) as server:
         diagnosis = diagnose(server, b"", Need(), bandwidth=False)
+        keys = [b"foreign:%d" % number for number in range(20)]
+        elsewhere = next(key for key in keys if cluster.node_of(key) is not cluster.nodes[1])
+        with pytest.raises(RedisReplyError, match=r"write redis\+cluster:// instead of redis://"):
+            explain(server, elsewhere, b"", False)
     (finding,) = [finding for finding in diagnosis.findings if finding.topic == "cluster"]
     assert finding.severity is Severity.CRITICAL
 
