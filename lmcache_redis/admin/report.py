@@ -19,7 +19,6 @@ from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
-from lmcache_redis.admin.warm import Choice
 from lmcache_redis.resp.net.endpoint import Transport
 
 _CLOCKS_DIFFER_S = 86_400
@@ -43,7 +42,6 @@ _FIELDS: dict[type, str] = {
     "chunks_of_unknown_size=unknown_size incomplete without_stripe_0=no_first damaged idle_s "
     "frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
-    Choice: "chunks=chunk_count chunk_bytes groups unfit",
     Diagnosis: "exit_status findings facts node",
     NodeFacts: "version vllm_version has_gpu agent engines shm_bytes shm_free_bytes clock_ahead_s",
 }
@@ -191,25 +189,6 @@ def removal_lines(removal: PurgeResult) -> Iterator[str]:
     for reason, number in removal.left.most_common():
         yield f"{counted(number, 'key')} left: {reason}"
     yield from (f"  {key}" for key in removal.left_examples)
-
-
-def choice_lines(choice: Choice, of: Choice, where: str) -> Iterator[str]:
-    """What of the chunks ``of`` fits into a host pool."""
-    some, size = counted(choice.chunk_count, "chunk"), shown_bytes(choice.chunk_bytes)
-    there = f"{of.chunk_count:,} ({shown_bytes(of.chunk_bytes)})"
-    yield f"to load from {where}: {some} ({size}) of {there}, the most used ones"
-    if choice.chunk_count:
-        rows = [
-            [printable(g["model"]), g["layout"], f"{g['chunks']:,}", shown_bytes(g["bytes"])]
-            for g in choice.groups
-        ]
-        yield from _table([["model", "layout", "chunks", "size"], *rows])
-    yield from unfit_lines(of)
-
-
-def unfit_lines(choice: Choice) -> Iterator[str]:
-    for reason, number in choice.unfit.most_common():
-        yield f"{counted(number, 'chunk')} cannot be loaded: {reason}"
 
 
 def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
