@@ -21,6 +21,10 @@ from lmcache_redis.resp.net.stream import translated
 
 # In this order: a class before those that it is one of.
 _SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
+    (
+        exceptions.AskError, RedisReplyError,
+        "{at} is one node of a cluster: write redis+cluster:// instead of redis://",
+    ),
     (exceptions.ClusterError, RedisUnavailable, "{at} cannot serve its cluster just now: {text}"),
     (
         exceptions.AuthenticationError, RedisAuthError,

@@ -250,12 +250,13 @@ class PrimaryServers:
 
         A server executes its commands in that order. Raises as `Primary.ask_all`.
         """
+        follow = None if self._cluster is None else self._follow
         by_node: dict[Primary, list[int]] = {}
         for index, (key, _) in enumerate(commands):
             by_node.setdefault(self.node_of(key), []).append(index)
         replies: list[Any] = [None] * len(commands)
         for node, indexes in by_node.items():
-            found = node.ask_all([commands[index][1] for index in indexes], self._follow)
+            found = node.ask_all([commands[index][1] for index in indexes], follow)
             for index, reply in zip(indexes, found, strict=True):
                 replies[index] = reply
         return replies

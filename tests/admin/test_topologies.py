@@ -19,7 +19,7 @@ from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
-from lmcache_redis.errors import RedisAuthError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import RedisAuthError, RedisReplyError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.topology import slot_of
 from tests.admin.cache import Cached
@@ -197,6 +197,10 @@ def test_the_doctor_sees_every_node(cluster: Cluster, monkeypatch: pytest.Monkey
 def test_one_node_of_a_cluster_is_not_all_of_it(cluster: Cluster) -> None:
     with open_server(RedisOptions(cluster.nodes[1].url)) as server:
         diagnosis = diagnose(server, b"", Need(), bandwidth=False)
+        keys = [b"foreign:%d" % number for number in range(20)]
+        elsewhere = next(key for key in keys if cluster.node_of(key) is not cluster.nodes[1])
+        with pytest.raises(RedisReplyError, match=r"write redis\+cluster:// instead of redis://"):
+            explain(server, elsewhere, b"", False)
     (finding,) = [finding for finding in diagnosis.findings if finding.topic == "cluster"]
     assert finding.severity is Severity.CRITICAL
 
