@@ -35,6 +35,7 @@ from lmcache_redis.transport import bind_router
 logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_S = 1.5
+_GC_THRESHOLDS = (50_000, 20, 100)
 _STOP_GRACE_S = 10.0
 # For answers not sent yet when the agent ends. A peer that does not read delays the end so long.
 _LAST_ANSWERS_MS = 100
@@ -84,6 +85,8 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         if again is not None:
             _reload_on_signal(agent, service, again, manager, status)
         gc.freeze()  # what exists now lives as long as the agent: the collector skips it
+        # Entries of a large pool make full collections slow, and are never part of a cycle.
+        gc.set_threshold(*_GC_THRESHOLDS)
         if config.metrics is not None:
             stack.enter_context(_exporter(config.metrics, agent))
         _log_ready(config, plane, started_s)
