@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmcache_redis.errors import (
     RedisClusterDown,
@@ -208,8 +208,6 @@ class DataNodes:
         self._retired_counts = (0, 0, 0)
         self._closing = False
         self._watcher = MapWatcher(deployment, options.connect_timeout_s, self)
-        self.when_mapped = self._watcher.when_mapped
-        self.map_is_old = self._watcher.hint
 
     # ------------------------------------------------------------- life cycle
 
@@ -247,6 +245,14 @@ class DataNodes:
             return None
         host = redirect.host or node.connector.endpoint.host
         return self._nodes.get(self.deployment.at(host, redirect.port))
+
+    def when_mapped(self, action: Callable[[], None]) -> None:
+        """Call `action` after the next look-up."""
+        self._watcher.when_mapped(action)
+
+    def map_is_old(self) -> None:
+        """Have the servers looked up soon."""
+        self._watcher.hint()
 
     def node_is_down(self, node: DataNode) -> None:
         """Called on any thread when the node has gone down."""

@@ -80,8 +80,8 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
     def answer(words: list[bytes]) -> Answer:
         if words[0] not in (b"EXISTS", b"GET", b"SET"):
             return None
-        port = other.port if next(ports) % 2 else next(ports)
-        return b"-%b 1 127.0.0.1:%d\r\n" % (kind, port)
+        port = next(ports)
+        return b"-%b 1 127.0.0.1:%d\r\n" % (kind, other.port if port % 2 else port)
 
     with LyingServer() as other, shard(answer) as server, running(cluster_url(server)) as plane:
         threads = len(plane_threads())
