@@ -16,8 +16,8 @@ from redis.utils import str_if_bytes
 from lmcache_redis.admin.names import ChunkName, find_name, show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
-    State,
     Stripe,
+    StripeState,
     Use,
     count_of,
     read_stripes,
@@ -39,8 +39,8 @@ class ChunkVerdict(enum.Enum):
 
     COMPLETE = "complete: every stripe is there, of one store"
     INVISIBLE = "incomplete: stripe 0 is not there, so agents count a miss and leave the rest"
-    INCOMPLETE = "incomplete: stripes are missing, so agents count a miss and remove the chunk"
-    TORN = "torn: stripes of different stores, so agents count a miss and remove the chunk"
+    INCOMPLETE = "incomplete: stripes are missing, so agents count a miss, and store it again"
+    TORN = "torn: stripes of different stores, so agents count a miss, and store it again"
     BROKEN = "not usable: a stripe is not what its key says, so agents count a miss"
     UNKNOWN = "unknown: the server does not show every stripe"
     ABSENT = "not in Redis"
@@ -74,7 +74,7 @@ class ChunkReport:
 
     @property
     def present(self) -> int:
-        return sum(s.state is not State.MISSING for s in self.stripes)
+        return sum(s.state is not StripeState.MISSING for s in self.stripes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,14 @@ def explain(
 
 def verdict_of(stripes: Sequence[Stripe]) -> ChunkVerdict:
     """The verdict on a chunk with these stripes, sorted by index."""
-    there = [s for s in stripes if s.state is not State.MISSING]
+    there = [s for s in stripes if s.state is not StripeState.MISSING]
     if not there:
         return ChunkVerdict.ABSENT
-    if any(s.state is State.UNREADABLE for s in there):
+    if any(s.state is StripeState.UNREADABLE for s in there):
         return ChunkVerdict.UNKNOWN
-    if stripes[0].state is State.MISSING:
+    if stripes[0].state is StripeState.MISSING:
         return ChunkVerdict.INVISIBLE
-    if any(s.state is not State.WHOLE for s in there):
+    if any(s.state is not StripeState.WHOLE for s in there):
         return ChunkVerdict.BROKEN
     if len(there) < len(stripes):
         return ChunkVerdict.INCOMPLETE
@@ -237,4 +237,4 @@ def _is_damaged(server: PrimaryServers, chunk: SeenChunk, keys: SealKeys | None)
     """Whether a stripe that is present does not match its key or its checksum, or is not opened."""
     stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
     states = [verify_payload(server, chunk.name, stripe, keys).state for stripe in stripes]
-    return any(state not in (State.WHOLE, State.MISSING) for state in states)
+    return any(state not in (StripeState.WHOLE, StripeState.MISSING) for state in states)

@@ -19,7 +19,7 @@ from typing import Any
 from lmcache_redis.admin.names import show_key
 from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import State, Stripe, ask_each, read_stripes, read_uses
+from lmcache_redis.admin.stripes import Stripe, StripeState, ask_each, read_stripes, read_uses
 from lmcache_redis.admin.survey import SeenChunk, cuts_of, survey
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
 
@@ -191,7 +191,7 @@ def _remove_step(
             result.stored_again += 1
         elif stripe.is_ours:
             ours.append((chunk, stripe))
-        elif stripe.state is State.MISSING:
+        elif stripe.state is StripeState.MISSING:
             result.vanished += 1
         else:
             result.leave(chunk.name.stripe(index), stripe.state.value)

@@ -18,7 +18,7 @@ from lmcache_redis.admin.names import printable, show_key, shown_age, shown_byte
 from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
-from lmcache_redis.admin.stripes import State, Stripe, Use
+from lmcache_redis.admin.stripes import Stripe, StripeState, Use
 from lmcache_redis.resp.net.endpoint import Transport
 
 _CLOCKS_DIFFER_S = 86_400
@@ -125,7 +125,7 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
     yield _line("stripes", f"{report.present} {of}present, {checked}")
     yield _line("verdict", report.verdict.value)
     for stripe in report.stripes:
-        if stripe.state is not State.WHOLE:
+        if stripe.state is not StripeState.WHOLE:
             yield _line("", f"stripe {stripe.index}: {stripe.detail}")
 
 

@@ -352,7 +352,7 @@ _CLIENTS_OF = {
 }
 
 
-class _Credentials(CredentialProvider):  # type: ignore[misc]
+class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]
     """A server's credentials, asked at each connect: all that they may raise is a RedisError."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -365,7 +365,7 @@ class _Credentials(CredentialProvider):  # type: ignore[misc]
 def _of_all(endpoint: Endpoint) -> dict[str, Any]:
     """Options of connections by their names in redis-py."""
     return {
-        "credential_provider": _Credentials(endpoint) if endpoint.credentials else None,
+        "credential_provider": _CheckedCredentials(endpoint) if endpoint.credentials else None,
         "protocol": 2,  # replies of RESP3 have other types
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_timeout": OP_TIMEOUT_S,

@@ -21,7 +21,7 @@ from lmcache_redis.seal import Opened, SealKeys
 BATCH_KEYS = 500
 
 
-class State(enum.Enum):
+class StripeState(enum.Enum):
     """The state of a stripe's value; only WHOLE counts as a hit, see docs/data-plane.md."""
 
     WHOLE = "whole"
@@ -53,7 +53,7 @@ class Stripe:
     """One stripe and what was found under its key. detail: why it is not WHOLE."""
 
     index: int
-    state: State
+    state: StripeState
     detail: str = ""
     value_bytes: int = 0
     header: StripeHeader | None = None
@@ -63,7 +63,7 @@ class Stripe:
     @property
     def is_ours(self) -> bool:
         """Certainly written for this key: it has a complete header that names it."""
-        return self.header is not None and self.state is not State.FOREIGN
+        return self.header is not None and self.state is not StripeState.FOREIGN
 
     @property
     def stored_unix_s(self) -> float | None:
@@ -73,21 +73,21 @@ class Stripe:
 def judge(name: ChunkName, index: int, kind: str, value_bytes: int, head: bytes) -> Stripe:
     """The stripe, judged by its value's Redis type, length and first 512 bytes."""
     if kind == "none":
-        return Stripe(index, State.MISSING, State.MISSING.value)
+        return Stripe(index, StripeState.MISSING, StripeState.MISSING.value)
     if kind != "string":
-        return Stripe(index, State.OTHER_TYPE, f"a {kind}, which no agent writes or removes")
+        return Stripe(index, StripeState.OTHER_TYPE, f"a {kind}, which no agent writes or removes")
     try:
         header = describe_header(head)
     except FormatError as error:
-        return Stripe(index, State.NO_STRIPE, str(error), value_bytes)
+        return Stripe(index, StripeState.NO_STRIPE, str(error), value_bytes)
     reason = _mismatch(name, index, header)
     if reason:
-        return Stripe(index, State.FOREIGN, reason, value_bytes, header)
+        return Stripe(index, StripeState.FOREIGN, reason, value_bytes, header)
     expected_bytes = HEADER_BYTES + header.payload_bytes
     if value_bytes != expected_bytes:
         reason = f"{value_bytes:,} bytes where its header says {expected_bytes:,}"
-        return Stripe(index, State.WRONG_LENGTH, reason, value_bytes, header)
-    return Stripe(index, State.WHOLE, "", value_bytes, header)
+        return Stripe(index, StripeState.WRONG_LENGTH, reason, value_bytes, header)
+    return Stripe(index, StripeState.WHOLE, "", value_bytes, header)
 
 
 def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
@@ -137,7 +137,7 @@ def stripes_of(server: PrimaryServers, name: ChunkName, hint: int | None = None)
     known = read_stripes(server, [(name, index) for index in asked])
     if not count_of(known):
         others = read_stripes(server, [(name, i) for i in range(BATCH_KEYS) if i not in asked])
-        known += [stripe for stripe in others if stripe.state is not State.MISSING]
+        known += [stripe for stripe in others if stripe.state is not StripeState.MISSING]
     have = {stripe.index for stripe in known}
     known += read_stripes(server, [(name, i) for i in range(count_of(known)) if i not in have])
     return sorted(known, key=lambda stripe: stripe.index)
@@ -155,7 +155,7 @@ def verify_payload(
 
     keys: payloads must be sealed, and are opened as well.
     """
-    if stripe.state is not State.WHOLE or stripe.header is None:
+    if stripe.state is not StripeState.WHOLE or stripe.header is None:
         return stripe
     key = name.stripe(stripe.index)
     value = memoryview(server.get(key, HEADER_BYTES + stripe.header.payload_bytes + 1))
@@ -164,31 +164,33 @@ def verify_payload(
         return read_stripes(server, [(name, stripe.index)])[0]
     header, payload = bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:]
     again = judge(name, stripe.index, "string", len(value), header)
-    if again.state is State.WHOLE and again.header is not None:
+    if again.state is StripeState.WHOLE and again.header is not None:
         checksum = xxh3_64_intdigest(payload)
         if checksum != again.header.checksum:
             detail = f"its payload's checksum is {checksum:016x}, not {again.header.checksum:016x}"
-            again = replace(again, state=State.DAMAGED, detail=detail)
+            again = replace(again, state=StripeState.DAMAGED, detail=detail)
         elif keys is not None:
             state, detail = _opened(keys, key, header, payload)
             again = replace(again, state=state, detail=detail)
     return replace(again, use=stripe.use, expires_in_s=stripe.expires_in_s)
 
 
-def _opened(keys: SealKeys, key: bytes, header: bytes, payload: memoryview) -> tuple[State, str]:
+def _opened(
+    keys: SealKeys, key: bytes, header: bytes, payload: memoryview
+) -> tuple[StripeState, str]:
     """The state of an undamaged stripe, and why it is not WHOLE."""
     sealed_with = describe_header(header).sealed_with
     if sealed_with is None:
-        return State.NOT_OPENED, "it is not sealed: agents with seal keys count a miss"
+        return StripeState.NOT_OPENED, "it is not sealed: agents with seal keys count a miss"
     opened = keys.open(key, header, payload)
     if opened is Opened.OK:
-        return State.WHOLE, ""
+        return StripeState.WHOLE, ""
     if opened is Opened.UNKNOWN_KEY:
         return (
-            State.NOT_OPENED,
+            StripeState.NOT_OPENED,
             f"it is sealed with another key, {sealed_with.hex()}",
         )
-    return State.DAMAGED, f"it is {opened.value}"
+    return StripeState.DAMAGED, f"it is {opened.value}"
 
 
 def _use_of(key: bytes) -> list[Command]:
@@ -215,12 +217,12 @@ def _stripe(
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
     if isinstance(kind, RedisError):
         if isinstance(head, RedisError):
-            return Stripe(index, State.UNREADABLE, str(head))
+            return Stripe(index, StripeState.UNREADABLE, str(head))
         # Without TYPE, the length and the head still tell a string from a missing key.
         kind = "string" if isinstance(head, bytes) and length else "none"
     kind = str_if_bytes(kind)
     if kind == "string" and refused is not None:
-        return Stripe(index, State.UNREADABLE, str(refused))
+        return Stripe(index, StripeState.UNREADABLE, str(refused))
     if refused is not None:
         length, head = 0, b""
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None

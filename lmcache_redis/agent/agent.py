@@ -13,7 +13,7 @@ from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import Peer, Peers
 from lmcache_redis.agent.sessions import Session, Sessions
-from lmcache_redis.agent.trust import Trust
+from lmcache_redis.agent.trust import LayoutTrust
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
@@ -54,7 +54,7 @@ class Agent:
     sessions: Sessions
     peers: Peers
     pinned_pool: PinnedPool
-    trust: Trust
+    trust: LayoutTrust
 
     @property
     def tier_letters(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class Agent:
             Sessions(cache.pool, config.session_timeout_s),
             Peers(),
             PinnedPool(arena.base_address, arena.size_bytes),
-            Trust(),
+            LayoutTrust(),
         )
 
 

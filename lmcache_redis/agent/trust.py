@@ -20,7 +20,7 @@ _MOST = 4096
 Distrusted = tuple[bytes, bytes]  # fingerprint, epoch
 
 
-class Trust:
+class LayoutTrust:
     """See the module. A hash is that of any chunk of the epoch."""
 
     def __init__(self) -> None:

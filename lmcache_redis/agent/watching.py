@@ -28,7 +28,7 @@ _COLLECT_S = 0.02
 _CHANGES_PER_ANSWER = 1 << 14
 
 
-class _Place(NamedTuple):
+class _ChangedPart(NamedTuple):
     part: int
     tier: str
     chunk_hash: bytes
@@ -44,7 +44,7 @@ class Journal:
     def __init__(self, parts: Sequence[PartNames], limit: int = MAX_CHANGES) -> None:
         self._limit = limit
         self._lost = False
-        self._changes: dict[_Place, bool] = {}  # in the order in which they came
+        self._changes: dict[_ChangedPart, bool] = {}  # in the order in which they came
         # A key does not say where its hash begins, so every length is tried.
         self._parts: Mapping[int, Mapping[bytes, int]] = {
             nbytes: {part.stem(nbytes): number for number, part in enumerate(parts)}
@@ -59,7 +59,7 @@ class Journal:
         for nbytes, parts in self._parts.items():
             part = parts.get(key[:-nbytes])
             if part is not None:
-                place = _Place(part, tier, key[-nbytes:])
+                place = _ChangedPart(part, tier, key[-nbytes:])
                 self._changes.pop(place, None)
                 self._changes[place] = there
                 break
@@ -81,7 +81,7 @@ class Journal:
 
 
 @dataclass(eq=False)
-class _Watch:
+class _OpenWatch:
     parts: Sequence[m.RemoteParts]
     journal: Journal
     reply: Reply | None = None  # of the question that is open
@@ -95,7 +95,7 @@ class Watches:
         self._loop = agent.loop
         self._pool = agent.cache.pool
         self._disk = agent.disk
-        self._watches: dict[Peer, _Watch] = {}
+        self._watches: dict[Peer, _OpenWatch] = {}
         self._letters = agent.tier_letters
 
     def watch(
@@ -111,7 +111,7 @@ class Watches:
             watch.reply(m.Changes(0, ()))  # a question is open until the next one
             watch.reply = None
         if watch is None or watch.parts != parts:
-            watch = self._watches[peer] = _Watch(parts, Journal(names))
+            watch = self._watches[peer] = _OpenWatch(parts, Journal(names))
             self._listen()
         watch.reply = reply
         self._answer_soon(watch)
@@ -142,12 +142,12 @@ class Watches:
             logger.exception("changes of chunks are no longer reported")
             self._pool.on_change = None
 
-    def _answer_soon(self, watch: _Watch) -> None:
+    def _answer_soon(self, watch: _OpenWatch) -> None:
         if len(watch.journal) and watch.reply is not None and not watch.is_due:
             watch.is_due = True
             self._loop.after(_COLLECT_S, partial(self._answer, watch))
 
-    def _answer(self, watch: _Watch) -> None:
+    def _answer(self, watch: _OpenWatch) -> None:
         watch.is_due = False
         if watch.reply is not None:
             reply, watch.reply = watch.reply, None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.backing import Backing
-from lmcache_redis.cache.memory import Memory
+from lmcache_redis.cache.memory import PoolMemory
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, Filled, HostPool
 from lmcache_redis.cache.refreshing import PooledChunk, Refresher
@@ -66,7 +66,7 @@ class Cache:
     def __init__(
         self,
         owner: Owner,
-        memory: Memory,
+        memory: PoolMemory,
         backings: Sequence[Backing],
         metrics: Metrics,
         idle_limit: int | None = None,

@@ -54,7 +54,7 @@ _SHORTEST_LOAD_S = 0.02
 _LONGEST_WAIT_S = 60.0
 
 
-class _State(Enum):
+class _Stage(Enum):
     ASKING = "a tier has not answered yet"
     SETTLING = "the prefix may change, or waits for room or for the rate of a tier"
     LOADING = "every part that the prefix needs is held, and some may be being filled"
@@ -81,7 +81,7 @@ class PrefixLookup:
         self._request = request
         self._done = done
         self._parts = LookupParts(cache, request, self._filled)
-        self._state = _State.SETTLING
+        self._state = _Stage.SETTLING
         self._questions = 0  # that `_ask` may leave out: 1: the scan; 2: all is known
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         engine, self._worth = request.computing, None
@@ -93,7 +93,7 @@ class PrefixLookup:
     @property
     def is_ended(self) -> bool:
         """Whether it was answered or cancelled."""
-        return self._state is _State.ENDED
+        return self._state is _Stage.ENDED
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
@@ -111,7 +111,7 @@ class PrefixLookup:
 
     def cancel(self) -> None:
         """Ends the lookup and releases all pins; without an answer, if there was none yet."""
-        self._state = _State.ENDED
+        self._state = _Stage.ENDED
         self._deadline.cancel()
         if self._wake is not None:
             self._wake.cancel()
@@ -142,14 +142,14 @@ class PrefixLookup:
 
     def _ask_in_time(self, level: int) -> None:
         """A tier is asked, and given up if it takes too long to answer."""
-        self._state = _State.ASKING
+        self._state = _Stage.ASKING
         if self._worth is not None:
             rate = self._cache.rates[level]
             patience_s = self._worth.patience_s(rate, time.monotonic())
             self._wake_in(patience_s, partial(self._give_up, rate))
 
     def _scan(self, wanted: list[Wanted], level: int) -> None:
-        if self._state is not _State.ASKING:
+        if self._state is not _Stage.ASKING:
             return
         tier, owner, now_s = self._cache.tiers[level], self._cache.owner, time.monotonic()
         if not tier.state.probed:
@@ -165,7 +165,7 @@ class PrefixLookup:
     def _scanned(
         self, wanted: list[Wanted], level: int, asked_s: float, result: ScanResult
     ) -> None:
-        rate, is_over = self._cache.rates[level], self._state is not _State.ASKING
+        rate, is_over = self._cache.rates[level], self._state is not _Stage.ASKING
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
         if result.outcome is CallOutcome.DONE:
             rate.answered(time.monotonic() - asked_s)
@@ -178,7 +178,7 @@ class PrefixLookup:
             if found and self._worth is not None and not self._parts.is_remote(found[0][0]):
                 self._parts.probe(found[0][0], level)
             return
-        self._state = _State.SETTLING
+        self._state = _Stage.SETTLING
         if level + 1 < len(self._cache.tiers):
             self._find(rest, level + 1)
         elif rest:
@@ -232,7 +232,7 @@ class PrefixLookup:
                 self._no_room(-(-lacking // units_per_chunk))
             elif unknown := parts.unknown(missing):
                 self._ask(unknown)
-                if self._state is _State.ASKING:
+                if self._state is _Stage.ASKING:
                     return
             elif self._is_measuring(first := parts.first(awaited := parts.awaited())):
                 return
@@ -251,7 +251,7 @@ class PrefixLookup:
         self._parts.queue_loads(awaited)
         if not self._load_some():
             return False
-        self._state = _State.LOADING
+        self._state = _Stage.LOADING
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:
             self._wake_in(1.25 * self._worth.expected_s, self._recheck)
@@ -264,7 +264,7 @@ class PrefixLookup:
         return has_room
 
     def _load_more(self) -> None:
-        if self._state is _State.LOADING and not self._load_some():
+        if self._state is _Stage.LOADING and not self._load_some():
             self._no_room()
             self._check()
 
@@ -347,8 +347,8 @@ class PrefixLookup:
             answers = [*zip(wanted, result.present, strict=True)]
             self._parts.found([each for each, is_there in answers if is_there], level)
             self._parts.absent([each for each, is_there in answers if not is_there], level)
-        if self._state is _State.ASKING:
-            self._state = _State.SETTLING
+        if self._state is _Stage.ASKING:
+            self._state = _Stage.SETTLING
             self._questions = 2
             self._gap = self._miss(level, result.outcome)
             self._check()
@@ -362,7 +362,7 @@ class PrefixLookup:
         if filled is not Filled.READY:
             self.reasons.add("a chunk could not be loaded")
             self._shrink(part[0])
-        if self._state is _State.LOADING:
+        if self._state is _Stage.LOADING:
             self._check()
         else:
             # Posted: loads often fail together, also in the middle of `begin_loads`.
@@ -373,19 +373,19 @@ class PrefixLookup:
     def _shrink(self, bound: int) -> None:
         """The prefix ends before chunk number ``bound``."""
         self.bound = min(self.bound, bound)
-        if self._state is _State.LOADING:
-            self._state = _State.SETTLING
+        if self._state is _Stage.LOADING:
+            self._state = _Stage.SETTLING
 
     def _expire(self) -> None:
         self._end_now("lookups_timed_out", "miss_deadline", "the lookup deadline passed")
 
     def _end_now(self, event: str, miss: str, reason: str) -> None:
         """Answers with the parts that are READY. event, miss: counters of lookups and chunks."""
-        if self._state is _State.ENDED:
+        if self._state is _Stage.ENDED:
             return
         self._cache.metrics.count(event)
         self.reasons.add(reason)
-        self._state = _State.SETTLING
+        self._state = _Stage.SETTLING
         self._ends_at(self._parts.needs.longest(self.bound, self._parts.is_ready), miss)
         self._check()
 
@@ -416,9 +416,9 @@ class PrefixLookup:
         self._end_now("lookups_cut", "miss_slower", "loading took too long")
 
     def _check(self) -> None:
-        if self._state is _State.SETTLING:
+        if self._state is _Stage.SETTLING:
             self._settle()
-        if self._state is _State.LOADING and not (self._parts.filling or self._parts.to_load):
+        if self._state is _Stage.LOADING and not (self._parts.filling or self._parts.to_load):
             if self._worth is not None:
                 self._worth.computes(self.bound, time.monotonic())
             # If it raises, the pins are still held, and the caller's `cancel` releases them.

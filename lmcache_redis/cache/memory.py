@@ -25,7 +25,7 @@ from lmcache_redis.native.madvise import (
 _PREFAULT_STEP_BYTES = HUGE_PAGE_BYTES
 
 
-class Memory(Protocol):
+class PoolMemory(Protocol):
     """Where a pool keeps payloads. A unit is the smallest amount that the memory allocates."""
 
     @property
@@ -108,7 +108,7 @@ class Arena:
         return True
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        """See `Memory`. One slot per stripe."""
+        """See `PoolMemory`. One slot per stripe."""
         return -(-chunk_bytes // stripe_bytes)
 
     def take(self, units: int) -> tuple[int, ...]:

@@ -227,7 +227,7 @@ def prefix_worth_loading(
     return best
 
 
-class _Place(NamedTuple):
+class _WaitingLookup(NamedTuple):
     again: Callable[[], None]
     nbytes: int
     urgent: bool
@@ -243,7 +243,7 @@ class WaitQueue:
     def __init__(self, owner: Owner, pool: HostPool) -> None:
         self._owner = owner
         pool.on_room = self._wake
-        self._waiting: dict[Hashable, _Place] = {}  # in the order of their turns
+        self._waiting: dict[Hashable, _WaitingLookup] = {}  # in the order of their turns
         self._is_posted = False
 
     def __len__(self) -> int:
@@ -272,7 +272,7 @@ class WaitQueue:
         nbytes: what it wants to load.
         """
         is_new = who not in self._waiting
-        self._waiting[who] = _Place(again, nbytes, urgent)
+        self._waiting[who] = _WaitingLookup(again, nbytes, urgent)
         if urgent and is_new:
             self._waiting = dict(sorted(self._waiting.items(), key=lambda each: not each[1].urgent))
 

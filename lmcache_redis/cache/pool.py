@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from lmcache_redis.cache.memory import Memory
+from lmcache_redis.cache.memory import PoolMemory
 
 
 class EntryState(Enum):
@@ -99,9 +99,8 @@ class HostPool:
     Attributes, in units: free; idle: of READY entries without pins.
     """
 
-    def __init__(self, memory: Memory, idle_limit: int | None = None) -> None:
+    def __init__(self, memory: PoolMemory, idle_limit: int | None = None) -> None:
         self.memory = memory
-        self.capacity = memory.capacity
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
@@ -113,6 +112,10 @@ class HostPool:
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # READY, unpinned; oldest first
         self.idle = 0
         self._outside: set[Entry] = set()  # pinned: DISCARDED, or FILLING without a key
+
+    @property
+    def capacity(self) -> int:
+        return self.memory.capacity
 
     @property
     def used(self) -> int:

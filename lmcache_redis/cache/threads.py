@@ -48,7 +48,7 @@ class Owner(Protocol):
         """Run ``action`` in ``delay_s`` seconds. From the owner's thread."""
 
 
-class _Timer:
+class _LoopTimer:
     __slots__ = ("action",)
 
     def __init__(self, action: Action) -> None:
@@ -67,7 +67,7 @@ class OwnerLoop:
     def __init__(self, wake: Action) -> None:
         self._wake = wake
         self._posted: deque[Action] = deque()
-        self._heap: list[tuple[float, int, _Timer]] = []
+        self._heap: list[tuple[float, int, _LoopTimer]] = []
         self._order = itertools.count()
 
     def post(self, action: Action) -> None:
@@ -75,7 +75,7 @@ class OwnerLoop:
         self._wake()
 
     def at(self, due_s: float, action: Action) -> Timer:
-        timer = _Timer(action)
+        timer = _LoopTimer(action)
         heapq.heappush(self._heap, (due_s, next(self._order), timer))
         return timer
 

@@ -83,7 +83,7 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
     """
     if before is not None and before.report["pid"] != now.report["pid"]:
         before = None
-    change = _Change(before, now)
+    change = _CounterChange(before, now)
     report = now.report
     return Group(
         Text.assemble(
@@ -104,7 +104,7 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
     )  # fmt: skip
 
 
-class _Change:
+class _CounterChange:
     """What grew between two samples."""
 
     def __init__(self, before: Sample | None, now: Sample) -> None:
@@ -134,7 +134,7 @@ class _Change:
         return f"{count:,}{what}"
 
 
-def _overview(change: _Change) -> RenderableType:
+def _overview(change: _CounterChange) -> RenderableType:
     report, pool, loads = change.report, change.report["pool"], change.report["loads"]
     asked = change.counter("lookup_chunks")
     hits = {tier: change.counter(name) for tier, name in _HIT_COUNTERS.items()}
@@ -183,7 +183,7 @@ def _overview(change: _Change) -> RenderableType:
     return grid
 
 
-def _models(change: _Change) -> RenderableType:
+def _models(change: _CounterChange) -> RenderableType:
     """The busiest models: those that asked for most tokens."""
     table = Table("busiest models", box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.columns[0].max_width = 32
@@ -204,7 +204,7 @@ def _models(change: _Change) -> RenderableType:
     return table
 
 
-def _reasons(change: _Change) -> RenderableType:
+def _reasons(change: _CounterChange) -> RenderableType:
     """Why chunks were not loaded and not stored, most frequent first: now, and in total."""
     grid = Table.grid(padding=(0, 2))
     for _ in range(2):
@@ -218,7 +218,7 @@ def _reasons(change: _Change) -> RenderableType:
     return grid
 
 
-def _column(change: _Change, kind: str) -> Iterator[tuple[str, str]]:
+def _column(change: _CounterChange, kind: str) -> Iterator[tuple[str, str]]:
     totals: dict[str, int] = {
         name: n for name, n in change.report["counters"].items() if name.startswith(kind) and n
     }

@@ -85,7 +85,7 @@ class Ranks:
 
 
 @dataclass(slots=True)
-class _Lookup:
+class _AskedLookup:
     hashes: Sequence[bytes]
     first_chunk: int
     chunk_size_tokens: int
@@ -121,7 +121,7 @@ class SchedulerClient:
         agent_dead_after_s: float = 1.5,
     ) -> None:
         self._block_size_tokens = block_size_tokens
-        self._lookups: dict[str, _Lookup] = {}
+        self._lookups: dict[str, _AskedLookup] = {}
         self.ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
@@ -168,7 +168,7 @@ class SchedulerClient:
         if request_id in self._lookups:
             return
         hashes = tuple(hashes)
-        lookup = _Lookup(hashes, first_chunk, self.chunk_size_tokens())
+        lookup = _AskedLookup(hashes, first_chunk, self.chunk_size_tokens())
         self._lookups[request_id] = lookup
         if not hashes or not self.link.online:
             lookup.hit_tokens = 0

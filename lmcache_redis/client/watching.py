@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _LOST = m.Changes(0, (), lost=True)
 
 
-class Watch:
+class ChunkWatch:
     """Asks for changes as long as all workers of the engine are registered with one agent.
 
     Of an engine whose workers are registered with several agents nothing is known: each agent sees

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _ExportedMemory:
     """What is registered with each agent. groups: the tensors, which keep the memory alive."""
 
     groups: Sequence[CacheGroup] = ()
@@ -82,7 +82,7 @@ class WorkerClient:
         self._world_size = world_size
         self._worker_id = worker_id
         self._block_size_tokens = block_size_tokens
-        self._memory = _Memory()
+        self._memory = _ExportedMemory()
         self._registered: _Registered | None = None
         self._agent: AgentProcess | None = None
         self._unregistering: AgentCall | None = None
@@ -150,7 +150,7 @@ class WorkerClient:
             )
             for group, pages in zip(groups, exported.groups, strict=True)
         ]
-        self._memory = _Memory(groups, layouts, exported.storages)
+        self._memory = _ExportedMemory(groups, layouts, exported.storages)
         if self.link.welcome is not None:
             self._register(self.link.welcome)
 
@@ -323,7 +323,7 @@ class WorkerClient:
         Returns whether it is certain that no agent accesses it any more.
         """
         # The groups stay: transfers in flight ask for their block sizes.
-        self._memory, self._registered = _Memory(self._memory.groups), None
+        self._memory, self._registered = _ExportedMemory(self._memory.groups), None
         call = self._unregistering
         if (call is None or call.state is CallState.LOST) and self.link.online:
             call = self._unregistering = self.link.submit(m.UnregisterKVCache)

@@ -34,7 +34,7 @@ class HeapMemory:
         return chunk_bytes
 
     def take(self, units: int) -> memoryview:
-        """See `Memory`. A block is a view of its bytes."""
+        """See `PoolMemory`. A block is a view of its bytes."""
         if units < LEAST_REUSED_BYTES:
             return np.empty(units, np.uint8).data
         size = _size_for(units)
@@ -57,7 +57,7 @@ class HeapMemory:
         self._trim()
 
     def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
-        """See `Memory`. The views are contiguous: one stripe per chunk gives one view."""
+        """See `PoolMemory`. The views are contiguous: one stripe per chunk gives one view."""
         starts = range(0, chunk_bytes, stripe_bytes)
         return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
 

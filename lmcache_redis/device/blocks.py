@@ -83,7 +83,7 @@ class _Block(NamedTuple):
     inside: tuple[Dim, ...]  # in the tensor's order, sizes above 1
 
 
-class _Cut(NamedTuple):
+class _DenseCut(NamedTuple):
     """A block cut into pages of ``page_bytes``, one for each index of ``outer``."""
 
     page_bytes: int
@@ -137,7 +137,7 @@ def find_segments(
     return PagedSegments(segments, digest.hexdigest(), _pages(segments, merged, elements))
 
 
-def _elements(view: TensorView, cut: _Cut) -> Pages | None:
+def _elements(view: TensorView, cut: _DenseCut) -> Pages | None:
     """What the pages of one tensor hold; None if there is more in them."""
     if cut.holes:
         return None
@@ -228,7 +228,7 @@ def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tupl
     return found[0]
 
 
-def _cut(block: _Block, *, allow_holes: bool) -> _Cut:
+def _cut(block: _Block, *, allow_holes: bool) -> _DenseCut:
     """Grow the page outward from one element while it is dense or holes are allowed."""
     page_bytes = block.view.itemsize
     in_page: set[Dim] = set()
@@ -241,7 +241,7 @@ def _cut(block: _Block, *, allow_holes: bool) -> _Cut:
         holes |= not dense
         page_bytes = grown
         in_page.add(dim)
-    return _Cut(
+    return _DenseCut(
         page_bytes,
         tuple(dim for dim in block.inside if dim in in_page),
         tuple(dim for dim in block.inside if dim not in in_page),
@@ -249,7 +249,7 @@ def _cut(block: _Block, *, allow_holes: bool) -> _Cut:
     )
 
 
-def _segments(block: _Block, cut: _Cut) -> list[Segment]:
+def _segments(block: _Block, cut: _DenseCut) -> list[Segment]:
     """One segment for each index of the outer dimensions, in the tensor's order."""
     steps = [range(0, dim.size * dim.stride, dim.stride) for dim in cut.outer]
     return [
@@ -258,7 +258,7 @@ def _segments(block: _Block, cut: _Cut) -> list[Segment]:
     ]
 
 
-def _in_conflict(blocks: Sequence[_Block], cuts: Sequence[_Cut], num_blocks: int) -> set[int]:
+def _in_conflict(blocks: Sequence[_Block], cuts: Sequence[_DenseCut], num_blocks: int) -> set[int]:
     """Tensors with holes whose pages might cover bytes of another tensor.
 
     Segments with overlapping ranges are disjoint only if they have the same stride, all begin

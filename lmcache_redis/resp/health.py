@@ -106,7 +106,7 @@ class Breaker:
             self.next_probe_at = now
 
 
-class WriteState:
+class WritePause:
     """Whether a server takes writes, and which connections lead to one that may. Thread-safe.
 
     A server that refuses writes (full, a replica, without replicas or disk) serves reads as before.
@@ -173,7 +173,7 @@ class Health:
         self,
         connector: Connector,
         options: RedisOptions,
-        write_state: WriteState,
+        write_state: WritePause,
         on_down: Callable[[], None],
     ) -> None:
         self.is_up = False

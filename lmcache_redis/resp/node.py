@@ -24,7 +24,7 @@ from lmcache_redis.errors import (
     RedisWriteRefused,
 )
 from lmcache_redis.resp.control import Controller, KeyQuestion
-from lmcache_redis.resp.health import Health, WriteState
+from lmcache_redis.resp.health import Health, WritePause
 from lmcache_redis.resp.jobs import Jobs, Stop, StripeTask
 from lmcache_redis.resp.loops import LoopThread
 from lmcache_redis.resp.maps import MapWatcher
@@ -56,7 +56,7 @@ class DataNode:
         self.jobs = nodes.jobs
         self._nodes = nodes
         self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
-        self.write_state = WriteState()
+        self.write_state = WritePause()
         self.health = Health(
             self.connector, options, self.write_state, on_down=lambda: nodes.node_is_down(self)
         )

@@ -16,7 +16,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.health import Health, WriteState
+from lmcache_redis.resp.health import Health, WritePause
 from lmcache_redis.resp.jobs import Job, Jobs, Stop, StripeTask
 from lmcache_redis.resp.loops import LoopThread, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
@@ -34,7 +34,7 @@ class DataServer(Protocol):
     health: Health
     jobs: Jobs
     options: RedisOptions
-    write_state: WriteState
+    write_state: WritePause
 
     def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
         """Queue a redirected stripe at another node; False if it is not followed."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import State, judge, read_stripes, read_uses, verify_payload
+from lmcache_redis.admin.stripes import StripeState, judge, read_stripes, read_uses, verify_payload
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from tests.admin.cache import Cached, age
 
@@ -28,27 +28,27 @@ def flipped(value: bytes, at: int) -> bytes:
 @pytest.mark.parametrize(
     ("value", "state", "ours"),
     [
-        (CHUNK.value(0), State.WHOLE, True),
-        (CHUNK.value(0)[:-1], State.WRONG_LENGTH, True),
-        (CHUNK.value(0) + b"x", State.WRONG_LENGTH, True),
-        (CHUNK.value(1), State.FOREIGN, False),
-        (Cached(4).value(0), State.FOREIGN, False),
-        (Cached(3, layout="second").value(0), State.FOREIGN, False),
-        (flipped(CHUNK.value(0), 100), State.NO_STRIPE, False),
-        (flipped(CHUNK.value(0), 4), State.NO_STRIPE, False),
-        (b"LMCR", State.NO_STRIPE, False),
-        (b"", State.NO_STRIPE, False),
-        (b"somebody else's", State.NO_STRIPE, False),
+        (CHUNK.value(0), StripeState.WHOLE, True),
+        (CHUNK.value(0)[:-1], StripeState.WRONG_LENGTH, True),
+        (CHUNK.value(0) + b"x", StripeState.WRONG_LENGTH, True),
+        (CHUNK.value(1), StripeState.FOREIGN, False),
+        (Cached(4).value(0), StripeState.FOREIGN, False),
+        (Cached(3, layout="second").value(0), StripeState.FOREIGN, False),
+        (flipped(CHUNK.value(0), 100), StripeState.NO_STRIPE, False),
+        (flipped(CHUNK.value(0), 4), StripeState.NO_STRIPE, False),
+        (b"LMCR", StripeState.NO_STRIPE, False),
+        (b"", StripeState.NO_STRIPE, False),
+        (b"somebody else's", StripeState.NO_STRIPE, False),
     ],
     ids=[
         "whole", "short", "long", "stripe 1", "other chunk", "other layout", "damaged",
         "other version", "magic alone", "empty", "foreign",
     ],
 )  # fmt: skip
-def test_judge(value: bytes, state: State, ours: bool) -> None:
+def test_judge(value: bytes, state: StripeState, ours: bool) -> None:
     stripe = judged(value)
     assert (stripe.state, stripe.is_ours) == (state, ours)
-    assert bool(stripe.detail) == (state is not State.WHOLE)
+    assert bool(stripe.detail) == (state is not StripeState.WHOLE)
 
 
 @pytest.mark.parametrize("kind", ["none", "list", "hash", "ReJSON-RL"])
@@ -58,7 +58,7 @@ def test_other_types_are_not_ours(kind: str) -> None:
 
 def test_both_ways_to_write_a_namespace_are_ours() -> None:
     raw = Cached(3, raw_namespace=True)
-    assert judged(raw.value(0), raw).state is State.WHOLE
+    assert judged(raw.value(0), raw).state is StripeState.WHOLE
 
 
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
@@ -75,7 +75,7 @@ def test_read(server: PrimaryServers, client: Any) -> None:
     found = read_stripes(
         server, [(CHUNK.name, 0), (CHUNK.name, 1), (CHUNK.name, 2), (Cached(9).name, 0)]
     )
-    states = [State.WHOLE, State.MISSING, State.WHOLE, State.OTHER_TYPE]
+    states = [StripeState.WHOLE, StripeState.MISSING, StripeState.WHOLE, StripeState.OTHER_TYPE]
     assert [stripe.state for stripe in found] == states
     assert found[0].value_bytes == len(CHUNK.value(0))
     assert found[0].expires_in_s is None
@@ -107,10 +107,10 @@ def test_a_damaged_payload_is_found_by_its_checksum(server: PrimaryServers, clie
     CHUNK.put(client)
     client.setrange(CHUNK.keys[1], HEADER_BYTES + 5, b"????")
     found = read_stripes(server, [(CHUNK.name, index) for index in range(3)])
-    assert {stripe.state for stripe in found} == {State.WHOLE}
+    assert {stripe.state for stripe in found} == {StripeState.WHOLE}
     states = [verify_payload(server, CHUNK.name, stripe).state for stripe in found]
-    assert states == [State.WHOLE, State.DAMAGED, State.WHOLE]
+    assert states == [StripeState.WHOLE, StripeState.DAMAGED, StripeState.WHOLE]
     client.delete(CHUNK.keys[2])
-    assert verify_payload(server, CHUNK.name, found[2]).state is State.MISSING
-    faulty = dataclasses.replace(found[0], state=State.NO_STRIPE)
+    assert verify_payload(server, CHUNK.name, found[2]).state is StripeState.MISSING
+    faulty = dataclasses.replace(found[0], state=StripeState.NO_STRIPE)
     assert verify_payload(server, CHUNK.name, faulty) is faulty

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.server import PrimaryServers, open_server
-from lmcache_redis.admin.stripes import State, read_uses, stripes_of
+from lmcache_redis.admin.stripes import StripeState, read_uses, stripes_of
 from lmcache_redis.admin.survey import SeenChunk, Striping, cuts_of, present_of, survey
 from lmcache_redis.chunks.frame import describe_header
 from lmcache_redis.resp import RedisOptions
@@ -56,7 +56,7 @@ def test_only_the_layouts_asked_for(server: PrimaryServers, client: Any) -> None
 def test_all_stripes_of_a_chunk(server: PrimaryServers, client: Any) -> None:
     chunk = Cached(1, stripe_count=5)
     chunk.put(client, 0, 1, 4)
-    missing, whole = State.MISSING, State.WHOLE
+    missing, whole = StripeState.MISSING, StripeState.WHOLE
     states = [stripe.state for stripe in stripes_of(server, chunk.name)]
     assert states == [whole, whole, missing, missing, whole]
     client.delete(chunk.keys[0], chunk.keys[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_redis.agent.trust import CANARIES_AGAIN, Trust, epoch_of
+from lmcache_redis.agent.trust import CANARIES_AGAIN, LayoutTrust, epoch_of
 
 LAYOUT, OTHER = b"l" * 32, b"o" * 32
 EPOCH, ADAPTER, BLOCK = b"e" * 8, b"a" * 16, b"b" * 32
@@ -14,7 +14,7 @@ def test_the_epoch_of_a_name() -> None:
 
 
 def test_a_layout_is_distrusted_in_one_epoch() -> None:
-    trust = Trust()
+    trust = LayoutTrust()
     assert trust.differed(LAYOUT, EPOCH + BLOCK)
     assert not trust.differed(LAYOUT, EPOCH + ADAPTER + BLOCK)
     assert not trust.allows([OTHER, LAYOUT], EPOCH + BLOCK)
@@ -26,7 +26,7 @@ def test_a_layout_is_distrusted_in_one_epoch() -> None:
 
 
 def test_canaries_in_a_row_bring_trust_back() -> None:
-    trust = Trust()
+    trust = LayoutTrust()
     assert not trust.agreed(LAYOUT, BLOCK)
     trust.differed(LAYOUT, BLOCK)
     for _ in range(CANARIES_AGAIN - 1):
@@ -40,7 +40,7 @@ def test_canaries_in_a_row_bring_trust_back() -> None:
 
 
 def test_what_is_distrusted_has_a_bound() -> None:
-    trust = Trust()
+    trust = LayoutTrust()
     for number in range(5000):
         trust.differed(LAYOUT, number.to_bytes(8, "big") + BLOCK)
     assert len(trust.report()) == 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.watching import Watch
+from lmcache_redis.client.watching import ChunkWatch
 from tests.agent.test_disk import agent_with_disk
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -25,7 +25,7 @@ class Watcher:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.watch = Watch(engine.scheduler.link, engine.scheduler.ranks)
+        self.watch = ChunkWatch(engine.scheduler.link, engine.scheduler.ranks)
         self.there: dict[tuple[int, str], set[bytes]] = {}
         self.lost = 0
 

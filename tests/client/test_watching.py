@@ -13,7 +13,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import RankPlace, Ranks
-from lmcache_redis.client.watching import Watch
+from lmcache_redis.client.watching import ChunkWatch
 from tests.client.test_link import WAIT_S, Agent
 
 A, B = b"a" * 32, b"b" * 32
@@ -43,7 +43,7 @@ def ranks() -> Ranks:
 
 
 @pytest.fixture
-def watch(agent: Agent, ranks: Ranks) -> Iterator[Watch]:
+def watch(agent: Agent, ranks: Ranks) -> Iterator[ChunkWatch]:
     link = AgentLink(
         agent.endpoint,
         engine_id="e",
@@ -52,7 +52,7 @@ def watch(agent: Agent, ranks: Ranks) -> Iterator[Watch]:
         worker_id=None,
         dead_after_s=WAIT_S,
     )
-    watch = Watch(link, ranks)
+    watch = ChunkWatch(link, ranks)
     assert watch.take() is None, "no agent yet"
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
@@ -65,7 +65,7 @@ def is_lost(told: m.Changes | None) -> bool:
     return told is not None and told.lost and told.changes == ()
 
 
-def news(watch: Watch) -> m.Changes:
+def news(watch: ChunkWatch) -> m.Changes:
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
         if watch.has_news:
@@ -76,7 +76,7 @@ def news(watch: Watch) -> m.Changes:
     raise AssertionError("no news")
 
 
-def test_one_question_is_open_at_a_time(watch: Watch, agent: Agent) -> None:
+def test_one_question_is_open_at_a_time(watch: ChunkWatch, agent: Agent) -> None:
     assert is_lost(watch.take())
     assert watch.groups == (0, 1, 0, 1)
     assert watch.take() is None
@@ -93,7 +93,7 @@ def test_one_question_is_open_at_a_time(watch: Watch, agent: Agent) -> None:
 
 
 def test_an_agent_that_refuses_is_asked_once(
-    watch: Watch, agent: Agent, caplog: pytest.LogCaptureFixture
+    watch: ChunkWatch, agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch.take()
     (question,) = agent.receive()
@@ -107,7 +107,7 @@ def test_an_agent_that_refuses_is_asked_once(
 
 
 def test_a_worker_that_registers_elsewhere_ends_the_watch(
-    watch: Watch, agent: Agent, ranks: Ranks
+    watch: ChunkWatch, agent: Agent, ranks: Ranks
 ) -> None:
     watch.take()
     agent.receive()

@@ -99,7 +99,7 @@ def test_probes_of_many_planes_are_spread(monkeypatch: pytest.MonkeyPatch) -> No
 def test_refused_writes_are_not_sent_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
-    state = health.WriteState()
+    state = health.WritePause()
     assert state.refusal is None
     state.pause(WriteOutcome.FULL)
     assert state.refusal is WriteOutcome.FULL
@@ -110,7 +110,7 @@ def test_refused_writes_are_not_sent_for_a_moment(monkeypatch: pytest.MonkeyPatc
 def test_connections_are_renewed_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
-    state = health.WriteState()
+    state = health.WritePause()
     assert not state.is_outdated(50.0)
     state.renew_connections()
     assert state.is_outdated(99.0)

@@ -52,7 +52,7 @@ _MAGIC = b"LMCK"
 _VERSION = 2
 
 
-class Cut(NamedTuple):
+class StoredShape(NamedTuple):
     """What frames of chunks of one layout and size have in common; an index stores it once."""
 
     fingerprint: bytes
@@ -62,7 +62,7 @@ class Cut(NamedTuple):
     stripe_payload_bytes: int
 
     @classmethod
-    def of(cls, frame: ChunkFrame) -> Cut:
+    def of(cls, frame: ChunkFrame) -> StoredShape:
         return cls(
             frame.fingerprint,
             frame.metadata,
@@ -83,7 +83,7 @@ class Cut(NamedTuple):
 
     def is_chunk_of(self, frame: ChunkFrame) -> bool:
         """Whether the payload matches the frame, regardless of the stripe size."""
-        return self[:4] == Cut.of(frame)[:4]
+        return self[:4] == StoredShape.of(frame)[:4]
 
 
 def file_path(key: bytes, sequence: int) -> str:
@@ -126,7 +126,7 @@ def check_page(page: bytes | bytearray, key: bytes, frame: ChunkFrame) -> int:
     return found.checksum
 
 
-def parse_page(page: bytes) -> tuple[bytes, Cut]:
+def parse_page(page: bytes) -> tuple[bytes, StoredShape]:
     """Key and cut of a file. Raises FormatError unless its first page is undamaged."""
     if len(page) != PAGE_BYTES:
         raise FormatError(f"it ends after {len(page)} bytes")
@@ -139,7 +139,7 @@ def parse_page(page: bytes) -> tuple[bytes, Cut]:
     header = describe_header(page)
     if header.stripe_index != 0 or not key.endswith(header.chunk_hash):
         raise FormatError("its header and its key name different chunks")
-    return key, Cut(
+    return key, StoredShape(
         header.fingerprint,
         header.metadata.serialize(),
         header.chunk_bytes,

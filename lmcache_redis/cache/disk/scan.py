@@ -22,7 +22,7 @@ from lmcache_redis.cache.disk.format import (
     FANOUT_NAME,
     FILE_NAME,
     PAGE_BYTES,
-    Cut,
+    StoredShape,
     file_path,
     key_digest,
     parse_page,
@@ -38,7 +38,7 @@ class FoundFile(NamedTuple):
     used_unix_ns: int
     sequence: int
     key: bytes
-    cut: Cut
+    cut: StoredShape
 
 
 class Scan:
@@ -51,7 +51,7 @@ class Scan:
     def __init__(self, directory: Path, is_stopped: Callable[[], bool] = lambda: False) -> None:
         self._directory = os.fspath(directory)
         self._newest: dict[bytes, FoundFile] = {}
-        self._cuts: dict[Cut, Cut] = {}
+        self._cuts: dict[StoredShape, StoredShape] = {}
         self._left_alone: list[str] = []
         self.next_sequence = 0
         for path in self._paths():

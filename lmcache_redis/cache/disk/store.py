@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
-from lmcache_redis.cache.disk.format import Cut, disk_bytes
+from lmcache_redis.cache.disk.format import StoredShape, disk_bytes
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.errors import ConfigError, FormatError
@@ -49,7 +49,7 @@ class StoredFile:
     """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
 
     sequence: int
-    cut: Cut
+    cut: StoredShape
     touched_at: float
 
     @property
@@ -187,7 +187,7 @@ class DiskStore:
         """Write a file and index it in place of an earlier one, unless the write is cancelled."""
         nbytes = disk_bytes(frame.chunk_bytes)
         with self._lock:
-            file = StoredFile(self._next_sequence, Cut.of(frame), time.monotonic())
+            file = StoredFile(self._next_sequence, StoredShape.of(frame), time.monotonic())
             self._next_sequence += 1
             evicted = self.index.reserve(nbytes)
             if evicted is None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 
-from lmcache_redis.client.watching import Watch
+from lmcache_redis.client.watching import ChunkWatch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
 
@@ -181,7 +181,7 @@ class Announcer:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: ChunkWatch,
         groups: Sequence[LayerGroup],
         hash_tokens: int,
         specs: Sequence[Mapping[str, Any]],

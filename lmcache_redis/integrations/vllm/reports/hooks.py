@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.watching import Watch
+from lmcache_redis.client.watching import ChunkWatch
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
@@ -55,7 +55,7 @@ class ReportingHooks:
             # Here, because a vLLM that has changed what they need must still run the cache.
             from lmcache_redis.integrations.vllm.reports.events import Announcer, spec_fields
 
-            watch = Watch(adapter.link, adapter.ranks)
+            watch = ChunkWatch(adapter.link, adapter.ranks)
             specs = spec_fields(self._kv_cache_config)
             self._announcer = Announcer(watch, groups, hash_tokens, specs)
 
