@@ -287,8 +287,6 @@ class WriteBehind:
         if self._changes.get(job.key, [None])[0] is write:
             is_stored = outcome is WriteOutcome.STORED
             self._schedule.stored(write.nbytes, time.monotonic(), is_stored=is_stored)
-            if not is_stored:
-                self.distrust(job.key)  # some stripes may be those of this write
             self._begin_next(job.key)
         self._end(write, outcome)
 
