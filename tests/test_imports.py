@@ -28,6 +28,9 @@ LAYERS = (
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 
+MOST_ATTRIBUTES = 12
+MOST_LETTERS = 60
+
 # Within what the layers would allow, these never meet.
 STRANGERS = {
     # They meet in the agent, through memoryviews of slots.
@@ -218,3 +221,61 @@ def test_nothing_is_pickled() -> None:
         if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "np.load"))
         or (isinstance(node, ast.keyword) and node.arg == "allow_pickle")
     ]
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """What its fields and its methods' assignments name."""
+    found = {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and "ClassVar" not in ast.unparse(each.annotation)
+    }
+    return found | {
+        each.attr
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+        for each in ast.walk(method)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and ast.unparse(each.value) == "self"
+    }
+
+
+def _classes_of_the_core() -> list[tuple[Module, ast.ClassDef]]:
+    """`compat` has LMCache's names."""
+    return [
+        (module, node)
+        for module in modules()
+        if module.component != "compat"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_one_name_is_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for module, node in _classes_of_the_core():
+        places.setdefault(node.name.lstrip("_"), []).append(module.path)
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_no_class_holds_many_things() -> None:
+    """Beside settings, and the record of a server's."""
+    records = {"AgentConfig", "RedisOptions", "Facts"}
+    assert not {
+        f"{module.path}: {node.name}": len(_attributes(node))
+        for module, node in _classes_of_the_core()
+        if len(_attributes(node)) > MOST_ATTRIBUTES and node.name not in records
+    }
+
+
+def test_names_of_tests_fit_a_line() -> None:
+    names = [
+        node.name
+        for path in Path(__file__).parent.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert not [name for name in names if len(name) > MOST_LETTERS]

@@ -102,10 +102,12 @@ class WriteScheduler:
 
     Attributes:
         is_stopping: all begin now.
+        limit_bytes: of the queue; may change.
     """
 
-    def __init__(self, loads: TransferRate) -> None:
+    def __init__(self, loads: TransferRate, limit_bytes: int) -> None:
         self.is_stopping = False
+        self.limit_bytes = limit_bytes
         self._loads = loads
         self._rate = TransferRate()
         self._in_flight: set[PendingWrite] = set()
@@ -196,7 +198,11 @@ class WriteScheduler:
         self._in_flight_bytes -= write.nbytes
         return True
 
-    def bytes_within(self, seconds: float) -> float:
+    def most_bytes(self, seconds: float) -> float:
+        """The limit of what is queued: no more than the tier is known to write in that time."""
+        return min(self.limit_bytes, max(IN_FLIGHT_BYTES, self._bytes_within(seconds)))
+
+    def _bytes_within(self, seconds: float) -> float:
         """What the tier writes in that time; infinity if nothing has been written yet."""
         return self._rate.per_second() * seconds or math.inf
 
@@ -211,7 +217,7 @@ class WriteScheduler:
     def _in_flight_limit(self) -> float:
         if self.is_stopping:
             return math.inf
-        return min(IN_FLIGHT_BYTES, self.bytes_within(_IN_FLIGHT_S))
+        return min(IN_FLIGHT_BYTES, self._bytes_within(_IN_FLIGHT_S))
 
     def _waits_until(self, now_s: float) -> float:
         """Until when no write begins because of loads; not later than now: none waits."""

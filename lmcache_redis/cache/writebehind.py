@@ -33,7 +33,7 @@ from functools import partial
 from lmcache_redis.cache.backing import Backing
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from lmcache_redis.cache.schedule import IN_FLIGHT_BYTES, PendingWrite, WriteScheduler, rank_of
+from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler, rank_of
 from lmcache_redis.cache.threads import OneTimer, Owner
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
@@ -81,7 +81,6 @@ class WriteBehind:
         loads: TransferRate,
     ) -> None:
         self.queued_bytes = 0
-        self.limit_bytes = backing.write_limit_bytes
         self._backing = backing
         self._index = index
         self._owner = owner
@@ -89,10 +88,18 @@ class WriteBehind:
         self._metrics = metrics
         self._pending: dict[object, _Change] = {}  # writes by entry, and removals
         self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
-        self._schedule = WriteScheduler(loads)
+        self._schedule = WriteScheduler(loads, backing.write_limit_bytes)
         self._timer = OneTimer(owner, self.begin_ready)
         self._distrusted: dict[bytes, None] = {}
         self._warned_of: WriteOutcome | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._schedule.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: int) -> None:
+        self._schedule.limit_bytes = limit
 
     def __len__(self) -> int:
         """Writes and removals that have not ended."""
@@ -340,8 +347,7 @@ class WriteBehind:
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
-        in_time = max(IN_FLIGHT_BYTES, self._schedule.bytes_within(WRITE_DEADLINE_S))
-        lacking = self.queued_bytes + nbytes - min(self.limit_bytes, in_time)
+        lacking = self.queued_bytes + nbytes - self._schedule.most_bytes(WRITE_DEADLINE_S)
         later = self._schedule.after(rank_of(entry)) if entry is not None else iter(())
         dropped = []
         while lacking > 0:

@@ -44,7 +44,7 @@ def test_every_copy_is_reported_once_whatever_it_does() -> None:
     }
 
 
-def test_a_scatter_never_waits_for_gathers_and_the_rest_is_cancelled() -> None:
+def test_a_scatter_never_waits_for_gathers() -> None:
     copies = CopyThreads(1)
     running, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     order: list[str] = []
@@ -139,7 +139,7 @@ class Hanging:
         return outcomes
 
 
-def test_what_is_queued_behind_a_device_that_hangs_is_given_up_when_its_lease_ends() -> None:
+def test_calls_behind_a_hung_device_end_with_their_leases() -> None:
     copies, gpu = CopyThreads(2), Hanging()
     held = gpu.hold(copies, "GPU-1", 2)
     told: dict[str, CopyOutcome] = {}
@@ -161,7 +161,7 @@ def test_what_is_queued_behind_a_device_that_hangs_is_given_up_when_its_lease_en
     assert len(told) == 3
 
 
-def test_a_device_that_hangs_keeps_neither_others_nor_the_end_of_the_agent() -> None:
+def test_a_hung_device_delays_neither_others_nor_the_end() -> None:
     copies, gpu = CopyThreads(2), Hanging()
     gpu.hold(copies, "GPU-1", 2)
     there = threading.Event()
@@ -175,7 +175,7 @@ def test_a_device_that_hangs_keeps_neither_others_nor_the_end_of_the_agent() -> 
     assert copies.close(10)
 
 
-def test_a_gpu_that_hangs_while_it_is_mapped_keeps_no_other_from_it() -> None:
+def test_a_gpu_that_hangs_in_mapping_delays_no_other() -> None:
     copies, gpu = CopyThreads(1), Hanging()
     gpu.hold(copies, REGISTERING, 2)
     there = threading.Event()

@@ -147,7 +147,7 @@ def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: Red
         assert "Traceback" not in agent.log
 
 
-def test_what_waits_for_the_disk_is_written_before_the_agent_ends(
+def test_what_waits_for_the_disk_is_written_at_the_end(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:

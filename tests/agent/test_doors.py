@@ -95,7 +95,7 @@ def truncated(engine: Engine) -> Iterator[None]:
             os.ftruncate(fd, size_bytes)
 
 
-def test_an_engine_that_truncates_its_memory_loses_its_copies_alone(agent: AgentServer) -> None:
+def test_truncated_memory_costs_its_own_copies_alone(agent: AgentServer) -> None:
     with Engine(agent.endpoint) as engine, Engine(agent.endpoint) as other:
         engine.store("r0", HASHES, range(8))
         with truncated(engine):
@@ -114,7 +114,7 @@ def test_an_engine_that_truncates_its_memory_loses_its_copies_alone(agent: Agent
 
 
 @pytest.mark.skipif(native.guard is None, reason="the native extension is missing")
-def test_memory_that_comes_and_goes_under_copies_does_not_end_the_agent(
+def test_memory_that_goes_under_copies_does_not_end_the_agent(
     agent: AgentServer,
 ) -> None:
     with Engine(agent.endpoint, layers=24, width=512) as engine:

@@ -59,7 +59,7 @@ def wait_for_end(pid: int) -> bool:
         os.close(fd)
 
 
-def test_it_answers_on_a_private_socket_with_the_settings_of_a_cache() -> None:
+def test_it_answers_on_a_private_socket() -> None:
     with embedded_redis(LIMIT_BYTES) as url:
         path = Path(url.removeprefix("unix://"))
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -77,7 +77,7 @@ def test_it_answers_on_a_private_socket_with_the_settings_of_a_cache() -> None:
     }
 
 
-def test_values_lie_in_huge_pages_where_allocator_and_system_have_them() -> None:
+def test_values_lie_in_huge_pages() -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text():
         pytest.skip("this system has no transparent huge pages")

@@ -242,7 +242,7 @@ def test_an_agent_that_comes_later_is_picked_up(tmp_path: Path, redis_server: Re
             assert engine.lookup("r3", HASHES) == 128
 
 
-def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_rounded_up(
+def test_a_chunk_size_is_rounded_up_to_whole_blocks(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     with (
@@ -387,9 +387,7 @@ def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer, tmp_path: Path) 
 
 
 @pytest.mark.servers
-def test_a_wrong_password_is_one_sentence_and_the_right_one_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_password_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer(tmp_path, password="right") as server:
         monkeypatch.setenv("LMCACHE_REDIS_PASSWORD", "wr0ng-secret")
         with AgentServer(tmp_path / "a", server.unix_url) as agent:
@@ -418,9 +416,7 @@ def test_an_unreachable_server_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.servers
 @pytest.mark.parametrize("url", [None, ""], ids=["no option", "an empty one"])
-def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(
-    tmp_path: Path, url: str | None
-) -> None:
+def test_without_a_url_the_agent_brings_its_own_redis(tmp_path: Path, url: str | None) -> None:
     agent = AgentServer(tmp_path / "agent", url, embedded_memory_bytes="64MiB")
     with agent, Engine(agent.endpoint) as engine:
         engine.randomize(range(8))

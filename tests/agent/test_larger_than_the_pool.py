@@ -82,7 +82,7 @@ def test_the_whole_prompt_is_loaded(agent: AgentServer) -> None:
         check_unpinned(agent)
 
 
-def test_a_chunk_that_is_lost_before_its_turn_fails_with_those_after_it(
+def test_a_lost_chunk_fails_with_those_after_it(
     agent: AgentServer, redis_server: RedisServer
 ) -> None:
     with Engine(agent.endpoint, num_blocks=2 * BLOCKS + 1) as engine:

@@ -49,7 +49,7 @@ def stop_inside_a_retrieve(
     raise AssertionError("no copy was caught in the middle")
 
 
-def test_blocks_of_a_frozen_agent_are_kept_until_its_copies_have_ended(
+def test_blocks_of_a_frozen_agent_are_kept_until_it_is_done(
     agent: AgentServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes = block_hashes("prompt", 8)
@@ -80,7 +80,7 @@ def test_blocks_of_a_frozen_agent_are_kept_until_its_copies_have_ended(
             assert torch.equal(layer[:8], layer[8:16])
 
 
-def test_blocks_of_an_agent_that_dies_inside_a_copy_are_free_at_once(agent: AgentServer) -> None:
+def test_blocks_of_an_agent_that_dies_in_a_copy_are_free(agent: AgentServer) -> None:
     hashes = block_hashes("prompt", 8)
     with agent, Engine(agent.endpoint, layers=3, num_blocks=17, width=WIDTH) as engine:
         engine.randomize(range(8))

@@ -80,7 +80,7 @@ def mapped(agent: AgentServer) -> bool:
     return "/dev/shm/torch" in Path(f"/proc/{agent.pid}/maps").read_text()
 
 
-def test_a_silent_engine_is_forgotten_and_registers_again_when_it_goes_on(
+def test_a_silent_engine_registers_again_when_it_goes_on(
     agent: AgentServer,
 ) -> None:
     with other_engine(agent) as engine:
@@ -105,7 +105,7 @@ def test_an_engine_that_only_waits_is_not_silent(agent: AgentServer) -> None:
         assert len(agent.status()["engines"]) == 1
 
 
-def test_a_running_engine_registers_with_the_next_agent_by_itself(agent: AgentServer) -> None:
+def test_a_running_engine_registers_with_the_next_agent(agent: AgentServer) -> None:
     with other_engine(agent) as engine:
         agent.wait_idle()
         agent.restart()
@@ -126,7 +126,7 @@ def test_what_an_engine_that_leaves_had_is_given_back(agent: AgentServer) -> Non
     wait_until(lambda: not mapped(agent), what="unmapped memory")
 
 
-def test_an_engine_that_sleeps_is_unmapped_and_hits_when_it_wakes(agent: AgentServer) -> None:
+def test_a_sleeping_engine_is_unmapped_and_hits_awake(agent: AgentServer) -> None:
     with Engine(agent.endpoint) as engine:
         engine.store("r1", HASHES, range(8))
         agent.wait_idle()

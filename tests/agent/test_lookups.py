@@ -42,7 +42,7 @@ def test_a_lookup_waits_until_redis_was_asked_for_the_first_time(
         assert engine.lookup("r1", HASHES) == 128
 
 
-def test_the_host_pool_is_faulted_in_at_the_priority_of_the_agent() -> None:
+def test_the_host_pool_is_faulted_in_at_full_priority() -> None:
     """At a lower priority, on busy cores, it would keep the GIL from the loop for a second."""
     found: list[int] = []
 
@@ -55,7 +55,7 @@ def test_the_host_pool_is_faulted_in_at_the_priority_of_the_agent() -> None:
     assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
-def test_a_worker_is_not_ready_for_the_next_agent_because_it_was_for_the_last(
+def test_a_worker_is_ready_for_each_agent_anew(
     agent: AgentServer,
 ) -> None:
     with Engine(agent.endpoint) as engine:
@@ -106,7 +106,7 @@ def test_a_lookup_waits_for_registrations_in_progress(
     assert here.answers == [m.LookupResult(0, 1, "h")]
 
 
-def test_a_lookup_waits_for_workers_that_come_after_their_scheduler(
+def test_a_lookup_waits_for_workers_that_come_later(
     joining: Callable[..., Joining],
 ) -> None:
     here = joining()

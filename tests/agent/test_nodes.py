@@ -222,7 +222,7 @@ def test_an_agent_that_freezes(agents: list[AgentServer]) -> None:
         check_unpinned(agents)
 
 
-def test_a_redis_that_hangs_fails_the_load_at_the_lookup_deadline(
+def test_a_hung_redis_fails_the_load_at_the_deadline(
     agents: list[AgentServer], redis_server: RedisServer
 ) -> None:
     with engine_at(agents) as engine:

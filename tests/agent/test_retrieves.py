@@ -14,7 +14,7 @@ from lmcache_redis.errors import DeviceError
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
 
 
-def test_small_chunks_go_several_a_call_and_the_first_tokens_are_skipped() -> None:
+def test_small_chunks_go_several_a_call() -> None:
     device = Device(chunks_a_call=2)
     played = Played(device)
     played.hold(*HASHES)
@@ -59,7 +59,7 @@ def test_a_call_that_fails_fails_its_chunks_and_no_others() -> None:
 
 @pytest.mark.parametrize("chunks_a_call", [1, 2])
 @pytest.mark.parametrize("breaks_at", [1, 3])
-def test_a_call_that_breaks_as_it_begins_fails_alone_and_is_answered_with_the_others(
+def test_a_retrieve_that_breaks_as_it_begins_fails_alone(
     chunks_a_call: int,
     breaks_at: int,
     caplog: pytest.LogCaptureFixture,

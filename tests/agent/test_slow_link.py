@@ -182,7 +182,7 @@ def test_what_a_slow_link_cannot_store_is_the_end_of_prompts(
         assert min(found) >= 7
 
 
-def test_a_server_far_away_is_asked_only_where_computing_takes_longer(
+def test_a_far_server_is_asked_if_computing_takes_longer(
     own_server: RedisServer, tmp_path: Path
 ) -> None:
     with (

@@ -44,7 +44,7 @@ def answer(call: AgentCall) -> m.Answer | None:
     return call.answer
 
 
-def test_meanwhile_lookups_are_misses_and_queued_chunks_are_written(
+def test_meanwhile_lookups_miss_and_queued_chunks_are_written(
     agent: AgentServer, engine: Engine, redis_server: RedisServer
 ) -> None:
     redis_server.stop()

@@ -31,7 +31,7 @@ def test_small_chunks_go_several_a_call_and_are_kept_one_by_one() -> None:
     played.close()
 
 
-def test_what_finds_no_room_is_dropped_and_the_rest_of_its_call_is_not() -> None:
+def test_only_what_finds_no_room_is_dropped() -> None:
     device = Device(chunks_a_call=8)
     played = Played(device, slots=3)
     played.store().start()
@@ -80,7 +80,7 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_not_cached(chunks_a_call: 
     played.close()
 
 
-def test_a_device_that_hangs_keeps_what_it_has_begun_and_no_more_slots() -> None:
+def test_a_hung_device_keeps_only_what_it_has_begun() -> None:
     released = threading.Event()
     played = Played(Device(during=lambda: released.wait(30)))  # type: ignore[arg-type]
     played.store(lease_s=0.3).start()
@@ -109,7 +109,7 @@ def test_slots_that_a_bug_leaves_unfilled_come_back(
     assert played.pool.free == played.pool.capacity
 
 
-def test_a_call_that_breaks_as_it_begins_is_answered_when_the_others_have_ended(
+def test_a_store_that_breaks_as_it_begins_is_answered_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An earlier answer would free blocks that are still being read."""

@@ -180,7 +180,7 @@ class Model(World):
 # ------------------------------------------------------- what is asked and loaded
 
 
-def test_redis_is_asked_for_exactly_what_the_prefix_needs_and_that_is_loaded() -> None:
+def test_redis_is_asked_for_exactly_what_the_prefix_needs() -> None:
     model = Model([ALL, WINDOW, STATE])
     for row in range(3):
         model.store(row, range(12))
@@ -194,7 +194,7 @@ def test_redis_is_asked_for_exactly_what_the_prefix_needs_and_that_is_loaded() -
     assert model.counted("miss_") == {"miss_absent": 4}
 
 
-def test_a_hit_moves_a_third_of_the_bytes_or_less_for_five_windows_to_one_full_row() -> None:
+def test_a_hit_of_windows_moves_a_third_of_the_bytes() -> None:
     model = Model(GEMMA)
     for row in range(6):
         model.store(row, range(16))
@@ -237,7 +237,7 @@ def test_without_the_window_there_is_no_prefix() -> None:
     assert model.counted("miss_") == {"miss_absent": 16}
 
 
-def test_states_with_gaps_end_the_prefix_at_one_that_all_rows_have() -> None:
+def test_states_with_gaps_end_the_prefix_at_a_common_one() -> None:
     model = Model([STATE, STATE])
     model.store(0, [3, 7, 11])
     model.store(1, [3, 11, 15])
@@ -303,7 +303,7 @@ def test_chunks_that_the_engine_has_are_not_needed() -> None:
 
 
 @pytest.mark.parametrize("outcome", [ReadOutcome.MISSING, ReadOutcome.CORRUPT])
-def test_when_a_load_fails_the_window_of_the_shorter_prefix_is_loaded(outcome: ReadOutcome) -> None:
+def test_after_a_failed_load_a_shorter_prefix_is_loaded(outcome: ReadOutcome) -> None:
     model = Model([ALL, WINDOW])
     for row in range(2):
         model.store(row, range(16))
@@ -325,7 +325,7 @@ def test_a_window_that_fails_too_makes_the_prefix_shorter_still() -> None:
     assert model.counted("miss_") == {"miss_mixed_stores": 2, "miss_absent": 5 + 5}
 
 
-def test_a_prefix_larger_than_the_pool_is_loaded_from_its_beginning() -> None:
+def test_a_prefix_larger_than_the_pool_is_loaded_in_order() -> None:
     model = Model([ALL, WINDOW, WINDOW], slots=10)
     for row in range(3):
         model.store(row, range(16))
@@ -366,7 +366,7 @@ def test_a_pool_without_any_room_answers_nothing() -> None:
     assert model.answer() == 0
 
 
-def test_the_deadline_leaves_the_longest_prefix_whose_parts_are_ready() -> None:
+def test_the_deadline_leaves_the_longest_ready_prefix() -> None:
     model = Model([ALL, WINDOW])
     for row in range(2):
         model.store(row, range(16))
@@ -471,7 +471,7 @@ def test_a_cancelled_lookup_leaves_no_pins(state: str) -> None:
     model.check_no_pins()
 
 
-def test_what_a_closed_tier_did_not_load_is_not_asked_of_the_next_one() -> None:
+def test_a_closed_cache_asks_no_further_tier() -> None:
     model = Model([ALL])
     model.store(0, range(4))
     model.disk.stored.update(model.redis.stored)
@@ -504,7 +504,7 @@ PLACES = ("nowhere", "pool", "disk", "redis", "redis", "redis", "broken")
     st.randoms(use_true_random=False),
     st.sampled_from([0.0, 0.05, 0.3]),
 )
-def test_whatever_is_where_the_answer_is_held_and_as_long_as_it_can_be(
+def test_the_answer_is_held_and_as_long_as_it_can_be(
     reaches: list[Reach], first_chunk: int, slots: int, random: Random, gaps: float
 ) -> None:
     """And it ends, with at most three questions, without a pin too many."""

@@ -150,7 +150,7 @@ def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None
     assert tiers.redis.asked == [], "what is on disk is not sent to Redis by a lookup"
 
 
-def test_what_a_tier_does_not_give_is_read_from_the_next_into_the_same_slots(
+def test_the_next_tier_reads_into_the_same_slots(
     tiers: Tiers,
 ) -> None:
     tiers.disk.index = set(KEYS)
@@ -268,7 +268,7 @@ def test_a_chunk_counts_when_every_rank_has_its_part(tiers: Tiers) -> None:
     assert sorted(tiers.held[0]) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_a_cancelled_lookup_gives_everything_back_and_says_nothing(tiers: Tiers) -> None:
+def test_a_cancelled_lookup_gives_everything_back(tiers: Tiers) -> None:
     tiers.hold(HASHES[0])
     first, second = tiers.look_up(), tiers.look_up()
     tiers.answer_scan(4)
@@ -370,7 +370,7 @@ def test_the_urgent_come_first_in_the_line(make: Callable[..., Tiers]) -> None:
             tiers.loop.run_posted()
 
 
-def test_who_waits_holds_nothing_and_asks_again_about_what_was_evicted(
+def test_a_waiting_lookup_holds_nothing(
     make: Callable[..., Tiers],
 ) -> None:
     tiers = make(15)
@@ -536,7 +536,7 @@ def test_what_is_faster_computed_is_not_loaded_but_probed(tiers: Tiers) -> None:
     assert tiers.found[-1] == (5, {"disk": 0, "Redis": 3})
 
 
-def test_what_is_loaded_while_the_engine_computes_others_costs_nothing(tiers: Tiers) -> None:
+def test_loading_while_others_are_computed_costs_nothing(tiers: Tiers) -> None:
     """A chunk is loaded in two seconds and computed in one. Two of them fit in the queue's time."""
     measured(tiers, FORM.chunk_bytes / 2.0)
     engine = computing(1.0)

@@ -110,7 +110,7 @@ def test_rows_that_need_all_end_at_their_first_gap() -> None:
     assert PrefixNeeds([ALL, ALL]).longest(9, lambda part: part != (4, 1)) == 4
 
 
-def test_a_window_of_two_chunks_needs_two_parts_and_one_of_a_token_more_needs_three() -> None:
+def test_a_longer_window_needs_a_part_more() -> None:
     needs = PrefixNeeds([window(512), window(514)], 0, CHUNK)
     assert [chunk for chunk, row in needs.parts(16) if row == 0] == [14, 15]
     assert [chunk for chunk, row in needs.parts(16) if row == 1] == [13, 14, 15]
@@ -128,7 +128,7 @@ def test_a_gap_before_the_window_does_no_harm_and_one_in_it_does() -> None:
     assert longest([ALL, window(512)], 16, (14, 1), (13, 1), (12, 1)) == 12
 
 
-def test_a_window_that_was_kept_only_where_an_earlier_prompt_ended() -> None:
+def test_a_window_kept_where_an_earlier_prompt_ended() -> None:
     """16 chunks of the other row; parts of the window for a prefix of 9 alone."""
     there = {(chunk, 0) for chunk in range(16)} | {(7, 1), (8, 1)}
     assert longest([ALL, window(512)], 16, there=there) == 9
@@ -139,7 +139,7 @@ def test_one_row_without_any_part_leaves_the_empty_prefix() -> None:
     assert longest([ALL, STATE], 16, there=there) == 0
 
 
-def test_local_attention_needs_nothing_at_a_border_of_its_own_chunks() -> None:
+def test_local_attention_needs_nothing_at_a_border() -> None:
     there = {(chunk, 0) for chunk in range(16)}
     # 2,048 tokens are 8 chunks: a prefix of 8 reads none of them, one of 9 reads the last.
     assert longest([ALL, local(2048)], 15, there=there) == 8
@@ -154,7 +154,7 @@ def test_states_decide_at_which_chunks_a_prefix_can_end() -> None:
     assert longest([ALL, STATE, STATE], 16, there=there) == 4
 
 
-def test_what_the_engine_has_is_not_needed_but_counts_for_the_position() -> None:
+def test_what_the_engine_has_counts_for_the_position() -> None:
     needs = PrefixNeeds([ALL, window(1024), local(2048)], 6, CHUNK)
     assert [*needs.parts(1)] == [(0, 0), (0, 1), (0, 2)]
     # Chunk 2 of the lookup is chunk 8 of the prompt, where local attention begins anew.

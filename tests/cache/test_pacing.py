@@ -94,7 +94,7 @@ def test_a_rate_follows_a_change_within_seconds() -> None:
 
 
 @pytest.mark.parametrize("idle_s", [10.0, 1e9])
-def test_one_chunk_after_a_pause_shows_that_a_tier_has_become_faster(idle_s: float) -> None:
+def test_one_chunk_after_a_pause_shows_a_faster_tier(idle_s: float) -> None:
     """It is a probe, and takes too short to change the rate by its own time."""
     rate = TransferRate()
     rate.begun(10 * MB, 1.0)
@@ -146,7 +146,7 @@ def test_the_latency_is_that_of_quick_answers() -> None:
     assert rate.latency_s > 0.3, "the way has become longer"
 
 
-def test_loads_that_were_given_up_lower_the_rate_until_others_arrive() -> None:
+def test_given_up_loads_lower_the_rate_until_others_arrive() -> None:
     rate = TransferRate()
     rate.begun(1000 * MB, 0.0)
     rate.ended(1000 * MB, 1.0, arrived=True)

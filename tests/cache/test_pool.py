@@ -37,7 +37,7 @@ def test_a_load_tells_all_watchers_and_keeps_their_pins() -> None:
     audit(pool)
 
 
-def test_a_load_that_fails_leaves_the_pool_when_the_last_pin_goes() -> None:
+def test_a_failed_load_leaves_the_pool_with_its_last_pin() -> None:
     pool = HostPool(slots(4))
     entry = pool.reserve(b"key", 2)
     assert entry is not None

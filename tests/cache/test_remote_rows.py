@@ -81,7 +81,7 @@ class Nodes(World):
         return length
 
 
-def test_one_scan_asks_for_what_is_missing_here_and_for_all_that_is_remote() -> None:
+def test_one_scan_asks_for_the_missing_and_the_remote() -> None:
     nodes = Nodes([ALL], [ALL])
     nodes.store(0, range(8))
     nodes.store(1, range(6))
@@ -92,7 +92,7 @@ def test_one_scan_asks_for_what_is_missing_here_and_for_all_that_is_remote() -> 
     assert nodes.counted("miss_") == {"miss_absent": 2}
 
 
-def test_what_this_node_has_in_memory_or_on_disk_does_not_count_for_others() -> None:
+def test_what_this_node_has_does_not_count_for_others() -> None:
     """The other node cannot load it before it is in Redis, even if the bytes are the same."""
     nodes = Nodes([ALL], [ALL], equal=True)
     nodes.hold_all(0)
@@ -116,7 +116,7 @@ def test_behind_a_gap_nothing_is_believed_to_be_in_redis() -> None:
     assert stored_in == [0b11] * 3 + [0b01] * 5
 
 
-def test_windows_and_states_of_other_nodes_are_asked_about_and_not_loaded() -> None:
+def test_windows_of_other_nodes_are_asked_about_not_loaded() -> None:
     nodes = Nodes([ALL, WINDOW], [ALL, WINDOW, STATE])
     for row in range(4):
         nodes.store(row, range(8))

@@ -160,7 +160,7 @@ def test_calls_give_their_results_and_errors(watched: Watched) -> None:
     assert watched.calls == []
 
 
-def test_no_call_is_begun_until_all_that_were_in_flight_have_returned(
+def test_no_call_is_begun_until_all_have_returned(
     watched: Watched, release: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = threading.Event()

@@ -73,7 +73,7 @@ def queue() -> Iterator[Queue]:
     queue.close()
 
 
-def test_a_tier_is_asked_once_about_all_chunks_that_are_due_together(queue: Queue) -> None:
+def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
     queue.enqueue()
     chunks = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
     assert [asked for asked, _ in queue.tier.refreshed] == [chunks]
@@ -113,7 +113,7 @@ def test_where_a_tier_does_not_say_what_it_has_the_write_decides(
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
 
 
-def test_chunks_that_a_tier_was_asked_about_when_the_owner_stopped_are_counted(
+def test_chunks_asked_about_when_the_owner_stops_are_counted(
     queue: Queue,
 ) -> None:
     queue.enqueue()
@@ -169,7 +169,7 @@ def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
 
 
-def test_chunks_that_were_asked_for_and_first_chunks_are_written_first(
+def test_wanted_and_first_chunks_are_written_first(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
@@ -252,7 +252,7 @@ def test_writes_wait_for_loads_but_not_for_ever(
     loads.ended(1, monotonic(), arrived=False)
 
 
-def test_writes_begin_when_the_loads_have_ended_or_the_owner_stops(queue: Queue) -> None:
+def test_writes_begin_when_the_loads_have_ended(queue: Queue) -> None:
     loads = queue.cache.rates[0]
     queue.enqueue()
     queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
@@ -466,7 +466,7 @@ def test_what_expires_in_the_queue_is_dropped_without_a_turn(
     assert len(queue.writes) == 0
 
 
-def test_a_write_that_waited_for_another_of_its_key_is_skipped_if_discarded(
+def test_a_waiting_write_is_skipped_if_discarded(
     queue: Queue,
 ) -> None:
     """`write` does not ask, so two of one key may be queued."""

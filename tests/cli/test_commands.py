@@ -60,7 +60,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not starting.applies(), reason="the setting is of glibc on x86")
-def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
+def test_the_agent_sets_the_copies_setting_unless_it_is_set(
     agent: StartedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert environment_of(agent.pid)[starting.TUNABLES_VARIABLE] == starting.THRESHOLD_SETTING

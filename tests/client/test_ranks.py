@@ -39,7 +39,7 @@ def test_workers_of_an_agent_that_was_restarted_stay_local() -> None:
     assert remote(ranks) == []
 
 
-def test_a_lookup_waits_for_the_first_reports_of_all_workers_and_not_for_ever(
+def test_a_lookup_waits_for_the_first_reports_of_all_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert Ranks(1).known(), "one worker is expected at the scheduler's agent"

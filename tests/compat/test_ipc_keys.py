@@ -134,7 +134,7 @@ class TestIPCCacheEngineKey:
             assert two >= one
             assert (one < two) == (two > one) == (one != two)
 
-    def test_no_worker_sorts_before_every_worker_and_hashes_before_tokens(self) -> None:
+    def test_no_worker_sorts_before_every_worker(self) -> None:
         keys = [
             IPCCacheEngineKey("m", 2, None, b"z"),
             IPCCacheEngineKey("m", 2, None, token_ids=()),

@@ -232,7 +232,7 @@ def test_more_than_may_stay_is_evicted_least_recently_used_first(
     assert objects.in_memory(A) is None
 
 
-def test_where_nothing_stays_a_chunk_is_there_as_long_as_it_is_held(
+def test_where_nothing_stays_a_held_chunk_is_there(
     make: Callable[..., Objects],
 ) -> None:
     tier = redis()
@@ -271,7 +271,7 @@ def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects
 # ------------------------------------------------------------------ tiers
 
 
-def test_a_put_is_written_through_in_stripes_although_a_tier_has_the_key(
+def test_a_put_is_written_through_in_stripes(
     make: Callable[..., Objects],
 ) -> None:
     disk, below = PlayedTier("disk", {A_KEY}), redis()
@@ -287,7 +287,7 @@ def test_a_put_is_written_through_in_stripes_although_a_tier_has_the_key(
     assert objects.cache.pool.pinned == 0
 
 
-def test_a_tier_that_does_not_take_a_chunk_forgets_the_one_before(
+def test_a_tier_that_takes_no_chunk_forgets_the_one_before(
     make: Callable[..., Objects],
 ) -> None:
     disk, below = PlayedTier("disk", set()), redis()
@@ -357,7 +357,7 @@ def test_nothing_is_found_that_is_not_ours(make: Callable[..., Objects]) -> None
     assert found == [None]
 
 
-def test_those_who_ask_at_the_same_moment_are_one_question_and_one_load(
+def test_equal_questions_at_one_moment_are_one_load(
     make: Callable[..., Objects],
 ) -> None:
     tier = redis()

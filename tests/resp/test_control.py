@@ -52,7 +52,7 @@ def test_a_bug_costs_its_own_question_and_the_connection(
         assert "ZeroDivisionError" in caplog.text
 
 
-def test_questions_behind_one_that_closed_the_connection_are_answered() -> None:
+def test_questions_behind_a_lost_connection_are_answered() -> None:
     lost: list[int] = []
 
     def answer(words: list[bytes]) -> Answer:

@@ -150,7 +150,7 @@ def test_a_reply_cut_in_two_is_asked_for_again(own_server: RedisServer, early: l
             assert None not in describe(plane, there).frames
 
 
-def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next(
+def test_a_stale_answer_is_not_taken_for_the_next(
     own_server: RedisServer, early: list[str]
 ) -> None:
     with running(own_server.url, op_timeout_s=30.0) as plane:

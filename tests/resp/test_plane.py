@@ -165,9 +165,7 @@ def test_a_chunk_moves_once_at_a_time(own_server: RedisServer) -> None:
 # ------------------------------------------------------- stripe 0 comes last
 
 
-def test_stripe_0_waits_for_all_others_and_the_next_chunk_does_not(
-    proxy: Proxy, server: RedisServer
-) -> None:
+def test_stripe_0_waits_for_all_others(proxy: Proxy, server: RedisServer) -> None:
     one, two = Chunk(1, 5 * SLOT, SLOT, seed=1), Chunk(2, 4 * SLOT, SLOT, seed=2)
     with running(proxy.url, set_connections=3) as plane:
         # All three connections are open before their replies are held back.

@@ -193,7 +193,7 @@ def test_a_value_that_trickles(lying: Make, reply: bytes) -> None:
         assert not connection.is_open
 
 
-def test_a_head_late_by_most_of_the_deadline_leaves_the_payload_the_rest(lying: Make) -> None:
+def test_a_late_head_leaves_the_payload_the_rest(lying: Make) -> None:
     """Not its time-out once more."""
 
     def answer(words: list[bytes]) -> Answer:
@@ -350,7 +350,7 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
         (b"GETRANGE", LINE),
     ],
 )
-def test_every_call_of_a_plane_has_its_answer_and_its_thread_back(
+def test_every_call_of_a_plane_is_answered(
     name: bytes, reply: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread gives the connection up in time, and works on."""

@@ -455,7 +455,7 @@ def test_a_hung_write_drops_what_waits(tier: DiskTier, gate: Gate) -> None:
     stored(tier, 1)
 
 
-def test_a_read_in_flight_ends_at_its_deadline_and_leaves_its_slots(
+def test_a_read_in_flight_ends_at_its_deadline(
     tier: DiskTier, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(tier, 1)
@@ -511,7 +511,7 @@ def test_what_is_written_is_what_the_slots_had_at_first(tier: DiskTier, gate: Ga
 
 
 @disk_hangs
-def test_clears_while_the_disk_hangs_are_made_before_anything_is_found(
+def test_clears_of_a_hung_disk_come_before_anything_is_found(
     tier: DiskTier, directory: Path
 ) -> None:
     stored(tier, *range(5))

@@ -180,7 +180,7 @@ def test_a_server_killed_in_the_middle_of_a_batch(tmp_path: Path) -> None:
             wait_until(is_back)
 
 
-def test_an_error_among_puts_is_raised_when_nothing_is_on_its_way(server: RedisServer) -> None:
+def test_an_error_among_puts_is_raised_at_the_end(server: RedisServer) -> None:
     good = chunks(3, 20 * SLOT)
 
     def pairs() -> Iterator[tuple[ObjectKey, torch.Tensor]]:

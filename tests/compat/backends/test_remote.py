@@ -402,7 +402,7 @@ def test_accepted_puts_are_bounded_in_bytes(own_server: RedisServer) -> None:
         assert same(backend.get(key_of(8)), chunk)
 
 
-def test_an_accepted_put_is_tried_for_no_longer_than_the_deadline(own_server: RedisServer) -> None:
+def test_an_accepted_put_is_tried_until_its_deadline(own_server: RedisServer) -> None:
     chunk = tensor_of(1, (1000,))
     with tier(LMCRemoteBackend, own_server.url, deadline_s=0.5) as backend:
         assert backend.put(key_of(0), chunk)

@@ -128,7 +128,7 @@ def test_what_is_no_request_at_all(serving: Serving) -> None:
     ),
     payload=st.binary(max_size=300),
 )  # fmt: skip
-def test_any_header_fails_or_ends_the_connection_and_others_go_on(
+def test_any_header_fails_or_ends_its_own_connection(
     fuzzed: Serving, numbers: list[int], key: bytes, payload: bytes
 ) -> None:
     with fuzzed.client() as other:
