@@ -24,6 +24,7 @@ What differs from LMCache:
 from __future__ import annotations
 
 import builtins
+import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -251,9 +252,14 @@ class LMCHybridBackend(_Backend):
         super().__init__(config, mpool_metadata, dst_device)
 
     def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
-        memory = memory_backend(config, metadata, "cpu")
-        redis = redis_backend(config, "cpu", bool(setting(config, "pipelined_backend")))
-        return backends.LMCHybridBackend((memory, redis), self.dst_device)
+        with contextlib.ExitStack() as opened:
+            memory = memory_backend(config, metadata, "cpu")
+            opened.callback(memory.close)
+            redis = redis_backend(config, "cpu", bool(setting(config, "pipelined_backend")))
+            opened.callback(redis.close)
+            hybrid = backends.LMCHybridBackend((memory, redis), self.dst_device)
+            opened.pop_all()
+        return hybrid
 
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> None:
         """See the interface; LMCache calls the chunk `value` here."""

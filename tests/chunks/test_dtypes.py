@@ -99,7 +99,7 @@ def test_a_dtype_that_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.servers
 def test_the_lower_layers_import_no_torch() -> None:
-    modules = ["errors", "dtypes", "keys", "protocol", "stripe"]
+    modules = ["errors", "tiers", *(f"chunks.{each}" for each in ("keys", "frame", "names"))]
     imports = ", ".join(f"lmcache_redis.{module}" for module in modules)
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

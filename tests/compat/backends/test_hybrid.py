@@ -365,16 +365,17 @@ class Foreign(LMCLocalBackend):
 def test_which_tiers_a_hybrid_can_have(server: RedisServer) -> None:
     LMCHybridBackend((Foreign(10),)).close()
     remote, other = LMCRemoteBackend(server.url), LMCRemoteBackend(server.url, layout=bytes(32))
+    local, second = LMCLocalBackend(1), LMCLocalBackend(1)
     wrong: list[tuple[LMCBackendInterface, ...]] = [
-        (), (remote, LMCLocalBackend(1)), (LMCLocalBackend(1), LMCLocalBackend(1)),
-        (remote, other), (object(),),  # type: ignore[list-item]
+        (), (remote, local), (local, second), (remote, other),
+        (object(),),  # type: ignore[list-item]
     ]  # fmt: skip
     for tiers in wrong:
         with pytest.raises(ConfigError):
             LMCHybridBackend(tiers)  # type: ignore[arg-type]
-    for backend in (remote, other):
+    with pytest.raises(ConfigError):
+        LMCHybridBackend((local,), wait_s=-1)
+    with pytest.raises(ConfigError):
+        LMCHybridBackend((local,), read_ahead=0)
+    for backend in (remote, other, local, second):
         backend.close()
-    with pytest.raises(ConfigError):
-        LMCHybridBackend((LMCLocalBackend(1),), wait_s=-1)
-    with pytest.raises(ConfigError):
-        LMCHybridBackend((LMCLocalBackend(1),), read_ahead=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -148,11 +149,11 @@ def pinned(backend: LMCLocalBackend) -> int:
 
 
 def test_threads_that_evict_find_no_wrong_byte() -> None:
-    backend = LMCLocalBackend(400_000)
     contract = TierContract()
     contract.thread_seconds = 0.4
-    contract.test_threads_find_no_wrong_byte(backend)
-    assert backend.used_bytes <= 400_000
+    with contextlib.closing(LMCLocalBackend(400_000)) as backend:
+        contract.test_threads_find_no_wrong_byte(backend)
+        assert backend.used_bytes <= 400_000
 
 
 @pytest.mark.parametrize("limit_bytes", [0, -1])
