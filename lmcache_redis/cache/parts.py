@@ -125,8 +125,14 @@ class LookupParts:
         return {part: s.entry for part, s in self._states.items() if s.entry is not None}
 
     def pooled(self, before_s: float) -> list[PooledChunk]:
-        """What was taken from the host pool and the tiers were last told to keep before then."""
+        """What was taken from the host pool and the tiers were last told to keep before then.
+
+        Of a prefix the end is used least: if the tiers were told of it since, so were they of all.
+        """
         forms, hashes = self._request.forms, self._request.hashes
+        ends = [self._states.get((self.length - 1, row)) for row in range(len(forms))]
+        if all(each and each.entry and each.entry.refreshed_s > before_s for each in ends):
+            return []
         return [
             PooledChunk(forms[row], hashes[chunk], state.entry)
             for (chunk, row), state in self._states.items()
