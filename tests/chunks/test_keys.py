@@ -232,6 +232,11 @@ class TestRedisKeys:
         stem = key_stem(namespace, key.model_name, key.kv_rank, len(key.chunk_hash))
         assert stripe_key(stem + key.chunk_hash, index) == data
 
+    @pytest.mark.parametrize(("kv_rank", "hash_bytes"), [(-1, 4), (2**32, 4), (1, 0), (1, 64)])
+    def test_a_stem_of_a_field_out_of_range_is_refused(self, kv_rank: int, hash_bytes: int) -> None:
+        with pytest.raises(FormatError, match="is .*, outside"):
+            key_stem(NAMESPACE, "model", kv_rank, hash_bytes)
+
     def test_every_truncation_and_another_prefix_are_refused(self) -> None:
         encoded = stripe_key(key_stem(NAMESPACE, "model", 1, 4, b"p:") + b"hash", 0)
         for length in range(len(encoded)):
