@@ -234,7 +234,7 @@ class TestRedisKeys:
 
     @pytest.mark.parametrize(("kv_rank", "hash_bytes"), [(-1, 4), (2**32, 4), (1, 0), (1, 64)])
     def test_a_stem_of_a_field_out_of_range_is_refused(self, kv_rank: int, hash_bytes: int) -> None:
-        with pytest.raises(FormatError, match="is .*, outside"):
+        with pytest.raises(FormatError, match=r"is .*, outside"):
             key_stem(NAMESPACE, "model", kv_rank, hash_bytes)
 
     def test_every_truncation_and_another_prefix_are_refused(self) -> None:
