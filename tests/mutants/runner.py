@@ -134,6 +134,8 @@ def judge(
             if time.monotonic() >= until_s:
                 break
             path.write_text(mutant.applied(source), encoding="utf-8")
+            # Bytecode of the source is kept, and is told apart by size and second.
+            os.utime(path, (0, verdicts.judged))
             verdicts.judged += 1
             if tree.survives(verdicts.tests):
                 verdicts.survivors.append(mutant)
