@@ -210,12 +210,15 @@ class PrefixLookup:
         """
         pool, waiting, parts = self._cache.pool, self._cache.waiting, self._parts
         urgent = self._request.urgent
-        parts.hold_pooled(parts.missing())
+        missing = parts.missing()
+        parts.hold_pooled(missing)
         while True:
             if self._questions == 2:
                 self._ends_at(parts.needs.longest(self.bound, parts.is_found), self._gap)
+            length = parts.length
             parts.shrink(self.bound)
-            missing = parts.missing()
+            if missing or parts.length != length:
+                missing = parts.missing()
             if not missing and not parts.filling:
                 self._load([])
                 return
