@@ -1,9 +1,9 @@
-"""Whom the agent lets in: nobody new while file descriptors are short.
+"""Lets no new peers in while file descriptors are short.
 
 Each engine takes a descriptor for its connection and one for each piece of its memory. libzmq ends
 the process if it cannot accept a connection for want of one, and cannot be told to stop accepting
-without losing the connections that it has. So the socket's file is renamed: nobody finds it, and
-those who have connected are served on. It has its name again when descriptors are free.
+without losing the connections that it has. So the socket's file is renamed: new peers do
+not find it, and connected ones are served on. It has its name again when descriptors are free.
 """
 
 from __future__ import annotations

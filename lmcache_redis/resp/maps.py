@@ -90,8 +90,8 @@ class MapWatcher:
             self._look_up()
         finally:
             self.mapped.set()
-            for action in [self._waiting.popleft() for _ in range(waiting)]:
-                action()
+            for _ in range(waiting):  # one that fails leaves the others for the next step
+                self._waiting.popleft()()
         self._pause()
         return True
 

@@ -245,7 +245,7 @@ class BlockingBackend(LMCBackendInterface):
             raise
 
     def _queue(self, nbytes: int) -> bool:
-        """Counts bytes of puts that nobody waits for. False: they are over the limit."""
+        """Counts bytes of puts that do not block. False: they are over the limit."""
         with self._lock:
             if nbytes > 0 and self._queued_bytes + nbytes > self.storage.queue_bytes:
                 return False

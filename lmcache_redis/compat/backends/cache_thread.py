@@ -43,6 +43,10 @@ class Storage:
     stripe_bytes: int = MAX_SIZE
 
 
+# Beyond the time for writes: tiers that hang have ended their calls by then.
+_JOIN_S = 10.0
+
+
 class CacheThread:
     """A thread that owns an `ObjectCache`. Thread-safe."""
 
@@ -87,7 +91,7 @@ class CacheThread:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
             self._loop.post(partial(self._close, timeout_s))
-        self._thread.join()
+        self._thread.join(timeout_s + _JOIN_S)
 
     def _begin(self, future: Future[ResultT], begin: Begin[ResultT]) -> None:
         def done(result: ResultT) -> None:

@@ -33,7 +33,7 @@ class AwaitedLoads:
         self._block_ids.pop(request_id, None)
 
     def take_lost(self) -> dict[str, Sequence[int]]:
-        """The loads that nobody will report any more."""
+        """The loads that will not be reported otherwise."""
         lost, self._block_ids = self._block_ids, {}
         return lost
 
