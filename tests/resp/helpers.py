@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import random
 import threading
 import time
@@ -19,6 +21,8 @@ from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import End, MoveCall, Mover, Packed, Result
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.endpoint import Deployment
+from lmcache_redis.resp.net.topology import ServerFinder, ServerMap
 from lmcache_redis.tiers import FramesResult, RemoveResult
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
@@ -240,3 +244,9 @@ def finish(
         if moved.sending and not is_sending:
             return End.LOST, moved.sending, b""
     connection.fail(RedisTimeout("late"))
+
+
+def find_servers(deployment: Deployment, timeout_s: float, deadline: float = math.inf) -> ServerMap:
+    """Looks the servers up once."""
+    with contextlib.closing(ServerFinder(deployment, timeout_s)) as finder:
+        return finder.find((), deadline)

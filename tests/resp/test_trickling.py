@@ -22,7 +22,6 @@ from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlan
 from lmcache_redis.resp.bulk import PythonMover, receive_value
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import parse_deployment
-from lmcache_redis.resp.net.topology import find_servers
 from lmcache_redis.resp.net.wire import get_command, set_prefix
 from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
@@ -34,6 +33,7 @@ from tests.resp.helpers import (
     clear,
     describe,
     exists,
+    find_servers,
     finish,
     first_key,
     plane_threads,
@@ -304,9 +304,9 @@ def test_a_map_that_trickles(scheme: str, answer: Trickle) -> None:
         url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
         deployment = parse_deployment(RedisOptions(url))
         with over_in_time(), pytest.raises(RedisTimeout):
-            find_servers(deployment, (), DEADLINE_S)
+            find_servers(deployment, DEADLINE_S)
         with over_in_time(), pytest.raises(RedisTimeout):
-            find_servers(deployment, (), 30.0, time.monotonic() + DEADLINE_S)
+            find_servers(deployment, 30.0, time.monotonic() + DEADLINE_S)
 
 
 def test_a_role_that_trickles_is_no_reason_to_doubt() -> None:
@@ -318,7 +318,7 @@ def test_a_role_that_trickles_is_no_reason_to_doubt() -> None:
     with LyingServer(answer) as server:
         url = server.url.replace("redis", "redis+sentinel") + "/main"
         with over_in_time():
-            found = find_servers(parse_deployment(RedisOptions(url)), (), DEADLINE_S)
+            found = find_servers(parse_deployment(RedisOptions(url)), DEADLINE_S)
         assert [each.port for each in found.servers] == [server.port]
 
 
@@ -492,7 +492,7 @@ def test_a_map_without_end(scheme: str, endless: Endless) -> None:
     with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=endless)) as server:
         url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
         with in_bounded_memory(), pytest.raises(RedisProtocolError):
-            find_servers(parse_deployment(RedisOptions(url)), (), 20.0)
+            find_servers(parse_deployment(RedisOptions(url)), 20.0)
 
 
 @pytest.mark.usefixtures("both_ways")

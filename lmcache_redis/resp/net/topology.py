@@ -175,20 +175,6 @@ def slot_of(key: bytes) -> int:
 # ----------------------------------------------------------- finding the servers
 
 
-def find_servers(
-    deployment: Deployment,
-    known: Iterable[Endpoint],
-    timeout_s: float,
-    deadline: float = math.inf,
-) -> ServerMap:
-    """`ServerFinder.find`, once."""
-    finder = ServerFinder(deployment, timeout_s)
-    try:
-        return finder.find(known, deadline)
-    finally:
-        finder.close()
-
-
 class ServerFinder:
     """Asks Sentinels or a cluster which servers there are. Keeps the connections that answered.
 

@@ -11,8 +11,8 @@ import pytest
 from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.endpoint import parse_deployment
-from lmcache_redis.resp.net.topology import SLOTS, ServerMap, find_servers
-from tests.resp.helpers import plane_threads, running
+from lmcache_redis.resp.net.topology import SLOTS, ServerMap
+from tests.resp.helpers import find_servers, plane_threads, running
 from tests.resp.trickling import LyingServer
 
 Node = tuple[bytes | None, int]
@@ -41,7 +41,7 @@ def map_from(reply: bytes) -> tuple[ServerMap, int]:
     """The map that a node makes of its reply to CLUSTER SLOTS, and the node's port."""
     with LyingServer(lambda words: reply if words[0] == b"CLUSTER" else None) as server:
         deployment = parse_deployment(RedisOptions(server.url.replace("redis", "redis+cluster")))
-        return find_servers(deployment, (), 20.0), deployment.seeds[0].port
+        return find_servers(deployment, 20.0), deployment.seeds[0].port
 
 
 @pytest.mark.servers
