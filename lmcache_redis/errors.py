@@ -29,6 +29,18 @@ class DeviceError(LMCacheRedisError):
     """Device memory that cannot be exported, mapped or addressed within its bounds."""
 
 
+class DriverError(DeviceError):
+    """NVIDIA's driver refused a call, or there is none. code: its ``CUresult``; 0 without one."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class GpuLost(DriverError):
+    """The driver refuses every further call of this process to the GPU: the process must end."""
+
+
 class RedisError(LMCacheRedisError):
     """Base class of the failures of a Redis server and of the connection to it."""
 
