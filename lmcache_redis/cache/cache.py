@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_redis.cache.backing import Backing
+from lmcache_redis.cache.backing import Backing, PooledChunk, Refresher
 from lmcache_redis.cache.memory import PoolMemory
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, Filled, HostPool
-from lmcache_redis.cache.refreshing import PooledChunk, Refresher
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
@@ -142,7 +141,7 @@ class Cache:
         levels: int | None = None,
     ) -> None:
         """Enqueues a READY entry for each tier, or each of the first ``levels``, that lacks it."""
-        self._enqueue(self.queues[:levels], PooledChunk(form, chunk_hash, entry), delay_s)
+        self._enqueue(self.queues[:levels], (form, chunk_hash, entry), delay_s)
 
     @property
     def refreshed_before_s(self) -> float:
@@ -152,13 +151,13 @@ class Cache:
     def keep(self, chunks: Sequence[PooledChunk]) -> None:
         """Tells the tiers to keep chunks that the pool has served. What one lacks is enqueued."""
         now_s = time.monotonic()
-        for chunk in chunks:
-            chunk.entry.refreshed_s = now_s
+        for _, _, entry in chunks:
+            entry.refreshed_s = now_s
         for refresher in self._refreshers:
             refresher.add(chunks)
 
     def _lacked(self, level: int, chunk: PooledChunk) -> None:
-        self.pool.seen(level, (chunk.entry.key,), there=False)
+        self.pool.seen(level, (chunk[-1].key,), there=False)
         self._enqueue((self.queues[level],), chunk, 0.0)
 
     def _wanted(self, entry: Entry) -> None:
@@ -286,8 +285,6 @@ class Cache:
         if arrived:
             self.metrics.observe(counters.load_seconds, now_s - load.begun_s)
             self.metrics.observe(counters.load_rate, rate.per_second())
-        if not rate.in_flight_bytes:
-            self.queues[load.level].begin_ready()  # writes give way to loads
 
     def _missed(self, job: ChunkIO, outcome: ReadOutcome) -> None:
         level = load_of(job).level

@@ -11,7 +11,7 @@
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
              the rest would take longer than computing it; what is beyond the prefix is unpinned
 
-A chunk has one part in each row (rank and group of layers, see `parts`). It counts if every part
+A chunk has one part in each row (rank and group of layers, see `pacing`). It counts if every part
 of it does that the prefix needs. The prefix ends before chunk number ``bound``, which shrinks when
 a needed part is missing, is not worth loading, or fails to load. A shorter prefix may need other
 parts of bounded rows, those that do not need all chunks: then the lookup settles again.
@@ -36,14 +36,13 @@ counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.needs import Part
-from lmcache_redis.cache.pacing import TransferRate, WorthLoading
-from lmcache_redis.cache.parts import Awaited, LookupParts, LookupRequest, Wanted
+from lmcache_redis.cache.pacing import Part, TransferRate, WorthLoading
+from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
 from lmcache_redis.cache.pool import Entry, Filled
 from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
@@ -55,7 +54,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 class _Stage(Enum):
-    ASKING = "a tier has not answered yet"
+    ASKING = "the host pool is being searched, or a tier has not answered yet"
     SETTLING = "the prefix may change, or waits for room or for the rate of a tier"
     LOADING = "every part that the prefix needs is held, and some may be being filled"
     ENDED = "answered or cancelled"
@@ -81,13 +80,13 @@ class PrefixLookup:
         self._request = request
         self._done = done
         self._parts = LookupParts(cache, request, self._filled)
-        self._state = _Stage.SETTLING
+        self._state = _Stage.ASKING
         self._questions = 0  # that `_ask` may leave out: 1: the scan; 2: all is known
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         engine, self._worth = request.computing, None
         if engine is not None and engine.token_s and request.chunk_tokens:
             self._worth = WorthLoading(engine, self.bound, request.chunk_tokens)
-        self._deadline = cache.owner.at(request.deadline_s, self._expire)
+        self._deadline: Timer | None = None
         self._wake: Timer | None = None
 
     @property
@@ -97,24 +96,33 @@ class PrefixLookup:
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        wanted, worth, now_s = self._parts.hold_first(), self._worth, time.monotonic()
+        self._hold(self._parts.hold_first())
+
+    def _hold(self, holding: Iterator[None]) -> None:
+        if self._state is _Stage.ENDED:
+            return
+        for _ in holding:
+            self._cache.owner.post(partial(self._hold, holding))
+            return
+        self._state = _Stage.SETTLING
+        self._deadline = self._cache.owner.at(self._request.deadline_s, self._expire)
+        bounded, worth, now_s = self._parts.needs.bounded, self._worth, time.monotonic()
+        wanted = [each for each in self._parts.missing() if each.part[1] not in bounded]
         if worth is not None:
             slow = [rate for rate in self._cache.rates if not worth.is_quick(rate)]
-            asks = any(rate.may_probe(now_s) for rate in slow)
-            if slow and not asks:
-                awaited = self._parts.awaited()
-                if self._decide(awaited, self._parts.first(awaited), asks=True):
-                    # No tier is asked about what would not be loaded.
-                    wanted = [each for each in wanted if each[0][0] < self.bound]
+            asks = not slow or any(rate.may_probe(now_s) for rate in slow)
+            if not asks and self._decide(self._parts.awaited(), asks=True):
+                # No tier is asked about what would not be loaded.
+                wanted = [each for each in wanted if each.part[0] < self.bound]
         self._find(wanted, 0)
         self._check()
 
     def cancel(self) -> None:
         """Ends the lookup and releases all pins; without an answer, if there was none yet."""
         self._state = _Stage.ENDED
-        self._deadline.cancel()
-        if self._wake is not None:
-            self._wake.cancel()
+        for timer in (self._deadline, self._wake):
+            if timer is not None:
+                timer.cancel()
         self._parts.release_all()
         self._cache.waiting.leave(self)
 
@@ -128,13 +136,13 @@ class PrefixLookup:
 
     # ----------------------------------------------------------------- find
 
-    def _find(self, wanted: list[Wanted], level: int) -> None:
+    def _find(self, wanted: list[PartState], level: int) -> None:
         """Asks a tier for chunks, through its index or a scan; asks the next one for the rest."""
         if not wanted:
             return
         if level == len(self._cache.tiers):
-            self._ends_at(wanted[0][0][0], "miss_absent")
-        elif self._cache.tiers[level].lookup(wanted[0][1]) is None:
+            self._ends_at(wanted[0].part[0], "miss_absent")
+        elif self._cache.tiers[level].lookup(wanted[0].key) is None:
             self._ask_in_time(level)
             self._scan(wanted, level)
         else:
@@ -148,7 +156,7 @@ class PrefixLookup:
             patience_s = self._worth.patience_s(rate, time.monotonic())
             self._wake_in(patience_s, partial(self._give_up, rate))
 
-    def _scan(self, wanted: list[Wanted], level: int) -> None:
+    def _scan(self, wanted: list[PartState], level: int) -> None:
         if self._state is not _Stage.ASKING:
             return
         tier, owner, now_s = self._cache.tiers[level], self._cache.owner, time.monotonic()
@@ -157,13 +165,13 @@ class PrefixLookup:
             owner.after(_PROBE_POLL_S, partial(self._scan, wanted, level))
             return
         tier.scan(
-            [key for _, key in wanted],
+            [each.key for each in wanted],
             self._request.deadline_s,
             lambda result: owner.post(partial(self._scanned, wanted, level, now_s, result)),
         )
 
     def _scanned(
-        self, wanted: list[Wanted], level: int, asked_s: float, result: ScanResult
+        self, wanted: list[PartState], level: int, asked_s: float, result: ScanResult
     ) -> None:
         rate, is_over = self._cache.rates[level], self._state is not _Stage.ASKING
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
@@ -171,18 +179,18 @@ class PrefixLookup:
             rate.answered(time.monotonic() - asked_s)
             if rest:
                 self._parts.absent(rest[:1], level)
-                self._parts.doubt(rest, level)
+                self._parts.doubt(rest[0].part[0], level)
         self._parts.found(found, level)
         if is_over:
             # It took too long for this lookup: the next one knows better.
-            if found and self._worth is not None and not self._parts.is_remote(found[0][0]):
-                self._parts.probe(found[0][0], level)
+            if found and self._worth is not None and not self._parts.is_remote(found[0].part):
+                self._parts.probe(found[0], level)
             return
         self._state = _Stage.SETTLING
         if level + 1 < len(self._cache.tiers):
             self._find(rest, level + 1)
         elif rest:
-            self._ends_at(rest[0][0][0], self._miss(level, result.outcome))
+            self._ends_at(rest[0].part[0], self._miss(level, result.outcome))
         self._check()
 
     def _miss(self, level: int, outcome: CallOutcome) -> str:
@@ -237,9 +245,9 @@ class PrefixLookup:
                 self._ask(unknown)
                 if self._state is _Stage.ASKING:
                     return
-            elif self._is_measuring(first := parts.first(awaited := parts.awaited())):
+            elif self._is_measuring(awaited := parts.awaited()):
                 return
-            elif self._decide(awaited, first):
+            elif self._decide(awaited):
                 pass
             elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self, urgent)):
                 self._wait_for_room()
@@ -249,7 +257,7 @@ class PrefixLookup:
             else:
                 self._no_room()
 
-    def _load(self, awaited: list[Awaited]) -> bool:
+    def _load(self, awaited: list[PartState]) -> bool:
         """Begins to load what is missing; returns False if there is no room."""
         self._parts.queue_loads(awaited)
         if not self._load_some():
@@ -271,25 +279,25 @@ class PrefixLookup:
             self._no_room()
             self._check()
 
-    def _is_measuring(self, first: dict[int, Part]) -> bool:
+    def _is_measuring(self, awaited: list[PartState]) -> bool:
         """Whether to wait for the first load from a tier whose rate is not known."""
         worth, now_s, waits = self._worth, time.monotonic(), False
         if worth is None:
             return False
-        unknown = [n for n in first if not self._cache.rates[n].per_second()]
-        for level in unknown:
+        for level, first in self._parts.first(awaited).items():
+            rate = self._cache.rates[level]
+            if rate.per_second():
+                continue
             if worth.measured_until_s is None:
-                self._parts.probe(first[level], level)
-            if worth.waits_for(rate := self._cache.rates[level], now_s):
+                self._parts.probe(first, level)
+            if worth.waits_for(rate, now_s):
                 rate.when_one_ends(lambda: self._cache.owner.post(self._check))
                 waits = True
         if waits and worth.measured_until_s is not None:
             self._wake_in(worth.measured_until_s - now_s, self._check)
         return waits
 
-    def _decide(
-        self, awaited: list[Awaited], first: dict[int, Part], *, asks: bool = False
-    ) -> bool:
+    def _decide(self, awaited: list[PartState], *, asks: bool = False) -> bool:
         """Ends the prefix before what is not worth loading; returns whether that made it shorter.
 
         asks: what a tier has not been asked about yet counts as found, after a question.
@@ -303,10 +311,10 @@ class PrefixLookup:
             question_s = max(rate.latency_s for rate in self._cache.rates)
             loads = ((length, load_s and load_s + question_s) for length, load_s in loads)
         length = self._worth.prefix(loads, now_s)
-        for level, part in first.items():
-            self._cache.rates[level].is_slow = is_slow = part[0] >= length
+        for level, first in self._parts.first(awaited).items():
+            self._cache.rates[level].is_slow = is_slow = first.part[0] >= length
             if is_slow:
-                self._parts.probe(part, level)
+                self._parts.probe(first, level)
         if length == self.bound:
             return False
         self._ends_at(length, "miss_slower")
@@ -323,10 +331,10 @@ class PrefixLookup:
         if self._worth is not None:
             self._wake_in(self._worth.compute_s(self.bound, time.monotonic()), self._give_up)
 
-    def _ask(self, unknown: list[Part]) -> None:
+    def _ask(self, unknown: list[PartState]) -> None:
         """Asks the tier without an index, if there is one; see the module."""
         tiers, owner, parts = self._cache.tiers, self._cache.owner, self._parts
-        some_key = parts.key(unknown[0])
+        some_key = unknown[0].key
         level = next((n for n, tier in enumerate(tiers) if tier.lookup(some_key) is None), None)
         if level is None:
             self._questions = 2
@@ -334,18 +342,18 @@ class PrefixLookup:
         self._ask_in_time(level)
         if not self._questions:
             self._questions = 1
-            self._scan([(part, parts.key(part)) for part in unknown], level)
+            self._scan(unknown, level)
             return
         every = parts.needs.parts_of_any(self.bound)
-        asked = sorted({*unknown, *(part for part in every if not parts.is_found(part))})
-        wanted = [(part, parts.key(part)) for part in asked]
+        also = {parts.state(part) for part in every if not parts.is_found(part)}
+        wanted = sorted(also.union(unknown), key=lambda each: each.part)
         tiers[level].exists(
-            [key for _, key in wanted],
+            [each.key for each in wanted],
             self._request.deadline_s,
             lambda result: owner.post(partial(self._answered, wanted, level, result)),
         )
 
-    def _answered(self, wanted: list[Wanted], level: int, result: ExistsResult) -> None:
+    def _answered(self, wanted: list[PartState], level: int, result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
             answers = [*zip(wanted, result.present, strict=True)]
             self._parts.found([each for each, is_there in answers if is_there], level)
@@ -428,4 +436,7 @@ class PrefixLookup:
             self._done(self)
             self.cancel()
             # After the answer, which does not wait for it.
-            self._cache.keep(self._parts.pooled(self._cache.refreshed_before_s))
+            self._cache.owner.post(self._keep)
+
+    def _keep(self) -> None:
+        self._cache.keep(self._parts.pooled(self._cache.refreshed_before_s))

@@ -1,4 +1,4 @@
-"""What moves between the host pool and the tiers, and when: decisions without I/O.
+"""The decisions about lookups, without I/O.
 
 What is worth loading (`WorthLoading`). A tier and an engine are two queues. A tier loads the bytes
 in flight before it loads others (`TransferRate`), an engine computes the prompts that it has before
@@ -6,6 +6,18 @@ it computes others (`Computing`). A request whose prefix is loaded has its first
 ready and the rest of the prompt is computed; `prefix_worth_loading` finds the prefix for which that
 is soonest. From a tier whose rate is not known one chunk is loaded first. For an engine that has
 not measured itself everything is loaded.
+
+Which parts a prefix needs (`PrefixNeeds`). A lookup has rows, one for each rank and group of
+layers; a chunk has one part in each row. How far back an engine still reads a row's tokens after a
+prefix is the row's `Reach`:
+
+    chunk                       0   1   2   3   4   5   prefix of 6 chunks
+    row 0: all                  n   n   n   n   n   n   n: the part is needed
+    row 1: window, 1.5 chunks   .   .   .   .   n   n
+    row 2: state                .   .   .   .   .   n
+
+Chunks count from the first one of the lookup, which is chunk ``first_chunk`` of the prompt. The
+engine has those before it: they are never needed. Windows count from the prompt's beginning.
 
 Which lookup loads next, if the pool has no room for all (`WaitQueue`).
 
@@ -15,11 +27,12 @@ Times are those of `time.monotonic()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.cache.threads import Action, Owner
+from lmcache_redis.chunks.names import Reach
 
 # Half-life of a sample: 0.15 s of transfers, or 2 s of idle time. After a pause, history weighs at
 # most one half-life, so one chunk shows that the tier has become faster.
@@ -33,6 +46,8 @@ _OLD_S = 10.0
 # Of a prompt's computing time: for an answer or a load that shows the rate of a tier.
 _SHARE = 1 / 24
 
+Part = tuple[int, int]  # chunk, row
+
 
 class TransferRate:
     """How fast a tier delivers, from its loads and from how soon it answers questions.
@@ -41,12 +56,14 @@ class TransferRate:
         in_flight_bytes: of the loads that have begun and not ended.
         latency_s: from a question to its answer, at its shortest of late.
         is_slow: computing was faster when they were last compared.
+        on_idle: called when none is in flight any more.
     """
 
     def __init__(self) -> None:
         self.in_flight_bytes = 0
         self.latency_s = 0.0
         self.is_slow = False
+        self.on_idle: Action | None = None
         self._bytes = 0.0
         self._busy_s = 0.0
         self._since_s = 0.0  # the last arrival; without loads in flight, the end of the last one
@@ -77,6 +94,8 @@ class TransferRate:
             waiting, self._waiting = self._waiting, []
             for action in waiting:
                 action()
+        if not self.in_flight_bytes and self.on_idle is not None:
+            self.on_idle()  # writes give way to loads
 
     def when_one_ends(self, action: Action) -> None:
         """Calls ``action``, once, when a load in flight has ended."""
@@ -225,6 +244,73 @@ def prefix_worth_loading(
         if (first_token_s, -length) < (best_s, -best):
             best, best_s = length, first_token_s
     return best
+
+
+class PrefixNeeds:
+    """What the prefixes of one lookup need.
+
+    reaches: of each row. chunk_tokens: may be 0 if every row needs all tokens.
+
+    Raises ValueError for rows whose needs cannot be told: they need a ``chunk_tokens``.
+    """
+
+    def __init__(self, reaches: Sequence[Reach], first_chunk: int = 0, chunk_tokens: int = 0):
+        # Rows that need only some of a prefix's parts.
+        self.bounded = [row for row, reach in enumerate(reaches) if reach.kind != "all"]
+        if first_chunk < 0 or chunk_tokens < bool(self.bounded):
+            raise ValueError(f"first chunk {first_chunk}, chunks of {chunk_tokens} tokens")
+        self._reaches = reaches
+        self._first_chunk = first_chunk
+        self._chunk_tokens = chunk_tokens
+
+    def first(self, row: int, length: int) -> int:
+        """A prefix of ``length`` chunks needs the row's parts from this chunk to its end.
+
+        Never decreases with ``length``; ``length`` itself if it needs none.
+        """
+        reach, before = self._reaches[row], self._first_chunk
+        if reach.kind == "all":
+            return 0
+        return max(0, reach.first_chunk(before + length, self._chunk_tokens) - before)
+
+    def parts(self, length: int) -> Iterator[Part]:
+        """The parts that a prefix of ``length`` chunks needs."""
+        for row in range(len(self._reaches)):
+            for chunk in range(self.first(row, length), length):
+                yield chunk, row
+
+    def parts_of_any(self, length: int) -> Iterator[Part]:
+        """The parts of the bounded rows that some prefix of at most ``length`` chunks needs."""
+        chunks: dict[Reach, list[int]] = {}  # most rows have the reach of another
+        for row in self.bounded:
+            reach = self._reaches[row]
+            if reach not in chunks:
+                # If a longer prefix needs a part, so does the one that ends with its chunk.
+                chunks[reach] = [n for n in range(length) if self.first(row, n + 1) <= n]
+            for chunk in chunks[reach]:
+                yield chunk, row
+
+    def longest(self, limit: int, has: Callable[[Part], bool]) -> int:
+        """The longest prefix of at most ``limit`` chunks all of whose needed parts are there.
+
+        If a needed part is not, neither are the prefixes that end after its chunk possible: those
+        up to ``limit`` need it too, because `first` does not decrease. Asks ``has`` at most once
+        about each part.
+        """
+        length = limit
+        rows = range(len(self._reaches))
+        seen = [limit for _ in rows]  # the row's parts from here to the end of the prefix are there
+        before = limit + 1
+        while length < before:
+            before = length
+            for row in rows:
+                first = self.first(row, length)
+                for chunk in range(first, min(length, seen[row])):
+                    if not has((chunk, row)):
+                        length = chunk
+                        break
+                seen[row] = first
+        return length
 
 
 class _WaitingLookup(NamedTuple):

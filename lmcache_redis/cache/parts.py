@@ -1,31 +1,27 @@
-"""The parts of one lookup: which are held, which are missing, and where those are.
-
-`needs` says which parts a prefix needs.
-"""
+"""The parts of one lookup: which are held, which are missing, and where those are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
+from lmcache_redis.cache.backing import PooledChunk
 from lmcache_redis.cache.cache import Cache, Load, load_of
-from lmcache_redis.cache.needs import Part, PrefixNeeds
-from lmcache_redis.cache.pacing import Computing
+from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
-from lmcache_redis.cache.refreshing import PooledChunk
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 from lmcache_redis.tiers import ChunkIO
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
-
 # Of prompts with more chunks, not every prefix is compared.
 _MOST_PREFIXES = 512
-# Then others of the owner's actions have a turn: a lookup may have tens of thousands of parts.
+# After so many parts others of the owner's actions have a turn: a lookup may have tens of
+# thousands. To begin a load takes longer than to hold a part.
 _SOME_PARTS = 512
-
-Wanted = tuple[Part, bytes]  # and its key
+_SOME_HELD = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +45,27 @@ class LookupRequest:
     urgent: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class PartState:
-    """One part of a lookup. The defaults are those of a part that is missing.
+    """A part of a lookup that the host pool did not have at once.
 
     Attributes:
         is_needed: by the prefix. Such a part is held or missing.
         is_later: it is missing, and loaded when the engine retrieves it.
+        level: a tier that has it.
         entry: it is held: the entry has a pin for it.
         watcher: of an entry that is being filled.
-        level: a tier that has it; of parts that were not in the host pool, and of remote ones.
         load: by this lookup.
     """
 
-    is_needed = True
-    is_later = False
+    part: Part
+    key: bytes
+    is_needed: bool = False
+    is_later: bool = False
+    level: int | None = None
     entry: Entry | None = None
     watcher: Callable[[Filled], None] | None = None
-    level: int | None = None
     load: Load | None = None
-
-
-Awaited = tuple[Part, PartState, int]  # and the number of the tier
 
 
 class LookupParts:
@@ -94,50 +90,55 @@ class LookupParts:
         self.needs = PrefixNeeds(reaches, request.first_chunk, request.chunk_tokens)
         self.length = len(request.hashes)
         self.filling = 0
-        self.to_load: list[Awaited] = []
+        self.to_load: list[PartState] = []
         self.has_loads = False
+        self._pooled: dict[Part, Entry] = {}  # held, without a state
         self._states: dict[Part, PartState] = {}
         self._is_taken = False
         self._cache = cache
         self._request = request
         self._stems = [row.stem(len(request.hashes[0])) for row in rows]
-        self._units = [*map(cache.units, request.forms), *(0 for _ in request.remote)]
         self._on_filled = filled
-
-    def key(self, part: Part) -> bytes:
-        """The part's name in the pool and in tiers."""
-        chunk, row = part
-        return self._stems[row] + self._request.hashes[chunk]
 
     def is_remote(self, part: Part) -> bool:
         """Whether another node loads the part."""
         return part[1] >= len(self._request.forms)
 
-    def missing(self) -> list[Part]:
+    def state(self, part: Part) -> PartState:
+        """The state of a part that is not among those held at once."""
+        state = self._states.get(part)
+        if state is None:
+            chunk, row = part
+            key = self._stems[row] + self._request.hashes[chunk]
+            state = self._states[part] = PartState(part, key)
+        return state
+
+    def missing(self) -> list[PartState]:
         """The parts that the prefix needs and that are not held, in order."""
-        states = self._states.items()
-        found = [part for part, state in states if state.is_needed and state.entry is None]
-        return sorted(found)
+        found = [s for s in self._states.values() if s.is_needed and s.entry is None]
+        return sorted(found, key=lambda state: state.part)
 
     def take(self) -> dict[Part, Entry]:
         """The entries held, whose pins now belong to the caller."""
         self._is_taken = True
-        return {part: s.entry for part, s in self._states.items() if s.entry is not None}
+        held = {part: s.entry for part, s in self._states.items() if s.entry is not None}
+        return self._pooled | held if held else self._pooled
 
     def pooled(self, before_s: float) -> list[PooledChunk]:
         """What was taken from the host pool and the tiers were last told to keep before then.
 
         Of a prefix the end is used least: if the tiers were told of it since, so were they of all.
         """
-        forms, hashes = self._request.forms, self._request.hashes
-        ends = [self._states.get((self.length - 1, row)) for row in range(len(forms))]
-        if all(each and each.entry and each.entry.refreshed_s > before_s for each in ends):
+        forms, hashes, states = self._request.forms, self._request.hashes, self._states
+        held = ((part, s.entry) for part, s in states.items() if s.entry and s.load is None)
+        entries = self._pooled | dict(held)
+        ends = [entries.get((self.length - 1, row)) for row in range(len(forms))]
+        if all(end is not None and end.refreshed_s > before_s for end in ends):
             return []
         return [
-            PooledChunk(forms[row], hashes[chunk], state.entry)
-            for (chunk, row), state in self._states.items()
-            if state.entry is not None and state.load is None
-            if state.entry.refreshed_s <= before_s
+            (forms[row], hashes[chunk], entry)
+            for (chunk, row), entry in entries.items()
+            if entry.refreshed_s <= before_s
         ]
 
     def levels(self) -> dict[int, int]:
@@ -151,51 +152,53 @@ class LookupParts:
 
     # ------------------------------------------------------------- the pool
 
-    def hold_first(self) -> list[Wanted]:
-        """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
-        wanted: list[Wanted] = []
-        states, pool, filling = self._states, self._cache.pool, EntryState.FILLING
-        get, pin = pool.get, pool.pin
+    def hold_first(self) -> Iterator[None]:
+        """Holds what the pool has of the rows that need all chunks. Yields between turns."""
+        hold, pooled, ready = self._cache.pool.hold, self._pooled, EntryState.READY
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
+        chunks_per_turn = max(1, _SOME_HELD // len(self._stems))
         for chunk, chunk_hash in enumerate(self._request.hashes):
+            if chunk and chunk % chunks_per_turn == 0:
+                yield
             for row, stem in rows:
-                part, key = (chunk, row), stem + chunk_hash
-                states[part] = state = PartState()
-                entry = get(key) if row < local else None
-                if entry is None:
-                    wanted.append((part, key))
-                elif entry.state is filling or not entry.wanted:
-                    self._hold(part, state, entry)
-                else:
-                    pin(entry)
-                    state.entry = entry
+                entry = hold(stem + chunk_hash) if row < local else None
+                if entry is not None and entry.state is ready:
+                    pooled[chunk, row] = entry
+                    continue
+                state = self.state((chunk, row))
+                state.is_needed = True
+                if entry is not None:
+                    self._held(state, entry)
         if bounded:
-            self._need(self.needs.parts(self.length))
-        return wanted
+            self._need(part for part in self.needs.parts(self.length) if part[1] in bounded)
 
-    def hold_pooled(self, missing: Iterable[Part]) -> None:
+    def hold_pooled(self, missing: Iterable[PartState]) -> None:
         """Holds those of the missing parts that the pool has."""
-        get, key = self._cache.pool.get, self.key
-        for part in missing:
-            entry = None if self.is_remote(part) else get(key(part))
-            if entry is not None:
-                self._states[part].is_later = False
-                self._hold(part, self._states[part], entry)
+        for state in missing:
+            if not self.is_remote(state.part) and (entry := self._cache.pool.hold(state.key)):
+                state.is_later = False
+                self._held(state, entry)
 
     def shrink(self, length: int) -> None:
         """Releases what a shorter prefix no longer needs; holds what it needs and the pool has."""
         if length == self.length:
             return
-        dropped, added = self.needs.between(self.length, length)
+        dropped: list[Part] = []
+        added: list[Part] = []
+        for row in range(len(self._stems)):
+            before, now = self.needs.first(row, self.length), self.needs.first(row, length)
+            dropped += [(chunk, row) for chunk in range(max(before, length), self.length)]
+            added += [(chunk, row) for chunk in range(now, min(before, length))]
         self.length = length
         for part in dropped:
-            state = self._states[part]
-            state.is_needed = state.is_later = False
-            if state.entry is not None:
-                self._release(state, state.entry)
-        self._need(added)
-        self.hold_pooled(added)
+            if (entry := self._pooled.pop(part, None)) is not None:
+                self._cache.pool.unpin(entry)
+            else:
+                state = self._states[part]
+                state.is_needed = state.is_later = False
+                self._release(state)
+        self.hold_pooled(self._need(added))
 
     def release_all(self) -> bool:
         """Releases what is held, which is missing then; returns whether anything was.
@@ -204,160 +207,160 @@ class LookupParts:
         """
         if self._is_taken:
             return False
-        held = [(state, state.entry) for state in self._states.values()]
-        for state, entry in held:
-            if entry is not None:
-                self._release(state, entry)
-        return any(entry is not None for _, entry in held)
+        pooled, self._pooled = self._pooled, {}
+        held = [state for state in self._states.values() if state.entry is not None]
+        for state in held:
+            self._release(state)
+        for entry in pooled.values():
+            self._cache.pool.unpin(entry)
+        self._need(pooled)
+        return bool(pooled or held)
 
-    def _need(self, parts: Iterable[Part]) -> None:
-        for part in parts:
-            self._state(part).is_needed = True
+    def _need(self, parts: Iterable[Part]) -> list[PartState]:
+        states = [self.state(part) for part in parts]
+        for state in states:
+            state.is_needed = True
+        return states
 
-    def _state(self, part: Part) -> PartState:
-        state = self._states.get(part)
-        if state is None:
-            state = self._states[part] = PartState()
-            state.is_needed = False
-        return state
-
-    def _hold(self, part: Part, state: PartState, entry: Entry) -> None:
-        self._cache.pool.hold(entry)
+    def _held(self, state: PartState, entry: Entry) -> None:
         state.entry = entry
         if entry.state is EntryState.FILLING:
             self.filling += 1
-            state.watcher = watcher = partial(self._filled, part)
-            self._cache.pool.watch(entry, watcher)
+            state.watcher = partial(self._filled, state)
+            self._cache.pool.watch(entry, state.watcher)
 
-    def _release(self, state: PartState, entry: Entry) -> None:
-        watcher, state.watcher, state.entry = state.watcher, None, None
-        if watcher is not None:
-            self.filling -= 1
-            self._cache.pool.unwatch(entry, watcher)
-        self._cache.pool.unpin(entry)
+    def _release(self, state: PartState) -> None:
+        watcher, entry = state.watcher, state.entry
+        state.watcher = state.entry = None
+        if entry is not None:
+            if watcher is not None:
+                self.filling -= 1
+                self._cache.pool.unwatch(entry, watcher)
+            self._cache.pool.unpin(entry)
 
-    def _filled(self, part: Part, filled: Filled) -> None:
-        self._states[part].watcher = None
+    def _filled(self, state: PartState, filled: Filled) -> None:
+        state.watcher = None
         self.filling -= 1
-        self._on_filled(part, filled)
+        self._on_filled(state.part, filled)
 
     def units(self) -> tuple[int, int, int]:
         """The units of memory of the parts to be loaded now, of those held, and of a chunk."""
-        missing = held = 0
-        for (_, row), state in self._states.items():
-            if state.entry is not None:
-                held += state.entry.units
-            elif state.is_needed and not state.is_later:
-                missing += self._units[row]
-        return missing, held, sum(self._units)
+        row_units = [self._cache.units(form) for form in self._request.forms]
+        states = self._states.values()
+        missing = sum(
+            row_units[state.part[1]]
+            for state in states
+            if state.is_needed and not state.is_later and state.entry is None
+            if not self.is_remote(state.part)
+        )
+        held = chain(self._pooled.values(), (s.entry for s in states if s.entry is not None))
+        return missing, sum(entry.units for entry in held), sum(row_units)
 
     def defer(self, units: int) -> None:
         """Loads the last of the missing parts later, so that the others take fewer units now."""
-        for part in reversed(self.missing()):
-            state = self._states[part]
-            if units > 0 and not state.is_later and not self.is_remote(part):
+        for state in reversed(self.missing()):
+            if units > 0 and not state.is_later and not self.is_remote(state.part):
                 state.is_later = True
-                units -= self._units[part[1]]
+                units -= self._cache.units(self._request.forms[state.part[1]])
 
     def is_ready(self, part: Part) -> bool:
         """Whether the part is READY in the pool; of a remote one, whether it was found."""
-        state = self._states.get(part)
-        if state is not None and state.entry is not None:
+        if part in self._pooled:
+            return True
+        state = self.state(part)
+        if state.entry is not None:
             return state.watcher is None
         if self.is_remote(part):
-            return state is not None and state.level is not None
-        entry = self._cache.pool.peek(self.key(part))
+            return state.level is not None
+        entry = self._cache.pool.peek(state.key)
         return entry is not None and entry.state is EntryState.READY
 
     # ------------------------------------------------------------ the tiers
 
-    def look_up(self, wanted: Sequence[Wanted], level: int) -> list[Wanted]:
+    def look_up(self, wanted: Sequence[PartState], level: int) -> list[PartState]:
         """Notes those that are in the index of a tier; returns the others."""
         lookup, is_last = self._cache.tiers[level].lookup, level + 1 == len(self._cache.tiers)
-        here: list[Wanted] = []
-        rest: list[Wanted] = []
-        for each in wanted:
-            is_here = lookup(each[1]) and (is_last or not self.is_remote(each[0]))
-            (here if is_here else rest).append(each)
+        here: list[PartState] = []
+        rest: list[PartState] = []
+        for state in wanted:
+            is_here = lookup(state.key) and (is_last or not self.is_remote(state.part))
+            (here if is_here else rest).append(state)
         self.found(here, level)
         return rest
 
-    def found(self, here: Iterable[Wanted], level: int) -> None:
+    def found(self, here: Sequence[PartState], level: int) -> None:
         """A tier has these parts."""
-        states = self._states
-        for part, _ in here:
-            states[part].level = level
-        self._cache.pool.seen(level, [key for _, key in here])
+        for state in here:
+            state.level = level
+        self._cache.pool.seen(level, [state.key for state in here])
 
-    def absent(self, wanted: Sequence[Wanted], level: int) -> None:
+    def absent(self, wanted: Sequence[PartState], level: int) -> None:
         """A tier does not have these parts."""
-        self._cache.pool.seen(level, [key for _, key in wanted], there=False)
+        self._cache.pool.seen(level, [state.key for state in wanted], there=False)
 
-    def doubt(self, rest: Sequence[Wanted], level: int) -> None:
-        """A scan of a tier has ended before these parts: what was known of them is old.
+    def doubt(self, first: int, level: int) -> None:
+        """A scan of a tier has ended in this chunk: what was known of the rest is old.
 
-        So is what was known of the parts in the host pool behind them, which were not asked for.
+        So is what was known of parts in the host pool, which were not asked for.
         """
-        first = rest[0][0][0]
-        keys = [key for _, key in rest]
-        for part, state in self._states.items():
-            if state.entry is not None and part[0] >= first:
-                keys.append(state.entry.key)
+        keys = [state.key for state in self._states.values() if state.part[0] >= first]
+        keys += [entry.key for (chunk, _), entry in self._pooled.items() if chunk >= first]
         self._cache.pool.forget(level, keys)
 
-    def unknown(self, parts: Iterable[Part]) -> list[Part]:
+    def unknown(self, missing: Iterable[PartState]) -> list[PartState]:
         """Those that are neither in memory nor known to be in a tier."""
-        states, is_found = self._states, self.is_found
-        return [part for part in parts if states[part].level is None and not is_found(part)]
+        return [state for state in missing if not self.is_found(state.part)]
 
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
-        state = self._state(part)
+        if part in self._pooled:
+            return True
+        state = self.state(part)
         if state.entry is not None or state.level is not None:
             return True
         if self.is_remote(part):
             return False
-        key = self.key(part)
-        if key in self._cache.pool:
+        if state.key in self._cache.pool:
             return True
-        level = self._cache.level_of(key)
-        if level is None or self._cache.tiers[level].lookup(key) is None:
+        level = self._cache.level_of(state.key)
+        if level is None or self._cache.tiers[level].lookup(state.key) is None:
             return False
         state.level = level
         return True
 
-    def awaited(self) -> list[Awaited]:
-        """Parts to be loaded or being loaded, in order, with the number of their tier."""
-        local, last = len(self._request.forms), len(self._cache.tiers) - 1
-        found = []
-        for part, state in self._states.items():
-            entry = state.entry
-            if entry is not None:
-                # What cannot be cancelled comes from a store, not from a tier.
-                is_awaited = state.watcher is not None and entry.cancel is not None
-            else:
-                is_awaited = state.is_needed
-            if is_awaited and part[1] < local:
-                level = state.level if state.load is None else state.load.level
-                found.append((part, state, last if level is None else level))
-        if self.needs.bounded:
-            found.sort(key=lambda each: each[0])
-        return found
+    def level_of(self, state: PartState) -> int:
+        """The tier that a part is loaded from."""
+        level = state.level if state.load is None else state.load.level
+        return len(self._cache.tiers) - 1 if level is None else level
 
-    @staticmethod
-    def first(awaited: Sequence[Awaited]) -> dict[int, Part]:
+    def awaited(self) -> list[PartState]:
+        """Parts to be loaded or being loaded, in order."""
+        # What cannot be cancelled comes from a store, not from a tier.
+        found = [
+            state
+            for state in self._states.values()
+            if (
+                state.is_needed
+                if state.entry is None
+                else state.watcher is not None and state.entry.cancel is not None
+            )
+            and not self.is_remote(state.part)
+        ]
+        return sorted(found, key=lambda state: state.part)
+
+    def first(self, awaited: Sequence[PartState]) -> dict[int, PartState]:
         """The first part from each tier."""
-        return {level: part for part, _, level in reversed(awaited)}
+        return {self.level_of(state): state for state in reversed(awaited)}
 
     def bytes_left(self) -> list[int]:
         """The bytes to be loaded or being filled, by the number of the tier."""
         left = [0] * len(self._cache.tiers)
-        for (_, row), _, level in self.awaited():
-            left[level] += self._request.forms[row].chunk_bytes
+        for state in self.awaited():
+            left[self.level_of(state)] += self._request.forms[state.part[1]].chunk_bytes
         return left
 
     def load_times(
-        self, awaited: Sequence[Awaited], bound: int, before: int, now_s: float
+        self, awaited: Sequence[PartState], bound: int, before: int, now_s: float
     ) -> Iterator[tuple[int, float]]:
         """Prefixes that may be worth loading, with the seconds until each is loaded.
 
@@ -376,7 +379,8 @@ class LookupParts:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.
             yield needs.longest(bound, self.is_ready), 0.0
         next_chunk = len(self._request.hashes) if needs.bounded else 0
-        for (chunk, row), state, level in awaited:
+        for state in awaited:
+            (chunk, row), level = state.part, self.level_of(state)
             if chunk >= next_chunk:
                 yield chunk, load_s()
                 next_chunk = chunk + 1 + bound // _MOST_PREFIXES
@@ -385,16 +389,16 @@ class LookupParts:
                 nbytes[level] += forms[row].chunk_bytes
         yield bound, load_s()
 
-    def probe(self, part: Part, level: int) -> None:
+    def probe(self, state: PartState, level: int) -> None:
         """Begins the load of one part, which no lookup waits for, if that shows a rate."""
-        chunk, row = part
+        chunk, row = state.part
         form, chunk_hash = self._request.forms[row], self._request.hashes[chunk]
-        self._cache.probe(form, self.key(part), chunk_hash, level)
+        self._cache.probe(form, state.key, chunk_hash, level)
 
-    def queue_loads(self, awaited: Sequence[Awaited]) -> None:
+    def queue_loads(self, awaited: Sequence[PartState]) -> None:
         """What is missing now is to be loaded, from one tier after the other."""
-        missing = [e for e in awaited if e[1].entry is None and not e[1].is_later]
-        self.to_load = sorted(missing, key=lambda each: each[2])
+        missing = [state for state in awaited if state.entry is None and not state.is_later]
+        self.to_load = sorted(missing, key=self.level_of)
 
     def begin_some(self) -> bool:
         """Begins to load some of what is to be loaded; returns False if there is no room."""
@@ -402,12 +406,13 @@ class LookupParts:
         jobs: list[ChunkIO] = []
         stripes = jobs_level = 0
         try:
-            for part, state, level in some:
+            for state in some:
+                level = self.level_of(state)
                 if stripes >= _BATCH_STRIPES or level != jobs_level:
                     batch, jobs = jobs, []
                     self._cache.begin_loads(batch)
                     stripes, jobs_level = 0, level
-                job = self._prepare(part, state, level)
+                job = self._prepare(state, level)
                 if job is not None:
                     jobs.append(job)
                     stripes += job.frame.stripe_count
@@ -417,16 +422,17 @@ class LookupParts:
         finally:
             self._cache.begin_loads(jobs)
 
-    def _prepare(self, part: Part, state: PartState, level: int) -> ChunkIO | None:
+    def _prepare(self, state: PartState, level: int) -> ChunkIO | None:
         """Holds a part and returns its load; None if another lookup loads it, or without room."""
-        request, key = self._request, self.key(part)
-        entry, job = self._cache.pool.get(key), None
+        request, (chunk, row), pool = self._request, state.part, self._cache.pool
+        entry, job = pool.hold(state.key), None
         if entry is None:
-            form, chunk_hash = request.forms[part[1]], request.hashes[part[0]]
-            job = self._cache.prepare_load(form, key, chunk_hash, level, request.deadline_s)
+            form, chunk_hash = request.forms[row], request.hashes[chunk]
+            job = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
             if job is None:
                 return None
             state.load, self.has_loads = load_of(job), True
             entry = state.load.entry
-        self._hold(part, state, entry)
+            pool.hold(state.key)
+        self._held(state, entry)
         return job

@@ -297,13 +297,22 @@ class HostPool:
             self.idle -= entry.units
         entry.pins += 1
 
-    def hold(self, entry: Entry) -> None:
-        """Pin an entry for a lookup. ``on_wanted`` is told of the first, if others have pins."""
-        self.pin(entry)
+    def hold(self, key: bytes) -> Entry | None:
+        """Pin the entry of a key for a lookup. ``on_wanted`` is told of the first, if others
+        have pins and it is READY.
+        """
+        entry = self._index.get(key)
+        if entry is None:
+            return None
+        if entry.pins == 0:
+            del self._idle[key]
+            self.idle -= entry.units
+        entry.pins += 1
         if not entry.wanted:
             entry.wanted = True
-            if entry.pins > 1:
+            if entry.pins > 1 and entry.state is EntryState.READY:
                 self.on_wanted(entry)
+        return entry
 
     def unpin(self, entry: Entry) -> None:
         """Release a pin. The last one makes a READY entry evictable and frees a DISCARDED one."""

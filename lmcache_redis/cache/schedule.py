@@ -18,7 +18,6 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry
@@ -36,23 +35,15 @@ _BATCH_WINDOW_S = 0.005
 Rank = tuple[bool, int]
 
 
-class WriteState(Enum):
-    """The life of a write: see `writebehind`."""
-
-    WAITING = "waiting"
-    READY = "ready"
-    WRITING = "writing"
-
-
 @dataclass(slots=True, eq=False)
 class PendingWrite:
-    """A chunk that is to be written. done: told the outcome."""
+    """A chunk that is to be written. done: told the outcome. queue: None: the write has begun."""
 
     entry: Entry
     job: ChunkIO
-    state: WriteState = WriteState.WRITING
-    rank: Rank = (False, 0)
     done: Callable[[WriteOutcome], None] | None = None
+    rank: Rank = (False, 0)
+    queue: RankedWrites | None = None
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +55,7 @@ def rank_of(entry: Entry) -> Rank:
     return not entry.wanted, entry.position
 
 
-class _Ranked:
+class RankedWrites:
     """Writes by rank; those of one rank in the order in which they were added."""
 
     def __init__(self) -> None:
@@ -72,14 +63,14 @@ class _Ranked:
         self._writes: dict[Rank, OrderedDict[PendingWrite, None]] = {}
 
     def add(self, write: PendingWrite) -> None:
-        rank = write.rank = rank_of(write.entry)
-        writes = self._writes.get(rank)
-        if writes is None:
-            insort(self._ranks, rank)
-            writes = self._writes[rank] = OrderedDict()
-        writes[write] = None
+        write.queue, write.rank = self, rank_of(write.entry)
+        if write.rank not in self._writes:
+            insort(self._ranks, write.rank)
+            self._writes[write.rank] = OrderedDict()
+        self._writes[write.rank][write] = None
 
     def remove(self, write: PendingWrite) -> None:
+        write.queue = None
         writes = self._writes[write.rank]
         del writes[write]
         if not writes:
@@ -98,9 +89,10 @@ class _Ranked:
 
 
 class WriteScheduler:
-    """The writes of one tier that have not begun, and how many may. loads: from the same tier.
+    """The writes of one tier that have not begun, and how many may.
 
     Attributes:
+        loads: from the same tier.
         is_stopping: all begin now.
         limit_bytes: of the queue; may change.
     """
@@ -108,41 +100,43 @@ class WriteScheduler:
     def __init__(self, loads: TransferRate, limit_bytes: int) -> None:
         self.is_stopping = False
         self.limit_bytes = limit_bytes
-        self._loads = loads
+        self.loads = loads
         self._rate = TransferRate()
         self._in_flight: set[PendingWrite] = set()
-        self._in_flight_bytes = 0
         self._begun_s = -math.inf
-        self._due: list[tuple[float, int, PendingWrite]] = []  # a heap; of those WAITING
+        self._due: list[tuple[float, int, PendingWrite]] = []  # a heap; of those waiting
         self._numbers = itertools.count()
-        self._ranked = {WriteState.WAITING: _Ranked(), WriteState.READY: _Ranked()}
-        self._oldest: OrderedDict[PendingWrite, None] = OrderedDict()  # by their deadlines
+        self._waiting = RankedWrites()
+        self._ready = RankedWrites()
+        self._oldest: OrderedDict[PendingWrite, None] = OrderedDict()  # all, by their deadlines
+
+    def __len__(self) -> int:
+        """Writes that have not begun."""
+        return len(self._oldest)
 
     def add(self, write: PendingWrite, due_s: float) -> None:
         """A write that may begin at ``due_s``; its deadline is not before those of others."""
-        write.state = WriteState.WAITING
-        self._ranked[write.state].add(write)
+        self._waiting.add(write)
         self._oldest[write] = None
         heapq.heappush(self._due, (due_s, next(self._numbers), write))
 
     def remove(self, write: PendingWrite) -> bool:
         """Take out a write; False if it has begun."""
-        if write.state is WriteState.WRITING:
+        if write.queue is None:
             return False
-        self._ranked[write.state].remove(write)
+        write.queue.remove(write)
         del self._oldest[write]
-        write.state = WriteState.WRITING
         return True
 
     def rank_again(self, write: PendingWrite) -> None:
         """The rank of its entry has changed."""
-        if write.state is not WriteState.WRITING:
-            self._ranked[write.state].remove(write)
-            self._ranked[write.state].add(write)
+        if (queue := write.queue) is not None:
+            queue.remove(write)
+            queue.add(write)
 
     def after(self, rank: Rank) -> Iterator[PendingWrite]:
         """The writes of higher ranks, the last first. None may be removed meanwhile."""
-        later = [ranked.after(rank) for ranked in self._ranked.values()]
+        later = self._waiting.after(rank), self._ready.after(rank)
         return heapq.merge(*later, key=lambda write: write.rank, reverse=True)
 
     def expired(self, now_s: float) -> list[PendingWrite]:
@@ -156,19 +150,26 @@ class WriteScheduler:
     def begin(self, now_s: float) -> list[PendingWrite]:
         """The writes that begin now, in their order. They are in flight until `ended`."""
         by_s = math.inf if self.is_stopping else now_s + _BATCH_WINDOW_S
-        self._make_ready(by_s)
-        limit = self._in_flight_limit()
+        while self._due and self._due[0][0] <= by_s:
+            write = heapq.heappop(self._due)[2]
+            if write.queue is self._waiting:
+                self._waiting.remove(write)
+                self._ready.add(write)
+        limit = (
+            math.inf if self.is_stopping else min(IN_FLIGHT_BYTES, self._bytes_within(_IN_FLIGHT_S))
+        )
+        in_flight_bytes = sum(each.nbytes for each in self._in_flight)
         # A batch costs less for each chunk, so there is none for every write that ends.
-        if self._waits_until(now_s) > now_s or self._in_flight_bytes > limit // 2:
+        if self._waits_until(now_s) > now_s or in_flight_bytes > limit // 2:
             return []
         begun = []
-        while (write := self._ranked[WriteState.READY].first()) is not None:
-            if self._in_flight_bytes and self._in_flight_bytes + write.nbytes > limit:
+        while (first := self._ready.first()) is not None:
+            if in_flight_bytes and in_flight_bytes + first.nbytes > limit:
                 break
-            self.remove(write)
-            self._in_flight.add(write)
-            self._in_flight_bytes += write.nbytes
-            begun.append(write)
+            self.remove(first)
+            in_flight_bytes += first.nbytes
+            begun.append(first)
+        self._in_flight.update(begun)
         if begun:
             self._begun_s = now_s
         return begun
@@ -192,11 +193,9 @@ class WriteScheduler:
 
     def ended(self, write: PendingWrite) -> bool:
         """A write is no longer in flight; returns whether it was."""
-        if write not in self._in_flight:
-            return False
-        self._in_flight.remove(write)
-        self._in_flight_bytes -= write.nbytes
-        return True
+        was_in_flight = write in self._in_flight
+        self._in_flight.discard(write)
+        return was_in_flight
 
     def most_bytes(self, seconds: float) -> float:
         """The limit of what is queued: no more than the tier is known to write in that time."""
@@ -206,20 +205,7 @@ class WriteScheduler:
         """What the tier writes in that time; infinity if nothing has been written yet."""
         return self._rate.per_second() * seconds or math.inf
 
-    def _make_ready(self, by_s: float) -> None:
-        while self._due and self._due[0][0] <= by_s:
-            write = heapq.heappop(self._due)[2]
-            if write.state is WriteState.WAITING:
-                self._ranked[write.state].remove(write)
-                write.state = WriteState.READY
-                self._ranked[write.state].add(write)
-
-    def _in_flight_limit(self) -> float:
-        if self.is_stopping:
-            return math.inf
-        return min(IN_FLIGHT_BYTES, self._bytes_within(_IN_FLIGHT_S))
-
     def _waits_until(self, now_s: float) -> float:
         """Until when no write begins because of loads; not later than now: none waits."""
-        is_loading = self._loads.in_flight_bytes and not self.is_stopping
+        is_loading = self.loads.in_flight_bytes and not self.is_stopping
         return self._begun_s + GIVE_WAY_S if is_loading else now_s

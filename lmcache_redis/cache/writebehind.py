@@ -116,7 +116,9 @@ class WriteBehind:
 
         False if it is already enqueued, if the tier's index has it, or if it is dropped.
         """
-        if entry in self._pending or self._is_indexed(entry.key):
+        if entry in self._pending:
+            return False
+        if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
             return False
         return self._has_room(nbytes, entry)
 
@@ -173,12 +175,13 @@ class WriteBehind:
         self.begin_ready()
 
     def begin_ready(self) -> None:
-        """Begins the writes whose turn it is. The cache calls this when loads have ended."""
+        """Begins the writes whose turn it is."""
         now_s = time.monotonic()
         for write in self._schedule.expired(now_s):
             self._drop(write)
         writes = self._schedule.begin(now_s)
         self._timer.fire_at(self._schedule.next_s(now_s))
+        self._schedule.loads.on_idle = self.begin_ready if self._schedule else None
         self._ask([each for each in writes if each.job.key not in self._distrusted])
         self._write([each for each in writes if each.job.key in self._distrusted])
 
@@ -334,9 +337,6 @@ class WriteBehind:
             self._release(write)
 
     # ---------------------------------------------------------------- the queue
-
-    def _is_indexed(self, key: bytes) -> bool:
-        return key not in self._distrusted and bool(self._backing.tier.lookup(key))
 
     def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
         """Whether the tier is up and the queue has room. Counts what is dropped.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.needs import Part, PrefixNeeds
+from lmcache_redis.cache.pacing import Part, PrefixNeeds
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach

@@ -31,7 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmcache_redis.cache.needs import PrefixNeeds
+from lmcache_redis.cache.pacing import PrefixNeeds
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.transfers import TransferOp

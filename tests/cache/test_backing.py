@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.cache import refreshing
+from lmcache_redis.cache import backing
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
@@ -39,6 +39,7 @@ class Hot(World):
             self.held = lookup.take()
 
         PrefixLookup(self.cache, LookupRequest([FORM], HASHES, math.inf), answer).start()
+        self.loop.run_posted()
         for entry in self.held.values():
             self.cache.pool.unpin(entry)
         return asked
@@ -128,7 +129,7 @@ def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     PrefixLookup(hot.cache, request, lambda found: held.extend(found.take().values())).start()
     (job,) = hot.redis.read
     hot.redis.read_done(job, ReadOutcome.LOADED)
-    hot.run(lambda: held)
+    hot.run(lambda: held and hot.redis.refreshed)
     assert [chunks for chunks, _ in hot.redis.refreshed] == [CHUNKS[1:]]
     for entry in held:
         hot.cache.pool.unpin(entry)
@@ -153,7 +154,7 @@ def test_what_a_tier_loses_again_and_again_is_looked_at_later(hot: Hot) -> None:
 
 
 def test_few_losses_are_counted(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refreshing, "_MOST_COUNTED", 2)
+    monkeypatch.setattr(backing, "_MOST_COUNTED", 2)
     for _ in range(2):
         hot.age()
         hot.look_up()
@@ -164,8 +165,8 @@ def test_few_losses_are_counted(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_batch_is_asked_about_at_a_time(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refreshing, "_BATCH_CHUNKS", 2)
-    monkeypatch.setattr(refreshing, "_MOST_WAITING", 4)
+    monkeypatch.setattr(backing, "_BATCH_CHUNKS", 2)
+    monkeypatch.setattr(backing, "_MOST_WAITING", 4)
     hot.look_up()
     hot.cache.keep([])
     for batch in (CHUNKS[:2], CHUNKS[2:4]):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.needs import Part, PrefixNeeds
+from lmcache_redis.cache.pacing import Part, PrefixNeeds
 from lmcache_redis.chunks.names import Reach
 
 ALL, STATE = Reach(), Reach("state")
@@ -76,10 +76,6 @@ def test_it_is_what_a_plain_search_finds(
     of_each = [needed(rows, length, first_chunk, chunk_tokens) for length in range(limit + 1)]
     for length in range(limit + 1):
         assert sorted(needs.parts(length)) == sorted(of_each[length])
-        for shorter in range(length + 1):
-            dropped, added = needs.between(length, shorter)
-            assert sorted(dropped) == sorted(of_each[length] - of_each[shorter])
-            assert sorted(added) == sorted(of_each[shorter] - of_each[length])
     of_any = {part for parts in of_each for part in parts if rows[part[1]] != ALL}
     assert sorted(needs.parts_of_any(limit)) == sorted(of_any)
     asked: list[Part] = []
