@@ -17,7 +17,7 @@ from lmcache_redis.agent.trust import LayoutTrust
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
-from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig

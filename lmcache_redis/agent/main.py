@@ -17,7 +17,7 @@ from lmcache_redis import __version__
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.agent.service import Service
-from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.pool import Arena
 from lmcache_redis.config import (
     AgentConfig,
     endpoint_path,

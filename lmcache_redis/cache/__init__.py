@@ -5,7 +5,7 @@ worker are named and split into stripes, and a hash identifies one of them. In m
 `Entry` of the host pool: slots of an `Arena`, one per stripe. A pinned entry keeps its memory; an
 unpinned one stays until its memory is needed.
 
-    memory, pool      `Arena`, and `HostPool`: which chunk holds which memory, and
+    pool              `Arena`, and `HostPool`: which chunk holds which memory, and
                       who waits for it to be filled: a chunk is loaded once
     tier              a tier behind the pool (`lmcache_redis.tiers`): `disk`, and `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
@@ -65,9 +65,8 @@ the meaning of the bytes differs)::
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.parts import LookupRequest
-from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.pool import Arena, Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Owner, OwnerLoop
 
 __all__ = [

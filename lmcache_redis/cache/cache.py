@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.backing import Backing, PooledChunk, Refresher
-from lmcache_redis.cache.memory import PoolMemory
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
-from lmcache_redis.cache.pool import Entry, Filled, HostPool
+from lmcache_redis.cache.pool import Entry, Filled, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
@@ -38,18 +37,17 @@ _DOUBTFUL = (
 )
 
 
-@dataclass(slots=True, eq=False)
-class Load:
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class Load(ChunkIO):
     """A chunk that is being read into an entry.
 
     level: the number of the tier it is read from. begun_s: when that read began
-    (`time.monotonic()`). outcome: of the last read that has ended.
+    (`time.monotonic()`).
     """
 
     entry: Entry
     form: ChunkForm
     level: int
-    outcome: ReadOutcome | None = None
     begun_s: float = 0.0
 
 
@@ -170,8 +168,9 @@ class Cache:
         for queue in queues:
             if queue.admits(entry, form.chunk_bytes):
                 if job is None:
+                    frame, views = form.frame(chunk_hash), self.views(form, entry)
                     deadline_s = time.monotonic() + WRITE_DEADLINE_S
-                    job = self._job(form, chunk_hash, entry, deadline_s, entry)
+                    job = ChunkIO(entry.key, frame, views, deadline_s, entry)
                 queue.enqueue(entry, job, delay_s)
 
     @property
@@ -183,12 +182,6 @@ class Cache:
         """Starts all writes now, because the owner is stopping."""
         for queue in self.queues:
             queue.begin_all()
-
-    def _job(
-        self, form: ChunkForm, chunk_hash: bytes, entry: Entry, deadline_s: float, tag: object
-    ) -> ChunkIO:
-        views = self.views(form, entry)
-        return ChunkIO(entry.key, form.frame(chunk_hash), views, deadline_s, tag)
 
     # ---------------------------------------------------------------- loads
 
@@ -205,7 +198,7 @@ class Cache:
 
     def prepare_load(
         self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
-    ) -> ChunkIO | None:
+    ) -> Load | None:
         """A job that reads the chunk from a tier into a new entry; None if there is no room.
 
         `begin_loads` begins it. Watchers of the entry learn how it ends; if the last of them stops
@@ -214,27 +207,28 @@ class Cache:
         entry = self.pool.reserve(key, self.units(form))
         if entry is None:
             return None
-        job = self._job(form, chunk_hash, entry, deadline_s, Load(entry, form, level))
-        entry.cancel = lambda: self.tiers[load_of(job).level].cancel(job)
-        return job
+        frame, views = form.frame(chunk_hash), self.views(form, entry)
+        load = Load(key, frame, views, deadline_s, entry=entry, form=form, level=level)
+        entry.cancel = lambda: self.tiers[load.level].cancel(load)
+        return load
 
-    def begin_loads(self, jobs: Sequence[ChunkIO]) -> None:
+    def begin_loads(self, loads: Sequence[Load]) -> None:
         """Begins prepared loads, all from one tier: a batch costs less per chunk."""
-        if not jobs:
+        if not loads:
             return
-        level, now_s = load_of(jobs[0]).level, time.monotonic()
-        for job in jobs:
-            load_of(job).begun_s = now_s
-            self.rates[level].begun(job.frame.chunk_bytes, now_s)
+        level, now_s = loads[0].level, time.monotonic()
+        for load in loads:
+            load.begun_s = now_s
+            self.rates[level].begun(load.frame.chunk_bytes, now_s)
         try:
-            self.tiers[level].load_all(jobs, self._done)
+            self.tiers[level].load_all(loads, self._done)
         except BaseException:
             # Our own bug. The tier may have taken some of the jobs: their slots stay pinned until
             # `done`.
-            for job in jobs:
-                self._measure(job, arrived=False)
-                self.pool.pin(load_of(job).entry)
-                self.pool.end(load_of(job).entry, Filled.FAILED)
+            for load in loads:
+                self._measure(load, arrived=False)
+                self.pool.pin(load.entry)
+                self.pool.end(load.entry, Filled.FAILED)
             raise
 
     def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
@@ -242,62 +236,59 @@ class Cache:
         now_s = time.monotonic()
         if key in self.pool or len(self.waiting) or not self.rates[level].may_probe(now_s):
             return
-        job = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
-        if job is not None:
+        load = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
+        if load is not None:
             self.metrics.count("probes")
-            self.pool.watch(load_of(job).entry, lambda filled: None)  # it is not abandoned
-            self.begin_loads((job,))
-
-    # On threads of the tier.
+            self.pool.watch(load.entry, lambda filled: None)  # it is not abandoned
+            self.begin_loads((load,))
 
     def _done(self, job: ChunkIO, outcome: ReadOutcome) -> None:
+        """On a thread of the tier."""
+        assert isinstance(job, Load)
         self.owner.post(partial(self._loaded, job, outcome))
 
-    def _loaded(self, job: ChunkIO, outcome: ReadOutcome) -> None:
+    def _loaded(self, load: Load, outcome: ReadOutcome) -> None:
         """A read has ended: the entry becomes READY, is read from the next tier, or is dropped."""
-        load = load_of(job)
-        load.outcome = outcome
         entry, counters = load.entry, self.counters[load.level]
         if entry.watchers is None:
             self.pool.unpin(entry)  # it was taken by a tier that broke
             return
-        self._measure(job, arrived=outcome is ReadOutcome.LOADED)
+        self._measure(load, arrived=outcome is ReadOutcome.LOADED)
         if outcome is ReadOutcome.LOADED:
             self.pool.known_in(entry, load.level)
             self.metrics.count(counters.loaded_chunks)
-            self.metrics.count(counters.loaded_bytes, job.frame.chunk_bytes)
+            self.metrics.count(counters.loaded_bytes, load.frame.chunk_bytes)
             if self.publish(entry) and load.level:
-                self.write_behind(load.form, job.frame.chunk_hash, entry, levels=load.level)
+                self.write_behind(load.form, load.frame.chunk_hash, entry, levels=load.level)
             return
-        self._missed(job, outcome)
+        self._missed(load, outcome)
         # What a closed tier did not load is not asked of the next one, which is closed too.
         level = None if self._is_closed else self.level_of(entry.key, load.level + 1)
         if level is None or outcome is ReadOutcome.CANCELLED:
             self.pool.end(entry, Filled.FAILED)
         else:
             load.level = level
-            self.begin_loads((job,))
+            self.begin_loads((load,))
 
-    def _measure(self, job: ChunkIO, *, arrived: bool) -> None:
-        load, now_s = load_of(job), time.monotonic()
-        rate, counters = self.rates[load.level], self.counters[load.level]
-        rate.ended(job.frame.chunk_bytes, now_s, arrived=arrived)
+    def _measure(self, load: Load, *, arrived: bool) -> None:
+        now_s, rate, counters = time.monotonic(), self.rates[load.level], self.counters[load.level]
+        rate.ended(load.frame.chunk_bytes, now_s, arrived=arrived)
         if arrived:
             self.metrics.observe(counters.load_seconds, now_s - load.begun_s)
             self.metrics.observe(counters.load_rate, rate.per_second())
 
-    def _missed(self, job: ChunkIO, outcome: ReadOutcome) -> None:
-        level = load_of(job).level
+    def _missed(self, load: Load, outcome: ReadOutcome) -> None:
+        level, key = load.level, load.key
         counter = self.counters[level].misses.get(outcome)
         if counter is not None:
             self.metrics.count(counter)
         if outcome in _DOUBTFUL:
-            self.queues[level].distrust(job.key)
+            self.queues[level].distrust(key)
         if outcome in _DOUBTFUL or outcome is ReadOutcome.MISSING:
-            self.pool.seen(level, (job.key,), there=False)
+            self.pool.seen(level, (key,), there=False)
         logger.debug(
             "chunk %s was not loaded from %s: %s",
-            job.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
+            load.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
         )  # fmt: skip
 
     def remove(self, key: bytes) -> None:
@@ -305,9 +296,7 @@ class Cache:
         entry = self.pool.peek(key)
         if entry is not None:
             self.pool.cancel(entry)
-            self.pool.discard(entry)
-            for queue in self.queues:
-                queue.cancel(entry)
+            self._discard(entry)
         deadline_s = time.monotonic() + WRITE_DEADLINE_S
         for level, queue in enumerate(self.queues):
             queue.remove(key, deadline_s, partial(self._removed, level, key))
@@ -316,7 +305,10 @@ class Cache:
         if result.outcome is CallOutcome.DONE:
             self.pool.seen(level, (key,), there=False)
 
-    # --------------------------------------------------------------- clears
+    def _discard(self, entry: Entry) -> None:
+        self.pool.discard(entry)
+        for queue in self.queues:
+            queue.cancel(entry)
 
     def clear(self, prefixes: Sequence[bytes]) -> int:
         """Discards the chunks whose keys have one of the prefixes; returns how many were in memory.
@@ -326,9 +318,7 @@ class Cache:
         """
         doomed = [e for e in self.pool if e.key.startswith(tuple(prefixes))] if prefixes else []
         for entry in doomed:
-            self.pool.discard(entry)
-            for queue in self.queues:
-                queue.cancel(entry)
+            self._discard(entry)
         deadline_s = time.monotonic() + _CLEAR_DEADLINE_S
         for level in range(len(self.tiers)):
             self._clear_tier(level, prefixes, deadline_s)
@@ -354,9 +344,3 @@ class Cache:
         tier.clear(
             prefixes[0], deadline_s, lambda result: self.owner.post(partial(cleared, result))
         )
-
-
-def load_of(job: ChunkIO) -> Load:
-    """The load of a job that `Cache.prepare_load` returned."""
-    assert isinstance(job.tag, Load)
-    return job.tag

@@ -8,11 +8,10 @@ from functools import partial
 from itertools import chain
 
 from lmcache_redis.cache.backing import PooledChunk
-from lmcache_redis.cache.cache import Cache, Load, load_of
+from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.chunks.names import ChunkForm, PartNames
-from lmcache_redis.tiers import ChunkIO
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
@@ -403,7 +402,7 @@ class LookupParts:
     def begin_some(self) -> bool:
         """Begins to load some of what is to be loaded; returns False if there is no room."""
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
-        jobs: list[ChunkIO] = []
+        jobs: list[Load] = []
         stripes = jobs_level = 0
         try:
             for state in some:
@@ -422,7 +421,7 @@ class LookupParts:
         finally:
             self._cache.begin_loads(jobs)
 
-    def _prepare(self, state: PartState, level: int) -> ChunkIO | None:
+    def _prepare(self, state: PartState, level: int) -> Load | None:
         """Holds a part and returns its load; None if another lookup loads it, or without room."""
         request, (chunk, row), pool = self._request, state.part, self._cache.pool
         entry, job = pool.hold(state.key), None
@@ -431,8 +430,8 @@ class LookupParts:
             job = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
             if job is None:
                 return None
-            state.load, self.has_loads = load_of(job), True
-            entry = state.load.entry
+            state.load, self.has_loads = job, True
+            entry = job.entry
             pool.hold(state.key)
         self._held(state, entry)
         return job

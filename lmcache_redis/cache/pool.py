@@ -1,8 +1,8 @@
-"""The host pool: the index of the chunks in memory, and the decision which memory each holds.
+"""The host pool: memory for chunks, the index of those in it, and which chunk holds which memory.
 
-Sizes are in units of its memory: slots of an `Arena`, bytes of a `HeapMemory`. Owned by the cache's
-owner thread; not thread-safe. Copies and sockets use memoryviews that the owner handed them, while
-the entry stays pinned.
+Sizes are in units of the memory: slots of an `Arena`, bytes of a `compat.heap.HeapMemory`. Owned by
+the cache's owner thread. Copies and sockets use memoryviews that the owner handed them, while the
+entry stays pinned.
 
 An entry's life::
 
@@ -19,13 +19,130 @@ for a chunk that a store is gathering. Whoever waits pins the entry and watches 
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-from lmcache_redis.cache.memory import PoolMemory
+from lmcache_redis.native import numa
+from lmcache_redis.native.madvise import (
+    HUGE_PAGE_BYTES,
+    PAGE_SIZE_BYTES,
+    address_of,
+    ask_for_huge_pages,
+    fault_in,
+)
+
+
+class PoolMemory(Protocol):
+    """Where a pool keeps payloads. A unit is the smallest amount that the memory allocates.
+
+    capacity: units of all blocks that are taken at one time.
+    """
+
+    @property
+    def capacity(self) -> int: ...
+
+    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
+        """The units that a chunk takes if it is split into stripes of that size."""
+
+    def take(self, units: int) -> Any:
+        """A block with undefined contents. Raises MemoryError."""
+
+    def give_back(self, block: Any) -> None:
+        """Free a block, whose views are no longer used."""
+
+    def views(self, block: Any, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+        """The chunk's stripes in its block, each a writable view of exactly its bytes."""
+
+
+class Arena:
+    """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
+
+    A block is a tuple of slot numbers, one per stripe. `take` and `give_back` are for one thread;
+    any thread may call the other methods. On a machine with several NUMA nodes the arena is spread
+    over all of them (`numa_nodes`), unless numactl or a cpuset says otherwise.
+
+    size_bytes: memory to allocate; a remainder smaller than a slot is not used. slot_bytes: usable
+    bytes of a slot. Slots are ``slot_stride_bytes`` apart, which is ``slot_bytes`` rounded up to a
+    page. Raises ValueError if not even one slot fits, or a size is not positive, and OSError if the
+    address space cannot be allocated.
+    """
+
+    def __init__(self, size_bytes: int, slot_bytes: int) -> None:
+        if slot_bytes <= 0:
+            raise ValueError(f"slot_bytes is {slot_bytes}; it must be positive")
+        self.slot_bytes = slot_bytes
+        self.slot_stride_bytes = -(-slot_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+        self.capacity = size_bytes // self.slot_stride_bytes
+        if self.capacity <= 0:
+            raise ValueError(
+                f"an arena of {size_bytes} bytes holds no slot of {slot_bytes} bytes "
+                f"(a slot takes {self.slot_stride_bytes})"
+            )
+        self.size_bytes = self.capacity * self.slot_stride_bytes
+        # A stack: the slot used last, whose memory is the warmest, is taken first.
+        self._free = list(range(self.capacity - 1, -1, -1))
+        # Huge pages need 2 MiB alignment; the slack is address space that is never touched.
+        self._mmap = mapped = mmap.mmap(
+            -1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        address = address_of(mapped)
+        start = -address % HUGE_PAGE_BYTES
+        self.base_address = address + start
+        ask_for_huge_pages(self.base_address, self.size_bytes)
+        self.numa_nodes = numa.spread(self.base_address, self.size_bytes)
+        self._view = memoryview(mapped)[start : start + self.size_bytes]
+
+    def prefault(self, stop: threading.Event) -> bool:
+        """Fault in the whole arena, so that first use causes no page faults. Releases the GIL.
+
+        Contents are kept, and slots may be in use meanwhile. A step blocks threads that map memory;
+        after each it pauses for as long, so that other threads get the cores. (A low priority would
+        be worse: a thread without a core keeps the GIL or the kernel's lock of the address space.)
+        False: ``stop`` was set, or the kernel, before 5.14, cannot do this safely; the arena is
+        then faulted in by use. Raises MemoryError if the machine has not enough memory.
+        """
+        for offset in range(0, self.size_bytes, HUGE_PAGE_BYTES):
+            started_s = time.monotonic()
+            nbytes = min(HUGE_PAGE_BYTES, self.size_bytes - offset)
+            if stop.is_set() or not fault_in(self.base_address + offset, nbytes, for_write=True):
+                return False
+            stop.wait(time.monotonic() - started_s)
+        return True
+
+    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
+        return -(-chunk_bytes // stripe_bytes)
+
+    def take(self, units: int) -> tuple[int, ...]:
+        block = tuple(self._free[: -units - 1 : -1])
+        del self._free[-units:]
+        return block
+
+    def give_back(self, block: tuple[int, ...]) -> None:
+        self._free.extend(block)
+
+    def views(
+        self, block: tuple[int, ...], chunk_bytes: int, stripe_bytes: int
+    ) -> list[memoryview]:
+        if stripe_bytes > self.slot_bytes:
+            raise IndexError(f"stripes of {stripe_bytes} bytes in slots of {self.slot_bytes}")
+        memory, stride = self._view, self.slot_stride_bytes
+        views = [memory[at : at + stripe_bytes] for at in [slot * stride for slot in block]]
+        views[-1] = views[-1][: chunk_bytes - (len(block) - 1) * stripe_bytes]
+        return views
+
+    def close(self) -> None:
+        """Release the memory, at once or when its last view is gone. Idempotent."""
+        self._view.release()
+        # Views keep the mapping alive; the last one releases it.
+        with contextlib.suppress(BufferError):
+            self._mmap.close()
 
 
 class EntryState(Enum):
@@ -88,8 +205,8 @@ class HostPool:
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
-    eviction, ``on_wanted`` when a lookup asks for a pinned entry for the first time. ``on_change``,
-    if it is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
+    eviction, ``on_wanted`` when a lookup first holds a READY entry that has pins. ``on_change``, if
+    it is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
     there: when that changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
 
     `get` and the release of the last pin make an entry the most recently used. Misuse (unpin
@@ -298,9 +415,7 @@ class HostPool:
         entry.pins += 1
 
     def hold(self, key: bytes) -> Entry | None:
-        """Pin the entry of a key for a lookup. ``on_wanted`` is told of the first, if others
-        have pins and it is READY.
-        """
+        """Pin the entry of a key for a lookup, if there is one."""
         entry = self._index.get(key)
         if entry is None:
             return None
@@ -342,15 +457,9 @@ class HostPool:
 
     def _evict(self) -> None:
         """Evict the least recently used unpinned READY entry."""
-        _, oldest = self._idle.popitem(last=False)
-        self.idle -= oldest.units
-        del self._index[oldest.key]
-        oldest.state = EntryState.DISCARDED
-        self._give_back(oldest)
+        self.discard(next(iter(self._idle.values())))
         self.evictions += 1
         self.on_evicted()
-        if self.on_change is not None:
-            self.on_change(oldest.key, None, False)
 
     def _give_back(self, entry: Entry) -> None:
         self.free += entry.units

@@ -1,4 +1,4 @@
-"""Memory of a host pool for chunks of any size: one block each (`lmcache_redis.cache.memory`)."""
+"""Memory of a host pool for chunks of any size: one block each (`lmcache_redis.cache.pool`)."""
 
 from __future__ import annotations
 

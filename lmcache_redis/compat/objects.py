@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from lmcache_redis.cache.cache import Cache, load_of
+from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
@@ -261,7 +261,7 @@ class ObjectCache:
             )
             job = self.cache.prepare_load(form, chunk_key, key.chunk_hash, found.level, deadline)
             if job is not None:
-                entry = load_of(job).entry
+                entry = job.entry
                 entry.tag = found.metadata
         if entry is None:
             done(None)

@@ -14,7 +14,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
-from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.pool import Arena
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.handles import SharedMemoryHandle

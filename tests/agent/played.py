@@ -16,8 +16,7 @@ from lmcache_redis.agent.retrieves import RetrieveJob
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.stores import StoreJob
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import FULL_REACH, ChunkForm, Reach
 from lmcache_redis.config import AgentConfig

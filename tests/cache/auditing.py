@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.pool import EntryState, HostPool
+from lmcache_redis.cache.pool import Arena, EntryState, HostPool
 
 PAGE = 4096
 

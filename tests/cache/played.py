@@ -9,8 +9,7 @@ from typing import Any
 from lmcache_redis.cache.backing import Backing, TierCounters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.metrics import Metrics

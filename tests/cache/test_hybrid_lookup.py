@@ -15,10 +15,9 @@ from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pacing import Part, PrefixNeeds
 from lmcache_redis.cache.parts import LookupRequest
-from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.pool import Arena, Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, Reach, opaque_pages
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tiers import (

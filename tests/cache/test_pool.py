@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.pool import Entry, EntryState, Filled, HostPool
+from lmcache_redis.cache.pool import Arena, Entry, EntryState, Filled, HostPool
 from tests.cache.auditing import audit, slots
 
 PAGE = 4096

@@ -16,7 +16,7 @@ from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
-from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ExistsResult, ReadOutcome, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 from tests.harness import block_hashes
 
@@ -473,7 +473,8 @@ def test_a_waiting_write_is_skipped_if_discarded(
     ends: list[WriteOutcome] = []
     for _ in range(3):
         entry = queue.entries[0]
-        job = queue.cache._job(FORM, HASHES[0], entry, math.inf, entry)
+        views = queue.cache.views(FORM, entry)
+        job = ChunkIO(entry.key, FORM.frame(HASHES[0]), views, math.inf, entry)
         queue.writes.write(entry, job, ends.append)
         queue.cache.pool.discard(entry)
         queue.entries[0] = queue.hold(HASHES[0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.pool import Arena
 from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper, device_uuid
 from lmcache_redis.errors import DeviceError

@@ -81,10 +81,6 @@ class StoredShape(NamedTuple):
             self.metadata,
         )
 
-    def is_chunk_of(self, frame: ChunkFrame) -> bool:
-        """Whether the payload matches the frame, regardless of the stripe size."""
-        return self[:4] == StoredShape.of(frame)[:4]
-
 
 def file_path(key: bytes, sequence: int) -> str:
     """The path of a chunk, relative to the directory of the tier."""

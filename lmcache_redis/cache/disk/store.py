@@ -48,6 +48,7 @@ _WARNING_INTERVAL_S = 60.0
 class StoredFile:
     """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
 
+    key: bytes
     sequence: int
     cut: StoredShape
     touched_at: float
@@ -57,125 +58,56 @@ class StoredFile:
         return disk_bytes(self.cut.chunk_bytes)
 
 
-class LruIndex:
-    """Files by chunk key, from the least to the most recently used, and the bytes they take.
-
-    The bytes of a file that has left the index stay held until it is unlinked. Not thread-safe: the
-    store has a lock. Raises ConfigError unless limit_bytes is positive.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        if limit_bytes <= 0:
-            raise ConfigError(f"limit_bytes is {limit_bytes}; it must be positive")
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0  # reservations included
-        self._entries: OrderedDict[bytes, StoredFile] = OrderedDict()
-        self._reserved_bytes = 0
-
-    def keys(self) -> list[bytes]:
-        return list(self._entries)
-
-    def get(self, key: bytes) -> StoredFile | None:
-        """The entry. Does not count as a use."""
-        return self._entries.get(key)
-
-    def touch(self, key: bytes, entry: StoredFile) -> bool:
-        """Make an entry the most recently used. False: it is no longer in the index."""
-        if self._entries.get(key) is not entry:
-            return False
-        self._entries.move_to_end(key)
-        return True
-
-    def reserve(self, nbytes: int) -> list[tuple[bytes, StoredFile]] | None:
-        """Reserve space, evicting the least recently used entries; return the evicted ones.
-
-        None: other reservations leave too little space; nothing was evicted or reserved.
-        """
-        if self._reserved_bytes + nbytes > self.limit_bytes:
-            return None
-        evicted = []
-        while self.used_bytes + nbytes > self.limit_bytes:
-            evicted.append(self._entries.popitem(last=False))
-            self.used_bytes -= evicted[-1][1].nbytes
-        self.hold(nbytes)
-        return evicted
-
-    def hold(self, nbytes: int) -> None:
-        """Reserve space that is in use: of a file that left the index and is not unlinked yet."""
-        self.used_bytes += nbytes
-        self._reserved_bytes += nbytes
-
-    def release(self, nbytes: int) -> None:
-        self.used_bytes -= nbytes
-        self._reserved_bytes -= nbytes
-
-    def fill(self, key: bytes, entry: StoredFile) -> StoredFile | None:
-        """Add an entry for which space was reserved; return the one that it replaces."""
-        replaced = self.pop(key)
-        self._reserved_bytes -= entry.nbytes
-        self._entries[key] = entry
-        return replaced
-
-    def pop(self, key: bytes, entry: StoredFile | None = None) -> StoredFile | None:
-        """Take out the entry of a key, or only a certain entry; None if it is not in the index."""
-        found = self._entries.get(key)
-        if found is None or (entry is not None and found is not entry):
-            return None
-        del self._entries[key]
-        self.used_bytes -= found.nbytes
-        return found
-
-    def clear(self) -> None:
-        """Take out all entries; reservations stay."""
-        self._entries.clear()
-        self.used_bytes = self._reserved_bytes
-
-
 class DiskStore:
-    """Chunks by chunk key. Thread-safe after `take_over`.
+    """Chunks by chunk key, from the least to the most recently used. Thread-safe after `take_over`.
 
     No method raises for a disk error. Raises ConfigError unless limit_bytes is positive.
 
     Attributes:
+        used_bytes: what the files take, including those being written or removed.
         on_evicted: if it is set, called with the keys of evicted chunks, on any thread.
     """
 
     def __init__(self, files: ChunkFiles, limit_bytes: int) -> None:
-        self.index = LruIndex(limit_bytes)
+        if limit_bytes <= 0:
+            raise ConfigError(f"limit_bytes is {limit_bytes}; it must be positive")
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.on_evicted: Callable[[list[bytes]], None] | None = None
+        self._reserved_bytes = 0  # of the used ones: for files that are not in the index
+        self._entries: OrderedDict[bytes, StoredFile] = OrderedDict()
         self._files = files
         self._lock = threading.Lock()
         self._next_sequence = 0
         self._warned_at: dict[str, float] = {}
-        self.on_evicted: Callable[[list[bytes]], None] | None = None
 
     def take_over(self, scan: Scan) -> None:
         """Index the files found. If the limit was lowered, the least recently used are evicted."""
         self._next_sequence = scan.next_sequence
         long_ago = time.monotonic() - TOUCH_INTERVAL_S
         for found in scan.found:
-            file = StoredFile(found.sequence, found.cut, long_ago)
+            file = StoredFile(found.key, found.sequence, found.cut, long_ago)
             with self._lock:
-                evicted = self.index.reserve(file.nbytes)
+                evicted = self._reserve(file.nbytes)
                 if evicted is not None:
-                    self.index.fill(found.key, file)
-            self._unlink([(found.key, file)] if evicted is None else evicted)
+                    self._fill(file)
+            self._unlink([file] if evicted is None else evicted)
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
         with self._lock:
-            keys = self.index.keys()
+            keys = list(self._entries)
         return [key for key in keys if key.startswith(prefix)]
 
     def find(self, key: bytes) -> StoredFile | None:
         """The chunk's file in the index, or None. No I/O; does not count as a use."""
         with self._lock:
-            return self.index.get(key)
+            return self._entries.get(key)
 
     def keep(self, key: bytes) -> None:
         """Make the chunk the most recently used."""
         with self._lock:
-            file = self.index.get(key)
-            if file is not None:
-                self.index.touch(key, file)
+            if key in self._entries:
+                self._entries.move_to_end(key)
 
     def write(
         self,
@@ -185,122 +117,152 @@ class DiskStore:
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> WriteOutcome:
         """Write a file and index it in place of an earlier one, unless the write is cancelled."""
-        nbytes = disk_bytes(frame.chunk_bytes)
         with self._lock:
-            file = StoredFile(self._next_sequence, StoredShape.of(frame), time.monotonic())
+            file = StoredFile(key, self._next_sequence, StoredShape.of(frame), time.monotonic())
             self._next_sequence += 1
-            evicted = self.index.reserve(nbytes)
+            evicted = self._reserve(file.nbytes)
             if evicted is None:
                 return WriteOutcome.FULL
             # Until they are unlinked, the evicted files hold the space that the new one needs.
-            surplus_bytes = max(0, sum(each.nbytes for _, each in evicted) - nbytes)
-            self.index.hold(surplus_bytes)
+            surplus_bytes = max(0, sum(each.nbytes for each in evicted) - file.nbytes)
+            self._hold(surplus_bytes)
         if evicted and self.on_evicted is not None:
-            self.on_evicted([each for each, _ in evicted])
+            self.on_evicted([each.key for each in evicted])
         self._unlink(evicted, surplus_bytes)
-        outcome = WriteOutcome.UNAVAILABLE
         try:
             self._files.write(key, file.sequence, frame, views)
-            outcome = WriteOutcome.STORED
-        except OSError as error:
+        except BaseException as error:
+            with self._lock:
+                self._hold(-file.nbytes)
+            if not isinstance(error, OSError):
+                raise
             self._warn("a chunk was not stored", error)
-            return outcome
-        finally:
-            if outcome is not WriteOutcome.STORED:
-                self._release(nbytes)
+            return WriteOutcome.UNAVAILABLE
         with self._lock:
             # A cancel is followed by the change of the index that it makes way for. So either it is
             # seen here, or that change comes later and replaces this one.
-            removed: StoredFile | None = file
-            if is_cancelled():
-                outcome = WriteOutcome.CANCELLED
-            else:
-                removed = self.index.fill(key, file)
-                self.index.hold(removed.nbytes if removed is not None else 0)
+            cancelled = is_cancelled()
+            removed = file if cancelled else self._fill(file)
         if removed is not None:
-            self._unlink([(key, removed)], removed.nbytes)
-        return outcome
+            self._unlink([removed], removed.nbytes)
+        return WriteOutcome.CANCELLED if cancelled else WriteOutcome.STORED
 
     def load(self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> ReadOutcome:
-        """Fill the views with the chunk described by the frame."""
-        opened = self.open(key)
-        if opened is None:
-            return ReadOutcome.MISSING
-        fd, file = opened
-        try:
-            if not file.cut.is_chunk_of(frame):
-                return ReadOutcome.FOREIGN
-            return self.read(fd, key, file, views)
-        finally:
-            os.close(fd)
+        """Fill the views with the chunk described by the frame, and make it the most recently used.
 
-    def open(self, key: bytes) -> tuple[int, StoredFile] | None:
-        """A descriptor of the chunk's file, which the caller closes, and its index entry."""
-        while True:
-            file = self.find(key)
-            if file is None:
-                return None
+        The chunk may be cut into stripes of another size.
+        """
+        while (file := self.find(key)) is not None:
+            if file.cut[:4] != StoredShape.of(frame)[:4]:
+                return ReadOutcome.FOREIGN
             try:
-                return self._files.open(key, file.sequence), file
+                fd = self._files.open(key, file.sequence)
             except FileNotFoundError as error:
                 with self._lock:
-                    vanished = self.index.pop(key, file) is not None
+                    vanished = self._take_out(key, file) is not None
+                    self._hold(-file.nbytes if vanished else 0)
                 if vanished:
                     self._warn("a file was removed by another process", error)
                 # Otherwise it was evicted or replaced since the look-up: look it up again.
             except OSError as error:
                 self._warn("a chunk was not loaded", error)
-                return None
+                return ReadOutcome.MISSING
+            else:
+                try:
+                    return self._read(fd, file, views)
+                finally:
+                    os.close(fd)
+        return ReadOutcome.MISSING
 
-    def read(
-        self, fd: int, key: bytes, file: StoredFile, views: Sequence[memoryview]
-    ) -> ReadOutcome:
-        """Fill the views from an open file and make the chunk the most recently used."""
+    def _read(self, fd: int, file: StoredFile, views: Sequence[memoryview]) -> ReadOutcome:
         try:
-            read_chunk(fd, key, file.cut.frame(key), views)
+            read_chunk(fd, file.key, file.cut.frame(file.key), views)
         except FormatError as error:
-            logger.warning("%s is removed: %s", self._files.path(key, file.sequence), error)
+            path = self._files.path(file.key, file.sequence)
+            logger.warning("%s is removed: %s", path, error)
         except OSError as error:
             self._warn("a chunk was not loaded", error)
             # A sector that cannot be read would delay every read of the chunk.
             if error.errno != errno.EIO:
                 return ReadOutcome.UNAVAILABLE
         else:
-            self._touch(fd, key, file)
+            self._touch(fd, file)
             return ReadOutcome.LOADED
-        self.remove(key, file)
+        self.remove(file.key, file)
         return ReadOutcome.CORRUPT
 
     def remove(self, key: bytes, only: StoredFile | None = None) -> bool:
         """Remove a chunk, or only a certain file of it; return whether it existed."""
         with self._lock:
-            file = self.index.pop(key, only)
-            if file is None:
-                return False
-            self.index.hold(file.nbytes)
-        self._unlink([(key, file)], file.nbytes)
-        return True
+            file = self._take_out(key, only)
+        if file is not None:
+            self._unlink([file], file.nbytes)
+        return file is not None
 
-    def _unlink(self, files: Sequence[tuple[bytes, StoredFile]], held_bytes: int = 0) -> None:
+    def forget(self) -> None:
+        """Empty the index; the files stay."""
+        with self._lock:
+            self._entries.clear()
+            self.used_bytes = self._reserved_bytes
+
+    # Under the lock.
+
+    def _reserve(self, nbytes: int) -> list[StoredFile] | None:
+        """Reserve space, evicting the least recently used entries; return the evicted ones.
+
+        None: other reservations leave too little space; nothing was evicted or reserved.
+        """
+        if self._reserved_bytes + nbytes > self.limit_bytes:
+            return None
+        evicted = []
+        while self.used_bytes + nbytes > self.limit_bytes:
+            evicted.append(self._entries.popitem(last=False)[1])
+            self.used_bytes -= evicted[-1].nbytes
+        self._hold(nbytes)
+        return evicted
+
+    def _hold(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self._reserved_bytes += nbytes
+
+    def _fill(self, file: StoredFile) -> StoredFile | None:
+        """Add a file for which space was reserved; return the one that it replaces."""
+        replaced = self._take_out(file.key)
+        self._reserved_bytes -= file.nbytes
+        self._entries[file.key] = file
+        return replaced
+
+    def _take_out(self, key: bytes, only: StoredFile | None = None) -> StoredFile | None:
+        """The file, or a certain file, of a key. Its bytes stay reserved until it is unlinked."""
+        file = self._entries.get(key)
+        if file is None or only not in (None, file):
+            return None
+        del self._entries[key]
+        self._reserved_bytes += file.nbytes
+        return file
+
+    # Without it.
+
+    def _unlink(self, files: Sequence[StoredFile], held_bytes: int = 0) -> None:
         """Unlink files that left the index, then release the bytes held for them."""
-        for key, file in files:
-            self._unlink_one(key, file)
-        self._release(held_bytes)
+        for file in files:
+            self._unlink_one(file)
+        with self._lock:
+            self._hold(-held_bytes)
 
-    def _unlink_one(self, key: bytes, file: StoredFile) -> None:
+    def _unlink_one(self, file: StoredFile) -> None:
         try:
-            self._files.remove(key, file.sequence)
+            self._files.remove(file.key, file.sequence)
         except OSError as error:
             self._warn("a file could not be removed", error)
 
-    def _release(self, nbytes: int) -> None:
-        with self._lock:
-            self.index.release(nbytes)
-
-    def _touch(self, fd: int, key: bytes, file: StoredFile) -> None:
+    def _touch(self, fd: int, file: StoredFile) -> None:
         now = time.monotonic()
         with self._lock:
-            if not self.index.touch(key, file) or now - file.touched_at < TOUCH_INTERVAL_S:
+            if self._entries.get(file.key) is not file:
+                return
+            self._entries.move_to_end(file.key)
+            if now - file.touched_at < TOUCH_INTERVAL_S:
                 return
             file.touched_at = now
         with contextlib.suppress(OSError):  # only the order after a restart gets less exact

@@ -15,6 +15,7 @@ directory locked, because the call may still change it.
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -136,17 +137,17 @@ class DiskTier:
 
     @property
     def limit_bytes(self) -> int:
-        return self.store.index.limit_bytes
+        return self.store.limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, limit_bytes: int) -> None:
         """The next write evicts what is beyond a smaller one."""
-        self.store.index.limit_bytes = limit_bytes
+        self.store.limit_bytes = limit_bytes
 
     @property
     def used_bytes(self) -> int:
         """What the files take, including those being written or removed."""
-        return self.store.index.used_bytes
+        return self.store.used_bytes
 
     @property
     def state(self) -> PlaneState:
@@ -187,13 +188,11 @@ class DiskTier:
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for io in jobs:
-            end = partial(_end_read, io, done)
-            self._begin(self._reads, io, io.deadline, partial(self._load, io, done), end)
+            self._begin_job(self._reads, io, partial(self._load, io, done), done, ReadOutcome)
 
     def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         for io in jobs:
-            end = partial(_end_write, io, done)
-            self._begin(self._writes, io, io.deadline, partial(self._store, io, done), end)
+            self._begin_job(self._writes, io, partial(self._store, io, done), done, WriteOutcome)
 
     def cancel(self, job: ChunkIO) -> None:
         """See the contract."""
@@ -242,7 +241,7 @@ class DiskTier:
             self._end(name)
         self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
         if self._has_ended:
-            self.store.index.clear()
+            self.store.forget()
             os.close(self._lock_fd)
         else:
             # A file may still be renamed into the directory.
@@ -316,6 +315,16 @@ class DiskTier:
 
     # ---------------------------------------------------------------- their ends
 
+    def _begin_job(
+        self,
+        threads: WorkerThreads,
+        io: ChunkIO,
+        run: Action,
+        done: Callable[[ChunkIO, Any], None],
+        outcomes: type[enum.Enum],
+    ) -> None:
+        self._begin(threads, io, io.deadline, run, lambda name: done(io, outcomes[name]))
+
     def _begin(
         self,
         threads: WorkerThreads,
@@ -367,14 +376,6 @@ class DiskTier:
         for key in self.store.keys(prefix):
             self.store.remove(key)
         self._uncleared.pop(me, None)
-
-
-def _end_read(io: ChunkIO, done: ReadDone, outcome: str) -> None:
-    done(io, ReadOutcome[outcome])
-
-
-def _end_write(io: ChunkIO, done: WriteDone, outcome: str) -> None:
-    done(io, WriteOutcome[outcome])
 
 
 def _end_removal(done: Done[RemoveResult], outcome: str) -> None:
