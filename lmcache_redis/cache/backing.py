@@ -54,12 +54,12 @@ class TierCounters:
 
 
 REDIS_COUNTERS = TierCounters(
-    loaded_chunks="loaded_chunks",
-    loaded_bytes="loaded_bytes",
-    load_seconds="redis_load_seconds",
-    load_rate="redis_load_rate",
-    stored_chunks="stored_chunks",
-    stored_bytes="stored_bytes",
+    "loaded_chunks",
+    "loaded_bytes",
+    "redis_load_seconds",
+    "redis_load_rate",
+    "stored_chunks",
+    "stored_bytes",
     misses={
         ReadOutcome.MISSING: "miss_absent",
         ReadOutcome.INCOMPLETE: "miss_incomplete",
@@ -71,25 +71,19 @@ REDIS_COUNTERS = TierCounters(
         ReadOutcome.UNAVAILABLE: "miss_redis_error",
         ReadOutcome.CANCELLED: "miss_deadline",
     },
-    drops={
-        WriteOutcome.FULL: "drop_redis_full",
-        WriteOutcome.TIMED_OUT: "drop_redis_error",
-        WriteOutcome.UNAVAILABLE: "drop_redis_error",
-        WriteOutcome.REJECTED: "drop_redis_error",
-        WriteOutcome.NO_ROOM_FOR_SEAL: "drop_redis_error",
-        WriteOutcome.CANCELLED: "drop_shutdown",
-    },
+    drops=dict.fromkeys(WriteOutcome, "drop_redis_error")
+    | {WriteOutcome.FULL: "drop_redis_full", WriteOutcome.CANCELLED: "drop_shutdown"},
     queue_full="drop_queue_full",
     is_remote=True,
 )
 
 DISK_COUNTERS = TierCounters(
-    loaded_chunks="disk_loaded_chunks",
-    loaded_bytes="disk_loaded_bytes",
-    load_seconds="disk_load_seconds",
-    load_rate="disk_load_rate",
-    stored_chunks="disk_stored_chunks",
-    stored_bytes="disk_stored_bytes",
+    "disk_loaded_chunks",
+    "disk_loaded_bytes",
+    "disk_load_seconds",
+    "disk_load_rate",
+    "disk_stored_chunks",
+    "disk_stored_bytes",
     misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},
     drops=dict.fromkeys(WriteOutcome, "drop_disk"),
     queue_full="drop_disk",

@@ -77,8 +77,7 @@ class _Pending(NamedTuple):
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses.
 
-    Thread-safe. Slots may have any sizes. `scan`, `exists` and `describe` answer at once. Callers
-    that may block use `store` through `run`.
+    Thread-safe. Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
 
     Opening reads one page of every file: in the constructor, or if `in_background` on a thread. The
     tier is then down until that has ended.
@@ -188,44 +187,39 @@ class DiskTier:
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for io in jobs:
-            self._begin_job(self._reads, io, partial(self._load, io, done), done, ReadOutcome)
+            load, answer = partial(self._load, io), partial(_answer_load, io, done)
+            self._begin(self._reads, io, io.deadline, load, answer, _ending(io, done, ReadOutcome))
 
     def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         for io in jobs:
-            self._begin_job(self._writes, io, partial(self._store, io, done), done, WriteOutcome)
+            store, end = partial(self._store, io), _ending(io, done, WriteOutcome)
+            self._begin(self._writes, io, io.deadline, store, partial(done, io), end)
 
     def cancel(self, job: ChunkIO) -> None:
         """See the contract."""
         self._end(job, "CANCELLED")
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        me = object()
+        remove = partial(self._call, REMOVAL, partial(self.store.remove, key))
 
-        def remove() -> None:
-            removed = self.run(REMOVAL, partial(self.store.remove, key))
-            if removed is None:
-                self._end(me)
-            else:
-                self._answer(me, done, RemoveResult(CallOutcome.DONE, int(removed)))
+        def answer(removed: bool) -> None:
+            done(RemoveResult(CallOutcome.DONE, int(removed)))
 
-        self._begin(self._reads, me, deadline, remove, partial(_end_removal, done))
+        self._begin(self._reads, object(), deadline, remove, answer, _ending_call(done))
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """See the contract. Goes on after its deadline: each file's removal has its patience."""
         me = object()
+        clear = partial(self._clear, me, key_prefix)
 
-        def clear() -> None:
-            removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
-            removed = sum(self.run(REMOVAL, each) or False for each in removals)
-            if self._is_up:
-                self._uncleared.pop(me, None)
-            self._answer(me, done, RemoveResult(self._answer_now, removed))
+        def answer(removed: int) -> None:
+            done(RemoveResult(self._answer_now, removed))
 
         self._uncleared[me] = key_prefix
         if self._detector.is_hung():
             done(RemoveResult(CallOutcome.UNAVAILABLE))
         else:
-            self._begin(self._reads, me, deadline, clear, partial(_end_removal, done))
+            self._begin(self._reads, me, deadline, clear, answer, _ending_call(done))
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Queued writes have half of the time, calls in flight the rest."""
@@ -247,14 +241,6 @@ class DiskTier:
             # A file may still be renamed into the directory.
             logger.warning("the disk does not answer: its directory stays locked by this process")
         return self._has_ended
-
-    def run(self, what: str, call: Callable[[], T]) -> T | None:
-        """Make a blocking call to `store` on this thread.
-
-        what: READ, WRITE or REMOVAL, which selects the patience. Returns None if the call was not
-        made, because another hangs or the tier is closed.
-        """
-        return self._detector.run(call, what, self._patience_s[what])
 
     @property
     def _is_up(self) -> bool:
@@ -278,21 +264,12 @@ class DiskTier:
         else:
             up()
 
-    def _load(self, io: ChunkIO, done: ReadDone) -> None:
-        if io not in self._pending:
-            return
+    def _load(self, io: ChunkIO) -> tuple[ReadOutcome, memoryview] | None:
         buffer = self._buffer(io.frame.chunk_bytes)
-        load = partial(self.store.load, io.key, io.frame, [buffer])
-        outcome = self.run(READ, load) or ReadOutcome.UNAVAILABLE
-        if self._pending.pop(io, None) is not None:
-            if outcome is ReadOutcome.LOADED:
-                for slot, piece in _pieces(io, buffer):
-                    np.copyto(slot, piece)
-            done(io, outcome)
+        outcome = self._call(READ, partial(self.store.load, io.key, io.frame, [buffer]))
+        return None if outcome is None else (outcome, buffer)
 
-    def _store(self, io: ChunkIO, done: WriteDone) -> None:
-        if io not in self._pending:
-            return
+    def _store(self, io: ChunkIO) -> WriteOutcome | None:
         buffer = self._buffer(io.frame.chunk_bytes)
         for slot, piece in _pieces(io, buffer):
             np.copyto(piece, slot)
@@ -300,9 +277,18 @@ class DiskTier:
         write = partial(
             self.store.write, io.key, io.frame, [buffer], lambda: io not in self._pending
         )
-        outcome = self.run(WRITE, write) or WriteOutcome.UNAVAILABLE
-        if self._pending.pop(io, None) is not None:
-            done(io, outcome)
+        return self._call(WRITE, write)
+
+    def _clear(self, me: object, prefix: bytes) -> int:
+        removals = (partial(self.store.remove, key) for key in self.store.keys(prefix))
+        removed = sum(self._call(REMOVAL, each) or False for each in removals)
+        if self._is_up:
+            self._uncleared.pop(me, None)
+        return removed
+
+    def _call(self, what: str, call: Callable[[], T]) -> T | None:
+        """Makes a blocking call to the store; None: another hangs, or the tier is closed."""
+        return self._detector.run(call, what, self._patience_s[what])
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Memory of this thread until its next job."""
@@ -315,39 +301,32 @@ class DiskTier:
 
     # ---------------------------------------------------------------- their ends
 
-    def _begin_job(
-        self,
-        threads: WorkerThreads,
-        io: ChunkIO,
-        run: Action,
-        done: Callable[[ChunkIO, Any], None],
-        outcomes: type[enum.Enum],
-    ) -> None:
-        self._begin(threads, io, io.deadline, run, lambda name: done(io, outcomes[name]))
-
     def _begin(
         self,
         threads: WorkerThreads,
         name: object,
         deadline_s: float,
-        run: Action,
+        work: Callable[[], T | None],
+        answer: Callable[[T], None],
         end: Callable[[str], None],
     ) -> None:
+        """Queues work whose result is answered, unless the job has ended before."""
         self._pending[name] = _Pending(deadline_s, end)
-        threads.put(partial(self._run, run, name), partial(self._end, name), name=name)
+        threads.put(partial(self._run, name, work, answer), partial(self._end, name), name=name)
         self._detector.look_at(deadline_s)
         if not self._is_up:
             self._end(name)  # it may have been queued after `_end_late`
 
-    def _run(self, run: Action, name: object) -> None:
+    def _run(self, name: object, work: Callable[[], T | None], answer: Callable[[T], None]) -> None:
+        result = None
         try:
-            run()
+            if name in self._pending:
+                result = work()
         finally:
-            self._end(name, "UNAVAILABLE")  # only if a bug kept it from its end
-
-    def _answer(self, name: object, done: Done[T], result: T) -> None:
-        if self._pending.pop(name, None) is not None:
-            done(result)
+            if result is None:
+                self._end(name, "UNAVAILABLE")  # no call was made, or a bug kept it from its end
+        if result is not None and self._pending.pop(name, None) is not None:
+            answer(result)
 
     def _end(self, name: object, outcome: str = "") -> None:
         """Answers a job that has not ended. By default: the tier hangs, or is closed."""
@@ -378,8 +357,20 @@ class DiskTier:
         self._uncleared.pop(me, None)
 
 
-def _end_removal(done: Done[RemoveResult], outcome: str) -> None:
-    done(RemoveResult(CallOutcome[outcome]))
+def _ending(io: ChunkIO, done: Any, outcomes: type[enum.Enum]) -> Callable[[str], None]:
+    return lambda outcome: done(io, outcomes[outcome])
+
+
+def _ending_call(done: Done[RemoveResult]) -> Callable[[str], None]:
+    return lambda outcome: done(RemoveResult(CallOutcome[outcome]))
+
+
+def _answer_load(io: ChunkIO, done: ReadDone, result: tuple[ReadOutcome, memoryview]) -> None:
+    outcome, buffer = result
+    if outcome is ReadOutcome.LOADED:
+        for slot, piece in _pieces(io, buffer):
+            np.copyto(slot, piece)
+    done(io, outcome)
 
 
 def _pieces(io: ChunkIO, buffer: memoryview) -> Iterator[tuple[_Bytes, _Bytes]]:
