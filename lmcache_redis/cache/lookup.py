@@ -54,7 +54,8 @@ _LONGEST_WAIT_S = 60.0
 
 
 class _Stage(Enum):
-    ASKING = "the host pool is being searched, or a tier has not answered yet"
+    SEARCHING = "not all of the prompt was looked for in the host pool yet"
+    ASKING = "a tier has not answered yet"
     SETTLING = "the prefix may change, or waits for room or for the rate of a tier"
     LOADING = "every part that the prefix needs is held, and some may be being filled"
     ENDED = "answered or cancelled"
@@ -80,13 +81,13 @@ class PrefixLookup:
         self._request = request
         self._done = done
         self._parts = LookupParts(cache, request, self._filled)
-        self._state = _Stage.ASKING
+        self._state = _Stage.SEARCHING
         self._questions = 0  # that `_ask` may leave out: 1: the scan; 2: all is known
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         engine, self._worth = request.computing, None
         if engine is not None and engine.token_s and request.chunk_tokens:
             self._worth = WorthLoading(engine, self.bound, request.chunk_tokens)
-        self._deadline: Timer | None = None
+        self._deadline = cache.owner.at(request.deadline_s, self._expire)
         self._wake: Timer | None = None
 
     @property
@@ -96,16 +97,15 @@ class PrefixLookup:
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        self._hold(self._parts.hold_first())
+        self._search(self._parts.hold_first())
 
-    def _hold(self, holding: Iterator[None]) -> None:
-        if self._state is _Stage.ENDED:
+    def _search(self, turns: Iterator[None]) -> None:
+        if self._state is not _Stage.SEARCHING:
             return
-        for _ in holding:
-            self._cache.owner.post(partial(self._hold, holding))
+        for _ in turns:
+            self._cache.owner.post(partial(self._search, turns))
             return
         self._state = _Stage.SETTLING
-        self._deadline = self._cache.owner.at(self._request.deadline_s, self._expire)
         bounded, worth, now_s = self._parts.needs.bounded, self._worth, time.monotonic()
         wanted = [each for each in self._parts.missing() if each.part[1] not in bounded]
         if worth is not None:
@@ -120,9 +120,9 @@ class PrefixLookup:
     def cancel(self) -> None:
         """Ends the lookup and releases all pins; without an answer, if there was none yet."""
         self._state = _Stage.ENDED
-        for timer in (self._deadline, self._wake):
-            if timer is not None:
-                timer.cancel()
+        self._deadline.cancel()
+        if self._wake is not None:
+            self._wake.cancel()
         self._parts.release_all()
         self._cache.waiting.leave(self)
 
@@ -396,8 +396,9 @@ class PrefixLookup:
             return
         self._cache.metrics.count(event)
         self.reasons.add(reason)
+        limit = 0 if self._state is _Stage.SEARCHING else self.bound
         self._state = _Stage.SETTLING
-        self._ends_at(self._parts.needs.longest(self.bound, self._parts.is_ready), miss)
+        self._ends_at(self._parts.needs.longest(limit, self._parts.is_ready), miss)
         self._check()
 
     def _wake_in(self, wait_s: float, action: Action) -> None:

@@ -194,7 +194,7 @@ class LookupParts:
             if (entry := self._pooled.pop(part, None)) is not None:
                 self._cache.pool.unpin(entry)
             else:
-                state = self._states[part]
+                state = self.state(part)
                 state.is_needed = state.is_later = False
                 self._release(state)
         self.hold_pooled(self._need(added))
