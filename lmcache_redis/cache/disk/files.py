@@ -8,11 +8,9 @@ decides what survives a power failure:
     file        a file is on disk before it is renamed
     directory   its name too is on disk before the write is answered
 
-I/O is buffered, with preadv and pwritev on the caller's buffers, and a chunk that is read again
-comes from the page cache. Direct I/O was measured (chunks of 1 to 32 MiB, ext4
-on a virtual disk): reads at 1.0 to 1.3 GB/s against 1.0 to 1.5 buffered and 6 to 7 from the page
-cache; writes at 1.0 to 1.8 GB/s against 3 buffered without fsync and 0.8 to 1.4 with it. It would
-also need aligned buffers, and so a copy.
+I/O is buffered, with preadv and pwritev on the caller's buffers: a chunk that is read again comes
+from the page cache (6 to 7 GB/s). Direct I/O was measured (ext4 on a virtual disk) and is no faster
+without fsync; it would also need aligned buffers, and so a copy.
 
 The directory belongs to this user or to root, and only they may write to it. No symbolic link in it
 is followed: folders are opened with O_NOFOLLOW, and files are opened, renamed and removed relative
@@ -62,27 +60,23 @@ def lock_directory(directory: Path) -> int:
 
     Raises ConfigError if it cannot be used, other users may write to it, or another tier uses it.
     """
+    fd = None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         unsafe = why_unsafe(directory)
         if unsafe is not None:
             raise ConfigError(f"the directory for chunks is not safe: {unsafe}, or choose another")
         fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"the directory {directory} cannot be used for chunks ({error.strerror}): make it "
-            "writable or choose another"
-        ) from error
-    try:
         _lock(fd)
     except OSError as error:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
         why = (
-            "is in use by another disk tier, of this or another process"
+            "is in use by another disk tier, of this or another process:"
             if isinstance(error, BlockingIOError)
-            else f"cannot be locked ({error.strerror})"
+            else f"cannot be used for chunks ({error.strerror}): make it writable or"
         )
-        raise ConfigError(f"the directory {directory} {why}: choose another") from error
+        raise ConfigError(f"the directory {directory} {why} choose another") from error
     return fd
 
 
@@ -120,13 +114,11 @@ class ChunkFiles:
         with _opened(folder_name) as folder:
             fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
             try:
-                try:
+                with os.fdopen(fd, "wb", buffering=0):
                     _move(os.pwritev, fd, [page, *views])
                     touch(fd)
                     if self._sync != "none":
                         os.fsync(fd)
-                finally:
-                    os.close(fd)
                 os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 if self._sync == "directory":
                     os.fsync(folder)
@@ -135,9 +127,6 @@ class ChunkFiles:
                     with contextlib.suppress(OSError):
                         os.unlink(partial, dir_fd=folder)
                 raise
-
-    def open(self, key: bytes, sequence: int) -> int:
-        return open_file(self.path(key, sequence))
 
     def remove(self, key: bytes, sequence: int) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -30,7 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
+from lmcache_redis.cache.disk.files import ChunkFiles, open_file, read_chunk, touch
 from lmcache_redis.cache.disk.format import StoredShape, disk_bytes
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.chunks.frame import ChunkFrame
@@ -156,7 +156,7 @@ class DiskStore:
             if file.cut[:4] != StoredShape.of(frame)[:4]:
                 return ReadOutcome.FOREIGN
             try:
-                fd = self._files.open(key, file.sequence)
+                fd = open_file(self._files.path(key, file.sequence))
             except FileNotFoundError as error:
                 with self._lock:
                     vanished = self._take_out(key, file) is not None
