@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from lmcache_redis.cache.pool import HostPool
@@ -314,7 +315,7 @@ class PrefixNeeds:
 
 
 class _WaitingLookup(NamedTuple):
-    again: Callable[[], None]
+    again: Action
     nbytes: int
     urgent: bool
 
@@ -337,22 +338,15 @@ class WaitQueue:
 
     def is_turn_of(self, who: Hashable, urgent: bool = False) -> bool:
         """Whether ``who``, in the queue or not yet, would be the next one."""
-        for each, place in self._waiting.items():
-            return each == who or (urgent and not place.urgent)
-        return True
+        first = next(iter(self._waiting), who)
+        return first == who or (urgent and not self._waiting[first].urgent)
 
     def bytes_before(self, who: Hashable) -> int:
         """The bytes that all before ``who`` want to load."""
-        total = 0
-        for each, place in self._waiting.items():
-            if each == who:
-                break
-            total += place.nbytes
-        return total
+        before = takewhile(lambda each: each != who, self._waiting)
+        return sum(self._waiting[each].nbytes for each in before)
 
-    def wait(
-        self, who: Hashable, nbytes: int, again: Callable[[], None], urgent: bool = False
-    ) -> None:
+    def wait(self, who: Hashable, nbytes: int, again: Action, urgent: bool = False) -> None:
         """Enters the queue, or keeps its place. The first one is told of more room by ``again``.
 
         nbytes: what it wants to load.
@@ -374,6 +368,5 @@ class WaitQueue:
 
     def _serve(self) -> None:
         self._is_posted = False
-        first = next(iter(self._waiting), None)
-        if first is not None:
-            self._waiting[first].again()  # if it leaves, the next is served
+        if self._waiting:
+            next(iter(self._waiting.values())).again()  # if it leaves, the next is served
