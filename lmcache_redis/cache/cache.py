@@ -255,7 +255,7 @@ class Cache:
             return
         self._measure(load, arrived=outcome is ReadOutcome.LOADED)
         if outcome is ReadOutcome.LOADED:
-            self.pool.known_in(entry, load.level)
+            self.pool.seen(load.level, (entry.key,))
             self.metrics.count(counters.loaded_chunks)
             self.metrics.count(counters.loaded_bytes, load.frame.chunk_bytes)
             if self.publish(entry) and load.level:

@@ -23,14 +23,12 @@ the lookup waits for room:
     2   a scan of the parts that the bounded rows need for that prefix
     3   only if some are missing, or if the prefix shrinks later: which parts of those rows exist
 
-Rows of an engine's workers on other nodes are remote: their nodes load the parts. Only the last
-tier, which all nodes share, is asked whether it has them; this host pool does not count, even if a
-row of this node has the same parts.
+Rows of workers on other nodes are remote: their nodes load the parts. Only the last tier, which all
+nodes share, is asked for them; this host pool does not count, even if it has the same parts.
 
-Results and the counters of lookups are chunks of the prefix, also for chunks with several parts: a
-miss counts the chunks by which the prefix becomes shorter, and `loaded` the chunks of which at
-least one part was read from a tier. A chunk of which the prefix needs no part counts as found. The
-counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
+Results and the counters of lookups are chunks of the prefix: a miss counts the chunks by which it
+becomes shorter. A chunk of which the prefix needs no part counts as found. The counters of reads
+(``loaded_chunks``, and misses of reads that fail) are parts.
 """
 
 from __future__ import annotations
@@ -89,11 +87,6 @@ class PrefixLookup:
             self._worth = WorthLoading(engine, self.bound, request.chunk_tokens)
         self._deadline = cache.owner.at(request.deadline_s, self._expire)
         self._wake: Timer | None = None
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether it was answered or cancelled."""
-        return self._state is _Stage.ENDED
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
@@ -440,4 +433,5 @@ class PrefixLookup:
             self._cache.owner.post(self._keep)
 
     def _keep(self) -> None:
-        self._cache.keep(self._parts.pooled(self._cache.refreshed_before_s))
+        if chunks := self._parts.pooled(self._cache.refreshed_before_s):
+            self._cache.keep(chunks)

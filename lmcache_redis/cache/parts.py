@@ -304,7 +304,7 @@ class LookupParts:
         """
         keys = [state.key for state in self._states.values() if state.part[0] >= first]
         keys += [entry.key for (chunk, _), entry in self._pooled.items() if chunk >= first]
-        self._cache.pool.forget(level, keys)
+        self._cache.pool.seen(level, keys, there=None)
 
     def unknown(self, missing: Iterable[PartState]) -> list[PartState]:
         """Those that are neither in memory nor known to be in a tier."""

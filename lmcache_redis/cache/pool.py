@@ -24,7 +24,7 @@ import mmap
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -146,7 +146,7 @@ class Arena:
 
 
 class EntryState(Enum):
-    """The life cycle of an entry: see the module."""
+    """See the module."""
 
     FILLING = "filling"
     READY = "ready"
@@ -207,7 +207,7 @@ class HostPool:
     ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
     eviction, ``on_wanted`` when a lookup first holds a READY entry that has pins. ``on_change``, if
     it is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
-    there: when that changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
+    there: when that changes in the pool, and when it turns out of a tier (`seen`).
 
     `get` and the release of the last pin make an entry the most recently used. Misuse (unpin
     without a pin, publish twice, reserve a key that is in the pool) raises RuntimeError and changes
@@ -255,8 +255,7 @@ class HostPool:
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. A READY one becomes most recently used."""
-        entry = self._index.get(key)
-        if entry is not None and entry.pins == 0:
+        if (entry := self._index.get(key)) is not None and entry.pins == 0:
             self._idle.move_to_end(key)
         return entry
 
@@ -301,9 +300,8 @@ class HostPool:
         if entry.state is not EntryState.FILLING or (key is None) == (entry in self._outside):
             raise RuntimeError(f"published in the wrong state: {entry!r}")
         if key is not None:
-            replaced = self._index.get(key)
-            if replaced is not None:
-                self.discard(replaced)
+            if key in self._index:
+                self.discard(self._index[key])
             self._outside.remove(entry)
             entry.key = key
             self._index[key] = entry
@@ -321,16 +319,15 @@ class HostPool:
         watchers, entry.watchers, entry.cancel = entry.watchers, None, None
         if watchers is None:
             raise RuntimeError(f"ended twice: {entry!r}")
-        is_ready = filled is Filled.READY and self.publish(entry)
-        if not is_ready:
+        if filled is Filled.FAILED or not self.publish(entry):
             self.discard(entry)
-            filled = Filled.FAILED if filled is Filled.READY else filled
+            filled = Filled.FAILED
         try:
             for watcher in watchers:
                 watcher(filled)
         finally:
             self.unpin(entry)
-        return is_ready
+        return filled is Filled.READY
 
     def watch(self, entry: Entry, watcher: Watcher) -> None:
         """Have ``watcher`` called when the filling of ``entry`` ends. It must not have ended."""
@@ -377,33 +374,21 @@ class HostPool:
         self.idle -= entry.units
         self._give_back(entry)
 
-    def known_in(self, entry: Entry, tier: int) -> None:
-        """A tier has the chunk."""
-        entry.stored_in |= 1 << tier
-        self.seen(tier, (entry.key,))
-
-    def seen(self, tier: int, keys: Collection[bytes], *, there: bool = True) -> None:
-        """A tier has these chunks, or has none of them."""
-        if not there:
-            self.forget(tier, keys)
-        if self.on_change is not None:
-            for key in keys:
-                self.on_change(key, tier, there)
-
-    def forget(self, tier: int, keys: Iterable[bytes]) -> None:
-        """Whether a tier has these chunks is not known any more."""
+    def seen(self, tier: int, keys: Iterable[bytes], there: bool | None = True) -> None:
+        """Whether a tier has these chunks. None: that is not known any more."""
         for key in keys:
-            entry = self._index.get(key)
-            if entry is not None:
+            if (entry := self._index.get(key)) is not None:
                 entry.stored_in &= ~(1 << tier)
+                entry.stored_in |= bool(there) << tier
+            if self.on_change is not None and there is not None:
+                self.on_change(key, tier, there)
 
     def report_again(self, entry: Entry) -> None:
         """Reports a READY entry and its tiers again, for watchers that started later."""
         if self.on_change is not None:
-            self.on_change(entry.key, None, True)
-            for tier in range(entry.stored_in.bit_length()):
-                if entry.stored_in >> tier & 1:
-                    self.on_change(entry.key, tier, True)
+            tiers = range(entry.stored_in.bit_length())
+            for place in (None, *(tier for tier in tiers if entry.stored_in >> tier & 1)):
+                self.on_change(entry.key, place, True)
 
     def pin(self, entry: Entry) -> None:
         """Add a pin. A DISCARDED entry can be pinned only while it has a pin."""

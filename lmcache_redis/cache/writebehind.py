@@ -302,7 +302,7 @@ class WriteBehind:
 
     def _skip(self, write: PendingWrite) -> None:
         """The tier has the chunk."""
-        self._pool.known_in(write.entry, self._index)
+        self._pool.seen(self._index, (write.entry.key,))
         self._release(write)
         if self._backing.counters.is_remote:
             self._metrics.count("skipped_chunks")
@@ -316,7 +316,7 @@ class WriteBehind:
         """A write has an outcome: counts it, and releases what it held."""
         entry, counters = write.entry, self._backing.counters
         if outcome is WriteOutcome.STORED:
-            self._pool.known_in(entry, self._index)
+            self._pool.seen(self._index, (entry.key,))
             self._distrusted.pop(entry.key, None)
             self._metrics.count(counters.stored_chunks)
             self._metrics.count(counters.stored_bytes, write.nbytes)

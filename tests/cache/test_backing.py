@@ -88,7 +88,7 @@ def written_again(hot: Hot) -> list[Entry]:
 
 def test_what_a_tier_lacks_is_written_to_it_again(hot: Hot) -> None:
     for entry in hot.entries:
-        hot.cache.pool.known_in(entry, 1)
+        hot.cache.pool.seen(1, (entry.key,))
     hot.look_up()
     hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [True, False, True, False, True]))
     assert [entry.stored_in for entry in hot.entries] == [2, 0, 2, 0, 2]

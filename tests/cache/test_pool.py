@@ -308,12 +308,12 @@ def test_a_listener_hears_of_the_tiers_too() -> None:
     entry = pool.reserve(b"key", 1)
     assert entry is not None
     pool.publish(entry)
-    pool.known_in(entry, 2)
+    pool.seen(2, (entry.key,))
     assert entry.stored_in == 0b100
     pool.seen(1, [b"a", b"b"], there=False)
     assert told == [(b"key", None, True), (b"key", 2, True), (b"a", 1, False), (b"b", 1, False)]
     told.clear()
-    pool.known_in(entry, 0)
+    pool.seen(0, (entry.key,))
     told.clear()
     pool.report_again(entry)
     assert told == [(b"key", None, True), (b"key", 0, True), (b"key", 2, True)]

@@ -108,8 +108,8 @@ def test_behind_a_gap_nothing_is_believed_to_be_in_redis() -> None:
     nodes = Nodes([ALL], [ALL])
     nodes.hold_all(0)
     for entry in nodes.cache.pool:
-        nodes.cache.pool.known_in(entry, 0)
-        nodes.cache.pool.known_in(entry, 1)
+        nodes.cache.pool.seen(0, (entry.key,))
+        nodes.cache.pool.seen(1, (entry.key,))
     nodes.store(1, range(3))
     assert nodes.look_up() == 3
     stored_in = [nodes.cache.pool.peek(key).stored_in for key in nodes.keys(*KEYS_OF_ROW_0)]  # type: ignore[union-attr]
