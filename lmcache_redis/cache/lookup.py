@@ -171,7 +171,7 @@ class PrefixLookup:
         if result.outcome is CallOutcome.DONE:
             rate.answered(time.monotonic() - asked_s)
             if rest:
-                self._parts.absent(rest[:1], level)
+                self._cache.pool.seen(level, (rest[0].key,), there=False)
                 self._parts.doubt(rest[0].part[0], level)
         self._parts.found(found, level)
         if is_over:
@@ -234,7 +234,7 @@ class PrefixLookup:
             elif lacking > 0 and not can_wait:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
                 self._no_room(-(-lacking // units_per_chunk))
-            elif unknown := parts.unknown(missing):
+            elif unknown := [each for each in missing if not parts.is_found(each.part)]:
                 self._ask(unknown)
                 if self._state is _Stage.ASKING:
                     return
@@ -350,7 +350,8 @@ class PrefixLookup:
         if result.outcome is CallOutcome.DONE:
             answers = [*zip(wanted, result.present, strict=True)]
             self._parts.found([each for each, is_there in answers if is_there], level)
-            self._parts.absent([each for each, is_there in answers if not is_there], level)
+            absent = [each.key for each, is_there in answers if not is_there]
+            self._cache.pool.seen(level, absent, there=False)
         if self._state is _Stage.ASKING:
             self._state = _Stage.SETTLING
             self._questions = 2

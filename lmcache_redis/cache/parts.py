@@ -128,9 +128,9 @@ class LookupParts:
 
         Of a prefix the end is used least: if the tiers were told of it since, so were they of all.
         """
-        forms, hashes, states = self._request.forms, self._request.hashes, self._states
-        held = ((part, s.entry) for part, s in states.items() if s.entry and s.load is None)
-        entries = self._pooled | dict(held)
+        forms, hashes = self._request.forms, self._request.hashes
+        states = self._states.values()
+        entries = self._pooled | {s.part: s.entry for s in states if s.entry and not s.load}
         ends = [entries.get((self.length - 1, row)) for row in range(len(forms))]
         if all(end is not None and end.refreshed_s > before_s for end in ends):
             return []
@@ -145,8 +145,7 @@ class LookupParts:
         levels: dict[int, int] = {}
         for (chunk, _), state in self._states.items():
             if chunk < self.length and (state.load is not None or state.is_later):
-                level = state.load.level if state.load is not None else state.level or 0
-                levels[chunk] = max(level, levels.get(chunk, 0))
+                levels[chunk] = max(self.level_of(state), levels.get(chunk, 0))
         return levels
 
     # ------------------------------------------------------------- the pool
@@ -293,10 +292,6 @@ class LookupParts:
             state.level = level
         self._cache.pool.seen(level, [state.key for state in here])
 
-    def absent(self, wanted: Sequence[PartState], level: int) -> None:
-        """A tier does not have these parts."""
-        self._cache.pool.seen(level, [state.key for state in wanted], there=False)
-
     def doubt(self, first: int, level: int) -> None:
         """A scan of a tier has ended in this chunk: what was known of the rest is old.
 
@@ -305,10 +300,6 @@ class LookupParts:
         keys = [state.key for state in self._states.values() if state.part[0] >= first]
         keys += [entry.key for (chunk, _), entry in self._pooled.items() if chunk >= first]
         self._cache.pool.seen(level, keys, there=None)
-
-    def unknown(self, missing: Iterable[PartState]) -> list[PartState]:
-        """Those that are neither in memory nor known to be in a tier."""
-        return [state for state in missing if not self.is_found(state.part)]
 
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
