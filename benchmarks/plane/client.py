@@ -9,8 +9,9 @@ from queue import SimpleQueue
 
 from benchmarks.plane.values import Values
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
-from lmcache_redis.chunks.keys import NAMESPACE_BYTES, key_stem
+from lmcache_redis.chunks.keys import NAMESPACE_BYTES
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import key_stem
 from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.resp import (
     CallOutcome,

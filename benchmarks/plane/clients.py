@@ -16,7 +16,7 @@ from benchmarks.plane.client import PlaneClient
 from benchmarks.plane.messages import Setting
 from benchmarks.plane.peers import Client, ScanningClient, Threads
 from benchmarks.plane.values import Values
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import ConfigError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys

@@ -7,13 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lmcache_redis.chunks.keys import (
-    KEY_MAGIC,
-    NAMESPACE_BYTES,
-    ObjectKey,
-    parse_stripe_key,
-    stripe_key,
-)
+from lmcache_redis.chunks.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey
+from lmcache_redis.chunks.names import parse_stripe_key, stripe_key
 from lmcache_redis.errors import ConfigError, FormatError
 
 _HEX = re.compile(r"(?:[0-9A-Fa-f]{2})+")

@@ -10,11 +10,12 @@ unpinned one stays until its memory is needed.
     tier              a tier behind the pool (`lmcache_redis.tiers`): `disk`, and `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
     schedule          which writes begin: they give way to loads
-    refreshing        the tiers are told what the pool serves, and say what they have lost
-    pacing            rates of tiers and engines: how much of a prefix is worth loading, and which
-                      lookup is next
+    backing           counters and limits of a tier; tiers are told what the pool serves, and say
+                      what they have lost
+    pacing            decisions: which parts a prefix needs, how much of it is worth loading, and
+                      which lookup is next
     lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
-    parts             which parts of its chunks a prefix needs, if a model has groups of layers
+    parts             the parts of its chunks: held, missing, and where those are
     cache             `Cache`: all of these together, and clears
     threads           the thread that owns all of this, its timers, and worker threads
 

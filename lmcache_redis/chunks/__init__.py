@@ -1,7 +1,7 @@
 """The name and the form of a chunk, as engines, agents and Redis see them. No I/O.
 
-names      what a group of layers needs of a prefix, and what its chunks are called
-keys       `ObjectKey`, the key of a stripe, and the hashes of chunks
+names      what a group of layers needs of a prefix, and what its chunks and stripes are called
+keys       `ObjectKey`, and the hashes of chunks
 frame      the header before the bytes of a stripe
 metadata   `RemoteMetadata`: length, shapes, dtypes
 dtypes     the element types and their codes

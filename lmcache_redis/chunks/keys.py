@@ -1,11 +1,6 @@
-"""Names of chunks and stripes, and their byte encodings (docs/value-format.md).
+"""`ObjectKey`, the name of one worker's chunk, and the hashes of chunks (docs/value-format.md).
 
-`ObjectKey` names the chunk of one worker. The fields of a Redis key, integers big-endian:
-
-    user prefix | b"lmcr1:" | namespace (16) | ObjectKey | stripe index u16
-    ObjectKey:  kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash
-
-All chunks of a worker share everything before the hash: `key_stem`.
+Encoded, integers big-endian: kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash
 """
 
 from __future__ import annotations
@@ -28,13 +23,11 @@ NAMESPACE_BYTES = 16
 MAX_HASH_BYTES = 63
 MAX_MODEL_NAME_BYTES = 1024
 MAX_WORLD_SIZE = 0xFF
-MAX_STRIPE_INDEX = 0xFFFF
 INT_HASH_BYTES = 8
 CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 
 _HASH_PERSON = b"lmcr1.tokens"
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
-_STRIPE_INDEX = struct.Struct(">H")
 
 
 class DataclassFields:
@@ -113,7 +106,7 @@ class ObjectKey(
 
     def to_bytes(self) -> bytes:
         """The ObjectKey part of a Redis key; `from_bytes` is its exact inverse."""
-        return _before_hash(self.model_name, self.kv_rank, len(self.chunk_hash)) + self.chunk_hash
+        return before_hash(self.model_name, self.kv_rank, len(self.chunk_hash)) + self.chunk_hash
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ObjectKey:
@@ -177,41 +170,7 @@ def hash_chunks(
     return hashes
 
 
-def key_stem(
-    namespace: bytes, model_name: str, kv_rank: int, hash_len: int, key_prefix: bytes = b""
-) -> bytes:
-    """The part of a Redis key before the chunk hash. Stem + hash is the chunk key.
-
-    namespace is 16 bytes derived from the layout fingerprint. Raises FormatError for a field
-    out of range.
-    """
-    if len(namespace) != NAMESPACE_BYTES:
-        raise FormatError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
-    return key_prefix + KEY_MAGIC + namespace + _before_hash(model_name, kv_rank, hash_len)
-
-
-def stripe_key(chunk_key: bytes, stripe_index: int) -> bytes:
-    """The Redis key of one stripe of the chunk with this `chunk_key` (stem + hash).
-
-    Raises FormatError for an index over 16 bits.
-    """
-    check_int("stripe_index", stripe_index, 0, MAX_STRIPE_INDEX)
-    return chunk_key + _STRIPE_INDEX.pack(stripe_index)
-
-
-def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, ObjectKey, int]:
-    """(namespace, key, stripe index) of a Redis key. Raises FormatError for any other bytes."""
-    start = key_prefix + KEY_MAGIC
-    object_at = len(start) + NAMESPACE_BYTES
-    index_at = len(data) - _STRIPE_INDEX.size
-    if data[: len(start)] != start or index_at < object_at:
-        raise FormatError("not the key of a stripe: it has another prefix or is too short")
-    (stripe_index,) = _STRIPE_INDEX.unpack_from(data, index_at)
-    namespace = bytes(data[len(start) : object_at])
-    return namespace, ObjectKey.from_bytes(data[object_at:index_at]), stripe_index
-
-
-def _before_hash(model_name: str, kv_rank: int, hash_len: int) -> bytes:
+def before_hash(model_name: str, kv_rank: int, hash_len: int) -> bytes:
     name = model_name_bytes(model_name)
     check_int("kv_rank", kv_rank, 0, 0xFFFF_FFFF)
     check_int("the length of a chunk hash", hash_len, 1, MAX_HASH_BYTES)

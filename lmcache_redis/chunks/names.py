@@ -1,10 +1,11 @@
 """The name of a chunk, and the form of its parts: the same in Redis and on disk, for everyone.
 
-    key prefix | b"lmcr1:" | namespace (16) | ObjectKey
+    user prefix | b"lmcr1:" | namespace (16) | ObjectKey (`keys`)
 
 The namespace identifies the layout: for agents the first 16 hex digits of the engine's fingerprint,
 for the library the namespace of tensors, whose metadata describes them. In Redis each stripe of a
-chunk adds its index; a file on disk has the digest of the key as its name.
+chunk adds its index, a big-endian u16; a file on disk has the digest of the key as its name. All
+chunks of a worker share everything before the hash: the stem.
 
 A model whose layers have several kinds of KV cache has several *groups*. A chunk then has one part
 for each group, with a layout, and so a namespace, of its own. `Reach` says which parts the engine
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import struct
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
-from lmcache_redis.chunks.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, key_stem
+from lmcache_redis.chunks.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, before_hash
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import FormatError, check_int
 
@@ -29,6 +31,42 @@ from lmcache_redis.errors import FormatError, check_int
 TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
 
 MAX_REACH_TOKENS = 1 << 40
+MAX_STRIPE_INDEX = 0xFFFF
+_STRIPE_INDEX = struct.Struct(">H")
+
+
+def key_stem(
+    namespace: bytes, model_name: str, kv_rank: int, hash_len: int, key_prefix: bytes = b""
+) -> bytes:
+    """The part of a Redis key before the chunk hash. Stem + hash is the chunk key.
+
+    namespace is 16 bytes derived from the layout fingerprint. Raises FormatError for a field
+    out of range.
+    """
+    if len(namespace) != NAMESPACE_BYTES:
+        raise FormatError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
+    return key_prefix + KEY_MAGIC + namespace + before_hash(model_name, kv_rank, hash_len)
+
+
+def stripe_key(chunk_key: bytes, stripe_index: int) -> bytes:
+    """The Redis key of one stripe of the chunk with this `chunk_key` (stem + hash).
+
+    Raises FormatError for an index over 16 bits.
+    """
+    check_int("stripe_index", stripe_index, 0, MAX_STRIPE_INDEX)
+    return chunk_key + _STRIPE_INDEX.pack(stripe_index)
+
+
+def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, ObjectKey, int]:
+    """(namespace, key, stripe index) of a Redis key. Raises FormatError for any other bytes."""
+    start = key_prefix + KEY_MAGIC
+    object_at = len(start) + NAMESPACE_BYTES
+    index_at = len(data) - _STRIPE_INDEX.size
+    if data[: len(start)] != start or index_at < object_at:
+        raise FormatError("not the key of a stripe: it has another prefix or is too short")
+    (stripe_index,) = _STRIPE_INDEX.unpack_from(data, index_at)
+    namespace = bytes(data[len(start) : object_at])
+    return namespace, ObjectKey.from_bytes(data[object_at:index_at]), stripe_index
 
 
 class ChunkNames:

@@ -12,7 +12,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
-from lmcache_redis.chunks.keys import KEY_MAGIC, stripe_key
+from lmcache_redis.chunks.keys import KEY_MAGIC
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp.control import KeyQuestion
 from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.net.topology import KeyGroup, Routing

@@ -28,7 +28,7 @@ from lmcache_redis.chunks.frame import (
     ChunkFrame,
     Verdict,
 )
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import (
     RedisError,
     RedisRedirect,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import FormatError, RedisProtocolError, RedisRedirect
 from lmcache_redis.resp.net.connection import Pipeline
 from lmcache_redis.resp.net.wire import (

@@ -24,7 +24,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import (
     RedisClusterDown,
     RedisError,

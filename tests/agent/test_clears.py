@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_redis.chunks.keys import parse_stripe_key
+from lmcache_redis.chunks.names import parse_stripe_key
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 

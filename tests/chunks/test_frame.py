@@ -19,13 +19,9 @@ from lmcache_redis.chunks.frame import (
     describe_header,
     stripe_payload_bytes,
 )
-from lmcache_redis.chunks.keys import (
-    ObjectKey,
-    hash_chunks,
-    key_stem,
-    stripe_key,
-)
+from lmcache_redis.chunks.keys import ObjectKey, hash_chunks
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import key_stem, stripe_key
 from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError
 from lmcache_redis.seal import SealKeys

@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.chunks.keys import (
-    ObjectKey,
-    key_stem,
-    parse_stripe_key,
-    share_rank,
-    stripe_key,
-)
+from lmcache_redis.chunks.keys import ObjectKey, share_rank
+from lmcache_redis.chunks.names import key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.errors import FormatError
 
 HASHES = st.binary(min_size=1, max_size=63)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.chunks.keys import parse_stripe_key, stripe_key
+from lmcache_redis.chunks.names import parse_stripe_key, stripe_key
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
 from tests.fake.server import FakeRedisServer
 from tests.resp.helpers import (

@@ -20,13 +20,9 @@ from lmcache_redis.chunks.frame import (
     add_checksums,
     describe_header,
 )
-from lmcache_redis.chunks.keys import (
-    ObjectKey,
-    key_stem,
-    parse_stripe_key,
-    stripe_key,
-)
+from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.resp.bulk import End

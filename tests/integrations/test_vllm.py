@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.chunks.keys import parse_stripe_key
+from lmcache_redis.chunks.names import parse_stripe_key
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts

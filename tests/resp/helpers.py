@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
-from lmcache_redis.chunks.keys import key_stem, stripe_key
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome

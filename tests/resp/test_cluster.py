@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
 from lmcache_redis.resp.net.topology import slot_of
 from tests.resp.helpers import (

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
 from lmcache_redis.tiers import FramesResult, RemoveResult
 from tests.resp.helpers import Chunk, chunk_key, read, write

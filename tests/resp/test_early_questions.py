@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp import CallOutcome, RedisPlane, WriteOutcome
 from lmcache_redis.resp.net.connection import Pipeline
 from tests.resp.helpers import (

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisProtocolError
 from lmcache_redis.resp import CallOutcome, RedisPlane
 from lmcache_redis.resp.net.connection import Pipeline

@@ -11,8 +11,8 @@ import redis
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, ChunkFrame, describe_header
-from lmcache_redis.chunks.keys import key_stem
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import key_stem
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisPlane, WriteOutcome
 from lmcache_redis.seal import SealKeys
 from tests.resp.helpers import (

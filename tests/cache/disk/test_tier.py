@@ -20,8 +20,8 @@ from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.chunks.frame import ChunkFrame
-from lmcache_redis.chunks.keys import key_stem
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import key_stem
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,

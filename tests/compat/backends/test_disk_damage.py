@@ -17,8 +17,8 @@ from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk
 from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header
-from lmcache_redis.chunks.keys import ObjectKey, key_stem
-from lmcache_redis.chunks.names import TENSORS, ChunkNames
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.names import TENSORS, ChunkNames, key_stem
 from lmcache_redis.errors import FormatError
 from tests.compat.backends.contract import get_raw, key_of, metadata_of, same, tensor_of
 from tests.compat.backends.disk_helpers import OpenTier, files_in, fill, held

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_redis.chunks.keys import ObjectKey, parse_stripe_key
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.compat.backends import LMCRemoteBackend
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
