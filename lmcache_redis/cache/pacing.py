@@ -4,8 +4,7 @@ What is worth loading (`WorthLoading`). A tier and an engine are two queues. A t
 in flight before it loads others (`TransferRate`), an engine computes the prompts that it has before
 it computes others (`Computing`). A request whose prefix is loaded has its first token when both are
 ready and the rest of the prompt is computed; `prefix_worth_loading` finds the prefix for which that
-is soonest. From a tier whose rate is not known one chunk is loaded first. For an engine that has
-not measured itself everything is loaded.
+is soonest. For an engine that has not measured itself everything is loaded.
 
 Which parts a prefix needs (`PrefixNeeds`). A lookup has rows, one for each rank and group of
 layers; a chunk has one part in each row. How far back an engine still reads a row's tokens after a
@@ -250,9 +249,8 @@ def prefix_worth_loading(
 class PrefixNeeds:
     """What the prefixes of one lookup need.
 
-    reaches: of each row. chunk_tokens: may be 0 if every row needs all tokens.
-
-    Raises ValueError for rows whose needs cannot be told: they need a ``chunk_tokens``.
+    reaches: of each row. Raises ValueError if a row does not need all tokens and there are no
+    ``chunk_tokens``.
     """
 
     def __init__(self, reaches: Sequence[Reach], first_chunk: int = 0, chunk_tokens: int = 0):
@@ -323,8 +321,7 @@ class _WaitingLookup(NamedTuple):
 class WaitQueue:
     """Lookups that wait for room in the host pool: the urgent before the others, in their order.
 
-    They hold no pins while they wait, so no two wait for each other's memory. Owned by the owner's
-    thread.
+    They hold no pins while they wait, so no two wait for each other's memory.
     """
 
     def __init__(self, owner: Owner, pool: HostPool) -> None:

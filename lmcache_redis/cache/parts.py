@@ -207,10 +207,10 @@ class LookupParts:
             return False
         pooled, self._pooled = self._pooled, {}
         held = [state for state in self._states.values() if state.entry is not None]
-        for state in held:
-            self._release(state)
         for entry in pooled.values():
             self._cache.pool.unpin(entry)
+        for state in held:
+            self._release(state)
         self._need(pooled)
         return bool(pooled or held)
 
