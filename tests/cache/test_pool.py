@@ -475,3 +475,26 @@ def mapped(address: int) -> bool:
     with open("/proc/self/maps") as maps:
         bounds = (line.split()[0].split("-") for line in maps)
         return any(int(low, 16) <= address < int(high, 16) for low, high in bounds)
+
+
+def test_a_key_given_late_replaces_the_entry_that_has_it() -> None:
+    pool = HostPool(slots(3))
+    old = pool.reserve(b"a key", 1)
+    assert old is not None
+    assert pool.end(old, Filled.READY)
+    new = pool.reserve(None, 1)
+    assert new is not None
+    audit(pool)
+    assert pool.peek(b"a key") is old
+    assert pool.publish(new, b"a key")
+    assert pool.peek(b"a key") is new
+    assert old.state is EntryState.DISCARDED
+    pool.unpin(new)
+    audit(pool)
+    assert (pool.used, pool.idle) == (1, 1)
+    other = pool.reserve(None, 1)
+    assert other is not None
+    assert pool.publish(other, b"another key")
+    assert (len(pool), pool.peek(b"a key")) == (2, new)
+    pool.unpin(other)
+    audit(pool)
