@@ -1,11 +1,11 @@
-"""Stripes between sockets and slots, without copies.
+"""Stripes between sockets and slots, without copies: what a mover does, and one in Python.
 
 A mover sends requests and receives replies on several connections, with one stripe in flight on
-each. It receives replies in the order of the requests. `NativeMover` is the native extension
-(`moves.c`): one call moves many stripes, without the GIL. `PythonMover` does the same for TLS, and
-if the extension is missing. Each stripe ends with a definite result (`End`). A call returns after
-`QUIET_MS` of silence; the next call continues from a progress that only the mover reads. So the
-caller keeps the deadlines, and can redirect the rest of a reply to other memory between two calls.
+each. It receives replies in the order of the requests. The native extension (`moves.c`) moves many
+stripes in one call, without the GIL. `PythonMover` does the same for TLS, and if the extension is
+missing. Each stripe ends with a definite result (`End`). A call returns after `QUIET_MS` of
+silence; the next call continues from a progress that only the mover reads. So the caller keeps the
+deadlines, and can redirect the rest of a reply to other memory between two calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis import native
 from lmcache_redis.chunks.frame import (
     FLAGS_AT,
     HEADER_BYTES,
@@ -42,13 +41,15 @@ SLICE_S = 0.02
 MOST_TASKS = 48
 # The longest error reply.
 MOST_LINE_BYTES = 4096
-# Payloads up to this size have another algorithm of xxh3, which the native extension lacks.
-_SHORT_BYTES = 240
+
+# Payloads up to this size have another algorithm of xxh3.
+SHORT_BYTES = 240
 
 # What a mover needs of a stripe: (command, header, slot, end of the command). To load: the packed
 # GET; ``$length`` CRLF and the expected header with its unknown fields zero; the slot; nothing. To
-# store: the packed SET up to its value; the header (`add_short_checksums`); the slot, or its sealed
-# copy; the rest of the SET.
+# store: the packed SET up to its value; the header, with checksums if the payload has at most
+# `SHORT_BYTES`, which the native extension cannot hash; the slot, or its sealed copy; the rest of
+# the SET.
 Packed = tuple[bytes, bytes | bytearray, memoryview, bytes]
 # Replaces a SET that was sent.
 SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
@@ -105,23 +106,6 @@ class MoveCall(NamedTuple):
     quiet_ms: int = QUIET_MS
 
 
-class NativeMover:
-    """`moves.c`."""
-
-    def __init__(self) -> None:
-        assert native.moves is not None
-        self._moves: Any = native.moves
-
-    def handle(self, stream: Stream) -> Handle:
-        return stream.plain_fileno(), bytearray(self._moves.PROGRESS_BYTES)
-
-    def load(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.load(*call))
-
-    def store(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.store(*call))
-
-
 class _Progress:
     """The progress of the stripe on a lane."""
 
@@ -140,7 +124,7 @@ class _Progress:
 
 
 class PythonMover:
-    """The same in Python, on blocking sockets: the kernel waits while the GIL is released."""
+    """Moves stripes on blocking sockets: the kernel waits while the GIL is released."""
 
     def handle(self, stream: Stream) -> Handle:
         return stream, _Progress()
@@ -150,16 +134,6 @@ class PythonMover:
 
     def store(self, call: MoveCall) -> Moved:
         return _move(call, is_load=False)
-
-
-Mover = NativeMover | PythonMover
-
-
-def mover_for(stream: Stream) -> Mover:
-    """The native extension, unless it is missing or the connection is TLS."""
-    if native.moves is None or stream.plain_fileno() < 0:
-        return PythonMover()
-    return NativeMover()
 
 
 def _move(call: MoveCall, is_load: bool) -> Moved:
@@ -281,27 +255,18 @@ def _receive_line(stream: Stream, progress: _Progress, kinds: bytes, until: floa
 
 def _receive_other(stream: Stream, progress: _Progress, until: float) -> Result:
     """Receive a reply that is not the expected value."""
-    line = _receive_line(stream, progress, b"-$_", until)
+    line = _receive_line(stream, progress, b"-$", until)
     start = len(line) + 2
-    length = None
-    if line[:1] == b"$":
-        length = parse_length(line)
+    length = parse_length(line) if line[:1] == b"$" else None
     if length is not None:
         kept = min(length, HEADER_BYTES)
         while progress.got < start + kept:
             _arm(stream, progress, until)
             progress.got += stream.receive_some(progress.view[progress.got : start + kept])
         return End.OTHER_LENGTH, 0, bytes(progress.first[start : start + kept])
-    if progress.got != start or (line[:1] == b"_" and line != b"_"):
+    if progress.got != start:
         return End.GARBAGE, 0, b""
     return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
-
-
-def add_short_checksums(header: bytearray, payload: memoryview) -> bytearray:
-    """The header of a SET, with checksums if the payload is too short for the native extension."""
-    if payload.nbytes <= _SHORT_BYTES:
-        add_checksums(header, xxh3_64_intdigest(payload))
-    return header
 
 
 # ------------------------------------------------------------------- one value
@@ -319,7 +284,7 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
     result: Result | None = None
     while result is None:
         if deadline <= time.monotonic():
-            connection.fail(RedisTimeout("Redis did not answer in time"))
+            connection.fail(stream.late())
         result = _receive(stream, progress, (b"", expected, payload, b""), True, False, deadline)
     assert not isinstance(result, bytes)
     end, _, data = result

@@ -7,19 +7,17 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic
 
 from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC, stripe_key
-from lmcache_redis.resp.control import KeyQuestion
-from lmcache_redis.resp.jobs import Jobs
-from lmcache_redis.resp.net.topology import KeyGroup, Routing
-from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
-from lmcache_redis.resp.node import DataNode, DataNodes
-from lmcache_redis.resp.steps import (
+from lmcache_redis.errors import RedisRedirect
+from lmcache_redis.resp.control import (
     STEP_KEYS,
+    KeyQuestion,
     Steps,
     ask_each,
     count_prefix,
@@ -31,6 +29,9 @@ from lmcache_redis.resp.steps import (
     touch_chunks,
     walk_keys,
 )
+from lmcache_redis.resp.jobs import Hop, Jobs
+from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
+from lmcache_redis.resp.node import DataNode, DataNodes, NodeT, Routes, next_hop
 from lmcache_redis.tiers import (
     CallOutcome,
     Done,
@@ -50,6 +51,7 @@ _MANY_KEYS = 4096
 _MOST_ROUND_KEYS = 16384
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS", group_keys=1), parse_count)
+_FIND_PRESENT = partial(find_present, suffix=_FIRST_STRIPE)
 _UNLINKS = partial(
     ask_each, partial(keys_commands, b"UNLINK", group_keys=1), parse_count, step_keys=STEP_KEYS
 )
@@ -99,7 +101,10 @@ class KeyCalls:
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        self._exists(keys, deadline, answer)
+        if self._nodes.routes.is_cluster:
+            self._ask_in_rounds(_EXISTS, _Rounds(keys, answer, suffix=_FIRST_STRIPE), deadline)
+        else:
+            self._ask(_FIND_PRESENT, keys, deadline, 0, answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
@@ -141,7 +146,8 @@ class KeyCalls:
             is_done = outcome is CallOutcome.DONE
             done(FramesResult(outcome, [_frame(header) for header in headers] if is_done else ()))
 
-        self._ask(_HEADERS, _first_stripes(keys), deadline, None, answer)
+        first_stripes = [key + _FIRST_STRIPE for key in keys]
+        self._ask(_HEADERS, first_stripes, deadline, None, answer)
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """The keys that begin with `prefix`: SCANs all servers, in small steps, after scans.
@@ -170,27 +176,20 @@ class KeyCalls:
         return KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends])
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """UNLINK all stripes of a chunk, which its header counts. Uses GETRANGE."""
+        """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
 
-        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
+        def found(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
             if outcome is not CallOutcome.DONE:
                 done(RemoveResult(outcome))
                 return
-            (header,) = headers
-            self.unlink(key, header.stripe_count if header is not None else 1, deadline, done)
+            count = headers[0].stripe_count if headers[0] is not None else 1
+            stripes = [stripe_key(key, index) for index in range(count)]
+            self._ask(_UNLINKS, stripes, deadline, 0, unlinked, is_urgent=False)
 
-        self._ask(_HEADERS, _first_stripes((key,)), deadline, None, answer)
-
-    def unlink(
-        self, chunk_key: bytes, stripe_count: int, deadline: float, done: Done[RemoveResult]
-    ) -> None:
-        """UNLINK the stripes of a chunk, stripe 0 first."""
-
-        def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
+        def unlinked(outcome: CallOutcome, removed: Sequence[int]) -> None:
             done(RemoveResult(outcome, sum(removed)))
 
-        stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-        self._ask(_UNLINKS, stripes, deadline, 0, answer, is_urgent=False)
+        self._ask(_HEADERS, (key + _FIRST_STRIPE,), deadline, None, found)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -219,19 +218,6 @@ class KeyCalls:
         steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
         self._walk(steps, deadline, answer)
 
-    def _exists(
-        self,
-        keys: Sequence[bytes],
-        deadline: float,
-        done: Callable[[CallOutcome, Sequence[int]], None],
-    ) -> None:
-        if self._nodes.routes.is_cluster:
-            self._ask_in_rounds(_EXISTS, _Rounds(keys, done, suffix=_FIRST_STRIPE), deadline)
-        else:
-            self._ask(
-                lambda some, asking: find_present(some, _FIRST_STRIPE), keys, deadline, 0, done
-            )
-
     def _ask_in_rounds(
         self,
         make_steps: Callable[..., Steps[Sequence[int]]],
@@ -258,7 +244,7 @@ class KeyCalls:
     ) -> None:
         """Ask each node for its keys, and follow redirections.
 
-        make_steps: makes the steps for some keys (`control.ask_each`). done: called with a result
+        make_steps: makes the steps for some keys (`ask_each`). done: called with a result
         for each key, `missing` for keys without one.
         """
         self._jobs.check_usable()
@@ -320,9 +306,57 @@ class KeyCalls:
     def _submit(self, question: KeyQuestion, node: DataNode | None) -> None:
         question.nodes = (node,)
         if self._jobs.enter((question,)) and node is not None:
-            node.ask(question)
+            node.control.put(question)
             # The server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse((question,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyGroup(Generic[NodeT]):
+    """Some keys of a `Routing`, all asked of one node.
+
+    indexes: of the keys. hop: the redirection that led here; if it is an ASK, an ASKING precedes
+    each command.
+    """
+
+    node: NodeT
+    indexes: list[int]
+    hop: Hop | None = None
+
+
+class Routing(Generic[NodeT]):
+    """Which node is asked for which of many keys, until no redirection is left to follow.
+
+    No I/O: the caller asks for the `parts`, and then for those that `answered` returns. follow:
+    returns the node that a node redirects to, or None if it is not followed. results: for each key
+    its result; `missing` if no node has the key or answered for it.
+    """
+
+    def __init__(
+        self,
+        routes: Routes[NodeT],
+        keys: Sequence[bytes],
+        follow: Callable[[NodeT, RedisRedirect], NodeT | None],
+        missing: Any,
+    ) -> None:
+        self.results: list[Any] = [missing] * len(keys)
+        by_node = routes.split(keys)
+        self.parts = [KeyGroup(node, some) for node, some in by_node.items() if node is not None]
+        self._follow = follow
+
+    def answered(self, part: KeyGroup[NodeT], results: Sequence[Any]) -> list[KeyGroup[NodeT]]:
+        """Take the results of a part, none if it failed; return the parts to ask next."""
+        parts: dict[tuple[NodeT, bool], KeyGroup[NodeT]] = {}
+        for index, result in zip(part.indexes, results, strict=False):
+            if not isinstance(result, RedisRedirect):
+                self.results[index] = result
+                continue
+            hop = next_hop(part.hop, result)
+            node = self._follow(part.node, result) if hop is not None else None
+            if node is not None:
+                place = (node, result.asking)
+                parts.setdefault(place, KeyGroup(node, [], hop)).indexes.append(index)
+        return list(parts.values())
 
 
 class _Rounds:
@@ -370,10 +404,6 @@ class _Rounds:
             outcome = CallOutcome.DONE
         self._done(outcome, self._counts + [0] * left)
         return False
-
-
-def _first_stripes(keys: Sequence[bytes]) -> list[bytes]:
-    return [key + _FIRST_STRIPE for key in keys]
 
 
 def _frame(header: StripeHeader | None) -> ChunkFrame | None:

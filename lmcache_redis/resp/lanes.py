@@ -18,10 +18,11 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lmcache_redis.errors import ConfigError, RedisError, RedisTimeout, RedisUnavailable
+from lmcache_redis import native
+from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
     QUIET_MS,
@@ -31,23 +32,41 @@ from lmcache_redis.resp.bulk import (
     Handle,
     MoveCall,
     Moved,
-    Mover,
     Packed,
+    PythonMover,
     StripeFailure,
     error_in,
-    mover_for,
 )
-from lmcache_redis.resp.jobs import Stop, StripeTask
-from lmcache_redis.resp.loops import jittered
+from lmcache_redis.resp.health import DataServer, Worker, stop_for
+from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.worker import DataServer, Worker
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
+# Sealed stripes in a call: while the next are sealed or opened, the kernel moves these.
+SEALED_TOGETHER = 4
 # Requests sent together may be late together: each reply has at least this time.
 _LEAST_PATIENCE_S = 0.05
+
+
+class NativeMover:
+    """`moves.c`."""
+
+    _moves: Any = native.moves
+
+    def handle(self, stream: Stream) -> Handle:
+        return stream.plain_fileno(), bytearray(self._moves.PROGRESS_BYTES)
+
+    def load(self, call: MoveCall) -> Moved:
+        return Moved(*self._moves.load(*call))
+
+    def store(self, call: MoveCall) -> Moved:
+        return Moved(*self._moves.store(*call))
+
+
+Mover = NativeMover | PythonMover
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +84,7 @@ class Lane:
     until: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Lanes:
     """The lanes of a thread, `most` at most.
 
@@ -72,13 +92,12 @@ class Lanes:
     the first was opened. widen_at: when more may be.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.idle: list[Lane] = []
-        self.busy: deque[Lane] = deque()
-        self.is_sending = False
-        self.since = 0.0
-        self.widen_at = 0.0
+    most: int
+    idle: list[Lane] = field(default_factory=list)
+    busy: deque[Lane] = field(default_factory=deque)
+    is_sending: bool = False
+    since: float = 0.0
+    widen_at: float = 0.0
 
     def __len__(self) -> int:
         return len(self.idle) + len(self.busy)
@@ -98,18 +117,6 @@ class Lanes:
         free = dict.fromkeys([*self.idle, *ended])
         self.idle = [lane for lane in free if lane not in busy]
 
-    def forget(self, lane: Lane) -> None:
-        """Remove a busy lane."""
-        if lane is self.busy[-1]:
-            self.is_sending = False
-        self.busy.remove(lane)
-
-    def take_all(self) -> tuple[list[Lane], list[Lane]]:
-        """Remove all: those that are busy, and those that are idle."""
-        all_lanes = [*self.busy], self.idle
-        self.busy, self.idle, self.is_sending = deque(), [], False
-        return all_lanes
-
 
 class BulkWorker(Worker):
     """Moves the stripes of a queue on up to `connections` connections.
@@ -126,6 +133,9 @@ class BulkWorker(Worker):
         self._queue = queue
         self._lanes = Lanes(connections)
         self._mover: Mover
+        self._seal_keys = server.options.seal_keys
+        # A sealed payload is verified by its tag.
+        self._checksums = server.options.verify_checksums and self._seal_keys is None
 
     # ------------------------------------------------------ what subclasses say
 
@@ -151,11 +161,6 @@ class BulkWorker(Worker):
         """A stripe whose connection was closed."""
 
     @property
-    def _checksums(self) -> bool:
-        """Whether the mover hashes what it loads."""
-        return True
-
-    @property
     def _may_send(self) -> bool:
         """False: what is in flight ends, then all connections are replaced."""
         return not self._server.write_state.is_outdated(self._lanes.since)
@@ -163,11 +168,6 @@ class BulkWorker(Worker):
     @property
     def _may_widen(self) -> bool:
         return True
-
-    @property
-    def _most_tasks(self) -> int:
-        """How many stripes that wait are packed for one call; those not sent are packed again."""
-        return MOST_TASKS
 
     def _sent(self, jobs: Collection[Any]) -> None:
         """A stripe of each job was sent from its slot."""
@@ -179,15 +179,14 @@ class BulkWorker(Worker):
         """All connections were closed, and no stripe is in flight."""
 
     def serve(self, connection: Connection) -> bool:
-        self._mover = mover_for(connection.stream)
+        is_native = native.moves is not None and connection.stream.plain_fileno() >= 0
+        self._mover = NativeMover() if is_native else PythonMover()
+        self._lanes = Lanes(self._lanes.most, since=connection.opened_at)
         self._add_lane(connection)
-        self._lanes.since, self._lanes.widen_at = connection.opened_at, 0.0
         try:
             while self._lanes.idle or self._lanes.busy:
-                if not self._lanes.busy and not self._may_send:
-                    return True
                 if not self._lanes.busy:
-                    if not self._queue.wait():
+                    if self._may_send and not self._queue.wait():
                         return False
                     # A connection that died at rest must not cost the others their next stripes.
                     self._drop_dead()
@@ -241,7 +240,11 @@ class BulkWorker(Worker):
 
     def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
         """Append stripes that wait to `begun`; return the lanes that they may use."""
-        tasks = self._queue.take_some(self._most_tasks)
+        most = MOST_TASKS
+        if self._seal_keys is not None:
+            # Behind a stripe that was sent in part, few are sent: the others are sealed again.
+            most = 1 if self._lanes.is_sending else SEALED_TOGETHER
+        tasks = self._queue.take_some(most)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
         if asking is not None:
             # That one alone, on a lane that has sent ASKING; or those before it.
@@ -264,7 +267,7 @@ class BulkWorker(Worker):
             if not lane.connection.is_open:
                 self._lanes.idle.remove(lane)
             self._judge(error, lane.connection)
-            self._jobs.stop((task[0],), self._stop_for(error))
+            self._jobs.stop((task[0],), stop_for(error))
         return [lane]
 
     def _account(
@@ -336,26 +339,22 @@ class BulkWorker(Worker):
         self._release_ended(now)
         last = self._lanes.busy[-1]
         if self._lanes.is_sending and last.task is not None and last.task[0].deadline <= now:
-            self._give_up(last, self._late)
-        if self._lanes.busy and self._lanes.busy[0].until <= now:
-            self._give_up(self._lanes.busy[0], self._late)
+            self._give_up(last, last.connection.stream.late())
+        if self._lanes.busy and (first := self._lanes.busy[0]).until <= now:
+            self._give_up(first, first.connection.stream.late())
             if self._lanes.busy:
                 self._lanes.busy[0].until = max(self._lanes.busy[0].until, now + _LEAST_PATIENCE_S)
 
     def _give_up(self, lane: Lane, error: RedisError) -> None:
         """Close a connection that has a stripe in flight."""
-        self._lanes.forget(lane)
+        if lane is self._lanes.busy[-1]:
+            self._lanes.is_sending = False
+        self._lanes.busy.remove(lane)
         lane.connection.close()
         if lane.task is not None:
             self._lost(lane, lane.task, error)
         else:
             self.connections_lost += 1
-
-    @property
-    def _late(self) -> RedisTimeout:
-        return RedisTimeout(
-            f"Redis at {self._server.connector.endpoint.where} did not answer in time"
-        )
 
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
@@ -386,10 +385,10 @@ class BulkWorker(Worker):
         self.connections_lost += self._lanes.drop_dead()
 
     def _close_all(self) -> None:
-        busy, idle = self._lanes.take_all()
-        for lane in (*busy, *idle):
+        lanes, self._lanes = self._lanes, Lanes(self._lanes.most)
+        for lane in (*lanes.busy, *lanes.idle):
             lane.connection.close()
-        for lane in busy:
+        for lane in lanes.busy:
             if lane.task is not None:
                 self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
         self._all_closed()

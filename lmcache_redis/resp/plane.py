@@ -24,11 +24,9 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, StripeTask
-from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.node import DataNodes
-from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.reading import Read
-from lmcache_redis.resp.writing import Write
+from lmcache_redis.resp.options import RedisOptions, parse_deployment
+from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.tiers import (
     ChunkIO,
     PlaneState,
@@ -80,7 +78,7 @@ class RedisPlane(KeyCalls):
             )
         if native.moves is None:
             logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
-        self._jobs.timekeeper.start()
+        self._jobs.timekeeper.thread.start()
         try:
             self._nodes.start()
         except BaseException:

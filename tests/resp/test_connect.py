@@ -19,8 +19,8 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.stream import PlainStream, TlsStream
+from lmcache_redis.resp.options import parse_deployment
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.trickling import LyingServer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.resp import CallOutcome, steps
+from lmcache_redis.resp import CallOutcome, control
 from tests.resp.helpers import PATIENCE_S, Answers, chunk_key, describe, running, scan, wait_until
 from tests.resp.trickling import Answer, LyingServer
 
@@ -39,7 +39,7 @@ def test_a_bug_costs_its_own_question_and_the_connection(
     def fail(value: bytes) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(steps, "describe_header", fail)
+    monkeypatch.setattr(control, "describe_header", fail)
     with (
         LyingServer(lambda w: b"$1\r\nx\r\n" if w[0] == b"GETRANGE" else None) as server,
         running(server.url) as plane,

@@ -6,8 +6,7 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
-from lmcache_redis.resp.net.credentials import StaticPassword
-from lmcache_redis.resp.net.endpoint import Topology, Transport, parse_deployment
+from lmcache_redis.resp.options import StaticPassword, Topology, Transport, parse_deployment
 
 
 def test_one_server() -> None:

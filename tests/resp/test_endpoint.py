@@ -6,9 +6,13 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
-from lmcache_redis.resp.net.credentials import StaticPassword
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport, parse_deployment
-from lmcache_redis.resp.options import redacted_url
+from lmcache_redis.resp.options import (
+    Endpoint,
+    StaticPassword,
+    Transport,
+    parse_deployment,
+    redacted_url,
+)
 
 SECRET = "s3cr3t"
 

@@ -26,9 +26,9 @@ from tests.resp.helpers import (
     clear,
     plane_threads,
     read,
+    remove,
     running,
     scan,
-    unlink,
     wait_until,
     write,
 )
@@ -106,7 +106,7 @@ def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
         client.mset(dict.fromkeys(foreign, b"x"))
     assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
     each = chunks[0].stripe_count
-    assert unlink(plane, chunks[0]) == (CallOutcome.DONE, each)
+    assert remove(plane, chunks[0]) == (CallOutcome.DONE, each)
     keys = 29 * each
     assert server.command("DBSIZE") == keys + len(foreign)
     assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, keys)

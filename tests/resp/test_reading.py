@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_redis.resp import ChunkIO, ReadOutcome
 from lmcache_redis.resp.jobs import Jobs
-from lmcache_redis.resp.reading import Read, Verified
+from lmcache_redis.resp.transfers import Read, Verified
 from tests.resp.helpers import Chunk
 
 A, B = b"a" * 16, b"b" * 16
@@ -31,10 +31,7 @@ class Answered:
 
     def end(self, index: int, verified: Verified) -> None:
         with self.jobs.lock:
-            if verified.outcome is None:
-                self.read.loaded(index, verified.store_id)
-            else:
-                self.read.ended(index, verified)
+            self.read.ended(index, *verified)
         self.jobs.conclude((self.read,))
 
 

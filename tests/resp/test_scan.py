@@ -9,9 +9,9 @@ import pytest
 from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.errors import RedisProtocolError
 from lmcache_redis.resp import CallOutcome, RedisPlane
+from lmcache_redis.resp.control import GROUP_KEYS, Steps, count_prefix, find_present
 from lmcache_redis.resp.net.connection import Pipeline
 from lmcache_redis.resp.net.wire import Reply, keys_commands
-from lmcache_redis.resp.steps import GROUP_KEYS, Steps, count_prefix, find_present
 from tests.resp.helpers import chunk_key, exists, scan
 from tests.servers import RedisServer
 

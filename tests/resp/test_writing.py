@@ -9,11 +9,10 @@ import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health
-from lmcache_redis.resp.jobs import Jobs, Stop
-from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.writing import Write, Writer, _Sealer, _ServerRun
+from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.resp.transfers import Write, Writer, _Sealer, _ServerRun
 from lmcache_redis.seal import SealKeys
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.proxy import Proxy
@@ -104,15 +103,15 @@ def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
 def test_a_sealed_stripe_that_was_sent_in_part_is_left_alone() -> None:
     sealer = _Sealer(SealKeys([bytes(range(32))]), 5)
 
-    def seal(number: int) -> memoryview:
+    def seal(number: int, kept: memoryview | None = None) -> memoryview:
         payload = memoryview(bytes([number]) * 1000)
-        return sealer.seal(b"key", bytearray(HEADER_BYTES), payload)
+        return sealer.seal(b"key", bytearray(HEADER_BYTES), payload, kept)
 
     seal(0)
-    kept = sealer.kept = seal(1)
+    kept = seal(1)
     before = bytes(kept)
     for number in range(20):
-        seal(number)
+        seal(number, kept)
     assert bytes(kept) == before
 
 

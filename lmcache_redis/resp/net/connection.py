@@ -26,9 +26,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.credentials import auth_command
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream, greet, translated
+from lmcache_redis.resp.net.stream import (
+    Endpoint,
+    PlainStream,
+    Stream,
+    TlsStream,
+    Transport,
+    auth_command,
+    greet,
+    translated,
+)
 from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
     LEAST_REPLY_BYTES,

@@ -14,6 +14,7 @@ each call moved. One thread uses a stream; any thread may call `abort`.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
 import select
@@ -24,7 +25,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from lmcache_redis.errors import (
     ConfigError,
@@ -34,8 +36,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-from lmcache_redis.resp.net.tls import tls_advice
+from lmcache_redis.resp.net.tls import TlsParameters, tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_command
 
 BytesLike = bytes | bytearray | memoryview
@@ -48,6 +49,44 @@ _TLS_TOGETHER_BYTES = 4096
 _TIMEVAL = struct.Struct("@ll")
 # Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
 _TOLERATED = ("NOPERM", "ERR")
+
+
+class Credentials(Protocol):
+    """As redis-py's CredentialProvider. Called on any thread; what it raises fails the connect."""
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """(password,) or (user, password)."""
+
+
+class Transport(enum.Enum):
+    TCP = "redis"
+    TLS = "rediss"
+    UNIX = "unix"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server. host and port for TCP and TLS, path for a unix socket.
+
+    credentials: asked at each connect. tls: TLS parameters by their redis-py names. repr and
+    `where`, the server's name in messages, contain no credentials.
+    """
+
+    transport: Transport
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    db: int = 0
+    credentials: Credentials | None = field(default=None, repr=False)
+    tls: TlsParameters = field(default=(), repr=False)
+
+    @property
+    def where(self) -> str:
+        """Human-readable address, e.g. "127.0.0.1:6379" or "unix:/run/redis.sock"."""
+        if self.transport is Transport.UNIX:
+            return f"unix:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 class Stream(ABC):
@@ -96,7 +135,7 @@ class Stream(ABC):
         now = time.monotonic()
         self._deadline = min(now + self._op_timeout_s, deadline)
         if self._deadline <= now:
-            raise self._late()
+            raise self.late()
 
     def send(self, parts: Sequence[BytesLike], nbytes: int) -> None:
         sent = 0
@@ -140,7 +179,7 @@ class Stream(ABC):
         """Seconds until the deadline, which has not passed."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise self._late()
+            raise self.late()
         return left
 
     def _came(self, received: int) -> int:
@@ -150,11 +189,11 @@ class Stream(ABC):
 
     def _lost(self, error: OSError | None = None) -> RedisError:
         if isinstance(error, (BlockingIOError, TimeoutError)):
-            return self._late()
+            return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
         return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
 
-    def _late(self) -> RedisTimeout:
+    def late(self) -> RedisTimeout:
         return RedisTimeout(f"Redis at {self._where} did not answer in time")
 
 
@@ -291,6 +330,28 @@ def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
 # ---------------------------------------------------------------- the greeting
 
 
+def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
+    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
+    if credentials is None:
+        return None
+    try:
+        words = credentials.get_credentials()
+    except RedisAuthError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {brief(str(error))}"
+        raise RedisAuthError(f"the credential provider failed: {why}") from None
+    if (
+        not isinstance(words, (tuple, list))
+        or not 1 <= len(words) <= 2
+        or not all(isinstance(word, str) for word in words)
+    ):
+        raise RedisAuthError(
+            "the credential provider returned neither (password,) nor (user, password)"
+        )
+    return ("AUTH", *words)
+
+
 def greet(
     stream: Stream,
     endpoint: Endpoint,
@@ -346,10 +407,10 @@ def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
             raise RedisAuthError(f"{at} wants a password: put one into the Redis URL")
         raise RedisAuthError(
             f"{at} refuses the user or the password: correct them where they are set "
-            f"({_brief(reply.text)})"
+            f"({brief(reply.text)})"
         )
     if name != "CLIENT" or reply.code not in _TOLERATED:
-        raise RedisUnavailable(f"{at} refuses the connection: {_brief(reply.text)}")
+        raise RedisUnavailable(f"{at} refuses the connection: {brief(reply.text)}")
 
 
 def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
@@ -375,9 +436,10 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
         return RedisUnavailable(f"{at} does not exist: start Redis, or correct the Redis URL")
     if code == errno.EACCES:
         return RedisUnavailable(f"{at} may not be used by this user: see its permissions")
-    known = errno.errorcode.get(code, code) if code is not None else _brief(str(error))
+    known = errno.errorcode.get(code, code) if code is not None else brief(str(error))
     return RedisUnavailable(f"{at} cannot be reached: {known}")
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
+    """One line of an error's text."""
     return " ".join(text.split())[:160]
