@@ -30,7 +30,7 @@ from lmcache_redis.chunks.frame import (
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import Stream
-from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
+from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length, value_head
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.
@@ -307,7 +307,7 @@ def error_in(failure: StripeFailure, stream: Stream) -> RedisError | None:
     if end == End.LINE:
         if data[:1] != b"-":
             return RedisProtocolError("the reply to a SET is neither OK nor an error")
-        return error_of(parse_error(data))
+        return error_of(error_reply(data[1:].decode("utf-8", "replace")))
     if end == End.GARBAGE:
         return RedisProtocolError("malformed reply to GET or SET")
     if end == End.LOST:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import random
 import threading
 import time
@@ -68,31 +67,23 @@ class ServerFinder:
         self._kept: dict[Endpoint, Connection] = {}
 
     def find(
-        self,
-        known: Iterable[Endpoint] = (),
-        deadline: float = math.inf,
-        closing: Callable[[], bool] = lambda: False,
+        self, known: Iterable[Endpoint] = (), closing: Callable[[], bool] = lambda: False
     ) -> ServerMap:
-        """Ask once; a single server is what the URL says.
-
-        Raises RedisError or ConfigError with a sentence that says what to change.
+        """Ask once. Raises RedisError or ConfigError with a sentence that says what to change.
 
         known: servers of the last map. One that answered is asked again; then they are asked in any
-        order, then the seeds, which may have left the cluster. deadline: `time.monotonic()`, for
-        all servers. closing: called before each server; True ends the look-up.
+        order, then the seeds, which may have left the cluster. closing: called before each server;
+        True ends the look-up.
         """
         deployment = self._deployment
-        if deployment.topology is Topology.STANDALONE:
-            return ServerMap((deployment.server,))
         is_sentinel = deployment.topology is Topology.SENTINEL
         ask_one = self._master if is_sentinel else self._shards
         failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
         for endpoint in self._in_order(() if is_sentinel else known):
-            until = min(deadline, time.monotonic() + self._timeout_s)
-            if closing() or until <= time.monotonic():
+            if closing():
                 break
             try:
-                return ask_one(endpoint, until)
+                return ask_one(endpoint, time.monotonic() + self._timeout_s)
             except (RedisError, ConfigError) as error:
                 failure = error
             except (TypeError, ValueError, IndexError, AttributeError):
@@ -109,7 +100,7 @@ class ServerFinder:
         first, second = list(known), list(self._deployment.seeds)
         random.shuffle(first)
         random.shuffle(second)
-        servers = dict.fromkeys((*first, *second))
+        servers = dict.fromkeys(first + second)
         return dict.fromkeys((*[each for each in self._kept if each in servers], *servers))
 
     def _drop(self, endpoint: Endpoint) -> None:
@@ -133,24 +124,20 @@ class ServerFinder:
         return connection.call(pack_command(*words), 1, deadline)[0]
 
     def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:
-        deployment = self._deployment
-        words = "SENTINEL", "GET-MASTER-ADDR-BY-NAME", deployment.service
-        found = self._ask(endpoint, deadline, *words)
+        service = self._deployment.service
+        found = self._ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
         if not found:
             raise RedisUnavailable(
-                f"Sentinel at {endpoint.where} watches no master named {deployment.service}: "
+                f"Sentinel at {endpoint.where} watches no master named {service}: "
                 "correct the name in the Redis URL"
             )
-        master = deployment.at(_text(found[0]), int(found[1]))
-        # Sentinel may be outdated: the server must agree.
-        return ServerMap((master,) if self._is_master(master, deadline) else ())
-
-    def _is_master(self, server: Endpoint, deadline: float) -> bool:
-        """False only if the server says so; one that does not answer counts as the master."""
+        master = self._deployment.at(_text(found[0]), int(found[1]))
+        # Sentinel may be outdated: the server must agree. One that does not answer is the master.
         with contextlib.suppress(RedisError, ConfigError):
-            role = self._ask(server, deadline, "ROLE")
-            return bool(role) and _text(role[0]) == "master"
-        return True
+            role = self._ask(master, deadline, "ROLE")
+            if not role or _text(role[0]) != "master":
+                return ServerMap(())
+        return ServerMap((master,))
 
     def _shards(self, endpoint: Endpoint, deadline: float) -> ServerMap:
         try:

@@ -18,8 +18,9 @@ import binascii
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.errors import (
@@ -99,15 +100,11 @@ class Routes(Generic[NodeT]):
         """The indexes of the keys by the node that has them, in order."""
         if self._by_slot is None:
             return {self._single: list(range(len(keys)))} if keys else {}
-        by_node: dict[NodeT | None, list[int]] = {}
+        by_node: dict[NodeT | None, list[int]] = defaultdict(list)
         by_slot, crc = self._by_slot, binascii.crc_hqx
         for index, key in enumerate(keys):
             slot = slot_of(key) if b"{" in key else crc(key, 0) % SLOTS
-            node = by_slot[slot]
-            if node in by_node:
-                by_node[node].append(index)
-            else:
-                by_node[node] = [index]
+            by_node[by_slot[slot]].append(index)
         return by_node
 
 
@@ -146,15 +143,11 @@ class DataNode:
 
     def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
-        if len(self._writes) == 1:
-            self._writes[0].put(tasks, urgent)
-            return
-        by_queue: dict[TaskQueue[StripeTask], list[StripeTask]] = {}
-        for task in tasks:
-            queue = self._writes[hash(task[0].chunk_key) % len(self._writes)]
-            by_queue.setdefault(queue, []).append(task)
-        for queue, some in by_queue.items():
-            queue.put(some, urgent)
+        for number, queue in enumerate(self._writes):
+            queue.put(
+                [task for task in tasks if hash(task[0].chunk_key) % len(self._writes) == number],
+                urgent,
+            )
 
     # ------------------------------------------------- of the threads of a node
 
@@ -163,35 +156,29 @@ class DataNode:
         hop = next_hop(hop, redirect)
         if hop is None or not self._nodes.routes.is_cluster:
             return False
-        task = (job, index, hop)
         target = self._nodes.follow(self, redirect)
-        if target is not None:
-            target.put_redirected(task)
-        else:
-            self._redirect_by_map(task, redirect, _MOST_LOOK_UPS)
+        self._put_redirected((job, index, hop), target, redirect, _MOST_LOOK_UPS)
         return True
 
-    def _redirect_by_map(self, task: StripeTask, redirect: RedisRedirect, look_ups: int) -> None:
-        """Redirect a stripe after one of the next look-ups: other nodes may not know it yet."""
-
-        def mapped() -> None:
-            target = self._nodes.target_of(self, redirect)
-            if target is not None:
-                target.put_redirected(task)
-            elif look_ups > 1 and task[0].outcome is None:
-                self._redirect_by_map(task, redirect, look_ups - 1)
-            else:
-                self.jobs.stop((task[0],), Stop.UNAVAILABLE)
-
-        self._nodes.watcher.when_mapped(mapped)
-
-    def put_redirected(self, task: StripeTask) -> None:
-        """Queue a stripe that another node has redirected to this one."""
+    def _put_redirected(
+        self, task: StripeTask, target: DataNode | None, redirect: RedisRedirect, look_ups: int
+    ) -> None:
+        """Queue a stripe at another node; if the map lacks that, after one of the next look-ups."""
         job = task[0]
-        if self not in job.nodes:
-            job.nodes = (*job.nodes, self)
-        put = self.reads.put if isinstance(job, Read) else self.put_writes
-        put((task,), urgent=True)
+        if target is not None:
+            if target not in job.nodes:
+                job.nodes = (*job.nodes, target)
+            put = target.reads.put if isinstance(job, Read) else target.put_writes
+            put((task,), urgent=True)
+        elif look_ups and job.outcome is None:
+            # Other nodes may not know it yet.
+            self._nodes.watcher.when_mapped(
+                lambda: self._put_redirected(
+                    task, self._nodes.target_of(self, redirect), redirect, look_ups - 1
+                )
+            )
+        else:
+            self.jobs.stop((job,), Stop.UNAVAILABLE)
 
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         self.health.note(error)
@@ -243,7 +230,8 @@ class DataNode:
 
     def stop(self) -> None:
         """Drop what is queued and end the threads."""
-        for queue in (self.reads, *self._writes, self.control.queue):
+        queues: list[TaskQueue[Any]] = [self.reads, *self._writes, self.control.queue]
+        for queue in queues:
             queue.close()
         self.health.close()
         self.connector.abort()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import random
 import threading
 import time
@@ -246,7 +245,7 @@ def finish(
     connection.fail(RedisTimeout("late"))
 
 
-def find_servers(deployment: Deployment, timeout_s: float, deadline: float = math.inf) -> ServerMap:
+def find_servers(deployment: Deployment, timeout_s: float) -> ServerMap:
     """Looks the servers up once."""
     with contextlib.closing(ServerFinder(deployment, timeout_s)) as finder:
-        return finder.find((), deadline)
+        return finder.find()

@@ -305,8 +305,6 @@ def test_a_map_that_trickles(scheme: str, answer: Trickle) -> None:
         deployment = parse_deployment(RedisOptions(url))
         with over_in_time(), pytest.raises(RedisTimeout):
             find_servers(deployment, DEADLINE_S)
-        with over_in_time(), pytest.raises(RedisTimeout):
-            find_servers(deployment, 30.0, time.monotonic() + DEADLINE_S)
 
 
 def test_a_role_that_trickles_is_no_reason_to_doubt() -> None:
