@@ -34,7 +34,6 @@ from lmcache_redis.resp.net.connection import Connection, Pipeline
 from lmcache_redis.resp.net.wire import (
     ASKING_COMMAND,
     ErrorReply,
-    KeyScan,
     Reply,
     error_of,
     keys_commands,
@@ -55,9 +54,6 @@ _FIRST_GROUPS = 2
 _WRITE_GROUPS = 32
 # Keys of one UNLINK, and the COUNT of a SCAN: well under a millisecond of the server's time.
 STEP_KEYS = 512
-
-
-# ------------------------------------------------------ groups of keys, one server
 
 
 def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
@@ -225,14 +221,19 @@ def walk_keys(
 ) -> Steps[None]:
     """SCAN a server for keys that match, and UNLINK those of them that `found` returns.
 
-    removed: called with how many keys were deleted. group_keys: the most keys of an UNLINK. more:
-    see `KeyScan`.
+    A key that exists all the time is found, perhaps twice. removed: called with how many keys were
+    deleted. group_keys: the most keys of an UNLINK. more: further words of the SCAN.
     """
-    scan = KeyScan(pattern, STEP_KEYS, *more)
-    while not scan.is_over:
-        pipeline = yield iter((scan.command(),)), 1
-        (reply,) = pipeline.receive(1)
-        if unwanted := found(scan.take(reply)):
+    cursor = b""
+    while cursor != b"0":
+        words = "MATCH", pattern, "COUNT", STEP_KEYS, *more
+        pipeline = yield iter((pack_command("SCAN", cursor or b"0", *words),)), 1
+        match pipeline.receive(1):
+            case [[bytes() as cursor, list() as some]] if cursor.isdigit():
+                keys = [key for key in some if isinstance(key, bytes)]
+            case _:
+                raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
+        if unwanted := found(keys):
             request = keys_commands(b"UNLINK", unwanted, group_keys)
             pipeline = yield iter((request,)), -(-len(unwanted) // group_keys)
             for count in without_errors(pipeline.receive_all()):
@@ -296,13 +297,13 @@ class KeyQuestion(Job[CallOutcome]):
         return next(self._steps)
 
     def advance_steps(self, pipeline: Pipeline) -> bool:
-        """Receive the replies to the last request; True if that was the last step."""
+        """Receive the replies to the last request; False if that was the last step."""
         try:
             self.next_request = self._steps.send(pipeline)
+            return True
         except StopIteration as end:
             self._result = end.value
-            return True
-        return False
+            return False
 
     def answer(self, outcome: CallOutcome) -> None:
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
@@ -378,7 +379,7 @@ class Controller(Worker):
             try:
                 if asked is None:
                     pipeline.send(*(question.next_request or question.first_request()))
-                is_last = question.advance_steps(pipeline)
+                goes_on = question.advance_steps(pipeline)
             except RedisError as error:
                 self._fail(connection, question, error)
             except BaseException:
@@ -386,10 +387,10 @@ class Controller(Worker):
                 self._jobs.end(question, CallOutcome.UNAVAILABLE)
                 raise
             else:
-                if is_last:
-                    self._jobs.end(question)
-                else:
+                if goes_on:
                     self._put_back(question)
+                else:
+                    self._jobs.end(question)
             self._finish(connection, pipeline)
         elif asked is not None:
             self._finish(connection, asked)
@@ -405,17 +406,14 @@ class Controller(Worker):
 
     def _new_pipeline(self, connection: Connection, question: KeyQuestion) -> Pipeline:
         """A step has one deadline for all its round trips."""
-        return Pipeline(connection, min(question.deadline, self._op_deadline))
-
-    @property
-    def _op_deadline(self) -> float:
-        return time.monotonic() + self._server.options.op_timeout_s
+        op_deadline = time.monotonic() + self._server.options.op_timeout_s
+        return Pipeline(connection, min(question.deadline, op_deadline))
 
     def _finish(self, connection: Connection, pipeline: Pipeline) -> None:
         """Receive and drop the replies that the question did not need."""
         if pipeline.outstanding and connection.is_open:
             try:
-                pipeline.finish(self._op_deadline)
+                pipeline.finish(time.monotonic() + self._server.options.op_timeout_s)
             except RedisError as error:
                 self._judge(error, connection)
 

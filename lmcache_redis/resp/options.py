@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
@@ -52,7 +52,7 @@ _PARTS = re.compile(r"(?:([^/?#]*)@)?([^/?#@]*)(/[^?#]*)?(?:\?([^#]*))?")
 _ADDRESS = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::(.*))?")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class RedisOptions:
     """The options of a plane, checked on construction.
 
@@ -71,12 +71,12 @@ class RedisOptions:
     `check_url` checks the URL.
     """
 
-    url: str
+    url: str = field(repr=False)
     key_prefix: bytes = b""
-    username: str | None = None
-    password: str | None = None
-    password_file: str | None = None
-    credential_provider: Credentials | None = None
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    password_file: str | None = field(default=None, repr=False)
+    credential_provider: Credentials | None = field(default=None, repr=False)
     get_connections: int = DEFAULT_GET_CONNECTIONS
     set_connections: int = DEFAULT_SET_CONNECTIONS
     network_threads: int = DEFAULT_NETWORK_THREADS
@@ -86,7 +86,7 @@ class RedisOptions:
     heartbeat_s: float = 2.0
     ttl_s: int = 0
     ttl_refresh: bool = False
-    seal_keys: SealKeys | None = None
+    seal_keys: SealKeys | None = field(default=None, repr=False)
     verify_checksums: bool = True
 
     @staticmethod
@@ -127,41 +127,6 @@ class RedisOptions:
             seconds = getattr(self, name)
             if not isinstance(seconds, (int, float)) or not 0.001 <= seconds <= 3600:
                 raise ConfigError(f"{name} is {seconds!r}: set it to 0.001 to 3600 seconds")
-
-    def __repr__(self) -> str:
-        return (
-            f"RedisOptions(url={redacted_url(self.url)!r}, key_prefix={self.key_prefix!r}, "
-            f"get_connections={self.get_connections}, set_connections={self.set_connections}, "
-            f"network_threads={self.network_threads}, "
-            f"connect_timeout_s={self.connect_timeout_s}, op_timeout_s={self.op_timeout_s})"
-        )
-
-
-def redacted_url(url: str) -> str:
-    """The URL without credentials and parameters, which may contain secrets.
-
-    Removes everything before the last @, so that no password with an unescaped slash, question
-    mark or hash leaks.
-    """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "(not a URL)"
-    if "@" in rest:
-        rest = "***@" + rest.rpartition("@")[2]
-    elif _may_hide_secret(url):
-        return f"{scheme}://***"
-    return f"{scheme}://{rest.partition('?')[0].partition('#')[0]}"
-
-
-def _may_hide_secret(url: str) -> bool:
-    """A URL without @ whose port is not a number: perhaps a truncated password."""
-    try:
-        parts = urlsplit(url)
-        return (
-            parts.scheme != "unix" and parts.port is None and ":" in parts.netloc.rpartition("]")[2]
-        )
-    except ValueError:
-        return True
 
 
 # --------------------------------------------------------------- credentials
@@ -280,10 +245,7 @@ def parse_deployment(options: RedisOptions) -> Deployment:
     parameters = _parameters(query, transport, topology)
     service, db = _service_and_db(transport, topology, path, parameters)
     server = Endpoint(
-        transport,
-        db=db,
-        credentials=_credentials(user, options),
-        tls=_tls(parameters),
+        transport, db=db, credentials=_credentials(user, options), tls=_tls(parameters)
     )
     if transport is Transport.UNIX:
         # unix://redis.sock would name a host, not a path.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome
-from lmcache_redis.resp.calls import _Rounds
+from lmcache_redis.resp.calls import ask_in_rounds
 from tests.resp.helpers import PATIENCE_S, Answers, Chunk, chunk_key, exists, running, scan, write
 from tests.resp.test_node import cluster_url, shard
 from tests.resp.trickling import Answer
@@ -44,23 +45,31 @@ def test_a_scan_of_a_cluster_asks_about_a_growing_prefix(present: int) -> None:
 
 
 def test_what_an_earlier_round_has_found_stands() -> None:
-    ends: list[tuple[CallOutcome, Sequence[int]]] = []
+    """No count of a key is asked for twice, or lost."""
     keys = KEYS[:6]
-    rounds = _Rounds(keys, lambda *end: ends.append(end), first_keys=1, only_prefix=True)
-    assert rounds.next_keys() == keys[:1]
-    assert rounds.goes_on(CallOutcome.DONE, [1])
-    assert rounds.next_keys() == keys[1:5]
-    assert not rounds.goes_on(CallOutcome.TIMED_OUT, [0, 0, 0, 0])
-    assert ends == [(CallOutcome.DONE, [1, 0, 0, 0, 0, 0])]
-    ends.clear()
-    rounds = _Rounds(keys, lambda *end: ends.append(end), first_keys=1)
-    assert rounds.goes_on(CallOutcome.DONE, [0])
-    assert not rounds.goes_on(CallOutcome.CANCELLED, [0, 0, 0, 0])
-    assert ends == [(CallOutcome.CANCELLED, [0] * 6)]
-    ends.clear()
-    rounds = _Rounds(keys, lambda *end: ends.append(end))
-    assert not rounds.goes_on(CallOutcome.UNAVAILABLE, [0] * 6)
-    assert ends == [(CallOutcome.UNAVAILABLE, [0] * 6)]
+
+    def rounds(*said: CallOutcome, **more: Any) -> tuple[list[Any], list[Any]]:
+        """What is asked and what is answered; the first key of a round is there."""
+        asked: list[Any] = []
+        ends: list[Any] = []
+        outcomes = iter(said)
+
+        def ask(some: Any, answered: Any) -> None:
+            asked.append(some)
+            answered(next(outcomes), [len(asked) == 1] + [0] * (len(some) - 1))
+
+        ask_in_rounds(ask, keys, lambda *end: ends.append(end), **more)
+        return asked, ends
+
+    done, late = CallOutcome.DONE, CallOutcome.TIMED_OUT
+    first = {"round_keys": 1}
+    asked = [keys[:1], keys[1:5]]
+    known = [1, 0, 0, 0, 0, 0]
+    assert rounds(done, late, only_prefix=True, **first) == (asked, [(done, known)])
+    cancelled = CallOutcome.CANCELLED
+    assert rounds(done, cancelled, **first) == (asked, [(cancelled, known)])
+    assert rounds(done, done, done, **first) == ([*asked, keys[5:]], [(done, known)])
+    assert rounds(late) == ([keys], [(late, known)])
 
 
 # ----------------------------------------------------------------------- refresh

@@ -33,6 +33,20 @@ def test_a_question_that_lost_its_connection_begins_anew() -> None:
         assert scans == [b"0", b"7", b"0", b"7"]
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [b"*2\r\n$1\r\nx\r\n*0\r\n", b"*1\r\n$1\r\n0\r\n", b"*2\r\n:0\r\n*0\r\n", b"$1\r\n0\r\n"],
+)
+def test_a_scan_without_a_cursor_or_keys_is_malformed(reply: bytes) -> None:
+    with (
+        LyingServer(lambda words: reply if words[0] == b"SCAN" else None) as server,
+        running(server.url) as plane,
+    ):
+        found = plane.keys(b"lmcr1:", time.monotonic() + PATIENCE_S)
+        assert found == (CallOutcome.UNAVAILABLE, [])
+        assert "malformed reply to SCAN" in plane.state.reason
+
+
 def test_a_bug_costs_its_own_question_and_the_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

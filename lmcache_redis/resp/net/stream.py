@@ -52,7 +52,10 @@ _TOLERATED = ("NOPERM", "ERR")
 
 
 class Credentials(Protocol):
-    """As redis-py's CredentialProvider. Called on any thread; what it raises fails the connect."""
+    """As redis-py's `redis.credentials.CredentialProvider`; importing that takes 0.15 s.
+
+    Asked on any thread, at each connect, so that a secret may change; what it raises fails that.
+    """
 
     def get_credentials(self) -> tuple[str, ...]:
         """(password,) or (user, password)."""
@@ -68,8 +71,8 @@ class Transport(enum.Enum):
 class Endpoint:
     """One server. host and port for TCP and TLS, path for a unix socket.
 
-    credentials: asked at each connect. tls: TLS parameters by their redis-py names. repr and
-    `where`, the server's name in messages, contain no credentials.
+    tls: parameters by their redis-py names. repr and `where`, the server's name in messages,
+    contain no credentials.
     """
 
     transport: Transport
@@ -82,7 +85,7 @@ class Endpoint:
 
     @property
     def where(self) -> str:
-        """Human-readable address, e.g. "127.0.0.1:6379" or "unix:/run/redis.sock"."""
+        """The address, e.g. "127.0.0.1:6379" or "unix:/run/redis.sock"."""
         if self.transport is Transport.UNIX:
             return f"unix:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -100,8 +103,6 @@ class Stream(ABC):
         self._op_timeout_s = op_timeout_s
         self._deadline = 0.0
         self._lock = threading.Lock()
-
-    # ------------------------------------------------------ what subclasses do
 
     @abstractmethod
     def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
@@ -122,8 +123,6 @@ class Stream(ABC):
     @abstractmethod
     def plain_fileno(self) -> int:
         """The file descriptor, if bytes on it are not encrypted; else -1."""
-
-    # ---------------------------------------------------------------- for all
 
     def connect(self, address: Any, deadline: float) -> None:
         """Raises OSError; TimeoutError if the deadline passes."""
@@ -164,16 +163,14 @@ class Stream(ABC):
                         raise
 
     def close(self) -> None:
-        """Close the socket. Does nothing the second time."""
         # Under the lock: `abort` must not shut down another socket with this descriptor.
         with self._lock:
             self._sock.close()
 
     def lost(self, error_number: int) -> RedisError:
         """The error for an errno of the native extension (0: the server closed the connection)."""
-        return self._lost(
-            OSError(error_number, os.strerror(error_number)) if error_number else None
-        )
+        error = OSError(error_number, os.strerror(error_number)) if error_number else None
+        return self._lost(error)
 
     def _left(self) -> float:
         """Seconds until the deadline, which has not passed."""
@@ -257,17 +254,14 @@ class PlainStream(Stream):
         """Set the kernel's time-out to the time left, unless it is close to that."""
         left = self._left()
         if not left * 0.9 <= self._timeout_s <= left + _SLACK_S:
-            self._set_timeout(max(left, _LEAST_TIMEOUT_S))
-
-    def _set_timeout(self, seconds: float) -> None:
-        whole, part = divmod(seconds, 1.0)
-        timeval = _TIMEVAL.pack(int(whole), int(part * 1e6))
-        try:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-        except OSError as error:
-            raise self._lost(error) from None
-        self._timeout_s = seconds
+            self._timeout_s = max(left, _LEAST_TIMEOUT_S)
+            whole, part = divmod(self._timeout_s, 1.0)
+            timeval = _TIMEVAL.pack(int(whole), int(part * 1e6))
+            try:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+            except OSError as error:
+                raise self._lost(error) from None
 
 
 class TlsStream(Stream):
@@ -364,7 +358,10 @@ def greet(
     auth: the words of AUTH. Raises RedisError with a sentence that says what to change, or as the
     stream does.
     """
-    commands = _commands(endpoint, auth, client_name)
+    commands = [auth] if auth is not None else []
+    if endpoint.db:
+        commands.append(("SELECT", str(endpoint.db)))
+    commands.append(("CLIENT", "SETNAME", client_name))
     stream.arm(deadline)
     request = b"".join([pack_command(*words) for words in commands])
     # A server at its maxclients says so and closes: its reply may have arrived.
@@ -382,16 +379,6 @@ def greet(
                 _judge(reply, name, endpoint)
     if buffer.has_rest or not stream.is_quiet():
         raise RedisProtocolError("the server sent something that was not asked for")
-
-
-def _commands(
-    endpoint: Endpoint, auth: tuple[str, ...] | None, client_name: str
-) -> list[tuple[str, ...]]:
-    commands = [auth] if auth is not None else []
-    if endpoint.db:
-        commands.append(("SELECT", str(endpoint.db)))
-    commands.append(("CLIENT", "SETNAME", client_name))
-    return commands
 
 
 def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:

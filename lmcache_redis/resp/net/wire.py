@@ -117,30 +117,6 @@ def pack_command(*words: bytes | str | int) -> bytes:
     )
 
 
-class KeyScan:
-    """A SCAN of all keys that match, step by step. A key that exists all the time is found.
-
-    count: keys that a step looks at. more: further words.
-    """
-
-    def __init__(self, pattern: bytes, count: int, *more: str) -> None:
-        self.is_over = False
-        self._words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", count, *more)
-        self._cursor = b"0"
-
-    def command(self) -> bytes:
-        """The next step."""
-        return pack_command("SCAN", self._cursor, *self._words)
-
-    def take(self, reply: Reply) -> list[bytes]:
-        """The keys in the reply to a step. One may be in several replies."""
-        match reply:
-            case [bytes() as cursor, list() as found] if cursor.isdigit():
-                self._cursor, self.is_over = cursor, cursor == b"0"
-                return [key for key in found if isinstance(key, bytes)]
-        raise RedisProtocolError("malformed reply to SCAN: expected a cursor and a list of keys")
-
-
 def escape_pattern(literal: bytes) -> bytes:
     """A MATCH pattern that matches exactly `literal`."""
     return re.sub(rb"([\\*?\[\]^-])", rb"\\\1", literal)
