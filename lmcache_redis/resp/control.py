@@ -226,7 +226,7 @@ def walk_keys(
     """
     cursor = b""
     while cursor != b"0":
-        words = "MATCH", pattern, "COUNT", STEP_KEYS, *more
+        words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", STEP_KEYS, *more)
         pipeline = yield iter((pack_command("SCAN", cursor or b"0", *words),)), 1
         match pipeline.receive(1):
             case [[bytes() as cursor, list() as some]] if cursor.isdigit():

@@ -193,8 +193,6 @@ class Health:
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
 
-    # ------------------------------------------------------------ any thread
-
     @property
     def state(self) -> PlaneState:
         with self._changed:
@@ -208,11 +206,10 @@ class Health:
             self._changed.wait_for(lambda: self.is_up or self._closing)
             return not self._closing
 
-    def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait for the end of the first probe, at most `timeout_s`; return the state then."""
+    def wait_probed(self, timeout_s: float) -> None:
+        """Wait for the end of the first probe, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._breaker.probed or self._closing, timeout_s)
-        return self.state
 
     def suspect(self, error: RedisError) -> None:
         """An operation timed out: have the prober probe."""
@@ -264,11 +261,8 @@ class Health:
     def _probe(self) -> None:
         """Probe once, on the connection of the last probe if the server is up."""
         connection = self._connection
-        if (
-            self.is_up
-            and not self._write_state.is_outdated(connection.opened_at)
-            and connection.is_open
-        ):
+        outdated = self._write_state.is_outdated(connection.opened_at)
+        if self.is_up and connection.is_open and not outdated:
             try:
                 # A user who grants operations more time grants it to PINGs, too.
                 most_s = max(_HEARTBEAT_TIMEOUT_S, self._op_timeout_s / 4)

@@ -30,6 +30,8 @@ OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
 TaskT = TypeVar("TaskT")
 # After an exception in a thread. Threads and memory may be short for a moment.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+# How often a closing plane looks whether a job is left.
+_LOOK_EVERY_S = 0.002
 # The longest wait without a look at the clock.
 _LONGEST_WAIT_S = 3600.0
 
@@ -144,8 +146,6 @@ class Jobs:
         self.transfers: dict[Any, Job[Any]] = {}
         # Changed without a lock: each change is one operation of a set, in C.
         self._jobs: set[Job[Any]] = set()
-        self._emptied = threading.Condition()
-        self._waiting = 0
         self.timekeeper = Timekeeper(self._expire)
 
     def check_usable(self) -> None:
@@ -246,9 +246,6 @@ class Jobs:
         for job in final:
             _answer(job)
         self._jobs.difference_update(final)
-        if self._waiting and not self._jobs:
-            with self._emptied:
-                self._emptied.notify_all()
 
     def needs(self, node: object) -> bool:
         """Whether a job that is not answered needs the node."""
@@ -256,13 +253,9 @@ class Jobs:
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until every job is answered; False if the deadline passes first."""
-        with self._emptied:
-            self._waiting += 1
-            try:
-                left_s = max(0.0, deadline - time.monotonic())
-                return self._emptied.wait_for(lambda: not self._jobs, timeout=left_s)
-            finally:
-                self._waiting -= 1
+        while self._jobs and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        return not self._jobs
 
     def _expire(self, now: float) -> float | None:
         """Stop the jobs past their deadlines; return the next deadline, if any."""

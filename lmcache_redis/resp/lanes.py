@@ -102,14 +102,6 @@ class Lanes:
     def __len__(self) -> int:
         return len(self.idle) + len(self.busy)
 
-    def drop_dead(self) -> int:
-        """Drop idle lanes whose connections the server has closed; return how many."""
-        before = len(self.idle)
-        for lane in self.idle:
-            lane.connection.check_idle()
-        self.idle = [lane for lane in self.idle if lane.connection.is_open]
-        return before - len(self.idle)
-
     def accept(self, in_flight: Sequence[Lane], ended: Sequence[Lane]) -> None:
         """Those in flight are busy now; those that have ended, and all others, are idle."""
         self.busy = deque(in_flight)
@@ -136,8 +128,6 @@ class BulkWorker(Worker):
         self._seal_keys = server.options.seal_keys
         # A sealed payload is verified by its tag.
         self._checksums = server.options.verify_checksums and self._seal_keys is None
-
-    # ------------------------------------------------------ what subclasses say
 
     @abstractmethod
     def _pack(self, task: StripeTask) -> Packed:
@@ -213,23 +203,18 @@ class BulkWorker(Worker):
             packed = [self._pack(task) for task in begun]
             lanes = [*self._lanes.busy, *idle]
             now = time.monotonic()
-            jobs = [
-                lane.task[0] for lane in self._lanes.busy if lane.task and lane.packed is not SENT
-            ]
-            jobs += [task[0] for task in begun]
-            transfer = self._mover.load if self._is_load else self._mover.store
-            moved = transfer(
-                MoveCall(
-                    [lane.handle for lane in lanes],
-                    [lane.packed for lane in self._lanes.busy] + packed,
-                    len(self._lanes.busy),
-                    self._lanes.is_sending,
-                    not begun or not len(self._queue),
-                    min([now + SLICE_S, *[job.deadline for job in jobs]]),
-                    self._checksums,
-                    QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
-                )
+            using = [lane.task for lane in self._lanes.busy if lane.packed is not SENT] + begun
+            call = MoveCall(
+                [lane.handle for lane in lanes],
+                [lane.packed for lane in self._lanes.busy] + packed,
+                len(self._lanes.busy),
+                self._lanes.is_sending,
+                not begun or not len(self._queue),
+                min([now + SLICE_S, *[task[0].deadline for task in using if task]]),
+                self._checksums,
+                QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
+            moved = self._mover.load(call) if self._is_load else self._mover.store(call)
         except BaseException:
             # A bug. `_close_all` answers those in flight.
             jobs = [task[0] for task in begun]
@@ -359,9 +344,8 @@ class BulkWorker(Worker):
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
         lanes = self._lanes
-        if len(lanes) >= lanes.most or not self._may_widen or not self._health.is_up:
-            return
-        if time.monotonic() < lanes.widen_at:
+        may_widen = len(lanes) < lanes.most and self._may_widen and self._health.is_up
+        if not may_widen or time.monotonic() < lanes.widen_at:
             return
         # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
         self._drop_dead()
@@ -382,7 +366,12 @@ class BulkWorker(Worker):
             self._add_lane(connection)
 
     def _drop_dead(self) -> None:
-        self.connections_lost += self._lanes.drop_dead()
+        """Drop idle lanes whose connections the server has closed."""
+        idle = self._lanes.idle
+        for lane in idle:
+            lane.connection.check_idle()
+        self._lanes.idle = [lane for lane in idle if lane.connection.is_open]
+        self.connections_lost += len(idle) - len(self._lanes.idle)
 
     def _close_all(self) -> None:
         lanes, self._lanes = self._lanes, Lanes(self._lanes.most)

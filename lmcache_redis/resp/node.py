@@ -149,8 +149,6 @@ class DataNode:
                 urgent,
             )
 
-    # ------------------------------------------------- of the threads of a node
-
     def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
         job, index, hop = task
         hop = next_hop(hop, redirect)
@@ -201,8 +199,6 @@ class DataNode:
 
     def map_is_old(self) -> None:
         self._nodes.watcher.hint()
-
-    # ------------------------------------------------------- state, life cycle
 
     @property
     def is_up(self) -> bool:
@@ -265,8 +261,6 @@ class DataNodes:
         self._closing = False
         self.watcher = MapWatcher(deployment, options.connect_timeout_s, self)
 
-    # ------------------------------------------------------------- life cycle
-
     def start(self) -> None:
         """Raises RuntimeError if the process may not have the threads."""
         if self.deployment.topology is Topology.STANDALONE:
@@ -286,8 +280,6 @@ class DataNodes:
         left = sum(node.join() for node in nodes)
         # A look-up in flight ends by its time-out.
         return left + (not self.watcher.thread.ends_within(timeout_s))
-
-    # ------------------------------------------------------------- any thread
 
     def follow(self, node: DataNode, redirect: RedisRedirect) -> DataNode | None:
         """The node that `node` redirects to; None if the map, which is looked up, lacks it."""
@@ -333,12 +325,8 @@ class DataNodes:
             where = ", ".join(f"{first}-{last}" for first, last in unplaced[:4])
             more = " ..." if len(unplaced) > 4 else ""
             reason = f"the cluster does not name the servers of slots {where}{more}. {reason}"
-        return PlaneState(
-            up=len(down) < len(states),
-            probed=all(state.probed for state in states),
-            reason=reason,
-            since=max(state.since for state in states),
-        )
+        probed, since = [state.probed for state in states], [state.since for state in states]
+        return PlaneState(len(down) < len(states), all(probed), reason, max(since))
 
     @property
     def open_streams(self) -> int:
@@ -353,7 +341,7 @@ class DataNodes:
         with self._lock:
             return [*self._nodes.values(), *self._retiring]
 
-    # ------------------------------------------------------ the watcher's thread
+    # Called by the watcher's thread.
 
     def servers(self, up: bool = False) -> list[Endpoint]:
         return [node.connector.endpoint for node in self.routes.nodes if node.is_up or not up]
@@ -365,36 +353,31 @@ class DataNodes:
         RedisUnavailable if there are too many servers; then the last map stays.
         """
         if len(found.servers) > _MOST_SERVERS:
-            raise RedisUnavailable(
-                f"{self.deployment.where} names {len(found.servers)} servers, more than "
-                f"{_MOST_SERVERS}"
-            )
+            where, count = self.deployment.where, len(found.servers)
+            raise RedisUnavailable(f"{where} names {count} servers, more than {_MOST_SERVERS}")
         self.shards = max(1, len(found.servers))
         before = self.routes
         for server in found.servers:
-            if server not in self._nodes:
-                self._add(server)
+            if server in self._nodes:
+                continue
+            node = DataNode(server, self)
+            with self._lock:
+                if self._closing:
+                    return False
+                node.start()
+                self._nodes[server] = node
         with self._lock:
             if self._closing:
                 return False
             self.routes = Routes(found, self._nodes)
-            grace_s = _GRACE_S if found.ranges is not None else 0.0
-            until = time.monotonic() + grace_s
-            for server in [server for server in self._nodes if server not in found.servers]:
+            until = time.monotonic() + (_GRACE_S if self.routes.is_cluster else 0.0)
+            for server in self._nodes.keys() - set(found.servers):
                 self._retiring[self._nodes.pop(server)] = until
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:
             places = ", ".join(server.where for server in found.servers) or "no server"
             logger.info("%s: the data is with %s", self.deployment.where, places)
         return is_new or before.ranges != self.routes.ranges
-
-    def _add(self, server: Endpoint) -> None:
-        node = DataNode(server, self)
-        with self._lock:
-            if self._closing:
-                return
-            node.start()
-            self._nodes[server] = node
 
     def sweep(self) -> None:
         """End retired nodes that are down, not needed, or past their grace period."""

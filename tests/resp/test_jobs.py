@@ -10,7 +10,9 @@ import pytest
 
 from lmcache_redis.resp import jobs as jobs_module
 from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, TaskQueue, Timekeeper, backoff_s
-from tests.resp.helpers import wait_until
+from lmcache_redis.resp.transfers import Read
+from lmcache_redis.tiers import ChunkIO, ReadOutcome
+from tests.resp.helpers import Chunk, wait_until
 
 
 class Outcome(enum.Enum):
@@ -130,6 +132,38 @@ def test_one_answer_whoever_comes_first(jobs: Jobs) -> None:
         for thread in threads:
             thread.join()
         assert len(job.answers) == 1
+
+
+def test_a_stop_of_all_names_a_node_or_spares_a_kind(jobs: Jobs) -> None:
+    class Spared(Sample):
+        __slots__ = ()
+
+    node = Up()
+    here, elsewhere, spared = Sample(jobs), Sample(jobs), Spared(jobs)
+    here.nodes = (UP, node)
+    assert jobs.needs(node)
+    jobs.stop_all(Stop.UNAVAILABLE, node=node)
+    assert not jobs.needs(node)
+    assert (here.answers, elsewhere.answers) == ([Outcome.UNAVAILABLE], [])
+    jobs.stop_all(Stop.CANCELLED, but=Spared)
+    assert (elsewhere.answers, spared.answers) == ([Outcome.CANCELLED], [])
+    jobs.stop_all(Stop.CANCELLED)
+    assert spared.answers == [Outcome.CANCELLED]
+
+
+def test_a_transfer_that_has_ended_is_counted_and_forgotten(jobs: Jobs) -> None:
+    ended: list[tuple[ChunkIO, ReadOutcome]] = []
+    for outcome in (None, ReadOutcome.TORN):
+        chunk = Chunk(1, 300, 300).io()
+        job = Read(chunk, lambda *end: ended.append(end), time.monotonic())
+        jobs.transfers[chunk] = job
+        assert jobs.begin_all([(job,)])
+        jobs.end(job, outcome)
+        assert ended.pop() == (chunk, outcome or ReadOutcome.LOADED)
+        assert jobs.transfers == {}
+        assert not hasattr(job, "chunk"), "a queue may still hold the job"
+    assert jobs.counts[ReadOutcome.LOADED] == jobs.counts[ReadOutcome.TORN] == 1
+    assert jobs.moved_bytes[ReadOutcome.LOADED] == 300
 
 
 def test_a_failing_callback_harms_no_other(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
