@@ -35,6 +35,7 @@ from lmcache_redis.config import (
 )
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp.net.stream import Credentials, Endpoint, Transport, brief
+from lmcache_redis.resp.net.tls import TLS_FILES
 from lmcache_redis.seal import SealKeys, read_seal_keys
 
 WRONG_SCHEME = (
@@ -43,8 +44,7 @@ WRONG_SCHEME = (
 )
 _ESCAPE = "characters like : / ? # @ in a user or password must be percent-encoded"
 _UNREADABLE = f"the Redis URL cannot be read: {_ESCAPE}"
-_TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-_TLS_PARAMETERS = (*_TLS_FILES, "ssl_password", "ssl_cert_reqs", "ssl_check_hostname")
+_TLS_PARAMETERS = (*TLS_FILES, "ssl_password", "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
 # User and password, hosts, path, parameters.
 _PARTS = re.compile(r"(?:([^/?#]*)@)?([^/?#@]*)(/[^?#]*)?(?:\?([^#]*))?")
@@ -198,9 +198,6 @@ class Topology(enum.Enum):
     STANDALONE = ""
     SENTINEL = "+sentinel"
     CLUSTER = "+cluster"
-
-
-_DEFAULT_PORTS = {Topology.STANDALONE: 6379, Topology.SENTINEL: 26379, Topology.CLUSTER: 6379}
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,33 +356,35 @@ def _database(text: str) -> int:
 
 def _addresses(hosts: str, topology: Topology) -> list[tuple[str, int]]:
     """Hosts and ports, at least one."""
-    if topology is Topology.STANDALONE:
-        return [_address(hosts, _DEFAULT_PORTS[topology])]
-    each = hosts.split(",")
-    if not all(each):
+    default_port = "26379" if topology is Topology.SENTINEL else "6379"
+    texts = [hosts] if topology is Topology.STANDALONE else hosts.split(",")
+    if topology is not Topology.STANDALONE and not all(texts):
         raise ConfigError("the Redis URL has an empty host: write HOST:PORT,HOST:PORT")
-    return [_address(host, _DEFAULT_PORTS[topology]) for host in each]
+    found: list[tuple[str, int]] = []
+    for text in texts:
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"the host in the Redis URL cannot be read: {_ESCAPE}")
+        host, port = unquote(match[1] or match[2]).lower(), match[3] or default_port
+        if not host:
+            raise ConfigError("the Redis URL names no host: write redis://HOST:PORT")
+        if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
+            raise ConfigError(f"the port in the Redis URL is not 1 to 65535 ({_ESCAPE})")
+        _check_host(host)
+        found.append((host, int(port)))
+    return found
 
 
-def _address(text: str, default_port: int) -> tuple[str, int]:
-    match = _ADDRESS.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"the host in the Redis URL cannot be read: {_ESCAPE}")
-    host, port = unquote(match[1] or match[2]).lower(), match[3] or str(default_port)
-    if not host:
-        raise ConfigError("the Redis URL names no host: write redis://HOST:PORT")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"the port in the Redis URL is not 1 to 65535 ({_ESCAPE})")
+def _check_host(host: str) -> None:
     try:
         host.encode("idna")
     except UnicodeError:
         raise ConfigError(f"the host in the Redis URL is not a host name: {_ESCAPE}") from None
-    return host, int(port)
 
 
 def _tls(parameters: dict[str, str]) -> tuple[tuple[str, str | bool], ...]:
     settings: dict[str, str | bool] = {k: v for k, v in parameters.items() if k in _TLS_PARAMETERS}
-    for name in _TLS_FILES:
+    for name in TLS_FILES:
         if name in settings and not os.path.exists(str(settings[name])):
             raise ConfigError(f"the file that {name} in the Redis URL names does not exist")
     if settings.get("ssl_cert_reqs", "required") not in ("required", "optional", "none"):

@@ -50,10 +50,28 @@ _HEAD = re.compile(rb"[*%~>|][0-9]{0,19}\Z")
 _HEAD_BYTES = 20
 _INCOMPLETE = object()
 _CODE = re.compile(r"[A-Z]{2,20}")
-_UNAVAILABLE_CODES = frozenset({"LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN"})
-_NO_WRITES_CODES = frozenset({"NOREPLICAS", "MISCONF"})
-_AUTH_CODES = frozenset({"NOAUTH", "WRONGPASS"})
-_IS_A_CLUSTER: Final = "(a Redis Cluster: write redis+cluster://HOST:PORT)"
+_IS_A_CLUSTER: Final = " (a Redis Cluster: write redis+cluster://HOST:PORT)"
+_CHECK_PASSWORD: Final = " (set the user and password of the Redis URL)"
+# By the code of an error reply: the exception, and what to change.
+_ERRORS: Final[dict[str, tuple[type[RedisError], str]]] = {
+    "OOM": (RedisFull, " (set maxmemory-policy allkeys-lru, or a larger maxmemory)"),
+    "NOAUTH": (RedisAuthError, _CHECK_PASSWORD),
+    "WRONGPASS": (RedisAuthError, _CHECK_PASSWORD),
+    "LOADING": (RedisUnavailable, ""),
+    "BUSY": (RedisUnavailable, ""),
+    "MASTERDOWN": (RedisUnavailable, ""),
+    "TRYAGAIN": (RedisUnavailable, ""),
+    "CLUSTERDOWN": (RedisClusterDown, ""),
+    "CROSSSLOT": (RedisReplyError, _IS_A_CLUSTER),
+    "READONLY": (RedisReadOnly, ""),
+    "NOREPLICAS": (RedisWriteRefused, ""),
+    "MISCONF": (RedisWriteRefused, ""),
+    "NOPERM": (
+        RedisReplyError,
+        " (allow GET, SET, EXISTS, TOUCH, UNLINK, SCAN, PING on our keys, "
+        "and GETEX and EXPIRE where a TTL is refreshed)",
+    ),
+}
 
 
 class ErrorReply(NamedTuple):
@@ -141,28 +159,12 @@ def error_reply(text: str) -> ErrorReply:
 def error_of(reply: ErrorReply) -> RedisError:
     """The exception for an error reply. The connection stays in step."""
     said = f"Redis says: {reply.text[:200]}"
-    if reply.code == "OOM":
-        return RedisFull(f"{said} (set maxmemory-policy allkeys-lru, or a larger maxmemory)")
-    if reply.code in _AUTH_CODES:
-        return RedisAuthError(f"{said} (set the user and password of the Redis URL)")
-    if reply.code in _UNAVAILABLE_CODES or "max number of clients" in reply.text:
-        return RedisUnavailable(said)
     if reply.code in ("MOVED", "ASK"):
-        return _redirect(reply, f"{said} {_IS_A_CLUSTER}")
-    if reply.code == "CROSSSLOT":
-        return RedisReplyError(f"{said} {_IS_A_CLUSTER}")
-    if reply.code == "CLUSTERDOWN":
-        return RedisClusterDown(said)
-    if reply.code == "READONLY":
-        return RedisReadOnly(said)
-    if reply.code in _NO_WRITES_CODES:
-        return RedisWriteRefused(said)
-    if reply.code == "NOPERM":
-        return RedisReplyError(
-            f"{said} (allow GET, SET, EXISTS, TOUCH, UNLINK, SCAN, PING on our keys, "
-            "and GETEX and EXPIRE where a TTL is refreshed)"
-        )
-    return RedisReplyError(said)
+        return _redirect(reply, said + _IS_A_CLUSTER)
+    kind, advice = _ERRORS.get(reply.code, (RedisReplyError, ""))
+    if "max number of clients" in reply.text:
+        kind = RedisUnavailable
+    return kind(said + advice)
 
 
 def without_errors(replies: RepliesT) -> RepliesT:
