@@ -205,7 +205,7 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: patient._opening)
+    wait_until(lambda: False in patient._streams.values())
     patient.abort()
     for thread in threads:
         thread.join(30)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health
+from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health, transfers
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
@@ -17,6 +17,7 @@ from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, _Sealer,
 from lmcache_redis.seal import SealKeys
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.proxy import Proxy
+from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
 
 A, B = b"a" * 16, b"b" * 16
@@ -168,6 +169,43 @@ def test_a_sealed_stripe_that_was_sent_in_part_is_left_alone() -> None:
     for number in range(20):
         seal(number, kept)
     assert bytes(kept) == before
+
+
+# ------------------------------------------------------------- lying servers
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_late_value_leaves_the_slot_and_the_connection_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "_DROP_WITHIN_S", 10.0)
+    late = [b"$%d\r\n%b\r\n" % (HEADER_BYTES + 4096, b"x" * (HEADER_BYTES + 4096))]
+
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] != b"GET":
+            return None
+        if late:
+            time.sleep(0.3)
+            return late.pop()
+        return b"$-1\r\n"
+
+    chunk, other = Chunk(1, 4096, 4096), Chunk(2, 4096, 4096)
+    with LyingServer(answer) as server, running(server.url, get_connections=1) as plane:
+        wait_until(lambda: plane.open_streams == 4)
+        assert read(plane, chunk, within_s=0.1) == [ReadOutcome.TIMED_OUT]
+        assert read(plane, other) == [ReadOutcome.MISSING]
+        assert chunk.content == bytes(4096)
+        assert plane.stats().connections_lost == 0
+
+
+@pytest.mark.parametrize("reply", [b"-LOADING wait\r\n", b"+NO\r\n", b":1\r\n"])
+def test_a_store_that_is_not_understood_is_unavailable(reply: bytes) -> None:
+    with (
+        LyingServer(lambda words: reply if words[0] == b"SET" else None) as server,
+        running(server.url) as plane,
+    ):
+        wait_until(lambda: plane.open_streams == 4)
+        assert write(plane, Chunk(1, 40_000, 4096)) == [WriteOutcome.UNAVAILABLE]
 
 
 # ---------------------------------------------------------------- real servers
