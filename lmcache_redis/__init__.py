@@ -9,10 +9,10 @@ The path of a chunk, from an engine to Redis and back into another engine:
  4. the engine may reuse its blocks; the chunk is enqueued         cache.writebehind
  5. Redis is asked whether it has the chunk                        cache.writebehind, resp.calls
  6. each slot becomes one value: a header, then the payload;
-    stripe 0 is written last and makes the chunk visible           resp.writing, chunks
+    stripe 0 is written last and makes the chunk visible           resp.transfers, chunks
  7. another engine, later: its scheduler sends LOOKUP              client.scheduler, messages
- 8. one grouped EXISTS finds how long the cached prefix is         cache.lookup, resp.steps
- 9. its stripes are received straight into slots and verified      resp.reading, chunks
+ 8. one grouped EXISTS finds how long the cached prefix is         cache.lookup, resp.control
+ 9. its stripes are received straight into slots and verified      resp.transfers, chunks
 10. the answer names only chunks that sit pinned in the host pool  cache.lookup, agent.lookups
 11. vLLM allocates blocks; each worker sends RETRIEVE              integrations.vllm.worker
 12. a copy thread scatters the slots into the blocks               agent.retrieves, device

@@ -20,7 +20,7 @@ from typing import Any
 from lmcache_redis.admin.names import gigabytes, shown_bytes
 from lmcache_redis.admin.server import Primary, PrimaryServers
 from lmcache_redis.errors import RedisError
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.stream import Endpoint, Transport
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -15,9 +15,8 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.net.credentials import PasswordFile, StaticPassword
-from lmcache_redis.resp.net.endpoint import Endpoint
-from lmcache_redis.resp.net.stream import translated
+from lmcache_redis.resp.net.stream import Endpoint, translated
+from lmcache_redis.resp.options import PasswordFile, StaticPassword
 
 # In this order: a class before those that it is one of.
 _SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (

@@ -210,7 +210,7 @@ static int receive_other(Call *call, const Task *task, Progress *p)
             memcpy(p->first + wanted, task->payload.data, behind < room ? behind : room);
         }
     }
-    int result = receive_line(call, task, p, "-$_");
+    int result = receive_line(call, task, p, "-$");
     if (result) {
         return result;
     }
@@ -224,7 +224,7 @@ static int receive_other(Call *call, const Task *task, Progress *p)
         }
         return result ? result : ends(call, OTHER_LENGTH, p->first + p->line, kept);
     }
-    if (length < -1 || p->got != p->line || (p->first[0] == '_' && line != 1)) {
+    if (length < -1 || p->got != p->line) {
         return GARBAGE;
     }
     return p->first[0] == '-' ? ends(call, LINE, p->first, line) : NOTHING;

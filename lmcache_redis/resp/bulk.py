@@ -1,11 +1,11 @@
-"""Stripes between sockets and slots, without copies.
+"""Stripes between sockets and slots, without copies: what a mover does, and one in Python.
 
 A mover sends requests and receives replies on several connections, with one stripe in flight on
-each. It receives replies in the order of the requests. `NativeMover` is the native extension
-(`moves.c`): one call moves many stripes, without the GIL. `PythonMover` does the same for TLS, and
-if the extension is missing. Each stripe ends with a definite result (`End`). A call returns after
-`QUIET_MS` of silence; the next call continues from a progress that only the mover reads. So the
-caller keeps the deadlines, and can redirect the rest of a reply to other memory between two calls.
+each. It receives replies in the order of the requests. The native extension (`moves.c`) moves many
+stripes in one call, without the GIL. `PythonMover` does the same for TLS, and if the extension is
+missing. Each stripe ends with a definite result (`End`). A call returns after `QUIET_MS` of
+silence; the next call continues from a progress that only the mover reads. So the caller keeps the
+deadlines, and can redirect the rest of a reply to other memory between two calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis import native
 from lmcache_redis.chunks.frame import (
     FLAGS_AT,
     HEADER_BYTES,
@@ -31,7 +30,7 @@ from lmcache_redis.chunks.frame import (
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import Stream
-from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
+from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length, value_head
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.
@@ -42,13 +41,15 @@ SLICE_S = 0.02
 MOST_TASKS = 48
 # The longest error reply.
 MOST_LINE_BYTES = 4096
-# Payloads up to this size have another algorithm of xxh3, which the native extension lacks.
-_SHORT_BYTES = 240
+
+# Payloads up to this size have another algorithm of xxh3.
+SHORT_BYTES = 240
 
 # What a mover needs of a stripe: (command, header, slot, end of the command). To load: the packed
 # GET; ``$length`` CRLF and the expected header with its unknown fields zero; the slot; nothing. To
-# store: the packed SET up to its value; the header (`add_short_checksums`); the slot, or its sealed
-# copy; the rest of the SET.
+# store: the packed SET up to its value; the header, with checksums if the payload has at most
+# `SHORT_BYTES`, which the native extension cannot hash; the slot, or its sealed copy; the rest of
+# the SET.
 Packed = tuple[bytes, bytes | bytearray, memoryview, bytes]
 # Replaces a SET that was sent.
 SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
@@ -105,29 +106,55 @@ class MoveCall(NamedTuple):
     quiet_ms: int = QUIET_MS
 
 
-class NativeMover:
-    """`moves.c`."""
-
-    def __init__(self) -> None:
-        assert native.moves is not None
-        self._moves: Any = native.moves
+class PythonMover:
+    """Moves stripes on blocking sockets: the kernel waits while the GIL is released."""
 
     def handle(self, stream: Stream) -> Handle:
-        return stream.plain_fileno(), bytearray(self._moves.PROGRESS_BYTES)
+        return stream, _Progress(stream)
 
     def load(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.load(*call))
+        return _move(call, is_load=True)
 
     def store(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.store(*call))
+        return _move(call, is_load=False)
+
+
+def _move(call: MoveCall, is_load: bool) -> Moved:
+    handles, tasks, in_flight, is_sending, drain, until, verify, quiet_ms = call
+    lanes: list[_Progress] = [progress for _, progress in handles]
+    sending = errno.EAGAIN if is_sending else 0
+    lane_of = list(range(in_flight))
+    idle = list(range(len(lanes) - 1, in_flight - 1, -1))
+    done: list[Result] = []
+    for progress in lanes:
+        progress.until, progress.quiet_s = until, quiet_ms * 1e-3
+    while True:
+        while sending or (len(lane_of) < len(tasks) and idle):
+            if not sending:
+                lane_of.append(idle.pop())
+                lanes[lane_of[-1]].reset()
+            sending = lanes[lane_of[-1]].send(tasks[len(lane_of) - 1], is_load)
+            if sending:
+                return Moved(lane_of[in_flight:], done, sending)
+        all_sent = len(lane_of) == len(tasks)
+        if len(done) == len(lane_of) or (all_sent and not drain):
+            return Moved(lane_of[in_flight:], done, 0)
+        result = lanes[lane_of[len(done)]].receive(tasks[len(done)], is_load, verify)
+        if result is not None:
+            done.append(result)
+            idle.append(lane_of[len(done) - 1])
+        if not isinstance(result, bytes) or time.monotonic() >= until:
+            return Moved(lane_of[in_flight:], done, 0)
 
 
 class _Progress:
-    """The progress of the stripe on a lane."""
+    """The stripe on a lane: how much of it was sent and received; what the call allows."""
 
-    __slots__ = ("first", "got", "is_other", "quiet_s", "sent", "tail", "view")
+    __slots__ = ("first", "got", "is_other", "quiet_s", "sent", "stream", "tail", "until", "view")
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.until = 0.0
         self.quiet_s = QUIET_MS * 1e-3
         self.first = bytearray(MOST_LINE_BYTES)
         self.view = memoryview(self.first)
@@ -138,173 +165,98 @@ class _Progress:
         self.sent = self.got = 0
         self.is_other = False
 
+    def send(self, task: Packed, is_load: bool) -> int:
+        """Send the rest of a request: 0, EAGAIN if that would block, or another errno."""
+        command, header, payload, end = task
+        if not is_load and not self.sent and isinstance(header, bytearray):
+            add_checksums(header, xxh3_64_intdigest(payload))
+        parts = (command,) if is_load else (command, header, payload, end)
+        nbytes = sum([len(part) for part in parts])
+        try:
+            while self.sent < nbytes:
+                self._arm()
+                self.sent += self.stream.send_some(parts, self.sent)
+        except RedisTimeout:
+            return errno.EAGAIN
+        except RedisError:
+            return errno.EPIPE
+        return 0
 
-class PythonMover:
-    """The same in Python, on blocking sockets: the kernel waits while the GIL is released."""
-
-    def handle(self, stream: Stream) -> Handle:
-        return stream, _Progress()
-
-    def load(self, call: MoveCall) -> Moved:
-        return _move(call, is_load=True)
-
-    def store(self, call: MoveCall) -> Moved:
-        return _move(call, is_load=False)
-
-
-Mover = NativeMover | PythonMover
-
-
-def mover_for(stream: Stream) -> Mover:
-    """The native extension, unless it is missing or the connection is TLS."""
-    if native.moves is None or stream.plain_fileno() < 0:
-        return PythonMover()
-    return NativeMover()
-
-
-def _move(call: MoveCall, is_load: bool) -> Moved:
-    lanes, tasks, in_flight, is_sending, drain, until, verify, quiet_ms = call
-    sending = errno.EAGAIN if is_sending else 0
-    lane_of = list(range(in_flight))
-    idle = list(range(len(lanes) - 1, in_flight - 1, -1))
-    done: list[Result] = []
-    for _, progress in lanes:
-        progress.quiet_s = quiet_ms * 1e-3
-    while True:
-        while sending or (len(lane_of) < len(tasks) and idle):
-            if not sending:
-                lane_of.append(idle.pop())
-                lanes[lane_of[-1]][1].reset()
-            sending = _send(*lanes[lane_of[-1]], tasks[len(lane_of) - 1], is_load, until)
-            if sending:
-                return Moved(lane_of[in_flight:], done, sending)
-        all_sent = len(lane_of) == len(tasks)
-        if len(done) == len(lane_of) or (all_sent and not drain):
-            return Moved(lane_of[in_flight:], done, 0)
-        stream, progress = lanes[lane_of[len(done)]]
-        result = _receive(stream, progress, tasks[len(done)], is_load, verify, until)
-        if result is not None:
-            done.append(result)
-            idle.append(lane_of[len(done) - 1])
-        if not isinstance(result, bytes) or time.monotonic() >= until:
-            return Moved(lane_of[in_flight:], done, 0)
-
-
-def _arm(stream: Stream, progress: _Progress, until: float) -> None:
-    stream.arm(min(until, time.monotonic() + progress.quiet_s))
-
-
-def _send(stream: Stream, progress: _Progress, task: Packed, is_load: bool, until: float) -> int:
-    """Send the rest of a request: 0, EAGAIN if that would block, or another errno."""
-    command, header, payload, end = task
-    if not is_load and not progress.sent and isinstance(header, bytearray):
-        add_checksums(header, xxh3_64_intdigest(payload))
-    parts = (command,) if is_load else (command, header, payload, end)
-    nbytes = sum([len(part) for part in parts])
-    try:
-        while progress.sent < nbytes:
-            _arm(stream, progress, until)
-            progress.sent += stream.send_some(parts, progress.sent)
-    except RedisTimeout:
-        return errno.EAGAIN
-    except RedisError:
-        return errno.EPIPE
-    return 0
-
-
-def _receive(
-    stream: Stream, progress: _Progress, task: Packed, is_load: bool, verify: bool, until: float
-) -> Result | None:
-    """Receive a reply; None: it is not complete yet."""
-    try:
-        if is_load:
-            return _receive_value(stream, progress, task[1], task[2], verify, until)
-        line = _receive_line(stream, progress, b"+-:", until)
-        if progress.got != len(line) + 2:
+    def receive(self, task: Packed, is_load: bool, verify: bool) -> Result | None:
+        """Receive a reply; None: it is not complete yet."""
+        try:
+            if is_load:
+                return self._receive_value(task[1], task[2], verify)
+            line = self._receive_line(b"+-:")
+            if self.got != len(line) + 2:
+                return End.GARBAGE, 0, b""
+            return b"" if line == b"+OK" else (End.LINE, 0, line)
+        except RedisTimeout:
+            return None
+        except RedisProtocolError:
             return End.GARBAGE, 0, b""
-        return b"" if line == b"+OK" else (End.LINE, 0, line)
-    except RedisTimeout:
-        return None
-    except RedisProtocolError:
-        return End.GARBAGE, 0, b""
-    except RedisError as error:
-        return End.LOST, 0, str(error).encode()
+        except RedisError as error:
+            return End.LOST, 0, str(error).encode()
 
+    def _arm(self) -> None:
+        self.stream.arm(min(self.until, time.monotonic() + self.quiet_s))
 
-def _receive_value(
-    stream: Stream,
-    progress: _Progress,
-    expected: bytes | bytearray,
-    payload: memoryview,
-    verify: bool,
-    until: float,
-) -> Result:
-    wanted = len(expected)
-    head = wanted - HEADER_BYTES
-    while not progress.is_other and progress.got < wanted:
-        _arm(stream, progress, until)
-        progress.got += stream.receive_some(progress.view[progress.got : wanted])
-        there = min(progress.got, head)
-        progress.is_other = progress.first[:there] != expected[:there]
-    if progress.is_other:
-        return _receive_other(stream, progress, until)
-    tail = memoryview(progress.tail)
-    while (left := wanted + len(payload) + 2 - progress.got) > 0:
-        _arm(stream, progress, until)
-        parts = (payload[-(left - 2) :], tail) if left > 2 else (tail[2 - left :],)
-        progress.got += stream.receive_most(parts)
-    if progress.tail != CRLF:
-        return End.GARBAGE, 0, b""
-    header = bytes(progress.first[head:wanted])
-    checksum = int.from_bytes(header[PAYLOAD_CHECKSUM], "little")
-    if is_expected(header, expected[head:]) and (
-        not verify or checksum == xxh3_64_intdigest(payload)
-    ):
-        return header if header[FLAGS_AT] & SEALED else header[STORE_ID]
-    return End.MISMATCH, 0, header
+    def _fill_first(self, end: int) -> None:
+        """Receive some of the first `end` bytes of a reply."""
+        self._arm()
+        self.got += self.stream.receive_some(self.view[self.got : end])
 
+    def _receive_value(
+        self, expected: bytes | bytearray, payload: memoryview, verify: bool
+    ) -> Result:
+        wanted = len(expected)
+        head = wanted - HEADER_BYTES
+        while not self.is_other and self.got < wanted:
+            self._fill_first(wanted)
+            there = min(self.got, head)
+            self.is_other = self.first[:there] != expected[:there]
+        if self.is_other:
+            return self._receive_other()
+        tail = memoryview(self.tail)
+        while (left := wanted + len(payload) + 2 - self.got) > 0:
+            self._arm()
+            parts = (payload[-(left - 2) :], tail) if left > 2 else (tail[2 - left :],)
+            self.got += self.stream.receive_most(parts)
+        if self.tail != CRLF:
+            return End.GARBAGE, 0, b""
+        header = bytes(self.first[head:wanted])
+        checksum = int.from_bytes(header[PAYLOAD_CHECKSUM], "little")
+        if is_expected(header, expected[head:]) and (
+            not verify or checksum == xxh3_64_intdigest(payload)
+        ):
+            return header if header[FLAGS_AT] & SEALED else header[STORE_ID]
+        return End.MISMATCH, 0, header
 
-def _receive_line(stream: Stream, progress: _Progress, kinds: bytes, until: float) -> bytes:
-    """Receive the first line of a reply, which begins with one of `kinds`, and perhaps more."""
-    while True:
-        data = progress.first
-        if progress.got and data[0] not in kinds:
-            raise RedisProtocolError("malformed reply to GET or SET")
-        end = data.find(CRLF, 0, progress.got)
-        if end >= 0:
-            return bytes(data[:end])
-        if progress.got == len(data):
-            raise RedisProtocolError("a line of a reply has no end")
-        _arm(stream, progress, until)
-        progress.got += stream.receive_some(progress.view[progress.got :])
+    def _receive_line(self, kinds: bytes) -> bytes:
+        """Receive the first line of a reply, which begins with one of `kinds`, and perhaps more."""
+        while True:
+            if self.got and self.first[0] not in kinds:
+                raise RedisProtocolError("malformed reply to GET or SET")
+            end = self.first.find(CRLF, 0, self.got)
+            if end >= 0:
+                return bytes(self.first[:end])
+            if self.got == len(self.first):
+                raise RedisProtocolError("a line of a reply has no end")
+            self._fill_first(len(self.first))
 
-
-def _receive_other(stream: Stream, progress: _Progress, until: float) -> Result:
-    """Receive a reply that is not the expected value."""
-    line = _receive_line(stream, progress, b"-$_", until)
-    start = len(line) + 2
-    length = None
-    if line[:1] == b"$":
-        length = parse_length(line)
-    if length is not None:
-        kept = min(length, HEADER_BYTES)
-        while progress.got < start + kept:
-            _arm(stream, progress, until)
-            progress.got += stream.receive_some(progress.view[progress.got : start + kept])
-        return End.OTHER_LENGTH, 0, bytes(progress.first[start : start + kept])
-    if progress.got != start or (line[:1] == b"_" and line != b"_"):
-        return End.GARBAGE, 0, b""
-    return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
-
-
-def add_short_checksums(header: bytearray, payload: memoryview) -> bytearray:
-    """The header of a SET, with checksums if the payload is too short for the native extension."""
-    if payload.nbytes <= _SHORT_BYTES:
-        add_checksums(header, xxh3_64_intdigest(payload))
-    return header
-
-
-# ------------------------------------------------------------------- one value
+    def _receive_other(self) -> Result:
+        """Receive a reply that is not the expected value."""
+        line = self._receive_line(b"-$")
+        start = len(line) + 2
+        length = parse_length(line) if line[:1] == b"$" else None
+        if length is not None:
+            kept = min(length, HEADER_BYTES)
+            while self.got < start + kept:
+                self._fill_first(start + kept)
+            return End.OTHER_LENGTH, 0, bytes(self.first[start : start + kept])
+        if self.got != start:
+            return End.GARBAGE, 0, b""
+        return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
 
 
 def receive_value(connection: Connection, payload: memoryview, deadline: float) -> bytes | None:
@@ -315,17 +267,18 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
     # No header is this one: it is not zero where a mover compares with zeros. So any value of the
     # right length is a MISMATCH.
     expected = value_head(HEADER_BYTES + payload.nbytes) + b"\xff" * HEADER_BYTES
-    stream, progress = connection.stream, _Progress()
+    progress = _Progress(connection.stream)
+    progress.until = deadline
     result: Result | None = None
     while result is None:
         if deadline <= time.monotonic():
-            connection.fail(RedisTimeout("Redis did not answer in time"))
-        result = _receive(stream, progress, (b"", expected, payload, b""), True, False, deadline)
+            connection.fail(progress.stream.late())
+        result = progress.receive((b"", expected, payload, b""), True, False)
     assert not isinstance(result, bytes)
     end, _, data = result
     if end is End.MISMATCH:
         return data
-    error = error_in(result, stream)
+    error = error_in(result, progress.stream)
     if end >= End.OTHER_LENGTH:
         connection.close()
     if error is not None and not is_other_type(result):
@@ -342,7 +295,7 @@ def error_in(failure: StripeFailure, stream: Stream) -> RedisError | None:
     if end == End.LINE:
         if data[:1] != b"-":
             return RedisProtocolError("the reply to a SET is neither OK nor an error")
-        return error_of(parse_error(data))
+        return error_of(error_reply(data[1:].decode("utf-8", "replace")))
     if end == End.GARBAGE:
         return RedisProtocolError("malformed reply to GET or SET")
     if end == End.LOST:

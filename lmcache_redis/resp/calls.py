@@ -7,20 +7,18 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic
 
 from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp.control import KeyQuestion
-from lmcache_redis.resp.jobs import Jobs
-from lmcache_redis.resp.net.topology import KeyGroup, Routing
-from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
-from lmcache_redis.resp.node import DataNode, DataNodes
-from lmcache_redis.resp.steps import (
+from lmcache_redis.errors import RedisRedirect
+from lmcache_redis.resp.control import (
     STEP_KEYS,
+    KeyQuestion,
     Steps,
     ask_each,
     count_prefix,
@@ -32,6 +30,9 @@ from lmcache_redis.resp.steps import (
     touch_chunks,
     walk_keys,
 )
+from lmcache_redis.resp.jobs import Hop, Jobs
+from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
+from lmcache_redis.resp.node import DataNode, DataNodes, NodeT, Routes, next_hop
 from lmcache_redis.tiers import (
     CallOutcome,
     Done,
@@ -51,6 +52,7 @@ _MANY_KEYS = 4096
 _MOST_ROUND_KEYS = 16384
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS", group_keys=1), parse_count)
+_FIND_PRESENT = partial(find_present, suffix=_FIRST_STRIPE)
 _UNLINKS = partial(
     ask_each, partial(keys_commands, b"UNLINK", group_keys=1), parse_count, step_keys=STEP_KEYS
 )
@@ -77,21 +79,17 @@ class KeyCalls:
         def answer(outcome: CallOutcome, length: int | None) -> None:
             done(ScanResult(outcome, length or 0))
 
+        def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+            # The first gap, or the end.
+            answer(outcome, [*counts, 0].index(0))
+
         self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
-
-            def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
-                # The first gap, or the end.
-                answer(outcome, [*counts, 0].index(0))
-
-            rounds = _Rounds(
-                keys, counted, _FIRST_ROUND_KEYS, suffix=_FIRST_STRIPE, only_prefix=True
-            )
-            self._ask_in_rounds(_EXISTS, rounds, deadline)
+            ask = partial(self._ask, _EXISTS, deadline, 0)
+            ask_in_rounds(ask, keys, counted, _FIRST_ROUND_KEYS, _FIRST_STRIPE, only_prefix=True)
         else:
             steps = partial(count_prefix, keys, _FIRST_STRIPE)
-            question = KeyQuestion(steps, deadline, answer, is_urgent=True)
-            self._submit(question, self._nodes.routes.node_of(b""))
+            self._submit(steps, deadline, answer, self._nodes.routes.node_of(b""))
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""
@@ -100,7 +98,11 @@ class KeyCalls:
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        self._exists(keys, deadline, answer)
+        if self._nodes.routes.is_cluster:
+            ask = partial(self._ask, _EXISTS, deadline, 0)
+            ask_in_rounds(ask, keys, answer, suffix=_FIRST_STRIPE)
+        else:
+            self._ask(_FIND_PRESENT, deadline, 0, keys, answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
@@ -110,30 +112,28 @@ class KeyCalls:
         `present` says of each chunk whether all of its stripes exist. Uses TOUCH, or EXPIRE if a
         load restarts the TTL. After scans.
         """
-        options = self._nodes.options
-        if chunks and not options.ttl_refresh and not self._nodes.routes.is_cluster:
-            # A command for each chunk.
-            steps = partial(touch_chunks, chunks)
 
-            def touched(outcome: CallOutcome, present: Sequence[bool] | None) -> None:
-                done(ExistsResult(outcome, present or ()))
-
-            self._jobs.check_usable()
-            question = KeyQuestion(steps, deadline, touched, is_urgent=False)
-            self._submit(question, self._nodes.routes.node_of(b""))
-            return
+        def touched(outcome: CallOutcome, present: Sequence[bool] | None) -> None:
+            done(ExistsResult(outcome, present or ()))
 
         def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
             left = iter(counts)
             present = [sum(itertools.islice(left, stripes)) == stripes for _, stripes in chunks]
             done(ExistsResult(outcome, present if outcome is CallOutcome.DONE else ()))
 
+        self._jobs.check_usable()
+        options = self._nodes.options
+        if chunks and not options.ttl_refresh and not self._nodes.routes.is_cluster:
+            # A command for each chunk.
+            node = self._nodes.routes.node_of(b"")
+            self._submit(partial(touch_chunks, chunks), deadline, touched, node, is_urgent=False)
+            return
         keys = [stripe_key(key, index) for key, stripes in chunks for index in range(stripes)]
         pack = partial(keys_commands, b"TOUCH", group_keys=1)
         if options.ttl_refresh:
             pack = partial(expire_commands, options.ttl_s)
-        ask = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
-        self._ask_in_rounds(ask, _Rounds(keys, counted), deadline, is_urgent=False)
+        steps = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
+        ask_in_rounds(partial(self._ask, steps, deadline, 0, is_urgent=False), keys, counted)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -142,7 +142,7 @@ class KeyCalls:
             is_done = outcome is CallOutcome.DONE
             done(FramesResult(outcome, [_frame(header) for header in headers] if is_done else ()))
 
-        self._ask(_HEADERS, _first_stripes(keys), deadline, None, answer)
+        self._ask(_HEADERS, deadline, None, [key + _FIRST_STRIPE for key in keys], answer)
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """The keys that begin with `prefix`: SCANs all servers, in small steps, after scans.
@@ -171,27 +171,20 @@ class KeyCalls:
         return KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends])
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """UNLINK all stripes of a chunk, which its header counts. Uses GETRANGE."""
+        """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
 
-        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
+        def found(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
             if outcome is not CallOutcome.DONE:
                 done(RemoveResult(outcome))
                 return
-            (header,) = headers
-            self.unlink(key, header.stripe_count if header is not None else 1, deadline, done)
+            count = headers[0].stripe_count if headers[0] is not None else 1
+            stripes = [stripe_key(key, index) for index in range(count)]
+            self._ask(_UNLINKS, deadline, 0, stripes, unlinked, is_urgent=False)
 
-        self._ask(_HEADERS, _first_stripes((key,)), deadline, None, answer)
-
-    def unlink(
-        self, chunk_key: bytes, stripe_count: int, deadline: float, done: Done[RemoveResult]
-    ) -> None:
-        """UNLINK the stripes of a chunk, stripe 0 first."""
-
-        def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
+        def unlinked(outcome: CallOutcome, removed: Sequence[int]) -> None:
             done(RemoveResult(outcome, sum(removed)))
 
-        stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-        self._ask(_UNLINKS, stripes, deadline, 0, answer, is_urgent=False)
+        self._ask(_HEADERS, deadline, None, (key + _FIRST_STRIPE,), found)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -212,55 +205,24 @@ class KeyCalls:
             with lock:
                 total += count
 
-        def answer(outcome: CallOutcome) -> None:
-            done(RemoveResult(outcome, total))
-
         group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
         pattern = escape_pattern(key_prefix) + b"*"
         steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
-        self._walk(steps, deadline, answer)
-
-    def _exists(
-        self,
-        keys: Sequence[bytes],
-        deadline: float,
-        done: Callable[[CallOutcome, Sequence[int]], None],
-    ) -> None:
-        if self._nodes.routes.is_cluster:
-            self._ask_in_rounds(_EXISTS, _Rounds(keys, done, suffix=_FIRST_STRIPE), deadline)
-        else:
-            self._ask(
-                lambda some, asking: find_present(some, _FIRST_STRIPE), keys, deadline, 0, done
-            )
-
-    def _ask_in_rounds(
-        self,
-        make_steps: Callable[..., Steps[Sequence[int]]],
-        rounds: _Rounds,
-        deadline: float,
-        is_urgent: bool = True,
-    ) -> None:
-        """Ask for some keys after the other: routing all at once would hold up the caller."""
-
-        def answered(outcome: CallOutcome, counts: Sequence[int]) -> None:
-            if rounds.goes_on(outcome, counts):
-                self._ask_in_rounds(make_steps, rounds, deadline, is_urgent)
-
-        self._ask(make_steps, rounds.next_keys(), deadline, 0, answered, is_urgent)
+        self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, total)))
 
     def _ask(
         self,
         make_steps: Callable[..., Steps[Sequence[Any]]],
-        keys: Sequence[bytes],
         deadline: float,
         missing: Any,
+        keys: Sequence[bytes],
         done: Callable[[CallOutcome, Sequence[Any]], None],
         is_urgent: bool = True,
     ) -> None:
         """Ask each node for its keys, and follow redirections.
 
-        make_steps: makes the steps for some keys (`control.ask_each`). done: called with a result
-        for each key, `missing` for keys without one.
+        make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
+        key, `missing` for keys without one.
         """
         self._jobs.check_usable()
         routing = Routing(self._nodes.routes, keys, self._nodes.follow, missing)
@@ -271,8 +233,7 @@ class KeyCalls:
         def ask(part: KeyGroup[DataNode]) -> None:
             some = [keys[index] for index in part.indexes]
             steps = partial(make_steps, some, asking=part.hop is not None and part.hop.asking)
-            answer = partial(answered, part)
-            self._submit(KeyQuestion(steps, deadline, answer, is_urgent=is_urgent), part.node)
+            self._submit(steps, deadline, partial(answered, part), part.node, is_urgent)
 
         def answered(
             part: KeyGroup[DataNode], outcome: CallOutcome, results: Sequence[Any] | None
@@ -296,10 +257,7 @@ class KeyCalls:
             self._jobs.timekeeper.post(lambda: done(outcome, routing.results))
 
     def _walk(
-        self,
-        make_steps: Callable[[], Steps[None]],
-        deadline: float,
-        done: Callable[[CallOutcome], None],
+        self, make_steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
     ) -> None:
         """Take the same steps on every server."""
         self._jobs.check_usable()
@@ -316,65 +274,108 @@ class KeyCalls:
             done(next(failures, CallOutcome.DONE))
 
         for node in nodes:
-            self._submit(KeyQuestion(make_steps, deadline, answer, is_urgent=False), node)
+            self._submit(make_steps, deadline, answer, node, is_urgent=False)
 
-    def _submit(self, question: KeyQuestion, node: DataNode | None) -> None:
+    def _submit(
+        self,
+        make_steps: Callable[[], Steps[Any]],
+        deadline: float,
+        done: Callable[[CallOutcome, Any], None],
+        node: DataNode | None,
+        is_urgent: bool = True,
+    ) -> None:
+        question = KeyQuestion(make_steps, deadline, done, is_urgent=is_urgent)
         question.nodes = (node,)
         if self._jobs.enter((question,)) and node is not None:
-            node.ask(question)
+            node.control.put(question)
             # The server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse((question,))
 
 
-class _Rounds:
-    """Keys that are asked for in rounds, each four times as large as the last, up to a limit.
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyGroup(Generic[NodeT]):
+    """Some keys of a `Routing`, all asked of one node.
 
-    suffix: at the end of each key.
+    indexes: of the keys. hop: the redirection that led here; if it is an ASK, an ASKING precedes
+    each command.
+    """
 
-    done: called at the end, with a count for each key; 0 for keys after the first gap with
-    `only_prefix`, and for those of which no server said anything.
+    node: NodeT
+    indexes: list[int]
+    hop: Hop | None = None
+
+
+class Routing(Generic[NodeT]):
+    """Which node is asked for which of many keys, until no redirection is left to follow.
+
+    No I/O: the caller asks for the `parts`, and then for those that `answered` returns. follow:
+    returns the node that a node redirects to, or None if it is not followed. results: for each key
+    its result; `missing` if no node has the key or answered for it.
     """
 
     def __init__(
         self,
+        routes: Routes[NodeT],
         keys: Sequence[bytes],
-        done: Callable[[CallOutcome, Sequence[int]], None],
-        first_keys: int = _MANY_KEYS,
-        suffix: bytes = b"",
-        only_prefix: bool = False,
+        follow: Callable[[NodeT, RedisRedirect], NodeT | None],
+        missing: Any,
     ) -> None:
-        self._keys = keys
-        self._suffix = suffix
-        self._done = done
-        self._size = first_keys
-        self._only_prefix = only_prefix
-        self._counts: list[int] = []
-        self._has_answer = False
+        self.results: list[Any] = [missing] * len(keys)
+        by_node = routes.split(keys)
+        self.parts = [KeyGroup(node, some) for node, some in by_node.items() if node is not None]
+        self._follow = follow
 
-    def next_keys(self) -> Sequence[bytes]:
-        start = len(self._counts)
-        some = self._keys[start : start + self._size]
-        return [key + self._suffix for key in some] if self._suffix else some
+    def answered(self, part: KeyGroup[NodeT], results: Sequence[Any]) -> list[KeyGroup[NodeT]]:
+        """Take the results of a part, none if it failed; return the parts to ask next."""
+        parts: dict[tuple[NodeT, bool], KeyGroup[NodeT]] = {}
+        for index, result in zip(part.indexes, results, strict=False):
+            if not isinstance(result, RedisRedirect):
+                self.results[index] = result
+                continue
+            hop = next_hop(part.hop, result)
+            node = self._follow(part.node, result) if hop is not None else None
+            if node is not None:
+                place = (node, result.asking)
+                parts.setdefault(place, KeyGroup(node, [], hop)).indexes.append(index)
+        return list(parts.values())
 
-    def goes_on(self, outcome: CallOutcome, counts: Sequence[int]) -> bool:
-        """Take the counts of a round; return whether another one follows."""
-        self._counts += counts
-        self._size = min(4 * self._size, _MOST_ROUND_KEYS)
-        is_done = outcome is CallOutcome.DONE
-        has_gap = self._only_prefix and 0 in counts
-        left = len(self._keys) - len(self._counts)
-        if is_done and left and not has_gap:
-            self._has_answer = True
-            return True
-        if self._has_answer and outcome is not CallOutcome.CANCELLED:
+
+def ask_in_rounds(
+    ask: Callable[[Sequence[bytes], Callable[[CallOutcome, Sequence[int]], None]], None],
+    keys: Sequence[bytes],
+    done: Callable[[CallOutcome, Sequence[int]], None],
+    round_keys: int = _MANY_KEYS,
+    suffix: bytes = b"",
+    only_prefix: bool = False,
+) -> None:
+    """Ask for some keys after the other: routing all at once would hold up the caller.
+
+    round_keys: in the first round; each is four times as large as the last, up to a limit. suffix:
+    at the end of each key. done: called with a count for each key; 0 for keys after the first gap
+    with `only_prefix`, and for those of which no server said anything.
+    """
+    counts: list[int] = []
+
+    def ask_next() -> None:
+        start = len(counts)
+        some = keys[start : start + round_keys]
+        ask([key + suffix for key in some] if suffix else some, answered)
+
+    def answered(outcome: CallOutcome, more: Sequence[int]) -> None:
+        nonlocal round_keys
+        has_answer = len(counts) > 0
+        counts.extend(more)
+        left = len(keys) - len(counts)
+        if outcome is CallOutcome.DONE and left and not (only_prefix and 0 in more):
+            round_keys = min(4 * round_keys, _MOST_ROUND_KEYS)
+            ask_next()
+            return
+        if has_answer and outcome is not CallOutcome.CANCELLED:
             # What is known stands.
             outcome = CallOutcome.DONE
-        self._done(outcome, self._counts + [0] * left)
-        return False
+        done(outcome, counts + [0] * left)
 
-
-def _first_stripes(keys: Sequence[bytes]) -> list[bytes]:
-    return [key + _FIRST_STRIPE for key in keys]
+    ask_next()
 
 
 def _frame(header: StripeHeader | None) -> ChunkFrame | None:

@@ -1,22 +1,269 @@
-"""The control connection of a server: questions about keys, and removals.
+"""The control connection of a server: questions about keys, as generators of steps.
 
-A question is a generator of `steps`. Urgent questions go first; the others wait between two steps.
+A step yields what to send, is resumed with the pipeline that receives the replies, and the last one
+returns the result. Steps raise what the pipeline raises, and RedisProtocolError for malformed
+replies. Urgent questions go first; the others wait between two steps. A removal or a clear takes
+many steps, each well under a millisecond of the server's time, so that a scan never waits long.
+
+On one server an EXISTS counts a group of 32 keys, and many groups are sent in one write. A second
+question is asked only about a group of which some keys exist. 1,000 keys take 0.3 ms, against 7.5
+ms with one EXISTS a key (docs/data-plane.md). A prefix ends at the first missing key, and is
+answered while the server still works on the rest. In a cluster a command has one key.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar
 
-from lmcache_redis.errors import RedisError, RedisUnavailable
-from lmcache_redis.resp.jobs import Job
+from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
+from lmcache_redis.chunks.names import stripe_key
+from lmcache_redis.errors import (
+    FormatError,
+    RedisError,
+    RedisProtocolError,
+    RedisRedirect,
+    RedisUnavailable,
+)
+from lmcache_redis.resp.health import DataServer, Worker, stop_for
+from lmcache_redis.resp.jobs import Job, TaskQueue
 from lmcache_redis.resp.net.connection import Connection, Pipeline
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.steps import Request, Steps
-from lmcache_redis.resp.worker import DataServer, Worker
+from lmcache_redis.resp.net.wire import (
+    ASKING_COMMAND,
+    ErrorReply,
+    Reply,
+    error_of,
+    keys_commands,
+    pack_command,
+    without_errors,
+)
 from lmcache_redis.tiers import CallOutcome
+
+ResultT = TypeVar("ResultT")
+# Packed commands, made on demand, and how many replies they have.
+Request = tuple[Iterator[bytes], int]
+Steps = Generator[Request, Pipeline, ResultT]
+
+GROUP_KEYS = 32
+# Groups in a write. The first write is small: the server starts at once, and works while the next
+# write is packed.
+_FIRST_GROUPS = 2
+_WRITE_GROUPS = 32
+# Keys of one UNLINK, and the COUNT of a SCAN: well under a millisecond of the server's time.
+STEP_KEYS = 512
+
+
+def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
+    """How many of the leading keys, each with `suffix` at its end, exist up to the first gap.
+
+    May leave replies outstanding that are not needed.
+    """
+    pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
+    before = 0
+    least = 1
+    while before < len(keys):
+        for found in _counts(pipeline.receive(least), keys, before, GROUP_KEYS):
+            group = keys[before : before + GROUP_KEYS]
+            if found == 0:
+                return before
+            if found < len(group):
+                return before + _first_gap(pipeline, group, found, suffix)
+            before += GROUP_KEYS
+        # Each wake-up of this thread costs the server time, too.
+        least = -(-pipeline.outstanding // 2)
+    return len(keys)
+
+
+def _first_gap(pipeline: Pipeline, group: Sequence[bytes], found: int, suffix: bytes) -> int:
+    """The first gap in a group of which `found` keys exist, asked after what is outstanding.
+
+    Almost always the first keys exist, and one EXISTS of them says so. Then the replies about each
+    single key, which are asked for in the same write, are not awaited.
+    """
+    earlier = pipeline.outstanding
+    of_leading = keys_commands(b"EXISTS", group[:found], found, suffix)
+    pipeline.send((of_leading + keys_commands(b"EXISTS", group, 1, suffix),), 1 + len(group))
+    replies = [*pipeline.receive(earlier + 1)]
+    (of_first,) = _counts(replies[earlier : earlier + 1], group[:found], 0, found)
+    if of_first == found:
+        return found
+    if pipeline.outstanding:
+        replies += pipeline.receive(pipeline.outstanding)
+    for number, there in enumerate(_counts(replies[earlier + 1 :], group, 0, 1)):
+        if not there:
+            return number
+    # No gap now: the missing key was stored since. The later groups are not asked again.
+    return len(group)
+
+
+def find_present(
+    keys: Sequence[bytes], suffix: bytes = b"", *, asking: bool = False
+) -> Steps[list[int]]:
+    """For each key, with `suffix` at its end, 1 if it exists, else 0."""
+    pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
+    groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
+    found = list(zip(groups, _all_counts(pipeline, keys, GROUP_KEYS), strict=True))
+    one_by_one = [key for group, count in found if 0 < count < len(group) for key in group]
+    pipeline.send(*_in_groups(one_by_one, 1, suffix))
+    looked_up = iter(_all_counts(pipeline, one_by_one, 1))
+    present: list[int] = []
+    for group, count in found:
+        size = len(group)
+        present += itertools.islice(looked_up, size) if 0 < count < size else [count > 0] * size
+    return present
+
+
+def _all_counts(pipeline: Pipeline, keys: Sequence[bytes], group_keys: int) -> list[int]:
+    """How many keys of each group exist; the groups have been asked for."""
+    return list(_counts(without_errors(pipeline.receive_all()), keys, 0, group_keys))
+
+
+def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes) -> Request:
+    """The commands, packed on demand, and their number."""
+    first = group_keys * _FIRST_GROUPS
+    step = group_keys * _WRITE_GROUPS
+    ends = [0, *range(first, len(keys), step), len(keys)] if keys else []
+    requests = (
+        keys_commands(b"EXISTS", keys[start:end], group_keys, suffix)
+        for start, end in itertools.pairwise(ends)
+    )
+    return requests, -(-len(keys) // group_keys)
+
+
+def _counts(
+    replies: Sequence[Reply], keys: Sequence[bytes], before: int, group_keys: int
+) -> Iterator[int]:
+    """The replies as counts of groups; the first group begins at key `before`."""
+    for reply in replies:
+        most = min(group_keys, len(keys) - before)
+        if not isinstance(reply, int) or not 0 <= reply <= most:
+            raise RedisProtocolError("malformed reply to EXISTS: expected a count of its keys")
+        yield reply
+        before += group_keys
+
+
+# ------------------------------------------------------- one key a command; all keys
+
+
+def ask_each(
+    pack: Callable[[Sequence[bytes]], bytes],
+    parse: Callable[[Reply], Any],
+    keys: Sequence[bytes],
+    *,
+    asking: bool,
+    step_keys: int | None = None,
+) -> Steps[list[Any]]:
+    """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
+
+    pack: makes a command for each of some keys. asking: send ASKING before each. step_keys: keys of
+    a step; None: all keys in one step.
+    """
+    step_keys = step_keys or max(1, len(keys))
+    stride = 2 if asking else 1
+    results: list[Any] = []
+    for start in range(0, len(keys), step_keys):
+        some = keys[start : start + step_keys]
+        request = (
+            b"".join([ASKING_COMMAND + pack((key,)) for key in some]) if asking else pack(some)
+        )
+        pipeline = yield iter((request,)), stride * len(some)
+        results += [_result(reply, parse) for reply in pipeline.receive_all()[stride - 1 :: stride]]
+    return results
+
+
+def _result(reply: Reply, parse: Callable[[Reply], Any]) -> Any:
+    if not isinstance(reply, ErrorReply):
+        return parse(reply)
+    if reply.code == "WRONGTYPE":
+        return None
+    error = error_of(reply)
+    if isinstance(error, RedisRedirect):
+        return error
+    raise error
+
+
+def touch_chunks(chunks: Sequence[tuple[bytes, int]]) -> Steps[list[bool]]:
+    """TOUCH all stripes of each chunk (its key, and their number); whether all of them exist."""
+    present: list[bool] = []
+    while len(present) < len(chunks):
+        some: list[tuple[bytes, int]] = []
+        requests: list[bytes] = []
+        keys = 0
+        for key, stripes in chunks[len(present) :]:
+            if some and keys + stripes > STEP_KEYS:
+                break
+            some.append((key, stripes))
+            keys += stripes
+            names = [stripe_key(key, index) for index in range(stripes)]
+            requests.append(keys_commands(b"TOUCH", names, stripes))
+        pipeline = yield iter((b"".join(requests),)), len(some)
+        replies = without_errors(pipeline.receive_all())
+        for (_, stripes), reply in zip(some, replies, strict=True):
+            if not isinstance(reply, int) or not 0 <= reply <= stripes:
+                raise RedisProtocolError("malformed reply to TOUCH: expected a count of its keys")
+            present.append(reply == stripes)
+    return present
+
+
+def expire_commands(ttl_s: int, keys: Sequence[bytes]) -> bytes:
+    return b"".join([pack_command(b"EXPIRE", key, ttl_s) for key in keys])
+
+
+def walk_keys(
+    pattern: bytes,
+    found: Callable[[list[bytes]], Sequence[bytes]],
+    *more: str,
+    removed: Callable[[int], None] = lambda count: None,
+    group_keys: int = 1,
+) -> Steps[None]:
+    """SCAN a server for keys that match, and UNLINK those of them that `found` returns.
+
+    A key that exists all the time is found, perhaps twice. removed: called with how many keys were
+    deleted. group_keys: the most keys of an UNLINK. more: further words of the SCAN.
+    """
+    cursor = b""
+    while cursor != b"0":
+        words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", STEP_KEYS, *more)
+        pipeline = yield iter((pack_command("SCAN", cursor or b"0", *words),)), 1
+        match pipeline.receive(1):
+            case [[bytes() as cursor, list() as some]] if cursor.isdigit():
+                keys = [key for key in some if isinstance(key, bytes)]
+            case _:
+                raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
+        if unwanted := found(keys):
+            request = keys_commands(b"UNLINK", unwanted, group_keys)
+            pipeline = yield iter((request,)), -(-len(unwanted) // group_keys)
+            for count in without_errors(pipeline.receive_all()):
+                if not isinstance(count, int) or count < 0:
+                    raise RedisProtocolError("malformed reply to UNLINK: expected a count")
+                removed(count)
+
+
+def parse_count(reply: Reply) -> int:
+    """The reply to an EXISTS or UNLINK of one key."""
+    if isinstance(reply, int) and 0 <= reply <= 1:
+        return reply
+    raise RedisProtocolError("expected 0 or 1 from a command with one key")
+
+
+def parse_header(reply: Reply) -> StripeHeader | None:
+    """The header in the reply to a GETRANGE; None if it is no header."""
+    if not isinstance(reply, bytes):
+        raise RedisProtocolError("malformed reply to GETRANGE: expected a string")
+    try:
+        return describe_header(reply)
+    except FormatError:
+        return None
+
+
+def header_commands(keys: Sequence[bytes]) -> bytes:
+    return b"".join([pack_command(b"GETRANGE", key, 0, HEADER_BYTES - 1) for key in keys])
+
+
+# ----------------------------------------------------------- the connection
 
 
 class KeyQuestion(Job[CallOutcome]):
@@ -50,16 +297,13 @@ class KeyQuestion(Job[CallOutcome]):
         return next(self._steps)
 
     def advance_steps(self, pipeline: Pipeline) -> bool:
-        """Receive the replies to the last request; True if that was the last step.
-
-        Raises RedisError.
-        """
+        """Receive the replies to the last request; False if that was the last step."""
         try:
             self.next_request = self._steps.send(pipeline)
+            return True
         except StopIteration as end:
             self._result = end.value
-            return True
-        return False
+            return False
 
     def answer(self, outcome: CallOutcome) -> None:
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
@@ -89,7 +333,7 @@ class Controller(Worker):
                     connection is not None
                     and self._asked is None
                     and not len(self.queue)
-                    and not self._is_outdated(connection)
+                    and not self._server.write_state.is_outdated(connection.opened_at)
                 ):
                     pipeline = self._new_pipeline(connection, question)
                     pipeline.send_at_once(*question.first_request())
@@ -106,16 +350,14 @@ class Controller(Worker):
                 if question is None:
                     return False
                 with self._in_use:
-                    if self._asked is None and self._is_outdated(connection):
+                    outdated = self._server.write_state.is_outdated(connection.opened_at)
+                    if self._asked is None and outdated:
                         connection.close()
                     self._take_turn(connection, question)
             return True
         finally:
             with self._in_use:
                 self._connection = self._asked = None
-
-    def _is_outdated(self, connection: Connection) -> bool:
-        return self._server.write_state.is_outdated(connection.opened_at)
 
     def _take_turn(self, connection: Connection, question: KeyQuestion) -> None:
         """A step of the question that a caller sent, whose replies come first, and of this one."""
@@ -132,12 +374,12 @@ class Controller(Worker):
         self, connection: Connection, question: KeyQuestion, asked: Pipeline | None = None
     ) -> None:
         """Take a step. asked: the pipeline in which the first request was sent."""
-        if self._jobs.begin(question):
+        if self._jobs.begin_all([(question,)]):
             pipeline = asked or self._new_pipeline(connection, question)
             try:
                 if asked is None:
                     pipeline.send(*(question.next_request or question.first_request()))
-                is_last = question.advance_steps(pipeline)
+                goes_on = question.advance_steps(pipeline)
             except RedisError as error:
                 self._fail(connection, question, error)
             except BaseException:
@@ -145,10 +387,10 @@ class Controller(Worker):
                 self._jobs.end(question, CallOutcome.UNAVAILABLE)
                 raise
             else:
-                if is_last:
-                    self._jobs.end(question)
-                else:
+                if goes_on:
                     self._put_back(question)
+                else:
+                    self._jobs.end(question)
             self._finish(connection, pipeline)
         elif asked is not None:
             self._finish(connection, asked)
@@ -160,21 +402,18 @@ class Controller(Worker):
             question.next_request = None
             self._put_back(question)
         else:
-            self._jobs.end(question, CallOutcome[self._stop_for(error).name])
+            self._jobs.end(question, CallOutcome[stop_for(error).name])
 
     def _new_pipeline(self, connection: Connection, question: KeyQuestion) -> Pipeline:
         """A step has one deadline for all its round trips."""
-        return Pipeline(connection, min(question.deadline, self._op_deadline))
-
-    @property
-    def _op_deadline(self) -> float:
-        return time.monotonic() + self._server.options.op_timeout_s
+        op_deadline = time.monotonic() + self._server.options.op_timeout_s
+        return Pipeline(connection, min(question.deadline, op_deadline))
 
     def _finish(self, connection: Connection, pipeline: Pipeline) -> None:
         """Receive and drop the replies that the question did not need."""
         if pipeline.outstanding and connection.is_open:
             try:
-                pipeline.finish(self._op_deadline)
+                pipeline.finish(time.monotonic() + self._server.options.op_timeout_s)
             except RedisError as error:
                 self._judge(error, connection)
 

@@ -1,4 +1,4 @@
-"""Whether a server is up (the circuit breaker), and whether it takes writes.
+"""Whether a server is up and takes writes, and the threads that work while it is.
 
 One thread probes. While the server is DOWN, every operation is answered UNAVAILABLE at once, and
 the prober tries a new connection and a PING, at first every `probe_interval_s`, then less often. A
@@ -13,17 +13,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
+    RedisClusterDown,
     RedisError,
+    RedisProtocolError,
+    RedisRedirect,
     RedisReplyError,
+    RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.loops import LoopThread, jittered
+from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, StripeTask, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState, WriteOutcome
@@ -44,6 +50,8 @@ LONGEST_PAUSE_S = 2.0
 WRITE_PAUSE_S = 0.5
 # The least time between two moments at which all connections are replaced.
 _RENEW_EVERY_S = 5.0
+# Between a worker's first failed attempt to connect and the next.
+_AGAIN_S = 0.05
 
 
 @dataclass(slots=True)
@@ -69,10 +77,6 @@ class Breaker:
     next_probe_at: float = 0.0
     failures: int = 0
 
-    @property
-    def is_unsteady(self) -> bool:
-        return self.failures > 1
-
     def answered(self, now: float) -> bool:
         """A probe was answered."""
         changed = not self.up
@@ -91,13 +95,12 @@ class Breaker:
             if now - self.since >= STEADY_AFTER_S:
                 self.failures = 0
             self.since = now
-        longest_s = max(self.probe_interval_s, LONGEST_PAUSE_S)
-        pause_s = min(self.probe_interval_s * 2.0**self.failures, longest_s)
-        self.failures = min(self.failures + 1, 64)
+        pause_s = backoff_s(self.failures, self.probe_interval_s, LONGEST_PAUSE_S)
+        self.failures += 1
         self.up = False
         self.probed = True
         self.reason = reason
-        self.next_probe_at = now + jittered(max(pause_s, retry_after_s))
+        self.next_probe_at = now + max(pause_s, jittered(retry_after_s))
         return changed
 
     def suspected(self, now: float) -> None:
@@ -190,8 +193,6 @@ class Health:
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
 
-    # ------------------------------------------------------------ any thread
-
     @property
     def state(self) -> PlaneState:
         with self._changed:
@@ -205,11 +206,10 @@ class Health:
             self._changed.wait_for(lambda: self.is_up or self._closing)
             return not self._closing
 
-    def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait for the end of the first probe, at most `timeout_s`; return the state then."""
+    def wait_probed(self, timeout_s: float) -> None:
+        """Wait for the end of the first probe, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._breaker.probed or self._closing, timeout_s)
-        return self.state
 
     def suspect(self, error: RedisError) -> None:
         """An operation timed out: have the prober probe."""
@@ -242,7 +242,13 @@ class Health:
     # ---------------------------------------------------------- prober thread
 
     def _step(self) -> bool:
-        if not self._wait_until_due():
+        with self._changed:
+            while not self._closing:
+                left_s = self._breaker.next_probe_at - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+        if self._closing:
             self._connection.close()
             return False
         try:
@@ -252,23 +258,11 @@ class Health:
             raise
         return True
 
-    def _wait_until_due(self) -> bool:
-        with self._changed:
-            while not self._closing:
-                left = self._breaker.next_probe_at - time.monotonic()
-                if left <= 0:
-                    return True
-                self._changed.wait(left)
-            return False
-
     def _probe(self) -> None:
         """Probe once, on the connection of the last probe if the server is up."""
         connection = self._connection
-        if (
-            self.is_up
-            and not self._write_state.is_outdated(connection.opened_at)
-            and connection.is_open
-        ):
+        outdated = self._write_state.is_outdated(connection.opened_at)
+        if self.is_up and connection.is_open and not outdated:
             try:
                 # A user who grants operations more time grants it to PINGs, too.
                 most_s = max(_HEARTBEAT_TIMEOUT_S, self._op_timeout_s / 4)
@@ -328,9 +322,119 @@ class Health:
             self.is_up = False
             self._changed.notify_all()
             # If a server changes every second, log the same line once a minute.
-            log = self.notes.is_new(str(error)) or (changed and not self._breaker.is_unsteady)
+            log = self.notes.is_new(str(error)) or (changed and self._breaker.failures <= 1)
             self._logged_down = log or (self._logged_down and not changed)
         if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
         if was_up:
             self._on_down()
+
+
+# ------------------------------------------------------------------- workers
+
+
+class DataServer(Protocol):
+    """The interface of `node.DataNode` for its threads."""
+
+    connector: Connector
+    health: Health
+    jobs: Jobs
+    options: RedisOptions
+    write_state: WritePause
+
+    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
+        """Queue a redirected stripe at another node; False if it is not followed."""
+
+    def refuses_writes(self, error: RedisError) -> WriteOutcome:
+        """The server refused a write: pause writes; return the outcome of this one."""
+
+    def map_is_old(self) -> None:
+        """Have the servers looked up soon."""
+
+
+class Worker(ABC):
+    """A thread that connects whenever the server is up, and then calls `serve`.
+
+    It connects before it takes work, so an unreachable server delays no job.
+    """
+
+    def __init__(self, name: str, server: DataServer) -> None:
+        self.name = name
+        self.connections_lost = 0
+        self._server = server
+        self._jobs = server.jobs
+        self._health = server.health
+        self._has_failed = False
+        self.thread = LoopThread(f"lmcr-{name}", self._step)
+
+    @abstractmethod
+    def serve(self, connection: Connection) -> bool:
+        """Work until the connection is unusable or the queue is closed.
+
+        Returns False if the queue is closed. Otherwise it has closed the connection. Answers each
+        job that it takes, whatever happens.
+        """
+
+    def _new_connection(self) -> Connection:
+        return Connection(self._server.connector, f"lmcache-redis:{self.name}")
+
+    def _step(self) -> bool:
+        if not self._health.wait_up():
+            return False
+        connection = self._new_connection()
+        try:
+            return not self._connect(connection) or self.serve(connection)
+        finally:
+            connection.close()
+
+    def _connect(self, connection: Connection) -> bool:
+        tried_at = time.monotonic()
+        try:
+            connection.open()
+        except (RedisError, ConfigError) as error:
+            # A single failure may be a server that has just restarted: try again soon.
+            if self._has_failed or not isinstance(error, RedisUnavailable):
+                self._health.down(error, tried_at)
+            else:
+                time.sleep(jittered(_AGAIN_S))
+            self._has_failed = True
+            return False
+        self._has_failed = False
+        return True
+
+    def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
+        """Whether to retry a job that lost its connection.
+
+        An idle connection that dies unnoticed when the server restarts is not an outage. There is
+        no retry if the connection was opened after the job was created.
+        """
+        lost = not connection.is_open
+        return lost and connection.opened_at < job.created_at and self._health.is_up
+
+    def _judge(self, error: RedisError, connection: Connection) -> None:
+        """Update connection and health after an operation has failed."""
+        is_answer = connection.is_open
+        if not is_answer or isinstance(error, RedisProtocolError):
+            self.connections_lost += 1
+        if isinstance(error, RedisTimeout):
+            if not is_answer:
+                self._health.suspect(error)
+        elif isinstance(error, RedisUnavailable) and not isinstance(error, RedisClusterDown):
+            # Lost: the attempt to connect again tells whether the server is there.
+            if is_answer:
+                # The server said so itself (LOADING, BUSY): it would refuse any request.
+                connection.close()
+                self._health.down(error, time.monotonic())
+        else:
+            self._health.note(error)
+            if isinstance(error, RedisClusterDown):
+                # An answer of the cluster: this server is well.
+                self._server.map_is_old()
+            elif isinstance(error, RedisAuthError):
+                # Credentials were revoked: connecting again shows it.
+                connection.close()
+
+
+def stop_for(error: RedisError) -> Stop:
+    """Why a job ends that lost its connection, and is not retried."""
+    return Stop.TIMED_OUT if isinstance(error, RedisTimeout) else Stop.UNAVAILABLE

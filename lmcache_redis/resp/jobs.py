@@ -1,30 +1,48 @@
-"""Jobs: work for the plane's threads. Each job is answered exactly once, whatever happens.
+"""Jobs, and how they reach the threads of a plane. Each job is answered exactly once.
 
-A job is a chunk in flight (`reading`, `writing`) or a question about keys (`control`). Its steps
-are stripes, or the whole question. The last step decides the outcome, or the first that fails, or a
+A job is a chunk in flight (`transfers`) or a question about keys (`control`). Its steps are
+stripes, or the whole question. The last step decides the outcome, or the first that fails, or a
 stop from any thread. The job is answered when no step is in flight: until then a socket may use its
 slots. All jobs of a plane share one lock, which is taken once for all stripes of a call of a mover.
+The timekeeper answers jobs that are late or cannot be tried.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+import random
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from lmcache_redis.resp.net.topology import Hop
-from lmcache_redis.resp.queues import Timekeeper
 from lmcache_redis.tiers import ChunkIO, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
 OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
 TaskT = TypeVar("TaskT")
+# After an exception in a thread. Threads and memory may be short for a moment.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+# How often a closing plane looks whether a job is left.
+_LOOK_EVERY_S = 0.002
+# The longest wait without a look at the clock.
+_LONGEST_WAIT_S = 3600.0
+
+
+class Hop(NamedTuple):
+    """The last redirection that a command has followed: the hop count, and whether it is an ASK."""
+
+    hops: int
+    asking: bool
+
+
 # A stripe: the job of its chunk, its index, and its last redirection, if any.
 StripeTask = tuple[Any, int, Hop | None]
 
@@ -86,6 +104,32 @@ class Job(ABC, Generic[OutcomeT]):
 JobT = TypeVar("JobT", bound=Job[Any])
 
 
+class ChunkJob(Job[OutcomeT]):
+    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome."""
+
+    __slots__ = ("_done", "chunk", "chunk_key")
+
+    def __init__(
+        self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None], now: float
+    ) -> None:
+        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
+        self.chunk = chunk
+        self.chunk_key = chunk.key
+        self._done = done
+
+    def leave(self, jobs: Jobs) -> None:
+        jobs.transfers.pop(self.chunk, None)
+        outcome: Any = self.outcome
+        jobs.counts[outcome] += 1
+        if outcome is self.good:
+            jobs.moved_bytes[outcome] += self.chunk.frame.chunk_bytes
+
+    def answer(self, outcome: OutcomeT) -> None:
+        chunk = self.chunk
+        del self.chunk  # a queue may still hold the job, but must not hold a slot
+        self._done(chunk, outcome)
+
+
 class Jobs:
     """All jobs that are not answered, and their timekeeper. Thread-safe.
 
@@ -102,8 +146,6 @@ class Jobs:
         self.transfers: dict[Any, Job[Any]] = {}
         # Changed without a lock: each change is one operation of a set, in C.
         self._jobs: set[Job[Any]] = set()
-        self._emptied = threading.Condition()
-        self._waiting = 0
         self.timekeeper = Timekeeper(self._expire)
 
     def check_usable(self) -> None:
@@ -139,12 +181,11 @@ class Jobs:
             self.timekeeper.post(partial(self.stop, refused, reason))
         return refused
 
-    def begin(self, job: Job[Any]) -> bool:
-        """Begin a step. False: the job has ended or is late; the step must not be taken."""
-        return bool(self.begin_all([(job,)]))
-
     def begin_all(self, tasks: Sequence[TaskT]) -> list[TaskT]:
-        """Begin steps; return the tasks that may proceed. A task's first item is its job."""
+        """Begin steps; return the tasks that may proceed. A task's first item is its job.
+
+        The others have ended, or are late.
+        """
         now = time.monotonic()
         begun: list[TaskT] = []
         late: list[Job[Any]] = []
@@ -162,9 +203,8 @@ class Jobs:
             self.stop(late, Stop.TIMED_OUT)
         return begun
 
-    def release(self, jobs: Iterable[Job[Any]]) -> None:
+    def release(self, jobs: Collection[Job[Any]]) -> None:
         """A step of each job is not in flight any more, and is to be taken again."""
-        jobs = list(jobs)
         with self.lock:
             for job in jobs:
                 job.in_flight -= 1
@@ -206,9 +246,6 @@ class Jobs:
         for job in final:
             _answer(job)
         self._jobs.difference_update(final)
-        if self._waiting and not self._jobs:
-            with self._emptied:
-                self._emptied.notify_all()
 
     def needs(self, node: object) -> bool:
         """Whether a job that is not answered needs the node."""
@@ -216,13 +253,9 @@ class Jobs:
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until every job is answered; False if the deadline passes first."""
-        with self._emptied:
-            self._waiting += 1
-            try:
-                left_s = max(0.0, deadline - time.monotonic())
-                return self._emptied.wait_for(lambda: not self._jobs, timeout=left_s)
-            finally:
-                self._waiting -= 1
+        while self._jobs and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        return not self._jobs
 
     def _expire(self, now: float) -> float | None:
         """Stop the jobs past their deadlines; return the next deadline, if any."""
@@ -231,35 +264,195 @@ class Jobs:
         return min([job.deadline for job in jobs if job.deadline > now], default=None)
 
 
-class ChunkJob(Job[OutcomeT]):
-    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome."""
-
-    __slots__ = ("_done", "chunk", "chunk_key")
-
-    def __init__(
-        self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None], now: float
-    ) -> None:
-        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
-        self.chunk = chunk
-        self.chunk_key = chunk.key
-        self._done = done
-
-    def leave(self, jobs: Jobs) -> None:
-        jobs.transfers.pop(self.chunk, None)
-        outcome: Any = self.outcome
-        jobs.counts[outcome] += 1
-        if outcome is self.good:
-            jobs.moved_bytes[outcome] += self.chunk.frame.chunk_bytes
-
-    def answer(self, outcome: OutcomeT) -> None:
-        chunk = self.chunk
-        del self.chunk  # a queue may still hold the job, but must not hold a slot
-        self._done(chunk, outcome)
-
-
 def _answer(job: Job[Any]) -> None:
     try:
         job.answer(job.outcome)
     except Exception:
         # A caller's bug must not end a thread that serves others.
         logger.exception("the callback of a Redis job failed")
+
+
+# ------------------------------------------------------------------- threads
+
+
+class TaskQueue(Generic[TaskT]):
+    """First in, first out; urgent tasks go first. Thread-safe.
+
+    Each change is one operation of a deque, in C, and a thread waits on a lock of its own: a
+    `threading.Condition` would add several hundredths of a millisecond to a scan of keys.
+    """
+
+    __slots__ = ("_ordinary", "_urgent", "_waiters", "closed")
+
+    def __init__(self) -> None:
+        self._ordinary: deque[TaskT] = deque()
+        self._urgent: deque[TaskT] = deque()
+        self._waiters: deque[threading.Lock] = deque()
+        self.closed = False
+
+    def put(self, tasks: Iterable[TaskT], urgent: bool = False) -> None:
+        (self._urgent if urgent else self._ordinary).extend(tasks)
+        if self.closed:
+            self.close()
+        self._wake_all()
+
+    def take(self) -> TaskT | None:
+        """Wait for the next task. None: the queue is closed."""
+        while self.wait():
+            # Another thread may take it first.
+            if some := self.take_some(1):
+                return some[0]
+        return None
+
+    def take_some(self, most: int) -> list[TaskT]:
+        """Up to `most` tasks, without waiting."""
+        some: list[TaskT] = []
+        for tasks in (self._urgent, self._ordinary):
+            with contextlib.suppress(IndexError):
+                while len(some) < most:
+                    some.append(tasks.popleft())
+        return some
+
+    def put_back(self, tasks: Sequence[TaskT]) -> None:
+        """Return tasks that were taken: they precede all but the urgent ones."""
+        self._ordinary.extendleft(reversed(tasks))
+        self.put(())
+
+    def wait(self) -> bool:
+        """Wait until there is a task, which another thread may take first; False if closed."""
+        while not self.closed:
+            if self._urgent or self._ordinary:
+                return True
+            waiter = threading.Lock()
+            waiter.acquire()
+            # Enqueue, then look again: a task put before that did not wake this thread.
+            self._waiters.append(waiter)
+            if self.closed or self._urgent or self._ordinary:
+                self._wake_all()
+            waiter.acquire()
+        return False
+
+    def _wake_all(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiters.popleft().release()
+
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._ordinary)
+
+    def close(self) -> None:
+        """Drop all tasks, also those put later, and wake all threads."""
+        self.closed = True
+        self._ordinary.clear()
+        self._urgent.clear()
+        self._wake_all()
+
+
+class Timekeeper:
+    """A thread that ends late jobs, while other threads wait for the network.
+
+    It also runs actions that must not run on the caller's thread. expire: called with the time;
+    ends what is late and returns the next deadline, or None.
+    """
+
+    def __init__(self, expire: Callable[[float], float | None]) -> None:
+        self._expire = expire
+        self._lock = threading.Lock()
+        # None wakes the thread.
+        self._posts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._wake_at = float("inf")
+        self._closed = False
+        self.thread = LoopThread("lmcr-time", self._step)
+
+    def watch(self, deadline: float) -> None:
+        """Call `expire` when `deadline` passes."""
+        with self._lock:
+            if deadline < self._wake_at:
+                self._wake_at = deadline
+                self._posts.put(None)
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` soon. Raises RuntimeError when closed."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the Redis plane is closed")
+            self._posts.put(action)
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what was posted, then end the thread. False if it takes longer than `timeout_s`."""
+        with self._lock:
+            self._closed = True
+            self._posts.put(None)
+        return self.thread.ends_within(timeout_s)
+
+    def _step(self) -> bool:
+        action = None
+        with contextlib.suppress(Empty):
+            left_s = max(0.0, self._wake_at - time.monotonic())
+            action = self._posts.get(timeout=min(left_s, _LONGEST_WAIT_S))
+        if action is not None:
+            try:
+                action()
+            except Exception:
+                # Of a caller, perhaps: those behind it must not wait.
+                logger.exception("an action of the Redis plane failed")
+        with self._lock:
+            is_late = self._wake_at <= time.monotonic()
+            if is_late:
+                # A deadline that is set while `expire` runs is not lost.
+                self._wake_at = float("inf")
+        if is_late:
+            soonest: float | None = time.monotonic()
+            try:
+                soonest = self._expire(time.monotonic())
+            finally:
+                # At once again if it failed.
+                if soonest is not None:
+                    self.watch(soonest)
+        return not self._closed or not self._posts.empty()
+
+
+def jittered(seconds: float) -> float:
+    """Between half of `seconds` and all of it: a fleet does not act at once."""
+    return seconds * random.uniform(0.5, 1.0)
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """The pause after some failures in a row: doubles with each, and has jitter."""
+    return jittered(min(first_s * 2.0 ** min(failures, 64), max(first_s, longest_s)))
+
+
+class LoopThread(threading.Thread):
+    """A daemon thread that calls `step` until it returns False.
+
+    An exception of `step` is a bug, or the process lacks memory or threads for a moment. It is
+    logged, once in a row of them, and `step` is called again after a pause.
+    """
+
+    def __init__(self, name: str, step: Callable[[], bool]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._step = step
+        self._failures = 0
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread, if it was started; False if it takes longer."""
+        if self.ident is not None:
+            self.join(timeout_s)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        while self._goes_on():
+            pass
+
+    def _goes_on(self) -> bool:
+        try:
+            goes_on = self._step()
+            self._failures = 0
+            return goes_on
+        except Exception:
+            if not self._failures:
+                with contextlib.suppress(Exception):
+                    logger.exception("internal error in a Redis plane thread")
+            time.sleep(backoff_s(self._failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+            self._failures += 1
+            return True

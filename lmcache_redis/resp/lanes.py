@@ -18,10 +18,11 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lmcache_redis.errors import ConfigError, RedisError, RedisTimeout, RedisUnavailable
+from lmcache_redis import native
+from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
     QUIET_MS,
@@ -31,23 +32,41 @@ from lmcache_redis.resp.bulk import (
     Handle,
     MoveCall,
     Moved,
-    Mover,
     Packed,
+    PythonMover,
     StripeFailure,
     error_in,
-    mover_for,
 )
-from lmcache_redis.resp.jobs import Stop, StripeTask
-from lmcache_redis.resp.loops import jittered
+from lmcache_redis.resp.health import DataServer, Worker, stop_for
+from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.worker import DataServer, Worker
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
+# Sealed stripes in a call: while the next are sealed or opened, the kernel moves these.
+SEALED_TOGETHER = 4
 # Requests sent together may be late together: each reply has at least this time.
 _LEAST_PATIENCE_S = 0.05
+
+
+class NativeMover:
+    """`moves.c`."""
+
+    _moves: Any = native.moves
+
+    def handle(self, stream: Stream) -> Handle:
+        return stream.plain_fileno(), bytearray(self._moves.PROGRESS_BYTES)
+
+    def load(self, call: MoveCall) -> Moved:
+        return Moved(*self._moves.load(*call))
+
+    def store(self, call: MoveCall) -> Moved:
+        return Moved(*self._moves.store(*call))
+
+
+Mover = NativeMover | PythonMover
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +84,7 @@ class Lane:
     until: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Lanes:
     """The lanes of a thread, `most` at most.
 
@@ -72,24 +92,15 @@ class Lanes:
     the first was opened. widen_at: when more may be.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.idle: list[Lane] = []
-        self.busy: deque[Lane] = deque()
-        self.is_sending = False
-        self.since = 0.0
-        self.widen_at = 0.0
+    most: int
+    idle: list[Lane] = field(default_factory=list)
+    busy: deque[Lane] = field(default_factory=deque)
+    is_sending: bool = False
+    since: float = 0.0
+    widen_at: float = 0.0
 
     def __len__(self) -> int:
         return len(self.idle) + len(self.busy)
-
-    def drop_dead(self) -> int:
-        """Drop idle lanes whose connections the server has closed; return how many."""
-        before = len(self.idle)
-        for lane in self.idle:
-            lane.connection.check_idle()
-        self.idle = [lane for lane in self.idle if lane.connection.is_open]
-        return before - len(self.idle)
 
     def accept(self, in_flight: Sequence[Lane], ended: Sequence[Lane]) -> None:
         """Those in flight are busy now; those that have ended, and all others, are idle."""
@@ -97,18 +108,6 @@ class Lanes:
         busy = set(self.busy)
         free = dict.fromkeys([*self.idle, *ended])
         self.idle = [lane for lane in free if lane not in busy]
-
-    def forget(self, lane: Lane) -> None:
-        """Remove a busy lane."""
-        if lane is self.busy[-1]:
-            self.is_sending = False
-        self.busy.remove(lane)
-
-    def take_all(self) -> tuple[list[Lane], list[Lane]]:
-        """Remove all: those that are busy, and those that are idle."""
-        all_lanes = [*self.busy], self.idle
-        self.busy, self.idle, self.is_sending = deque(), [], False
-        return all_lanes
 
 
 class BulkWorker(Worker):
@@ -126,8 +125,9 @@ class BulkWorker(Worker):
         self._queue = queue
         self._lanes = Lanes(connections)
         self._mover: Mover
-
-    # ------------------------------------------------------ what subclasses say
+        self._seal_keys = server.options.seal_keys
+        # A sealed payload is verified by its tag.
+        self._checksums = server.options.verify_checksums and self._seal_keys is None
 
     @abstractmethod
     def _pack(self, task: StripeTask) -> Packed:
@@ -151,11 +151,6 @@ class BulkWorker(Worker):
         """A stripe whose connection was closed."""
 
     @property
-    def _checksums(self) -> bool:
-        """Whether the mover hashes what it loads."""
-        return True
-
-    @property
     def _may_send(self) -> bool:
         """False: what is in flight ends, then all connections are replaced."""
         return not self._server.write_state.is_outdated(self._lanes.since)
@@ -163,11 +158,6 @@ class BulkWorker(Worker):
     @property
     def _may_widen(self) -> bool:
         return True
-
-    @property
-    def _most_tasks(self) -> int:
-        """How many stripes that wait are packed for one call; those not sent are packed again."""
-        return MOST_TASKS
 
     def _sent(self, jobs: Collection[Any]) -> None:
         """A stripe of each job was sent from its slot."""
@@ -179,15 +169,14 @@ class BulkWorker(Worker):
         """All connections were closed, and no stripe is in flight."""
 
     def serve(self, connection: Connection) -> bool:
-        self._mover = mover_for(connection.stream)
+        is_native = native.moves is not None and connection.stream.plain_fileno() >= 0
+        self._mover = NativeMover() if is_native else PythonMover()
+        self._lanes = Lanes(self._lanes.most, since=connection.opened_at)
         self._add_lane(connection)
-        self._lanes.since, self._lanes.widen_at = connection.opened_at, 0.0
         try:
             while self._lanes.idle or self._lanes.busy:
-                if not self._lanes.busy and not self._may_send:
-                    return True
                 if not self._lanes.busy:
-                    if not self._queue.wait():
+                    if self._may_send and not self._queue.wait():
                         return False
                     # A connection that died at rest must not cost the others their next stripes.
                     self._drop_dead()
@@ -214,23 +203,18 @@ class BulkWorker(Worker):
             packed = [self._pack(task) for task in begun]
             lanes = [*self._lanes.busy, *idle]
             now = time.monotonic()
-            jobs = [
-                lane.task[0] for lane in self._lanes.busy if lane.task and lane.packed is not SENT
-            ]
-            jobs += [task[0] for task in begun]
-            transfer = self._mover.load if self._is_load else self._mover.store
-            moved = transfer(
-                MoveCall(
-                    [lane.handle for lane in lanes],
-                    [lane.packed for lane in self._lanes.busy] + packed,
-                    len(self._lanes.busy),
-                    self._lanes.is_sending,
-                    not begun or not len(self._queue),
-                    min([now + SLICE_S, *[job.deadline for job in jobs]]),
-                    self._checksums,
-                    QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
-                )
+            using = [lane.task for lane in self._lanes.busy if lane.packed is not SENT] + begun
+            call = MoveCall(
+                [lane.handle for lane in lanes],
+                [lane.packed for lane in self._lanes.busy] + packed,
+                len(self._lanes.busy),
+                self._lanes.is_sending,
+                not begun or not len(self._queue),
+                min([now + SLICE_S, *[task[0].deadline for task in using if task]]),
+                self._checksums,
+                QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
+            moved = self._mover.load(call) if self._is_load else self._mover.store(call)
         except BaseException:
             # A bug. `_close_all` answers those in flight.
             jobs = [task[0] for task in begun]
@@ -241,7 +225,11 @@ class BulkWorker(Worker):
 
     def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
         """Append stripes that wait to `begun`; return the lanes that they may use."""
-        tasks = self._queue.take_some(self._most_tasks)
+        most = MOST_TASKS
+        if self._seal_keys is not None:
+            # Behind a stripe that was sent in part, few are sent: the others are sealed again.
+            most = 1 if self._lanes.is_sending else SEALED_TOGETHER
+        tasks = self._queue.take_some(most)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
         if asking is not None:
             # That one alone, on a lane that has sent ASKING; or those before it.
@@ -264,7 +252,7 @@ class BulkWorker(Worker):
             if not lane.connection.is_open:
                 self._lanes.idle.remove(lane)
             self._judge(error, lane.connection)
-            self._jobs.stop((task[0],), self._stop_for(error))
+            self._jobs.stop((task[0],), stop_for(error))
         return [lane]
 
     def _account(
@@ -336,33 +324,28 @@ class BulkWorker(Worker):
         self._release_ended(now)
         last = self._lanes.busy[-1]
         if self._lanes.is_sending and last.task is not None and last.task[0].deadline <= now:
-            self._give_up(last, self._late)
-        if self._lanes.busy and self._lanes.busy[0].until <= now:
-            self._give_up(self._lanes.busy[0], self._late)
+            self._give_up(last, last.connection.stream.late())
+        if self._lanes.busy and (first := self._lanes.busy[0]).until <= now:
+            self._give_up(first, first.connection.stream.late())
             if self._lanes.busy:
                 self._lanes.busy[0].until = max(self._lanes.busy[0].until, now + _LEAST_PATIENCE_S)
 
     def _give_up(self, lane: Lane, error: RedisError) -> None:
         """Close a connection that has a stripe in flight."""
-        self._lanes.forget(lane)
+        if lane is self._lanes.busy[-1]:
+            self._lanes.is_sending = False
+        self._lanes.busy.remove(lane)
         lane.connection.close()
         if lane.task is not None:
             self._lost(lane, lane.task, error)
         else:
             self.connections_lost += 1
 
-    @property
-    def _late(self) -> RedisTimeout:
-        return RedisTimeout(
-            f"Redis at {self._server.connector.endpoint.where} did not answer in time"
-        )
-
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
         lanes = self._lanes
-        if len(lanes) >= lanes.most or not self._may_widen or not self._health.is_up:
-            return
-        if time.monotonic() < lanes.widen_at:
+        may_widen = len(lanes) < lanes.most and self._may_widen and self._health.is_up
+        if not may_widen or time.monotonic() < lanes.widen_at:
             return
         # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
         self._drop_dead()
@@ -383,13 +366,18 @@ class BulkWorker(Worker):
             self._add_lane(connection)
 
     def _drop_dead(self) -> None:
-        self.connections_lost += self._lanes.drop_dead()
+        """Drop idle lanes whose connections the server has closed."""
+        idle = self._lanes.idle
+        for lane in idle:
+            lane.connection.check_idle()
+        self._lanes.idle = [lane for lane in idle if lane.connection.is_open]
+        self.connections_lost += len(idle) - len(self._lanes.idle)
 
     def _close_all(self) -> None:
-        busy, idle = self._lanes.take_all()
-        for lane in (*busy, *idle):
+        lanes, self._lanes = self._lanes, Lanes(self._lanes.most)
+        for lane in (*lanes.busy, *lanes.idle):
             lane.connection.close()
-        for lane in busy:
+        for lane in lanes.busy:
             if lane.task is not None:
                 self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
         self._all_closed()

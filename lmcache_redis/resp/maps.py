@@ -1,4 +1,4 @@
-"""Looking up which servers there are: with Sentinel or Cluster, again and again.
+"""Which servers there are, and which slots each has: looked up with Sentinel or Cluster.
 
 At the start, every few seconds, soon after a hint that the map is outdated (a redirection, a server
 that went down, a master that is a replica), and more often while a server is down or none is known.
@@ -8,21 +8,28 @@ pauses have jitter and grow while nothing changes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from lmcache_redis.errors import ConfigError, RedisError
-from lmcache_redis.resp.loops import Backoff, LoopThread, jittered
-from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
-from lmcache_redis.resp.net.topology import ServerFinder, ServerMap
+from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
+from lmcache_redis.resp.jobs import LoopThread, backoff_s, jittered
+from lmcache_redis.resp.net.connection import Connection, Connector
+from lmcache_redis.resp.net.stream import Endpoint
+from lmcache_redis.resp.net.wire import pack_command
+from lmcache_redis.resp.options import Deployment, Topology
 from lmcache_redis.tiers import PlaneState
 
 logger = logging.getLogger(__name__)
 
+SLOTS = 16384
+# A range for each slot, each with three replicas and long host names.
+MAX_MAP_BYTES = 16 << 20
 # A cluster announces changes of its map by redirections; Sentinel does not.
 _REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
 # Hints come in bursts: a resharding redirects every key of a slot.
@@ -30,6 +37,150 @@ _LEAST_PAUSE_S = 0.1
 # While a server is down, or hints come that lead to no other map.
 _LONGEST_PAUSE_S = 1.0
 _REPEAT_AFTER_S = 60.0
+# No time-out: the deadline bounds a look-up.
+_FAR_S = 3600.0
+# Connections to a Sentinel and the master, or to a node.
+_MOST_KEPT = 2
+
+
+class ServerMap(NamedTuple):
+    """The data servers, and in a cluster the slots of each.
+
+    ranges: (first slot, last slot, number of the server); None: the one server has every key.
+    unplaced: (first slot, last slot) of those whose server the cluster does not name.
+    """
+
+    servers: tuple[Endpoint, ...]
+    ranges: tuple[tuple[int, int, int], ...] | None = None
+    unplaced: tuple[tuple[int, int], ...] = ()
+
+
+class ServerFinder:
+    """Asks Sentinels or a cluster which servers there are. Keeps the connections that answered.
+
+    timeout_s: for all questions to one server. One thread uses it.
+    """
+
+    def __init__(self, deployment: Deployment, timeout_s: float) -> None:
+        self._deployment = deployment
+        self._timeout_s = timeout_s
+        self._kept: dict[Endpoint, Connection] = {}
+
+    def find(
+        self, known: Iterable[Endpoint] = (), closing: Callable[[], bool] = lambda: False
+    ) -> ServerMap:
+        """Ask once. Raises RedisError or ConfigError with a sentence that says what to change.
+
+        known: servers of the last map. One that answered is asked again; then they are asked in any
+        order, then the seeds, which may have left the cluster. closing: called before each server;
+        True ends the look-up.
+        """
+        deployment = self._deployment
+        is_sentinel = deployment.topology is Topology.SENTINEL
+        ask_one = self._master if is_sentinel else self._shards
+        failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
+        for endpoint in self._in_order(() if is_sentinel else known):
+            if closing():
+                break
+            try:
+                return ask_one(endpoint, time.monotonic() + self._timeout_s)
+            except (RedisError, ConfigError) as error:
+                failure = error
+            except (TypeError, ValueError, IndexError, AttributeError):
+                command = "SENTINEL" if is_sentinel else "CLUSTER SLOTS"
+                failure = RedisUnavailable(f"malformed {command} reply from {endpoint.where}")
+            self._drop(endpoint)
+        raise failure
+
+    def close(self) -> None:
+        for endpoint in list(self._kept):
+            self._drop(endpoint)
+
+    def _in_order(self, known: Iterable[Endpoint]) -> Iterable[Endpoint]:
+        first, second = list(known), list(self._deployment.seeds)
+        random.shuffle(first)
+        random.shuffle(second)
+        servers = dict.fromkeys(first + second)
+        return dict.fromkeys((*[each for each in self._kept if each in servers], *servers))
+
+    def _drop(self, endpoint: Endpoint) -> None:
+        if (connection := self._kept.pop(endpoint, None)) is not None:
+            connection.close()
+
+    def _ask(self, endpoint: Endpoint, deadline: float, *words: str) -> Any:
+        """The reply to one command. Raises RedisError and ConfigError."""
+        connection = self._kept.pop(endpoint, None)
+        if connection is not None:
+            connection.check_idle()
+        if connection is None or not connection.is_open:
+            connector = Connector(endpoint, _FAR_S, _FAR_S)
+            connection = Connection(connector, "lmcache-redis:topology", MAX_MAP_BYTES)
+        # The one used last is the last.
+        self._kept[endpoint] = connection
+        if len(self._kept) > _MOST_KEPT:
+            self._drop(next(iter(self._kept)))
+        if not connection.is_open:
+            connection.open(deadline)
+        return connection.call(pack_command(*words), 1, deadline)[0]
+
+    def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:
+        service = self._deployment.service
+        found = self._ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+        if not found:
+            raise RedisUnavailable(
+                f"Sentinel at {endpoint.where} watches no master named {service}: "
+                "correct the name in the Redis URL"
+            )
+        master = self._deployment.at(_text(found[0]), int(found[1]))
+        # Sentinel may be outdated: the server must agree. One that does not answer is the master.
+        with contextlib.suppress(RedisError, ConfigError):
+            role = self._ask(master, deadline, "ROLE")
+            if not role or _text(role[0]) != "master":
+                return ServerMap(())
+        return ServerMap((master,))
+
+    def _shards(self, endpoint: Endpoint, deadline: float) -> ServerMap:
+        try:
+            rows = self._ask(endpoint, deadline, "CLUSTER", "SLOTS")
+        except RedisError as error:
+            if "cluster support disabled" in str(error):
+                raise ConfigError(
+                    f"Redis at {endpoint.where} is no cluster: write redis:// instead of "
+                    "redis+cluster://"
+                ) from None
+            raise
+        return _read_slots(self._deployment, endpoint, rows)
+
+
+def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) -> ServerMap:
+    """Rows are [first slot, last slot, [host, port, id, ...] of the master, replicas...].
+
+    Without a host it is the host that was asked; ? is a host name that is not set, and port 0 a
+    port that is not open (https://redis.io/docs/latest/commands/cluster-slots/).
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    ranges: list[tuple[int, int, int]] = []
+    unplaced: list[tuple[int, int]] = []
+    for first, last, master, *_ in rows:
+        if not 0 <= first <= last < SLOTS:
+            raise ValueError
+        host, port = _text(master[0] or b"") or asked.host, int(master[1])
+        if host == "?" or not 0 < port < 1 << 16:
+            unplaced.append((first, last))
+        else:
+            ranges.append((first, last, numbers.setdefault((host, port), len(numbers))))
+    if not ranges:
+        missing = "does not name its servers (?)" if unplaced else "has no slots assigned yet"
+        raise RedisUnavailable(f"the cluster at {asked.where} {missing}")
+    servers = tuple(deployment.at(host, port) for host, port in numbers)
+    return ServerMap(servers, tuple(ranges), tuple(unplaced))
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
+
+
+# ------------------------------------------------------------- again and again
 
 
 class MappedServers(Protocol):
@@ -54,7 +205,7 @@ class MapWatcher:
         self._nodes = nodes
         self._deployment = deployment
         self._finder = ServerFinder(deployment, timeout_s)
-        self._backoff = Backoff(_LEAST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._quiet = 0  # look-ups that changed nothing, in a row
         self._waiting: deque[Callable[[], None]] = deque()
         self._error = "the servers have not been looked up yet"
         self._error_since = time.monotonic()
@@ -100,7 +251,7 @@ class MapWatcher:
             known = self._nodes.servers(up=True)
             found = self._finder.find(known, closing=self._closing.is_set)
             if self._nodes.adopt(found):
-                self._backoff.reset()
+                self._quiet = 0
             if found.servers:
                 self._error = ""
             elif not self._error:
@@ -119,7 +270,8 @@ class MapWatcher:
             logger.warning("%s: the servers cannot be looked up: %s", self._deployment.where, error)
 
     def _pause(self) -> None:
-        least_s = self._backoff.next_s()
+        least_s = backoff_s(self._quiet, _LEAST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._quiet += 1
         if self._closing.wait(least_s):
             return
         servers = self._nodes.servers()
@@ -128,4 +280,4 @@ class MapWatcher:
         left_s = jittered(_REFRESH_S[self._deployment.topology]) - least_s
         if not self._hinted.wait(max(0.0, left_s)):
             # Without hints, and all servers are up.
-            self._backoff.reset()
+            self._quiet = 0

@@ -1,7 +1,12 @@
-"""The data servers of a plane: their queues, threads and health.
+"""The data servers of a plane: which has which keys, and their queues, threads and health.
 
 A `DataNode` is one server: the only one, the master of Sentinels, or a shard of a cluster.
 `DataNodes` starts and retires them by the map, which `maps` looks up.
+
+A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its part between the first
+{ and the next } (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/). The
+stripes of a chunk differ in the last bytes of their keys, so they have different slots: many
+stripes spread evenly over the shards.
 
 A redirection is followed only to servers that the map names. Otherwise the stripe waits for a new
 map: what a single reply says opens no connection, and sends no password anywhere.
@@ -9,11 +14,15 @@ map: what a single reply says opens no connection, and sends no password anywher
 
 from __future__ import annotations
 
+import binascii
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
+from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import (
     RedisClusterDown,
     RedisError,
@@ -23,19 +32,14 @@ from lmcache_redis.errors import (
     RedisUnavailable,
     RedisWriteRefused,
 )
-from lmcache_redis.resp.control import Controller, KeyQuestion
-from lmcache_redis.resp.health import Health, WritePause
-from lmcache_redis.resp.jobs import Jobs, Stop, StripeTask
-from lmcache_redis.resp.loops import LoopThread
-from lmcache_redis.resp.maps import MapWatcher
+from lmcache_redis.resp.control import Controller
+from lmcache_redis.resp.health import Health, Worker, WritePause
+from lmcache_redis.resp.jobs import Hop, Jobs, LoopThread, Stop, StripeTask, TaskQueue
+from lmcache_redis.resp.maps import SLOTS, MapWatcher, ServerMap
 from lmcache_redis.resp.net.connection import Connector
-from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
-from lmcache_redis.resp.net.topology import Routes, ServerMap, next_hop
-from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.reading import Read, Reader
-from lmcache_redis.resp.worker import Worker
-from lmcache_redis.resp.writing import Writer
+from lmcache_redis.resp.net.stream import Endpoint
+from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
+from lmcache_redis.resp.transfers import Read, Reader, Writer
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,72 @@ _GRACE_S = 5.0
 _MOST_LOOK_UPS = 5
 # More nodes than this are not recommended in a cluster; each costs threads and connections.
 _MOST_SERVERS = 1000
+# Redirections that a command follows: one is usual, two while a slot is migrating.
+MAX_HOPS = 5
+NodeT = TypeVar("NodeT")
+
+
+def next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop | None:
+    """After another redirection; None: there were too many."""
+    hops = 1 if hop is None else hop.hops + 1
+    return Hop(hops, redirect.asking) if hops <= MAX_HOPS else None
+
+
+class Routes(Generic[NodeT]):
+    """From keys to nodes; immutable. None: no server has the key.
+
+    unplaced: see `ServerMap`.
+    """
+
+    __slots__ = ("_by_slot", "_single", "nodes", "ranges", "unplaced")
+
+    def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
+        self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
+        self.ranges = server_map.ranges
+        self.unplaced = server_map.unplaced
+        self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
+        self._by_slot: list[NodeT | None] | None = None
+        if server_map.ranges is not None:
+            self._by_slot = [None] * SLOTS
+            for first, last, number in server_map.ranges:
+                self._by_slot[first : last + 1] = [self.nodes[number]] * (last + 1 - first)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether the keys of a command must share a slot."""
+        return self._by_slot is not None
+
+    def node_of(self, key: bytes) -> NodeT | None:
+        if self._by_slot is None:
+            return self._single
+        return self._by_slot[slot_of(key)]
+
+    def nodes_of(self, chunk_key: bytes, stripe_count: int) -> tuple[NodeT | None, ...]:
+        if self._by_slot is None:
+            return (self._single,) * stripe_count
+        keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
+        return tuple([self.node_of(key) for key in keys])
+
+    def split(self, keys: Sequence[bytes]) -> dict[NodeT | None, list[int]]:
+        """The indexes of the keys by the node that has them, in order."""
+        if self._by_slot is None:
+            return {self._single: list(range(len(keys)))} if keys else {}
+        by_node: dict[NodeT | None, list[int]] = defaultdict(list)
+        by_slot, crc = self._by_slot, binascii.crc_hqx
+        for index, key in enumerate(keys):
+            slot = slot_of(key) if b"{" in key else crc(key, 0) % SLOTS
+            by_node[by_slot[slot]].append(index)
+        return by_node
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key, 0 to 16,383."""
+    start = key.find(b"{")
+    if start >= 0:
+        end = key.find(b"}", start + 1)
+        if end > start + 1:
+            key = key[start + 1 : end]
+    return binascii.crc_hqx(key, 0) % SLOTS
 
 
 class DataNode:
@@ -61,68 +131,52 @@ class DataNode:
             self.connector, options, self.write_state, on_down=lambda: nodes.node_is_down(self)
         )
         self.reads: TaskQueue[StripeTask] = TaskQueue()
-        self._controller = Controller(self)
+        self.control = Controller(self)
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
         writers = _shares(options.set_connections, nodes.shards, options.network_threads)
         self._writes: list[TaskQueue[StripeTask]] = [TaskQueue() for _ in writers]
         self._workers: list[Worker] = [
-            self._controller,
+            self.control,
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
 
-    def ask(self, question: KeyQuestion) -> None:
-        """Queue a question about keys."""
-        self._controller.put(question)
-
     def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
-        if len(self._writes) == 1:
-            self._writes[0].put(tasks, urgent)
-            return
-        by_queue: dict[TaskQueue[StripeTask], list[StripeTask]] = {}
-        for task in tasks:
-            queue = self._writes[hash(task[0].chunk_key) % len(self._writes)]
-            by_queue.setdefault(queue, []).append(task)
-        for queue, some in by_queue.items():
-            queue.put(some, urgent)
-
-    # ------------------------------------------------- of the threads of a node
+        for number, queue in enumerate(self._writes):
+            queue.put(
+                [task for task in tasks if hash(task[0].chunk_key) % len(self._writes) == number],
+                urgent,
+            )
 
     def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
         job, index, hop = task
         hop = next_hop(hop, redirect)
         if hop is None or not self._nodes.routes.is_cluster:
             return False
-        task = (job, index, hop)
         target = self._nodes.follow(self, redirect)
-        if target is not None:
-            target.put_redirected(task)
-        else:
-            self._redirect_by_map(task, redirect, _MOST_LOOK_UPS)
+        self._put_redirected((job, index, hop), target, redirect, _MOST_LOOK_UPS)
         return True
 
-    def _redirect_by_map(self, task: StripeTask, redirect: RedisRedirect, look_ups: int) -> None:
-        """Redirect a stripe after one of the next look-ups: other nodes may not know it yet."""
-
-        def mapped() -> None:
-            target = self._nodes.target_of(self, redirect)
-            if target is not None:
-                target.put_redirected(task)
-            elif look_ups > 1 and task[0].outcome is None:
-                self._redirect_by_map(task, redirect, look_ups - 1)
-            else:
-                self.jobs.stop((task[0],), Stop.UNAVAILABLE)
-
-        self._nodes.when_mapped(mapped)
-
-    def put_redirected(self, task: StripeTask) -> None:
-        """Queue a stripe that another node has redirected to this one."""
+    def _put_redirected(
+        self, task: StripeTask, target: DataNode | None, redirect: RedisRedirect, look_ups: int
+    ) -> None:
+        """Queue a stripe at another node; if the map lacks that, after one of the next look-ups."""
         job = task[0]
-        if self not in job.nodes:
-            job.nodes = (*job.nodes, self)
-        put = self.reads.put if isinstance(job, Read) else self.put_writes
-        put((task,), urgent=True)
+        if target is not None:
+            if target not in job.nodes:
+                job.nodes = (*job.nodes, target)
+            put = target.reads.put if isinstance(job, Read) else target.put_writes
+            put((task,), urgent=True)
+        elif look_ups and job.outcome is None:
+            # Other nodes may not know it yet.
+            self._nodes.watcher.when_mapped(
+                lambda: self._put_redirected(
+                    task, self._nodes.target_of(self, redirect), redirect, look_ups - 1
+                )
+            )
+        else:
+            self.jobs.stop((job,), Stop.UNAVAILABLE)
 
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         self.health.note(error)
@@ -144,9 +198,7 @@ class DataNode:
         return refusal
 
     def map_is_old(self) -> None:
-        self._nodes.map_is_old()
-
-    # ------------------------------------------------------- state, life cycle
+        self._nodes.watcher.hint()
 
     @property
     def is_up(self) -> bool:
@@ -174,16 +226,16 @@ class DataNode:
 
     def stop(self) -> None:
         """Drop what is queued and end the threads."""
-        for queue in (self.reads, *self._writes):
+        queues: list[TaskQueue[Any]] = [self.reads, *self._writes, self.control.queue]
+        for queue in queues:
             queue.close()
-        self._controller.queue.close()
         self.health.close()
         self.connector.abort()
 
     def join(self) -> int:
         """Wait for the threads; return how many did not end in time."""
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
-        return [thread.join(timeout_s) for thread in self._threads].count(False)
+        return [thread.ends_within(timeout_s) for thread in self._threads].count(False)
 
 
 def _shares(connections: int, shards: int, threads: int) -> list[int]:
@@ -207,37 +259,33 @@ class DataNodes:
         self._retiring: dict[DataNode, float] = {}  # until when they may be needed
         self._retired_counts = (0, 0, 0)
         self._closing = False
-        self._watcher = MapWatcher(deployment, options.connect_timeout_s, self)
-
-    # ------------------------------------------------------------- life cycle
+        self.watcher = MapWatcher(deployment, options.connect_timeout_s, self)
 
     def start(self) -> None:
         """Raises RuntimeError if the process may not have the threads."""
         if self.deployment.topology is Topology.STANDALONE:
             self.adopt(ServerMap((self.deployment.server,)))
-            self._watcher.mapped.set()
+            self.watcher.mapped.set()
         else:
-            self._watcher.thread.start()
+            self.watcher.thread.start()
 
     def close(self, timeout_s: float) -> int:
         """End all threads; return how many did not end in time."""
         with self._lock:
             self._closing = True
             nodes = self._all()
-        self._watcher.close()
+        self.watcher.close()
         for node in nodes:
             node.stop()
         left = sum(node.join() for node in nodes)
         # A look-up in flight ends by its time-out.
-        return left + (not self._watcher.thread.join(timeout_s))
-
-    # ------------------------------------------------------------- any thread
+        return left + (not self.watcher.thread.ends_within(timeout_s))
 
     def follow(self, node: DataNode, redirect: RedisRedirect) -> DataNode | None:
         """The node that `node` redirects to; None if the map, which is looked up, lacks it."""
         target = self.target_of(node, redirect)
         if self.routes.is_cluster and (target is None or not redirect.asking):
-            self.map_is_old()
+            self.watcher.hint()
         return target
 
     def target_of(self, node: DataNode, redirect: RedisRedirect) -> DataNode | None:
@@ -246,23 +294,15 @@ class DataNodes:
         host = redirect.host or node.connector.endpoint.host
         return self._nodes.get(self.deployment.at(host, redirect.port))
 
-    def when_mapped(self, action: Callable[[], None]) -> None:
-        """Call `action` after the next look-up."""
-        self._watcher.when_mapped(action)
-
-    def map_is_old(self) -> None:
-        """Have the servers looked up soon."""
-        self._watcher.hint()
-
     def node_is_down(self, node: DataNode) -> None:
         """Called on any thread when the node has gone down."""
         self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
-        self.map_is_old()
+        self.watcher.hint()
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
         deadline = time.monotonic() + timeout_s
-        self._watcher.mapped.wait(timeout_s)
+        self.watcher.mapped.wait(timeout_s)
         for node in self.routes.nodes:
             node.health.wait_probed(max(0.0, deadline - time.monotonic()))
         return self.state
@@ -272,7 +312,7 @@ class DataNodes:
         """Up or down, and why. A cluster is up while any of its shards is."""
         nodes = self.routes.nodes
         if not nodes:
-            return self._watcher.state
+            return self.watcher.state
         states = [node.health.state for node in nodes]
         unplaced = self.routes.unplaced
         if len(states) == 1 and not unplaced:
@@ -285,12 +325,8 @@ class DataNodes:
             where = ", ".join(f"{first}-{last}" for first, last in unplaced[:4])
             more = " ..." if len(unplaced) > 4 else ""
             reason = f"the cluster does not name the servers of slots {where}{more}. {reason}"
-        return PlaneState(
-            up=len(down) < len(states),
-            probed=all(state.probed for state in states),
-            reason=reason,
-            since=max(state.since for state in states),
-        )
+        probed, since = [state.probed for state in states], [state.since for state in states]
+        return PlaneState(len(down) < len(states), all(probed), reason, max(since))
 
     @property
     def open_streams(self) -> int:
@@ -305,7 +341,7 @@ class DataNodes:
         with self._lock:
             return [*self._nodes.values(), *self._retiring]
 
-    # ------------------------------------------------------ the watcher's thread
+    # Called by the watcher's thread.
 
     def servers(self, up: bool = False) -> list[Endpoint]:
         return [node.connector.endpoint for node in self.routes.nodes if node.is_up or not up]
@@ -317,36 +353,31 @@ class DataNodes:
         RedisUnavailable if there are too many servers; then the last map stays.
         """
         if len(found.servers) > _MOST_SERVERS:
-            raise RedisUnavailable(
-                f"{self.deployment.where} names {len(found.servers)} servers, more than "
-                f"{_MOST_SERVERS}"
-            )
+            where, count = self.deployment.where, len(found.servers)
+            raise RedisUnavailable(f"{where} names {count} servers, more than {_MOST_SERVERS}")
         self.shards = max(1, len(found.servers))
         before = self.routes
         for server in found.servers:
-            if server not in self._nodes:
-                self._add(server)
+            if server in self._nodes:
+                continue
+            node = DataNode(server, self)
+            with self._lock:
+                if self._closing:
+                    return False
+                node.start()
+                self._nodes[server] = node
         with self._lock:
             if self._closing:
                 return False
             self.routes = Routes(found, self._nodes)
-            grace_s = _GRACE_S if found.ranges is not None else 0.0
-            until = time.monotonic() + grace_s
-            for server in [server for server in self._nodes if server not in found.servers]:
+            until = time.monotonic() + (_GRACE_S if self.routes.is_cluster else 0.0)
+            for server in self._nodes.keys() - set(found.servers):
                 self._retiring[self._nodes.pop(server)] = until
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:
             places = ", ".join(server.where for server in found.servers) or "no server"
             logger.info("%s: the data is with %s", self.deployment.where, places)
         return is_new or before.ranges != self.routes.ranges
-
-    def _add(self, server: Endpoint) -> None:
-        node = DataNode(server, self)
-        with self._lock:
-            if self._closing:
-                return
-            node.start()
-            self._nodes[server] = node
 
     def sweep(self) -> None:
         """End retired nodes that are down, not needed, or past their grace period."""

@@ -1,10 +1,29 @@
-"""The options of a plane. Shows no secret."""
+"""The options of a plane, and what its URL names. Shows no secret.
+
+    redis://[user[:password]@]host[:port][/db]              TCP, IPv4 or IPv6 ([::1])
+    unix://[user[:password]@]/path/to/socket                unix socket
+    redis+sentinel://[...@]host[:port],.../name[/db]        the master that Sentinels call `name`
+    redis+cluster://[...@]host[:port],...                   all shards; the hosts are the seeds
+    rediss://..., rediss+sentinel://..., rediss+cluster://  the same over TLS
+
+Parameters: db (of one server); sentinel_username and sentinel_password; and for TLS those of
+redis-py: ssl_ca_certs, ssl_ca_path, ssl_certfile, ssl_keyfile, ssl_password, ssl_cert_reqs
+(required, optional, none), ssl_check_hostname. User, password, name and path are percent-decoded.
+Messages quote only the scheme and names of parameters: if a password is not escaped, any other part
+may contain a piece of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import enum
+import importlib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
@@ -14,12 +33,26 @@ from lmcache_redis.config import (
     TierSettings,
     check_redis,
 )
-from lmcache_redis.errors import ConfigError
-from lmcache_redis.resp.net.credentials import Credentials, load_provider
+from lmcache_redis.errors import ConfigError, RedisAuthError
+from lmcache_redis.resp.net.stream import Credentials, Endpoint, Transport, brief
+from lmcache_redis.resp.net.tls import TLS_FILES
 from lmcache_redis.seal import SealKeys, read_seal_keys
 
+WRONG_SCHEME = (
+    "the Redis URL must begin with redis://, unix:// (socket path), redis+sentinel:// or "
+    "redis+cluster://; for TLS with rediss://, rediss+sentinel:// or rediss+cluster://"
+)
+_ESCAPE = "characters like : / ? # @ in a user or password must be percent-encoded"
+_UNREADABLE = f"the Redis URL cannot be read: {_ESCAPE}"
+_TLS_PARAMETERS = (*TLS_FILES, "ssl_password", "ssl_cert_reqs", "ssl_check_hostname")
+_SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
+# User and password, hosts, path, parameters.
+_PARTS = re.compile(r"(?:([^/?#]*)@)?([^/?#@]*)(/[^?#]*)?(?:\?([^#]*))?")
+# An IPv6 address in brackets or a name, and the port.
+_ADDRESS = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::(.*))?")
 
-@dataclass(frozen=True, slots=True, repr=False)
+
+@dataclass(frozen=True, slots=True)
 class RedisOptions:
     """The options of a plane, checked on construction.
 
@@ -38,12 +71,12 @@ class RedisOptions:
     `check_url` checks the URL.
     """
 
-    url: str
+    url: str = field(repr=False)
     key_prefix: bytes = b""
-    username: str | None = None
-    password: str | None = None
-    password_file: str | None = None
-    credential_provider: Credentials | None = None
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    password_file: str | None = field(default=None, repr=False)
+    credential_provider: Credentials | None = field(default=None, repr=False)
     get_connections: int = DEFAULT_GET_CONNECTIONS
     set_connections: int = DEFAULT_SET_CONNECTIONS
     network_threads: int = DEFAULT_NETWORK_THREADS
@@ -53,7 +86,7 @@ class RedisOptions:
     heartbeat_s: float = 2.0
     ttl_s: int = 0
     ttl_refresh: bool = False
-    seal_keys: SealKeys | None = None
+    seal_keys: SealKeys | None = field(default=None, repr=False)
     verify_checksums: bool = True
 
     @staticmethod
@@ -95,37 +128,270 @@ class RedisOptions:
             if not isinstance(seconds, (int, float)) or not 0.001 <= seconds <= 3600:
                 raise ConfigError(f"{name} is {seconds!r}: set it to 0.001 to 3600 seconds")
 
-    def __repr__(self) -> str:
-        return (
-            f"RedisOptions(url={redacted_url(self.url)!r}, key_prefix={self.key_prefix!r}, "
-            f"get_connections={self.get_connections}, set_connections={self.set_connections}, "
-            f"network_threads={self.network_threads}, "
-            f"connect_timeout_s={self.connect_timeout_s}, op_timeout_s={self.op_timeout_s})"
-        )
+
+# --------------------------------------------------------------- credentials
 
 
-def redacted_url(url: str) -> str:
-    """The URL without credentials and parameters, which may contain secrets.
+@dataclass(frozen=True, slots=True)
+class StaticPassword:
+    """The credentials of a URL, or of options."""
 
-    Removes everything before the last @, so that no password with an unescaped slash, question
-    mark or hash leaks.
+    username: str | None
+    password: str = field(repr=False)
+
+    def get_credentials(self) -> tuple[str, ...]:
+        return (self.password,) if self.username is None else (self.username, self.password)
+
+
+@dataclass(frozen=True, slots=True)
+class PasswordFile:
+    """The password is the file's content, without line ends at its end."""
+
+    username: str | None
+    path: str
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """Raises RedisAuthError if the file cannot be read or is empty."""
+        try:
+            password = Path(self.path).read_text(encoding="utf-8").rstrip("\r\n")
+        except OSError as error:
+            raise RedisAuthError(
+                f"the password file {self.path} cannot be read ({error.strerror})"
+            ) from None
+        except UnicodeDecodeError:
+            raise RedisAuthError(f"the password file {self.path} is not UTF-8") from None
+        if not password:
+            raise RedisAuthError(f"the password file {self.path} is empty")
+        return StaticPassword(self.username, password).get_credentials()
+
+
+def load_provider(path: str) -> Credentials:
+    """What the factory at `package.module:factory` returns, called without arguments.
+
+    Raises ConfigError if that fails, or returns something without `get_credentials`.
     """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "(not a URL)"
-    if "@" in rest:
-        rest = "***@" + rest.rpartition("@")[2]
-    elif _may_hide_secret(url):
-        return f"{scheme}://***"
-    return f"{scheme}://{rest.partition('?')[0].partition('#')[0]}"
-
-
-def _may_hide_secret(url: str) -> bool:
-    """A URL without @ whose port is not a number: perhaps a truncated password."""
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"the credential provider is {path!r}: write PACKAGE.MODULE:FACTORY")
     try:
-        parts = urlsplit(url)
-        return (
-            parts.scheme != "unix" and parts.port is None and ":" in parts.netloc.rpartition("]")[2]
+        factory: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            factory = getattr(factory, attribute)
+        provider = factory()
+    except Exception as error:
+        why = f"{type(error).__name__}: {brief(str(error))}"
+        raise ConfigError(f"the credential provider {path} cannot be made: {why}") from None
+    if not callable(getattr(provider, "get_credentials", None)):
+        raise ConfigError(
+            f"the credential provider {path} has no get_credentials(): name a factory that returns "
+            "a redis.credentials.CredentialProvider"
         )
+    return provider  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------- the URL
+
+
+class Topology(enum.Enum):
+    """The value: what follows the transport in the scheme."""
+
+    STANDALONE = ""
+    SENTINEL = "+sentinel"
+    CLUSTER = "+cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """All servers of a URL.
+
+    seeds: the server itself, the Sentinels, or some nodes of the cluster. server: transport and
+    credentials of data servers; its address is valid only for a single server. service: the
+    master's name on the Sentinels.
+    """
+
+    topology: Topology
+    seeds: tuple[Endpoint, ...]
+    server: Endpoint
+    service: str = ""
+
+    def at(self, host: str, port: int) -> Endpoint:
+        """The data server at an address."""
+        return dataclasses.replace(self.server, host=host, port=port)
+
+    @property
+    def where(self) -> str:
+        places = ",".join(seed.where for seed in self.seeds)
+        if self.topology is Topology.STANDALONE:
+            return places
+        named = f" {self.service}" if self.service else ""
+        return f"{self.topology.value[1:]}{named} at {places}"
+
+
+def check_url(options: RedisOptions) -> None:
+    """Raises ConfigError, saying what to change, unless the URL names servers."""
+    parse_deployment(options)
+
+
+def parse_deployment(options: RedisOptions) -> Deployment:
+    """The servers that `options` names. Raises ConfigError; touches no network."""
+    transport, topology, rest = _split_scheme(options.url)
+    parts = _PARTS.fullmatch(rest)
+    if parts is None:
+        raise ConfigError(_UNREADABLE)
+    user, hosts, path, query = (part or "" for part in parts.groups())
+    parameters = _parameters(query, transport, topology)
+    service, db = _service_and_db(transport, topology, path, parameters)
+    server = Endpoint(
+        transport, db=db, credentials=_credentials(user, options), tls=_tls(parameters)
+    )
+    if transport is Transport.UNIX:
+        # unix://redis.sock would name a host, not a path.
+        if not path or hosts or "\0" in unquote(path):
+            raise ConfigError("the Redis URL names no socket: write unix:///absolute/path")
+        seeds = [dataclasses.replace(server, path=unquote(path))]
+    else:
+        seeds = [
+            dataclasses.replace(server, host=host, port=port)
+            for host, port in _addresses(hosts, topology)
+        ]
+    server = seeds[0]
+    if topology is Topology.SENTINEL:
+        credentials = _static(*(parameters.get(name) for name in _SENTINEL_PARAMETERS))
+        seeds = [dataclasses.replace(seed, db=0, credentials=credentials) for seed in seeds]
+    return Deployment(topology, tuple(seeds), server, service)
+
+
+def _split_scheme(url: str) -> tuple[Transport, Topology, str]:
+    scheme, separator, rest = url.partition("://")
+    name, plus, kind = scheme.lower().partition("+")
+    try:
+        transport, topology = Transport(name if separator else ""), Topology(plus + kind)
     except ValueError:
-        return True
+        raise ConfigError(WRONG_SCHEME) from None
+    if transport is Transport.UNIX and topology is not Topology.STANDALONE:
+        raise ConfigError(WRONG_SCHEME)
+    if any(character.isspace() or not character.isprintable() for character in url):
+        raise ConfigError(f"the Redis URL contains white space: {_ESCAPE}")
+    if "#" in url:
+        raise ConfigError(f"the Redis URL contains a #: {_ESCAPE}")
+    return transport, topology, rest
+
+
+def _parameters(query: str, transport: Transport, topology: Topology) -> dict[str, str]:
+    parameters: dict[str, str] = {}
+    allowed = (
+        *(("db",) if topology is Topology.STANDALONE else ()),
+        *(_TLS_PARAMETERS if transport is Transport.TLS else ()),
+        *(_SENTINEL_PARAMETERS if topology is Topology.SENTINEL else ()),
+    )
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name == "db" and name not in allowed:
+            raise ConfigError(
+                "write the database after the name: redis+sentinel://HOST:PORT/NAME/DB"
+            )
+        if name not in allowed:
+            # An unknown name may be a piece of a password: only known names are shown.
+            shown = f" {name}" if name in _TLS_PARAMETERS else ""
+            raise ConfigError(
+                f"the parameter{shown} of the Redis URL is not one of {', '.join(allowed)}"
+                + (" (TLS needs rediss://)" if shown else "")
+            )
+        if name in parameters:
+            raise ConfigError(f"the parameter {name} is in the Redis URL twice")
+        parameters[name] = value
+    return parameters
+
+
+def _credentials(user: str, options: RedisOptions) -> Credentials | None:
+    username, _, password = (unquote(part) or None for part in user.partition(":"))
+    username = options.username if options.username is not None else username
+    password = options.password if options.password is not None else password
+    if options.credential_provider is not None:
+        if user or options.username or options.password or options.password_file:
+            raise ConfigError(
+                "the credential provider names user and password: give neither besides it"
+            )
+        return options.credential_provider
+    if options.password_file is not None and options.password is None:
+        file = PasswordFile(username, options.password_file)
+        try:
+            file.get_credentials()
+        except RedisAuthError as error:
+            raise ConfigError(f"{error}: name another one") from None
+        return file
+    if username is not None and password is None:
+        raise ConfigError("the Redis URL has a user but no password: set the password as well")
+    return _static(username, password)
+
+
+def _static(username: str | None, password: str | None) -> StaticPassword | None:
+    return StaticPassword(username, password or "") if username or password else None
+
+
+def _service_and_db(
+    transport: Transport, topology: Topology, path: str, parameters: dict[str, str]
+) -> tuple[str, int]:
+    words = [unquote(word) for word in path.split("/") if word]
+    if topology is Topology.CLUSTER:
+        if words not in ([], ["0"]):
+            raise ConfigError("a Redis Cluster has no databases: end the URL after the hosts")
+        return "", 0
+    if topology is Topology.SENTINEL:
+        if not words:
+            raise ConfigError(
+                "name the master that Sentinel watches: redis+sentinel://HOST:PORT/NAME"
+            )
+        if len(words) > 2:
+            raise ConfigError("write redis+sentinel://HOST:PORT/NAME or .../NAME/DB")
+        return words[0], _database(words[1] if len(words) == 2 else "0")
+    in_path = "" if transport is Transport.UNIX else path.strip("/")
+    return "", _database(parameters.get("db") or in_path or "0")
+
+
+def _database(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 6):
+        raise ConfigError("the database in the Redis URL is not a number (redis://HOST:PORT/0)")
+    return int(text)
+
+
+def _addresses(hosts: str, topology: Topology) -> list[tuple[str, int]]:
+    """Hosts and ports, at least one."""
+    default_port = "26379" if topology is Topology.SENTINEL else "6379"
+    texts = [hosts] if topology is Topology.STANDALONE else hosts.split(",")
+    if topology is not Topology.STANDALONE and not all(texts):
+        raise ConfigError("the Redis URL has an empty host: write HOST:PORT,HOST:PORT")
+    found: list[tuple[str, int]] = []
+    for text in texts:
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"the host in the Redis URL cannot be read: {_ESCAPE}")
+        host, port = unquote(match[1] or match[2]).lower(), match[3] or default_port
+        if not host:
+            raise ConfigError("the Redis URL names no host: write redis://HOST:PORT")
+        if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
+            raise ConfigError(f"the port in the Redis URL is not 1 to 65535 ({_ESCAPE})")
+        _check_host(host)
+        found.append((host, int(port)))
+    return found
+
+
+def _check_host(host: str) -> None:
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ConfigError(f"the host in the Redis URL is not a host name: {_ESCAPE}") from None
+
+
+def _tls(parameters: dict[str, str]) -> tuple[tuple[str, str | bool], ...]:
+    settings: dict[str, str | bool] = {k: v for k, v in parameters.items() if k in _TLS_PARAMETERS}
+    for name in TLS_FILES:
+        if name in settings and not os.path.exists(str(settings[name])):
+            raise ConfigError(f"the file that {name} in the Redis URL names does not exist")
+    if settings.get("ssl_cert_reqs", "required") not in ("required", "optional", "none"):
+        raise ConfigError("ssl_cert_reqs in the Redis URL must be required, optional or none")
+    if "ssl_check_hostname" in settings:
+        text = str(settings["ssl_check_hostname"]).lower()
+        if text not in ("true", "false", "1", "0", "yes", "no"):
+            raise ConfigError("ssl_check_hostname in the Redis URL must be true or false")
+        settings["ssl_check_hostname"] = text in ("true", "1", "yes")
+    return tuple(sorted(settings.items()))

@@ -24,11 +24,9 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, StripeTask
-from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.node import DataNodes
-from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.reading import Read
-from lmcache_redis.resp.writing import Write
+from lmcache_redis.resp.options import RedisOptions, parse_deployment
+from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.tiers import (
     ChunkIO,
     PlaneState,
@@ -62,8 +60,6 @@ class RedisPlane(KeyCalls):
         # Seeded by the operating system: no two planes give a store the same id.
         self._random = random.Random()
 
-    # ------------------------------------------------------------- life cycle
-
     def start(self) -> None:
         """Start the threads. Returns at once, whether the server is reachable or not.
 
@@ -72,15 +68,12 @@ class RedisPlane(KeyCalls):
         if self._jobs.started:
             raise RuntimeError("a Redis plane is started once")
         if (keys := self.options.seal_keys) is not None:
-            others = ", ".join(key_id.hex() for key_id in keys.ids[1:]) or "no other"
-            logger.info(
-                "values are sealed with the key %s, and opened with it and %s",
-                keys.ids[0].hex(),
-                others,
-            )
+            first, *others = [key_id.hex() for key_id in keys.ids]
+            more = ", ".join(others) or "no other"
+            logger.info("values are sealed with the key %s, and opened with it and %s", first, more)
         if native.moves is None:
             logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
-        self._jobs.timekeeper.start()
+        self._jobs.timekeeper.thread.start()
         try:
             self._nodes.start()
         except BaseException:
@@ -118,8 +111,6 @@ class RedisPlane(KeyCalls):
             logger.warning("%d threads of the Redis plane did not end", left)
         return not left
 
-    # ----------------------------------------------------------------- state
-
     @property
     def state(self) -> PlaneState:
         """Up or down, and why. A cluster is up while any of its shards is."""
@@ -151,8 +142,6 @@ class RedisPlane(KeyCalls):
                 queued_reads=sum(isinstance(job, Read) for job in transfers),
                 queued_writes=sum(isinstance(job, Write) for job in transfers),
             )
-
-    # ---------------------------------------------------------------- chunks
 
     def lookup(self, key: bytes) -> None:
         """None for every key: only the servers know."""
@@ -196,7 +185,9 @@ class RedisPlane(KeyCalls):
                     partial(self._jobs.stop, unfit, WriteOutcome.NO_ROOM_FOR_SEAL)
                 )
                 accepted = [job for job in accepted if job not in unfit]
-            _put_writes(accepted)
+            for node, tasks in _by_node(accepted).items():
+                # Stripe 0 follows the others, unless it is the only one.
+                node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
             self._jobs.refuse(accepted)
 
     def cancel(self, chunk: ChunkIO) -> None:
@@ -226,12 +217,6 @@ class RedisPlane(KeyCalls):
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
-
-
-def _put_writes(jobs: Sequence[Write]) -> None:
-    """Queue every stripe but stripe 0, which follows the others unless it is the only one."""
-    for node, tasks in _by_node(jobs).items():
-        node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
 
 
 def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[StripeTask]]:

@@ -14,8 +14,7 @@ from lmcache_redis.cli.options import config_from, redis_options
 from lmcache_redis.config import AgentConfig, option_name
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
-from lmcache_redis.resp.net.credentials import StaticPassword
-from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp.options import StaticPassword, parse_deployment
 
 PASSWORD = "LMCACHE_REDIS_PASSWORD"
 PROVIDER = "LMCACHE_REDIS_CREDENTIAL_PROVIDER"

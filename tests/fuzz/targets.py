@@ -27,7 +27,7 @@ from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
-from lmcache_redis.resp.reading import verify
+from lmcache_redis.resp.transfers import verify
 from lmcache_redis.seal import Opened, SealKeys
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.sockets import (

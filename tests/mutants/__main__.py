@@ -7,7 +7,7 @@ that survives is a gap of the tests, or no fault at all: read its diff, then wri
 it be.
 
   scripts/mutate --modules chunks.keys cache.pool --minutes 5
-  scripts/mutate --modules resp.net.topology --minutes 2 --seed 7
+  scripts/mutate --modules resp.maps --minutes 2 --seed 7
 
 The seed decides which mutants come first: a sample of some minutes can be repeated, and another
 one be had. Servers and processes are started as the tests start them.
@@ -26,7 +26,7 @@ from tests.mutants.runner import ROOT, Tree, judge, path_of
 CORE = (
     "chunks.names", "chunks.keys", "chunks.frame", "chunks.metadata", "cache.pool", "cache.parts",
     "cache.lookup", "cache.writebehind", "device.table", "device.layout", "resp.control",
-    "resp.reading", "resp.writing", "resp.net.wire", "resp.net.topology", "client.link",
+    "resp.transfers", "resp.node", "resp.maps", "resp.net.wire", "client.link",
     "agent.peers", "agent.handlers", "agent.transfers", "seal.keys",
 )  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import random
 import threading
 import time
@@ -19,10 +18,11 @@ from lmcache_redis.chunks.names import key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.bulk import End, MoveCall, Mover, Packed, Result
+from lmcache_redis.resp.bulk import End, MoveCall, Packed, Result
+from lmcache_redis.resp.lanes import Mover
+from lmcache_redis.resp.maps import ServerFinder, ServerMap
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.endpoint import Deployment
-from lmcache_redis.resp.net.topology import ServerFinder, ServerMap
+from lmcache_redis.resp.options import Deployment
 from lmcache_redis.tiers import FramesResult, RemoveResult
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
@@ -204,10 +204,9 @@ def describe(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S)
     return answers.get(timeout=PATIENCE_S)
 
 
-def unlink(plane: RedisPlane, chunk: Chunk, within_s: float = PATIENCE_S) -> RemoveResult:
+def remove(plane: RedisPlane, chunk: Chunk, within_s: float = PATIENCE_S) -> RemoveResult:
     answers = Answers()
-    deadline = time.monotonic() + within_s
-    plane.unlink(chunk.key, chunk.stripe_count, deadline, answers.callback("unlink"))
+    plane.remove(chunk.key, time.monotonic() + within_s, answers.callback("remove"))
     result: RemoveResult = answers.wait(1)[0]
     return result
 
@@ -246,7 +245,7 @@ def finish(
     connection.fail(RedisTimeout("late"))
 
 
-def find_servers(deployment: Deployment, timeout_s: float, deadline: float = math.inf) -> ServerMap:
+def find_servers(deployment: Deployment, timeout_s: float) -> ServerMap:
     """Looks the servers up once."""
     with contextlib.closing(ServerFinder(deployment, timeout_s)) as finder:
-        return finder.find((), deadline)
+        return finder.find()

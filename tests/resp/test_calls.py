@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome
-from lmcache_redis.resp.calls import _Rounds
-from tests.resp.helpers import PATIENCE_S, Answers, Chunk, chunk_key, exists, running, scan, write
+from lmcache_redis.resp.calls import ask_in_rounds
+from tests.resp.helpers import (
+    NAMESPACE,
+    PATIENCE_S,
+    STEM,
+    Answers,
+    Chunk,
+    chunk_key,
+    clear,
+    describe,
+    exists,
+    remove,
+    running,
+    scan,
+    write,
+)
 from tests.resp.test_node import cluster_url, shard
 from tests.resp.trickling import Answer
 from tests.servers import RedisServer
@@ -44,23 +59,107 @@ def test_a_scan_of_a_cluster_asks_about_a_growing_prefix(present: int) -> None:
 
 
 def test_what_an_earlier_round_has_found_stands() -> None:
-    ends: list[tuple[CallOutcome, Sequence[int]]] = []
+    """No count of a key is asked for twice, or lost."""
     keys = KEYS[:6]
-    rounds = _Rounds(keys, lambda *end: ends.append(end), first_keys=1, only_prefix=True)
-    assert rounds.next_keys() == keys[:1]
-    assert rounds.goes_on(CallOutcome.DONE, [1])
-    assert rounds.next_keys() == keys[1:5]
-    assert not rounds.goes_on(CallOutcome.TIMED_OUT, [0, 0, 0, 0])
-    assert ends == [(CallOutcome.DONE, [1, 0, 0, 0, 0, 0])]
-    ends.clear()
-    rounds = _Rounds(keys, lambda *end: ends.append(end), first_keys=1)
-    assert rounds.goes_on(CallOutcome.DONE, [0])
-    assert not rounds.goes_on(CallOutcome.CANCELLED, [0, 0, 0, 0])
-    assert ends == [(CallOutcome.CANCELLED, [0] * 6)]
-    ends.clear()
-    rounds = _Rounds(keys, lambda *end: ends.append(end))
-    assert not rounds.goes_on(CallOutcome.UNAVAILABLE, [0] * 6)
-    assert ends == [(CallOutcome.UNAVAILABLE, [0] * 6)]
+
+    def rounds(*said: CallOutcome, **more: Any) -> tuple[list[Any], list[Any]]:
+        """What is asked and what is answered; the first key of a round is there."""
+        asked: list[Any] = []
+        ends: list[Any] = []
+        outcomes = iter(said)
+
+        def ask(some: Any, answered: Any) -> None:
+            asked.append(some)
+            answered(next(outcomes), [len(asked) == 1] + [0] * (len(some) - 1))
+
+        ask_in_rounds(ask, keys, lambda *end: ends.append(end), **more)
+        return asked, ends
+
+    done, late = CallOutcome.DONE, CallOutcome.TIMED_OUT
+    first = {"round_keys": 1}
+    asked = [keys[:1], keys[1:5]]
+    known = [1, 0, 0, 0, 0, 0]
+    assert rounds(done, late, only_prefix=True, **first) == (asked, [(done, known)])
+    cancelled = CallOutcome.CANCELLED
+    assert rounds(done, cancelled, **first) == (asked, [(cancelled, known)])
+    assert rounds(done, done, done, **first) == ([*asked, keys[5:]], [(done, known)])
+    assert rounds(late) == ([keys], [(late, known)])
+
+
+# ------------------------------------------------------- describe, keys, remove, clear
+
+
+def list_keys(plane: RedisPlane, limit: int = 1000) -> tuple[CallOutcome, set[bytes]]:
+    outcome, found = plane.keys(STEM, time.monotonic() + PATIENCE_S, limit)
+    return outcome, set(found)
+
+
+@pytest.mark.parametrize("kind", ["server", "cluster"])
+@pytest.mark.servers
+def test_chunks_are_described_listed_and_removed(
+    request: pytest.FixtureRequest, server: RedisServer, kind: str
+) -> None:
+    url = server.url
+    if kind == "cluster":
+        cluster: Cluster = request.getfixturevalue("shared_cluster")
+        for node in cluster.nodes:
+            node.command("FLUSHALL")
+        url = cluster.url
+    chunks, gone = some_chunks(20), chunk_key(77)
+    every = {chunk.key for chunk in chunks}
+    done = CallOutcome.DONE
+    with running(url) as plane:
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        frames = [chunks[0].frame, None, chunks[9].frame]
+        assert describe(plane, [chunks[0].key, gone, chunks[9].key]) == (done, frames)
+        assert exists(plane, [gone, chunks[3].key]) == (done, [False, True])
+        assert exists(plane, []) == (done, ())
+        assert list_keys(plane) == (done, every)
+        assert list_keys(plane, 5)[0] is CallOutcome.OVER_LIMIT
+        assert remove(plane, chunks[4]) == (done, 10)
+        assert remove(plane, chunks[4]) == (done, 0)
+        assert list_keys(plane) == (done, every - {chunks[4].key})
+        assert clear(plane, STEM) == (done, 190)
+        assert list_keys(plane) == (done, set())
+
+
+def test_calls_to_a_server_that_is_gone() -> None:
+    chunk = some_chunks(1)[0]
+    with running("redis://127.0.0.1:1") as plane:
+        unavailable = CallOutcome.UNAVAILABLE
+        assert describe(plane, [chunk.key]) == (unavailable, ())
+        assert exists(plane, [chunk.key]) == (unavailable, ())
+        assert remove(plane, chunk) == (unavailable, 0)
+        assert clear(plane, STEM) == (unavailable, 0)
+        assert list_keys(plane) == (unavailable, set())
+        assert refresh(plane, [chunk]) == (unavailable, ())
+
+
+def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
+    chunks = [Chunk(n, 10_000, SLOT, seed=n) for n in range(30)]
+    foreign = [b"other", b"lmcr1:" + b"\xff" * 16 + b"x", NAMESPACE]
+    with server.client() as client:
+        client.mset(dict.fromkeys(foreign, b"x"))
+    assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+    each = chunks[0].stripe_count
+    assert remove(plane, chunks[0]) == (CallOutcome.DONE, each)
+    keys = 29 * each
+    assert server.command("DBSIZE") == keys + len(foreign)
+    assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, keys)
+    with server.client() as client:
+        assert sorted(client.keys()) == sorted(foreign)
+    with pytest.raises(ValueError, match="not the beginning"):
+        clear(plane, b"")
+
+
+def test_clear_takes_a_prefix_literally(plane: RedisPlane, server: RedisServer) -> None:
+    namespace = b"[a-z]*?\\^" + b"n" * 7
+    ours = [b"p:lmcr1:" + namespace + b"%d" % n for n in range(2000)]
+    with server.client() as client:
+        client.mset(dict.fromkeys(ours, b"x"))
+        client.set(b"p:lmcr1:b" + b"n" * 15, b"x")
+    assert clear(plane, b"p:lmcr1:" + namespace) == (CallOutcome.DONE, 2000)
+    assert server.command("DBSIZE") == 1
 
 
 # ----------------------------------------------------------------------- refresh
@@ -152,8 +251,3 @@ def test_a_refresh_reaches_every_shard(shared_cluster: Cluster, ttl_s: int) -> N
                 assert int(node.command("TTL", key)) > 4900
             else:
                 assert int(node.command("OBJECT", "IDLETIME", key)) <= 1
-
-
-def test_a_refresh_of_a_server_that_is_gone() -> None:
-    with running("redis://127.0.0.1:1") as plane:
-        assert refresh(plane, some_chunks(1)) == (CallOutcome.UNAVAILABLE, ())

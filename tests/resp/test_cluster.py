@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
-from lmcache_redis.resp.net.topology import slot_of
+from lmcache_redis.resp.node import slot_of
 from tests.resp.helpers import (
     NAMESPACE,
     Chunk,
@@ -19,9 +19,9 @@ from tests.resp.helpers import (
     clear,
     exists,
     read,
+    remove,
     running,
     scan,
-    unlink,
     wait_until,
     write,
 )
@@ -122,7 +122,7 @@ def test_keys_are_redirected_while_their_slots_move(own_cluster: Cluster) -> Non
         first = chunk.stripe_keys()[0]
         own_cluster.move(slot_of(first), own_cluster.node_of(first), target)
         assert scan(plane, [chunk.key]) == (CallOutcome.DONE, 1)
-        assert unlink(plane, chunk) == (CallOutcome.DONE, chunk.stripe_count)
+        assert remove(plane, chunk) == (CallOutcome.DONE, chunk.stripe_count)
         assert sum(keys_on(own_cluster.nodes)) == 0
 
 

@@ -19,8 +19,8 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.stream import PlainStream, TlsStream
+from lmcache_redis.resp.options import parse_deployment
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.trickling import LyingServer
@@ -205,7 +205,7 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: patient._opening)
+    wait_until(lambda: False in patient._streams.values())
     patient.abort()
     for thread in threads:
         thread.join(30)

@@ -214,6 +214,6 @@ def test_a_removal_is_answered_with_what_was_there(
     answers: Queue[RemoveResult] = Queue()
     for removed in (stored.frame.stripe_count, 0):
         deadline = time.monotonic() + WAIT_S
-        plane.unlink(stored.key, stored.frame.stripe_count, deadline, answers.put)
+        plane.remove(stored.key, deadline, answers.put)
         assert answers.get(timeout=WAIT_S) == RemoveResult(CallOutcome.DONE, removed)
         assert client.dbsize() == neighbours

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from lmcache_redis.resp import health
@@ -9,7 +11,7 @@ from lmcache_redis.tiers import WriteOutcome
 
 @pytest.fixture(autouse=True)
 def _without_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "jittered", lambda seconds: seconds)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
 
 
 def test_down_until_a_probe_is_answered() -> None:

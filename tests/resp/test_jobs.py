@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.resp.jobs import Job, Jobs, Stop
-from tests.resp.helpers import wait_until
+from lmcache_redis.resp import jobs as jobs_module
+from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, TaskQueue, Timekeeper, backoff_s
+from lmcache_redis.resp.transfers import Read
+from lmcache_redis.tiers import ChunkIO, ReadOutcome
+from tests.resp.helpers import Chunk, wait_until
 
 
 class Outcome(enum.Enum):
@@ -49,15 +52,15 @@ UP = Up()
 @pytest.fixture
 def jobs() -> Iterator[Jobs]:
     made = Jobs()
-    made.timekeeper.start()
+    made.timekeeper.thread.start()
     yield made
     assert made.timekeeper.close(10)
 
 
 def test_good_when_every_step_went_well(jobs: Jobs) -> None:
     job = Sample(jobs)
-    assert jobs.begin(job)
-    assert jobs.begin(job)
+    assert jobs.begin_all([(job,)])
+    assert jobs.begin_all([(job,)])
     jobs.end(job)
     assert job.answers == []
     jobs.end(job)
@@ -67,10 +70,10 @@ def test_good_when_every_step_went_well(jobs: Jobs) -> None:
 
 def test_an_answer_waits_for_steps_in_flight(jobs: Jobs) -> None:
     job = Sample(jobs)
-    assert jobs.begin(job)
+    assert jobs.begin_all([(job,)])
     jobs.stop((job,), Stop.CANCELLED)
     assert job.answers == []
-    assert not jobs.begin(job)
+    assert not jobs.begin_all([(job,)])
     assert not jobs.wait_empty(0)
     jobs.end(job)
     assert job.answers == [Outcome.CANCELLED]
@@ -78,8 +81,8 @@ def test_an_answer_waits_for_steps_in_flight(jobs: Jobs) -> None:
 
 def test_the_first_bad_outcome_stands(jobs: Jobs) -> None:
     job = Sample(jobs)
-    assert jobs.begin(job)
-    assert jobs.begin(job)
+    assert jobs.begin_all([(job,)])
+    assert jobs.begin_all([(job,)])
     jobs.end(job, Outcome.BAD)
     jobs.stop((job,), Stop.TIMED_OUT)
     jobs.end(job, Outcome.UNAVAILABLE)
@@ -88,9 +91,9 @@ def test_the_first_bad_outcome_stands(jobs: Jobs) -> None:
 
 def test_a_step_may_be_begun_again(jobs: Jobs) -> None:
     job = Sample(jobs, steps=1)
-    assert jobs.begin(job)
+    assert jobs.begin_all([(job,)])
     jobs.release((job,))
-    assert jobs.begin(job)
+    assert jobs.begin_all([(job,)])
     jobs.end(job)
     assert job.answers == [Outcome.GOOD]
 
@@ -108,7 +111,7 @@ def test_of_many_only_those_begin_that_have_not_ended(jobs: Jobs) -> None:
 def test_one_answer_whoever_comes_first(jobs: Jobs) -> None:
     for _ in range(200):
         job = Sample(jobs, steps=1)
-        assert jobs.begin(job)
+        assert jobs.begin_all([(job,)])
         barrier = threading.Barrier(3)
 
         def meddle(action: object, barrier: threading.Barrier = barrier) -> None:
@@ -129,6 +132,38 @@ def test_one_answer_whoever_comes_first(jobs: Jobs) -> None:
         for thread in threads:
             thread.join()
         assert len(job.answers) == 1
+
+
+def test_a_stop_of_all_names_a_node_or_spares_a_kind(jobs: Jobs) -> None:
+    class Spared(Sample):
+        __slots__ = ()
+
+    node = Up()
+    here, elsewhere, spared = Sample(jobs), Sample(jobs), Spared(jobs)
+    here.nodes = (UP, node)
+    assert jobs.needs(node)
+    jobs.stop_all(Stop.UNAVAILABLE, node=node)
+    assert not jobs.needs(node)
+    assert (here.answers, elsewhere.answers) == ([Outcome.UNAVAILABLE], [])
+    jobs.stop_all(Stop.CANCELLED, but=Spared)
+    assert (elsewhere.answers, spared.answers) == ([Outcome.CANCELLED], [])
+    jobs.stop_all(Stop.CANCELLED)
+    assert spared.answers == [Outcome.CANCELLED]
+
+
+def test_a_transfer_that_has_ended_is_counted_and_forgotten(jobs: Jobs) -> None:
+    ended: list[tuple[ChunkIO, ReadOutcome]] = []
+    for outcome in (None, ReadOutcome.TORN):
+        chunk = Chunk(1, 300, 300).io()
+        job = Read(chunk, lambda *end: ended.append(end), time.monotonic())
+        jobs.transfers[chunk] = job
+        assert jobs.begin_all([(job,)])
+        jobs.end(job, outcome)
+        assert ended.pop() == (chunk, outcome or ReadOutcome.LOADED)
+        assert jobs.transfers == {}
+        assert not hasattr(job, "chunk"), "a queue may still hold the job"
+    assert jobs.counts[ReadOutcome.LOADED] == jobs.counts[ReadOutcome.TORN] == 1
+    assert jobs.moved_bytes[ReadOutcome.LOADED] == 300
 
 
 def test_a_failing_callback_harms_no_other(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,3 +200,145 @@ def test_what_cannot_be_tried_is_answered(jobs: Jobs) -> None:
     jobs.closing = True
     other = Sample(jobs)
     wait_until(lambda: other.answers == [Outcome.CANCELLED])
+
+
+# ------------------------------------------------------------------- queues
+
+
+def test_the_urgent_go_first() -> None:
+    queue: TaskQueue[int] = TaskQueue()
+    queue.put([1, 2])
+    queue.put([3], urgent=True)
+    assert queue.take_some(2) == [3, 1]
+    queue.put([4], urgent=True)
+    queue.put_back([3, 1])
+    assert queue.take_some(5) == [4, 3, 1, 2]
+    assert queue.take_some(5) == []
+    queue.put([4])
+    queue.close()
+    assert queue.take() is None
+    assert queue.closed
+
+
+def test_a_waiting_thread_gets_a_task_and_the_end() -> None:
+    queue: TaskQueue[int] = TaskQueue()
+    got: list[int | None] = []
+
+    def consume() -> None:
+        while (task := queue.take()) is not None:
+            got.append(task)
+        got.append(None)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    queue.put([1])
+    wait_until(lambda: got == [1])
+    queue.close()
+    thread.join()
+    assert got == [1, None]
+
+
+# --------------------------------------------------------------- the timekeeper
+
+
+class Deadlines:
+    """What a timekeeper watches. failures: how often looking them up fails first."""
+
+    def __init__(self) -> None:
+        self.left: list[float] = []
+        self.failures = 0
+        self.keeper = Timekeeper(self._expire)
+
+    def _expire(self, now: float) -> float | None:
+        if self.failures:
+            self.failures -= 1
+            raise MemoryError
+        self.left = [each for each in self.left if each > now]
+        return min(self.left, default=None)
+
+    def add(self, *deadlines: float) -> None:
+        self.left += deadlines
+        for each in deadlines:
+            self.keeper.watch(each)
+
+
+@pytest.fixture
+def deadlines() -> Iterator[Deadlines]:
+    made = Deadlines()
+    made.keeper.thread.start()
+    yield made
+    assert made.keeper.close(10)
+
+
+def test_posts_run_until_it_is_closed(deadlines: Deadlines) -> None:
+    ran = threading.Event()
+    deadlines.keeper.post(ran.set)
+    assert ran.wait(10)
+    deadlines.keeper.post(lambda: ran.clear())
+    assert deadlines.keeper.close(10)
+    assert not ran.is_set()
+    with pytest.raises(RuntimeError):
+        deadlines.keeper.post(ran.set)
+
+
+def test_deadlines_are_kept_in_any_order(deadlines: Deadlines) -> None:
+    now = time.monotonic()
+    deadlines.add(now + 0.02, now + 0.01, now - 1.0, now + 0.03)
+    wait_until(lambda: not deadlines.left)
+    assert time.monotonic() >= now + 0.03
+
+
+def test_an_exception_of_a_caller_ends_no_deadline(
+    deadlines: Deadlines, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with caplog.at_level(logging.ERROR):
+        deadlines.keeper.post(fail)
+        deadlines.add(time.monotonic() + 0.01)
+        wait_until(lambda: not deadlines.left)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_deadline_that_failed_is_tried_again(deadlines: Deadlines) -> None:
+    deadlines.failures = 3
+    deadlines.add(time.monotonic() + 0.01)
+    wait_until(lambda: not deadlines.left)
+
+
+# ------------------------------------------------------------------- threads
+
+
+def test_pauses_double_up_to_the_longest_with_jitter() -> None:
+    for failures, nominal in enumerate((0.1, 0.2, 0.4, 0.8, 1.0, 1.0)):
+        assert nominal / 2 <= backoff_s(failures, 0.1, 1.0) <= nominal
+    assert 1.0 <= backoff_s(10_000, 2.0, 1.0) <= 2.0
+    assert len({backoff_s(0, 0.1, 1.0) for _ in range(20)}) == 20
+
+
+def test_a_thread_goes_on_after_exceptions_and_notes_them_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(jobs_module.time, "sleep", pauses.append)
+    steps = [MemoryError(), RuntimeError("can't start new thread"), True, ValueError(), False]
+
+    def step() -> bool:
+        result = steps.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return bool(result)
+
+    thread = LoopThread("lmcr-test", step)
+    assert thread.ends_within(0.0)
+    with caplog.at_level(logging.ERROR):
+        thread.start()
+        assert thread.ends_within(10)
+    assert steps == []
+    assert len(pauses) == 3
+    assert pauses[2] <= pauses[0] * 2
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [
+        MemoryError,
+        ValueError,
+    ]

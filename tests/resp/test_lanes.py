@@ -49,6 +49,19 @@ def test_what_waits_on_other_connections_is_answered_in_time(
         assert time.monotonic() - started >= 0.2
         assert slow.wait(1) == [ReadOutcome.TIMED_OUT]
         assert read(plane, Chunk(1, SLOT, SLOT)) == [ReadOutcome.LOADED]
+        wait_until(lambda: plane.stats().connections_lost == 1)
+
+
+def test_a_close_answers_what_every_connection_has_in_flight(proxy: Proxy) -> None:
+    with running(proxy.url, op_timeout_s=30.0) as plane:
+        chunks = [Chunk(n, SLOT, SLOT, seed=n) for n in range(3)]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        proxy.for_gets += [Stall(100)] * 3
+        answers = Answers()
+        plane.load_all([Chunk(n, SLOT, SLOT).io(within_s=60.0) for n in range(3)], answers)
+        wait_until(lambda: proxy.gets == 3)
+        assert plane.close(0.1)
+        assert answers.wait(3) == [ReadOutcome.CANCELLED] * 3
 
 
 def test_stripes_that_nobody_waits_for_cost_no_connection(server: RedisServer) -> None:
@@ -134,6 +147,7 @@ def test_one_connection_that_died_at_rest_costs_nothing(own_server: RedisServer,
             client.client_kill_filter(_id=ids[which])
             assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
             assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
+            assert plane.stats().connections_lost == which + 1
             open_all(plane)
 
 

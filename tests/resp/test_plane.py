@@ -19,7 +19,6 @@ from lmcache_redis.resp import (
 )
 from tests.resp.helpers import (
     LEAST_CONNECTIONS,
-    NAMESPACE,
     PATIENCE_S,
     Answers,
     Chunk,
@@ -28,7 +27,6 @@ from tests.resp.helpers import (
     read,
     running,
     scan,
-    unlink,
     wait_until,
     write,
 )
@@ -97,33 +95,6 @@ def test_a_chunk_that_is_not_there(plane: RedisPlane) -> None:
     chunk = Chunk(1, 10_000, SLOT)
     assert read(plane, chunk) == [ReadOutcome.MISSING]
     assert plane.stats().reads[ReadOutcome.MISSING] == 1
-
-
-def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
-    chunks = [Chunk(n, 10_000, SLOT, seed=n) for n in range(30)]
-    foreign = [b"other", b"lmcr1:" + b"\xff" * 16 + b"x", NAMESPACE]
-    with server.client() as client:
-        client.mset(dict.fromkeys(foreign, b"x"))
-    assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-    each = chunks[0].stripe_count
-    assert unlink(plane, chunks[0]) == (CallOutcome.DONE, each)
-    keys = 29 * each
-    assert server.command("DBSIZE") == keys + len(foreign)
-    assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, keys)
-    with server.client() as client:
-        assert sorted(client.keys()) == sorted(foreign)
-    with pytest.raises(ValueError, match="not the beginning"):
-        clear(plane, b"")
-
-
-def test_clear_takes_a_prefix_literally(plane: RedisPlane, server: RedisServer) -> None:
-    namespace = b"[a-z]*?\\^" + b"n" * 7
-    ours = [b"p:lmcr1:" + namespace + b"%d" % n for n in range(2000)]
-    with server.client() as client:
-        client.mset(dict.fromkeys(ours, b"x"))
-        client.set(b"p:lmcr1:b" + b"n" * 15, b"x")
-    assert clear(plane, b"p:lmcr1:" + namespace) == (CallOutcome.DONE, 2000)
-    assert server.command("DBSIZE") == 1
 
 
 def test_stats_count_what_happened(plane: RedisPlane) -> None:

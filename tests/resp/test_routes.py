@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from lmcache_redis.errors import RedisRedirect
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-from lmcache_redis.resp.net.topology import (
-    MAX_HOPS,
-    SLOTS,
-    KeyGroup,
-    Routes,
-    Routing,
-    ServerMap,
-    slot_of,
-)
+from lmcache_redis.resp.calls import KeyGroup, Routing
+from lmcache_redis.resp.maps import SLOTS, ServerMap
+from lmcache_redis.resp.net.stream import Endpoint, Transport
+from lmcache_redis.resp.node import MAX_HOPS, Routes, slot_of
 
 SERVERS = tuple(Endpoint(Transport.TCP, host="h", port=port) for port in (1, 2, 3))
 NODES = {server: f"node-{server.port}" for server in SERVERS}

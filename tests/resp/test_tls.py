@@ -12,7 +12,7 @@ import pytest
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.net.connection import Connector
-from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.seal import SealKeys
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, write

@@ -20,7 +20,6 @@ from lmcache_redis.resp.net.wire import (
     MAX_ELEMENTS,
     MAX_REPLY_BYTES,
     ErrorReply,
-    KeyScan,
     Reply,
     ReplyBuffer,
     error_of,
@@ -55,20 +54,6 @@ def test_commands() -> None:
     assert get_command(b"k\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\nk\r\n\r\n"
     assert set_prefix(b"k", 5) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r\n"
     assert keys_commands(b"UNLINK", [b"a"], 1) == b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n"
-    assert KeyScan(b"p*", 10).command().startswith(b"*6\r\n$4\r\nSCAN\r\n$1\r\n0\r\n$5\r\nMATCH")
-
-
-def test_a_scan_goes_on_from_the_cursor_that_the_server_gave() -> None:
-    scan = KeyScan(b"p*", 10, "TYPE", "string")
-    assert scan.take([b"17", [b"pa", 3]]) == [b"pa"]
-    assert not scan.is_over
-    assert b"\r\n17\r\n" in scan.command()
-    assert scan.command().endswith(b"$6\r\nstring\r\n")
-    assert scan.take([b"0", []]) == []
-    assert scan.is_over
-    for wrong in ([b"x", []], [b"0"], [0, []], b"0"):
-        with pytest.raises(RedisProtocolError):
-            KeyScan(b"p*", 10).take(wrong)
 
 
 @pytest.mark.usefixtures("both_ways")

@@ -26,9 +26,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.credentials import auth_command
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream, greet, translated
+from lmcache_redis.resp.net.stream import (
+    Endpoint,
+    PlainStream,
+    Stream,
+    TlsStream,
+    Transport,
+    auth_command,
+    greet,
+    translated,
+)
 from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
     LEAST_REPLY_BYTES,
@@ -71,8 +78,7 @@ class Connector:
         self._connect_timeout_s = connect_timeout_s
         self._op_timeout_s = op_timeout_s
         self._lock = threading.Lock()
-        self._opening: set[Stream] = set()
-        self._streams: set[Stream] = set()
+        self._streams: dict[Stream, bool] = {}  # whether each has been greeted
         self._look_up: concurrent.futures.Future[list[Address]] | None = None
         self._aborted = False
 
@@ -80,7 +86,7 @@ class Connector:
     def open_streams(self) -> int:
         """Streams that were opened and not discarded."""
         with self._lock:
-            return len(self._streams)
+            return sum(self._streams.values())
 
     def open(self, client_name: str, deadline: float = math.inf) -> Stream:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
@@ -103,15 +109,13 @@ class Connector:
             raise translated(error, self.endpoint) from None
         with self._lock:
             # If it was aborted in the meantime, it fails at its first use.
-            self._opening.discard(stream)
-            self._streams.add(stream)
+            self._streams[stream] = True
             self.connects += 1
         return stream
 
     def discard(self, stream: Stream) -> None:
         with self._lock:
-            self._opening.discard(stream)
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
         stream.close()
 
     def abort(self) -> None:
@@ -120,7 +124,7 @@ class Connector:
             self._aborted = True
             if self._look_up is not None:
                 self._look_up.cancel()
-            for stream in (*self._opening, *self._streams):
+            for stream in self._streams:
                 stream.abort()
 
     def _check_wanted(self) -> None:
@@ -138,7 +142,7 @@ class Connector:
                 with self._lock:
                     self._check_wanted()
                     # `abort` reaches it from the start.
-                    self._opening.add(stream)
+                    self._streams[stream] = False
                 stream.connect(address, now + (deadline - now) / (len(addresses) + 1))
                 return stream
             except BaseException as error:
@@ -178,11 +182,11 @@ class Connector:
             look_up = self._look_up
             if look_up is None or look_up.done():
                 look_up = concurrent.futures.Future()
-                args = (look_up,)
+                thread = threading.Thread(
+                    target=self._look_up_name, args=(look_up,), name="redis-name", daemon=True
+                )
                 try:
-                    threading.Thread(
-                        target=self._look_up_name, args=args, name="redis-name", daemon=True
-                    ).start()
+                    thread.start()
                 except RuntimeError as error:
                     where = self.endpoint.where
                     raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
@@ -243,7 +247,6 @@ class Connection:
         self.is_open = True
 
     def close(self) -> None:
-        """Close the socket. Does nothing the second time."""
         self.is_open = False
         if self._stream is not None:
             self._connector.discard(self._stream)
@@ -301,14 +304,10 @@ class Connection:
             self.fail(error)
         return replies
 
-    def exchange(self, requests: Iterable[bytes], replies: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies, errors among them."""
-        self.send(requests, deadline)
-        return self.receive(deadline, replies, replies)
-
     def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
-        """`exchange`, but the first error reply is raised (`wire.error_of`)."""
-        return without_errors(self.exchange((request,), replies, deadline))
+        """Send packed commands and receive exactly their replies; the first error is raised."""
+        self.send((request,), deadline)
+        return without_errors(self.receive(deadline, replies, replies))
 
     def ping(self, deadline: float) -> None:
         """Raises what `call` raises unless the server answers PONG."""
@@ -319,7 +318,7 @@ class Connection:
 class Pipeline:
     """Commands and replies on an open connection, by `deadline` (`time.monotonic()`).
 
-    Every method raises what `Connection.exchange` raises.
+    Every method raises what `Connection.call` raises.
     """
 
     def __init__(self, connection: Connection, deadline: float) -> None:

@@ -14,6 +14,7 @@ each call moved. One thread uses a stream; any thread may call `abort`.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
 import select
@@ -24,7 +25,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from lmcache_redis.errors import (
     ConfigError,
@@ -34,8 +36,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-from lmcache_redis.resp.net.tls import tls_advice
+from lmcache_redis.resp.net.tls import TlsParameters, tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_command
 
 BytesLike = bytes | bytearray | memoryview
@@ -50,6 +51,47 @@ _TIMEVAL = struct.Struct("@ll")
 _TOLERATED = ("NOPERM", "ERR")
 
 
+class Credentials(Protocol):
+    """As redis-py's `redis.credentials.CredentialProvider`; importing that takes 0.15 s.
+
+    Asked on any thread, at each connect, so that a secret may change; what it raises fails that.
+    """
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """(password,) or (user, password)."""
+
+
+class Transport(enum.Enum):
+    TCP = "redis"
+    TLS = "rediss"
+    UNIX = "unix"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server. host and port for TCP and TLS, path for a unix socket.
+
+    tls: parameters by their redis-py names. repr and `where`, the server's name in messages,
+    contain no credentials.
+    """
+
+    transport: Transport
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    db: int = 0
+    credentials: Credentials | None = field(default=None, repr=False)
+    tls: TlsParameters = field(default=(), repr=False)
+
+    @property
+    def where(self) -> str:
+        """The address, e.g. "127.0.0.1:6379" or "unix:/run/redis.sock"."""
+        if self.transport is Transport.UNIX:
+            return f"unix:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
 class Stream(ABC):
     """A socket with a deadline. One thread uses and closes it; others may abort it."""
 
@@ -61,8 +103,6 @@ class Stream(ABC):
         self._op_timeout_s = op_timeout_s
         self._deadline = 0.0
         self._lock = threading.Lock()
-
-    # ------------------------------------------------------ what subclasses do
 
     @abstractmethod
     def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
@@ -84,8 +124,6 @@ class Stream(ABC):
     def plain_fileno(self) -> int:
         """The file descriptor, if bytes on it are not encrypted; else -1."""
 
-    # ---------------------------------------------------------------- for all
-
     def connect(self, address: Any, deadline: float) -> None:
         """Raises OSError; TimeoutError if the deadline passes."""
         self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
@@ -96,7 +134,7 @@ class Stream(ABC):
         now = time.monotonic()
         self._deadline = min(now + self._op_timeout_s, deadline)
         if self._deadline <= now:
-            raise self._late()
+            raise self.late()
 
     def send(self, parts: Sequence[BytesLike], nbytes: int) -> None:
         sent = 0
@@ -125,22 +163,20 @@ class Stream(ABC):
                         raise
 
     def close(self) -> None:
-        """Close the socket. Does nothing the second time."""
         # Under the lock: `abort` must not shut down another socket with this descriptor.
         with self._lock:
             self._sock.close()
 
     def lost(self, error_number: int) -> RedisError:
         """The error for an errno of the native extension (0: the server closed the connection)."""
-        return self._lost(
-            OSError(error_number, os.strerror(error_number)) if error_number else None
-        )
+        error = OSError(error_number, os.strerror(error_number)) if error_number else None
+        return self._lost(error)
 
     def _left(self) -> float:
         """Seconds until the deadline, which has not passed."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise self._late()
+            raise self.late()
         return left
 
     def _came(self, received: int) -> int:
@@ -150,11 +186,11 @@ class Stream(ABC):
 
     def _lost(self, error: OSError | None = None) -> RedisError:
         if isinstance(error, (BlockingIOError, TimeoutError)):
-            return self._late()
+            return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
         return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
 
-    def _late(self) -> RedisTimeout:
+    def late(self) -> RedisTimeout:
         return RedisTimeout(f"Redis at {self._where} did not answer in time")
 
 
@@ -218,17 +254,14 @@ class PlainStream(Stream):
         """Set the kernel's time-out to the time left, unless it is close to that."""
         left = self._left()
         if not left * 0.9 <= self._timeout_s <= left + _SLACK_S:
-            self._set_timeout(max(left, _LEAST_TIMEOUT_S))
-
-    def _set_timeout(self, seconds: float) -> None:
-        whole, part = divmod(seconds, 1.0)
-        timeval = _TIMEVAL.pack(int(whole), int(part * 1e6))
-        try:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-        except OSError as error:
-            raise self._lost(error) from None
-        self._timeout_s = seconds
+            self._timeout_s = max(left, _LEAST_TIMEOUT_S)
+            whole, part = divmod(self._timeout_s, 1.0)
+            timeval = _TIMEVAL.pack(int(whole), int(part * 1e6))
+            try:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+            except OSError as error:
+                raise self._lost(error) from None
 
 
 class TlsStream(Stream):
@@ -291,6 +324,28 @@ def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
 # ---------------------------------------------------------------- the greeting
 
 
+def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
+    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
+    if credentials is None:
+        return None
+    try:
+        words = credentials.get_credentials()
+    except RedisAuthError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {brief(str(error))}"
+        raise RedisAuthError(f"the credential provider failed: {why}") from None
+    if (
+        not isinstance(words, (tuple, list))
+        or not 1 <= len(words) <= 2
+        or not all(isinstance(word, str) for word in words)
+    ):
+        raise RedisAuthError(
+            "the credential provider returned neither (password,) nor (user, password)"
+        )
+    return ("AUTH", *words)
+
+
 def greet(
     stream: Stream,
     endpoint: Endpoint,
@@ -303,7 +358,10 @@ def greet(
     auth: the words of AUTH. Raises RedisError with a sentence that says what to change, or as the
     stream does.
     """
-    commands = _commands(endpoint, auth, client_name)
+    commands = [auth] if auth is not None else []
+    if endpoint.db:
+        commands.append(("SELECT", str(endpoint.db)))
+    commands.append(("CLIENT", "SETNAME", client_name))
     stream.arm(deadline)
     request = b"".join([pack_command(*words) for words in commands])
     # A server at its maxclients says so and closes: its reply may have arrived.
@@ -323,16 +381,6 @@ def greet(
         raise RedisProtocolError("the server sent something that was not asked for")
 
 
-def _commands(
-    endpoint: Endpoint, auth: tuple[str, ...] | None, client_name: str
-) -> list[tuple[str, ...]]:
-    commands = [auth] if auth is not None else []
-    if endpoint.db:
-        commands.append(("SELECT", str(endpoint.db)))
-    commands.append(("CLIENT", "SETNAME", client_name))
-    return commands
-
-
 def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
     """Raise the error that a reply to the greeting stands for, unless the command may fail."""
     at = f"Redis at {endpoint.where}"
@@ -346,10 +394,10 @@ def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
             raise RedisAuthError(f"{at} wants a password: put one into the Redis URL")
         raise RedisAuthError(
             f"{at} refuses the user or the password: correct them where they are set "
-            f"({_brief(reply.text)})"
+            f"({brief(reply.text)})"
         )
     if name != "CLIENT" or reply.code not in _TOLERATED:
-        raise RedisUnavailable(f"{at} refuses the connection: {_brief(reply.text)}")
+        raise RedisUnavailable(f"{at} refuses the connection: {brief(reply.text)}")
 
 
 def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
@@ -375,9 +423,10 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
         return RedisUnavailable(f"{at} does not exist: start Redis, or correct the Redis URL")
     if code == errno.EACCES:
         return RedisUnavailable(f"{at} may not be used by this user: see its permissions")
-    known = errno.errorcode.get(code, code) if code is not None else _brief(str(error))
+    known = errno.errorcode.get(code, code) if code is not None else brief(str(error))
     return RedisUnavailable(f"{at} cannot be reached: {known}")
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
+    """One line of an error's text."""
     return " ".join(text.split())[:160]

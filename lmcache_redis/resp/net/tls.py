@@ -13,7 +13,7 @@ _VERIFY_MODES = {
     "optional": ssl.CERT_OPTIONAL,
     "required": ssl.CERT_REQUIRED,
 }
-_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _OF_CERTIFICATES = re.compile("ALERT_(CERTIFICATE|UNKNOWN_CA|BAD_CERTIFICATE|NO_CERTIFICATE)")
 
 # Parameters of a URL by their redis-py names.
@@ -26,7 +26,7 @@ def tls_context(parameters: TlsParameters) -> ssl.SSLContext:
     A context takes 25 ms to make. It is made again when one of its files was replaced, as renewed
     certificates are.
     """
-    found = [os.stat(value) for name, value in parameters if name in _FILES]
+    found = [os.stat(value) for name, value in parameters if name in TLS_FILES]
     seen = tuple((each.st_dev, each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
     return _context(parameters, seen)
 

@@ -9,7 +9,6 @@ receives them straight into slots. Malformed bytes raise RedisProtocolError and 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -42,8 +41,8 @@ MAX_ELEMENTS: Final = 1 << 18
 # More than a server can store in one string: a longer length is malformed.
 MAX_VALUE_BYTES: Final = 1 << 40
 
-# As servers write them: without a leading zero.
-_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
+# As servers write it: without a leading zero.
+_LENGTH = re.compile(rb"\$(-1|0|[1-9][0-9]{0,18})")
 # The head of an array of 1,000 elements or more, of a map, a set or a push of RESP3, or bytes of a
 # string that look like it; and what may become one.
 _SUSPECT = re.compile(rb"[*%~>|](?:(?<=\*)([0-9]{4,19})|(?<!\*)[0-9])")
@@ -51,10 +50,28 @@ _HEAD = re.compile(rb"[*%~>|][0-9]{0,19}\Z")
 _HEAD_BYTES = 20
 _INCOMPLETE = object()
 _CODE = re.compile(r"[A-Z]{2,20}")
-_UNAVAILABLE_CODES = frozenset({"LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN"})
-_NO_WRITES_CODES = frozenset({"NOREPLICAS", "MISCONF"})
-_AUTH_CODES = frozenset({"NOAUTH", "WRONGPASS"})
-_IS_A_CLUSTER: Final = "(a Redis Cluster: write redis+cluster://HOST:PORT)"
+_IS_A_CLUSTER: Final = " (a Redis Cluster: write redis+cluster://HOST:PORT)"
+_CHECK_PASSWORD: Final = " (set the user and password of the Redis URL)"
+# By the code of an error reply: the exception, and what to change.
+_ERRORS: Final[dict[str, tuple[type[RedisError], str]]] = {
+    "OOM": (RedisFull, " (set maxmemory-policy allkeys-lru, or a larger maxmemory)"),
+    "NOAUTH": (RedisAuthError, _CHECK_PASSWORD),
+    "WRONGPASS": (RedisAuthError, _CHECK_PASSWORD),
+    "LOADING": (RedisUnavailable, ""),
+    "BUSY": (RedisUnavailable, ""),
+    "MASTERDOWN": (RedisUnavailable, ""),
+    "TRYAGAIN": (RedisUnavailable, ""),
+    "CLUSTERDOWN": (RedisClusterDown, ""),
+    "CROSSSLOT": (RedisReplyError, _IS_A_CLUSTER),
+    "READONLY": (RedisReadOnly, ""),
+    "NOREPLICAS": (RedisWriteRefused, ""),
+    "MISCONF": (RedisWriteRefused, ""),
+    "NOPERM": (
+        RedisReplyError,
+        " (allow GET, SET, EXISTS, TOUCH, UNLINK, SCAN, PING on our keys, "
+        "and GETEX and EXPIRE where a TTL is refreshed)",
+    ),
+}
 
 
 class ErrorReply(NamedTuple):
@@ -71,43 +88,26 @@ RepliesT = TypeVar("RepliesT", bound=Sequence[Reply])
 # ------------------------------------------------------------------ commands
 
 
-# Keys of one layout have one length, and so do values: what depends on lengths is cached.
-
-
 def get_command(key: bytes, ttl_s: int = 0) -> bytes:
     """A GET; with ttl_s a GETEX (Redis 6.2), which restarts the TTL."""
-    return b"".join((_get_head(len(key), ttl_s), key, end_of_command(ttl_s)))
+    words = b"*4\r\n$5\r\nGETEX" if ttl_s else b"*2\r\n$3\r\nGET"
+    return b"%b\r\n$%d\r\n%b%b" % (words, len(key), key, end_of_command(ttl_s))
 
 
 def set_prefix(key: bytes, value_bytes: int, ttl_s: int = 0) -> bytes:
     """A SET up to its value. The value and `end_of_command` follow."""
-    return b"".join((_set_head(len(key), ttl_s), key, CRLF, value_head(value_bytes)))
+    words = 5 if ttl_s else 3
+    return b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, value_bytes)
 
 
-@functools.lru_cache(maxsize=64)
 def value_head(value_bytes: int) -> bytes:
     """The RESP head of a value of this length, in replies and commands."""
     return b"$%d\r\n" % value_bytes
 
 
-@functools.lru_cache(maxsize=64)
-def _get_head(key_bytes: int, ttl_s: int) -> bytes:
-    words = b"*4\r\n$5\r\nGETEX" if ttl_s else b"*2\r\n$3\r\nGET"
-    return b"%b\r\n$%d\r\n" % (words, key_bytes)
-
-
-@functools.lru_cache(maxsize=64)
-def _set_head(key_bytes: int, ttl_s: int) -> bytes:
-    return b"*%d\r\n$3\r\nSET\r\n$%d\r\n" % (5 if ttl_s else 3, key_bytes)
-
-
-@functools.lru_cache(maxsize=64)
 def end_of_command(ttl_s: int) -> bytes:
     """The bytes after the last word of a GET or SET: with ttl_s, the expiry."""
-    if not ttl_s:
-        return CRLF
-    digits = b"%d" % ttl_s
-    return b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(digits), digits)
+    return b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s) if ttl_s else CRLF
 
 
 def keys_commands(
@@ -120,19 +120,11 @@ def keys_commands(
     if native.moves is not None:
         packed: bytes = native.moves.keys_commands(name, list(keys), group_keys, suffix)
         return packed
-    # Keys of one layout and model have the same length, so that a join in C packs them.
-    lengths = set(map(len, keys))
-    before = b"$%d\r\n" % (len(keys[0]) + len(suffix)) if len(lengths) == 1 else b""
-    after = suffix + CRLF
-    between = after + before
     pieces = []
     for start in range(0, len(keys), group_keys):
         group = keys[start : start + group_keys]
         pieces.append(b"*%d\r\n$%d\r\n%b\r\n" % (len(group) + 1, len(name), name))
-        if before:
-            pieces += (before, between.join(group), after)
-        else:
-            pieces += [b"$%d\r\n%b%b" % (len(key) + len(suffix), key, after) for key in group]
+        pieces += [b"$%d\r\n%b%b\r\n" % (len(key) + len(suffix), key, suffix) for key in group]
     return b"".join(pieces)
 
 
@@ -141,30 +133,6 @@ def pack_command(*words: bytes | str | int) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(
         [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
     )
-
-
-class KeyScan:
-    """A SCAN of all keys that match, step by step. A key that exists all the time is found.
-
-    count: keys that a step looks at. more: further words.
-    """
-
-    def __init__(self, pattern: bytes, count: int, *more: str) -> None:
-        self.is_over = False
-        self._words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", count, *more)
-        self._cursor = b"0"
-
-    def command(self) -> bytes:
-        """The next step."""
-        return pack_command("SCAN", self._cursor, *self._words)
-
-    def take(self, reply: Reply) -> list[bytes]:
-        """The keys in the reply to a step. One may be in several replies."""
-        match reply:
-            case [bytes() as cursor, list() as found] if cursor.isdigit():
-                self._cursor, self.is_over = cursor, cursor == b"0"
-                return [key for key in found if isinstance(key, bytes)]
-        raise RedisProtocolError("malformed reply to SCAN: expected a cursor and a list of keys")
 
 
 def escape_pattern(literal: bytes) -> bytes:
@@ -177,42 +145,26 @@ def escape_pattern(literal: bytes) -> bytes:
 
 def parse_length(line: bytes) -> int | None:
     """The length in a line `$n` (without CRLF); None for a null."""
-    length = _integer(line[1:])
-    if line[:1] != b"$" or not -1 <= length <= MAX_VALUE_BYTES:
+    if _LENGTH.fullmatch(line) is None or int(line[1:]) > MAX_VALUE_BYTES:
         raise RedisProtocolError("malformed reply to GET: expected a string")
-    return None if length < 0 else length
+    return None if line == b"$-1" else int(line[1:])
 
 
-def parse_error(line: bytes) -> ErrorReply:
-    """The error in a line `-CODE text` (without CRLF)."""
-    return _error_reply(line[1:].decode("utf-8", "replace"))
+def error_reply(text: str) -> ErrorReply:
+    """The error in a reply `-CODE text`, without its first and its last bytes."""
+    match = _CODE.match(text)
+    return ErrorReply(match.group() if match else "", text)
 
 
 def error_of(reply: ErrorReply) -> RedisError:
     """The exception for an error reply. The connection stays in step."""
     said = f"Redis says: {reply.text[:200]}"
-    if reply.code == "OOM":
-        return RedisFull(f"{said} (set maxmemory-policy allkeys-lru, or a larger maxmemory)")
-    if reply.code in _AUTH_CODES:
-        return RedisAuthError(f"{said} (set the user and password of the Redis URL)")
-    if reply.code in _UNAVAILABLE_CODES or "max number of clients" in reply.text:
-        return RedisUnavailable(said)
     if reply.code in ("MOVED", "ASK"):
-        return _redirect(reply, f"{said} {_IS_A_CLUSTER}")
-    if reply.code == "CROSSSLOT":
-        return RedisReplyError(f"{said} {_IS_A_CLUSTER}")
-    if reply.code == "CLUSTERDOWN":
-        return RedisClusterDown(said)
-    if reply.code == "READONLY":
-        return RedisReadOnly(said)
-    if reply.code in _NO_WRITES_CODES:
-        return RedisWriteRefused(said)
-    if reply.code == "NOPERM":
-        return RedisReplyError(
-            f"{said} (allow GET, SET, EXISTS, TOUCH, UNLINK, SCAN, PING on our keys, "
-            "and GETEX and EXPIRE where a TTL is refreshed)"
-        )
-    return RedisReplyError(said)
+        return _redirect(reply, said + _IS_A_CLUSTER)
+    kind, advice = _ERRORS.get(reply.code, (RedisReplyError, ""))
+    if "max number of clients" in reply.text:
+        kind = RedisUnavailable
+    return kind(said + advice)
 
 
 def without_errors(replies: RepliesT) -> RepliesT:
@@ -246,7 +198,7 @@ class ReplyBuffer:
     def __init__(self, most_bytes: int = MAX_REPLY_BYTES) -> None:
         self._reader: Any = hiredis.Reader(
             RedisProtocolError,
-            _error_reply,  # type: ignore[arg-type] # an exception for us, a reply for hiredis
+            error_reply,  # type: ignore[arg-type] # an exception for us, a reply for hiredis
             notEnoughData=_INCOMPLETE,
         )
         self._most_bytes = most_bytes
@@ -299,14 +251,3 @@ class ReplyBuffer:
         except (TypeError, ValueError) as error:
             # Of RESP3: what Python does not read.
             raise RedisProtocolError(f"malformed reply: {error}") from None
-
-
-def _error_reply(text: str) -> ErrorReply:
-    match = _CODE.match(text)
-    return ErrorReply(match.group() if match else "", text)
-
-
-def _integer(digits: bytes) -> int:
-    if _INTEGER.fullmatch(digits) is None:
-        raise RedisProtocolError("malformed integer in a reply")
-    return int(digits)

@@ -10,8 +10,8 @@ import pytest
 
 from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.net.endpoint import parse_deployment
-from lmcache_redis.resp.net.topology import SLOTS, ServerMap
+from lmcache_redis.resp.maps import SLOTS, ServerMap
+from lmcache_redis.resp.options import parse_deployment
 from tests.resp.helpers import find_servers, plane_threads, running
 from tests.resp.trickling import LyingServer
 

@@ -1,23 +1,78 @@
-"""Stores: stripe 0 last, one run of a server's process, buffers of sealed stripes."""
+"""Chunks in flight: the outcome of a load from its stripes, and the order of a store."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health
-from lmcache_redis.resp.jobs import Jobs, Stop
-from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health, transfers
+from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.writing import Write, Writer, _Sealer, _ServerRun
+from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, _Sealer, _ServerRun
 from lmcache_redis.seal import SealKeys
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.proxy import Proxy
+from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
+
+A, B = b"a" * 16, b"b" * 16
+GOOD, OTHER = Verified(None, A), Verified(None, B)
+GONE, BAD = Verified(ReadOutcome.INCOMPLETE), Verified(ReadOutcome.CORRUPT)
+
+
+class Answered:
+    """A load of three stripes, all in flight."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[ReadOutcome] = []
+        self.jobs = Jobs()
+        self.read = Read(Chunk(1, 300, 100).io(), self._done, time.monotonic())
+        assert self.jobs.begin_all([(self.read,)] * 3)
+
+    def _done(self, chunk: ChunkIO, outcome: ReadOutcome) -> None:
+        self.outcomes.append(outcome)
+
+    def end(self, index: int, verified: Verified) -> None:
+        with self.jobs.lock:
+            self.read.ended(index, *verified)
+        self.jobs.conclude((self.read,))
+
+
+@pytest.mark.parametrize(
+    ("ends", "allowed"),
+    [
+        ((GOOD, GOOD, GOOD), {ReadOutcome.LOADED}),
+        ((GOOD, GOOD, OTHER), {ReadOutcome.TORN}),
+        ((OTHER, GOOD, GOOD), {ReadOutcome.TORN}),
+        ((GOOD, GONE, GOOD), {ReadOutcome.INCOMPLETE}),
+        ((GOOD, GONE, GONE), {ReadOutcome.INCOMPLETE}),
+        # Without stripe 0 a store may be in flight.
+        ((GONE, GOOD, GOOD), {ReadOutcome.MISSING}),
+        ((GONE, GONE, GONE), {ReadOutcome.MISSING}),
+        ((GONE, GOOD, OTHER), {ReadOutcome.MISSING, ReadOutcome.TORN}),
+        ((BAD, GOOD, GOOD), {ReadOutcome.CORRUPT}),
+        ((GOOD, GOOD, BAD), {ReadOutcome.CORRUPT}),
+        # Stripe 0 is there, if damaged: whichever is found first.
+        ((BAD, GONE, GOOD), {ReadOutcome.CORRUPT, ReadOutcome.INCOMPLETE}),
+        ((GOOD, GONE, OTHER), {ReadOutcome.INCOMPLETE, ReadOutcome.TORN}),
+    ],
+)
+def test_of_stripes_in_any_order(ends: tuple[Verified, ...], allowed: set[ReadOutcome]) -> None:
+    for order in itertools.permutations(range(3)):
+        answered = Answered()
+        for index in order:
+            assert answered.outcomes == []
+            answered.end(index, ends[index])
+        (outcome,) = answered.outcomes
+        assert outcome in allowed, order
+
+
+# ------------------------------------------------------------------- writing
 
 
 class Queued:
@@ -104,16 +159,53 @@ def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
 def test_a_sealed_stripe_that_was_sent_in_part_is_left_alone() -> None:
     sealer = _Sealer(SealKeys([bytes(range(32))]), 5)
 
-    def seal(number: int) -> memoryview:
+    def seal(number: int, kept: memoryview | None = None) -> memoryview:
         payload = memoryview(bytes([number]) * 1000)
-        return sealer.seal(b"key", bytearray(HEADER_BYTES), payload)
+        return sealer.seal(b"key", bytearray(HEADER_BYTES), payload, kept)
 
     seal(0)
-    kept = sealer.kept = seal(1)
+    kept = seal(1)
     before = bytes(kept)
     for number in range(20):
-        seal(number)
+        seal(number, kept)
     assert bytes(kept) == before
+
+
+# ------------------------------------------------------------- lying servers
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_late_value_leaves_the_slot_and_the_connection_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "_DROP_WITHIN_S", 10.0)
+    late = [b"$%d\r\n%b\r\n" % (HEADER_BYTES + 4096, b"x" * (HEADER_BYTES + 4096))]
+
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] != b"GET":
+            return None
+        if late:
+            time.sleep(0.3)
+            return late.pop()
+        return b"$-1\r\n"
+
+    chunk, other = Chunk(1, 4096, 4096), Chunk(2, 4096, 4096)
+    with LyingServer(answer) as server, running(server.url, get_connections=1) as plane:
+        wait_until(lambda: plane.open_streams == 4)
+        assert read(plane, chunk, within_s=0.1) == [ReadOutcome.TIMED_OUT]
+        assert read(plane, other) == [ReadOutcome.MISSING]
+        assert chunk.content == bytes(4096)
+        assert plane.stats().connections_lost == 0
+
+
+@pytest.mark.parametrize("reply", [b"-LOADING wait\r\n", b"+NO\r\n", b":1\r\n"])
+def test_a_store_that_is_not_understood_is_unavailable(reply: bytes) -> None:
+    with (
+        LyingServer(lambda words: reply if words[0] == b"SET" else None) as server,
+        running(server.url) as plane,
+    ):
+        wait_until(lambda: plane.open_streams == 4)
+        assert write(plane, Chunk(1, 40_000, 4096)) == [WriteOutcome.UNAVAILABLE]
 
 
 # ---------------------------------------------------------------- real servers

@@ -11,12 +11,8 @@ from redis.credentials import CredentialProvider, UsernamePasswordCredentialProv
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import ReadOutcome, RedisOptions, RedisPlane, WriteOutcome, check_url
-from lmcache_redis.resp.net.credentials import (
-    PasswordFile,
-    StaticPassword,
-    auth_command,
-    load_provider,
-)
+from lmcache_redis.resp.net.stream import auth_command
+from lmcache_redis.resp.options import PasswordFile, StaticPassword, load_provider
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.servers import RedisServer
 

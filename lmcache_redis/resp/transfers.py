@@ -1,0 +1,420 @@
+"""Chunks in flight: what their stripes are packed as, and what follows from the end of each.
+
+**From Redis into slots.** Stripes are taken from one queue in chunk order, so that the stripes of a
+chunk arrive over all connections at once. One GET is outstanding on each: a server that has to
+queue copies of values is slower. A chunk is LOADED if all its stripes are good and of one store. A
+reader deletes nothing: whoever computes the chunk that it missed stores it again.
+
+A value counts only if its header is exactly the expected one and its payload has the checksum that
+the header names. A wrong value that is ours beyond doubt, because it has a damaged header with our
+magic and version, is CORRUPT. Any other is FOREIGN: another type, another magic or version, another
+layout or chunk, cut into stripes otherwise, no header at all. A reader with keys expects sealed
+values, one without keys plain ones. A payload is opened in its slot, by the thread that received
+it, while the kernel receives others.
+
+**From slots into Redis.** Stripe 0 is stored last and makes the chunk visible. While the last
+stripes of one chunk are acknowledged, those of the next are sent: waiting costs no round trip. One
+thread sends all stripes of a chunk that go to one server.
+
+A server that restarts loses what it acknowledged, and all its connections. So when a connection is
+lost, nothing is sent until every reply in flight has arrived or is lost, too. Then the thread
+replaces all its connections. Chunks of which a stripe was acknowledged on the old connections fail;
+all other stripes are sent again. No connection is added while a chunk is half stored: the server
+could have been restarted in the meantime.
+
+A chunk that fails after something was sent leaves a partial write: stripes that no reader sees, or,
+if it was to replace an older store, a mixture that readers refuse (TORN). It stays until the chunk
+is stored again, or the server evicts it: writers delete nothing. A stripe to be sealed is encrypted
+into memory of the thread right before it is sent. Meanwhile the kernel sends those before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    MAGIC,
+    STORE_ID,
+    ChunkFrame,
+    Verdict,
+    add_checksums,
+)
+from lmcache_redis.chunks.names import stripe_key
+from lmcache_redis.errors import (
+    RedisClusterDown,
+    RedisError,
+    RedisProtocolError,
+    RedisRedirect,
+    RedisUnavailable,
+    RedisWriteRefused,
+)
+from lmcache_redis.resp.bulk import (
+    MOST_TASKS,
+    SENT,
+    SHORT_BYTES,
+    End,
+    Packed,
+    StripeFailure,
+    is_other_type,
+)
+from lmcache_redis.resp.health import DataServer, stop_for
+from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask, TaskQueue
+from lmcache_redis.resp.lanes import SEALED_TOGETHER, BulkWorker, Lane
+from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix, value_head
+from lmcache_redis.seal import Opened, SealKeys
+from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome, WriteDone, WriteOutcome
+
+# The rest of an unused reply arrives within this time, or the connection is closed.
+_DROP_WITHIN_S = 0.1
+# Chunks that have been stored are dropped from the set of acknowledged ones at this size.
+_PRUNE_AT = 64
+_OPENED = {
+    Opened.OK: None,
+    Opened.UNKNOWN_KEY: ReadOutcome.NOT_OPENED,
+    Opened.FORGED: ReadOutcome.CORRUPT,
+}
+
+
+class Verified(NamedTuple):
+    """The verdict on what was found for a stripe.
+
+    outcome: None if the stripe is good; store_id is its store then.
+    """
+
+    outcome: ReadOutcome | None
+    store_id: bytes = b""
+
+
+def verify(
+    frame: ChunkFrame,
+    index: int,
+    failure: StripeFailure,
+    payload: memoryview,
+    checksums: bool = True,
+    is_sealed: bool = False,
+) -> Verified | None:
+    """Judge what was found for stripe `index` of a chunk; None if the failure is not the value's.
+
+    checksums: whether to compare the payload's checksum, too. is_sealed: whether the value must be
+    sealed; a mover that found the expected header has not failed.
+    """
+    end, _, data = failure
+    if end == End.NOTHING:
+        return Verified(ReadOutcome.INCOMPLETE)
+    if is_other_type(failure):
+        return Verified(ReadOutcome.FOREIGN)
+    if end not in (End.MISMATCH, End.OTHER_LENGTH):
+        return None
+    check = frame.check_header(data, index, is_sealed)
+    if check.ok and end == End.MISMATCH and not is_sealed:
+        if not checksums or xxh3_64_intdigest(payload) == check.checksum:
+            return Verified(None, check.store_id)
+        return Verified(ReadOutcome.CORRUPT)
+    if check.verdict in (Verdict.NOT_SEALED, Verdict.SEALED):
+        return Verified(ReadOutcome.NOT_OPENED)
+    # A header cut short before the version is CORRUPT_HEADER, too: the magic decides.
+    if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[: len(MAGIC)] == MAGIC):
+        return Verified(ReadOutcome.CORRUPT)
+    return Verified(ReadOutcome.FOREIGN)
+
+
+class Read(ChunkJob[ReadOutcome]):
+    """One chunk being read."""
+
+    __slots__ = ("_first_is_there", "_has_gap", "_store_id")
+    good = ReadOutcome.LOADED
+
+    def __init__(self, chunk: ChunkIO, done: ReadDone, now: float) -> None:
+        super().__init__(chunk, done, now)
+        self._store_id = b""
+        self._first_is_there = False
+        # A stripe is missing, and nothing is known of stripe 0.
+        self._has_gap = False
+
+    def ended(self, index: int, outcome: ReadOutcome | None, store_id: bytes = b"") -> None:
+        """Under the lock: stripe `index` was in flight, and has ended, well (None) or not."""
+        if outcome is None:
+            if not self._store_id:
+                self._store_id = store_id
+            elif store_id != self._store_id:
+                outcome = ReadOutcome.TORN
+        elif outcome is ReadOutcome.INCOMPLETE and index == 0:
+            outcome = ReadOutcome.MISSING
+        elif outcome is ReadOutcome.INCOMPLETE and not self._first_is_there:
+            # MISSING if stripe 0 is, too: a store may be in flight.
+            self._has_gap, outcome = True, None
+        if index == 0 and outcome is not ReadOutcome.MISSING:
+            self._first_is_there = True
+            if outcome is None and self._has_gap:
+                outcome = ReadOutcome.INCOMPLETE
+        self.in_flight -= 1
+        self.advance(outcome)
+
+
+class Reader(BulkWorker):
+    """A thread with GET connections."""
+
+    _is_load = True
+    # Receives what is left of unused replies.
+    _scratch = memoryview(b"")
+
+    def _pack(self, task: StripeTask) -> Packed:
+        job, index, _ = task
+        options = self._server.options
+        # A server that takes no writes takes no GETEX either.
+        refreshes = options.ttl_refresh and self._server.write_state.refusal is None
+        chunk: ChunkIO = job.chunk
+        payload = chunk.slots[index]
+        header = chunk.frame.bare_header(index, is_sealed=self._seal_keys is not None)
+        expected = value_head(HEADER_BYTES + payload.nbytes) + header
+        ttl_s = options.ttl_s if refreshes else 0
+        return get_command(stripe_key(chunk.key, index), ttl_s), expected, payload, b""
+
+    def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
+        if self._seal_keys is None:
+            with self._jobs.lock:
+                for (job, index, _), store_id in done:
+                    job.ended(index, None, store_id)
+            self._jobs.conclude([job for (job, _, _), _ in done])
+            return
+        # The headers are the expected ones; the payloads are in their slots, still sealed.
+        for (job, index, _), header in done:
+            chunk: ChunkIO = job.chunk
+            key, payload = stripe_key(chunk.key, index), chunk.slots[index]
+            outcome = _OPENED[self._seal_keys.open(key, header, payload)]
+            with self._jobs.lock:
+                job.ended(index, outcome, header[STORE_ID])
+            self._jobs.conclude((job,))
+
+    def _failed(
+        self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
+    ) -> None:
+        job, index, _ = task
+        frame, slot = job.chunk.frame, job.chunk.slots[index]
+        verified = verify(frame, index, failure, slot, self._checksums, self._seal_keys is not None)
+        if verified is not None:
+            with self._jobs.lock:
+                job.ended(index, *verified)
+            self._jobs.conclude((job,))
+        elif error is not None:
+            self._lost(lane, task, error)
+
+    def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
+        job = task[0]
+        self._jobs.release((job,))
+        if isinstance(error, RedisRedirect):
+            if not self._server.redirect(task, error):
+                self._health.note(error)
+                self._jobs.stop((job,), Stop.UNAVAILABLE)
+            return
+        if isinstance(error, RedisWriteRefused) and self._server.options.ttl_refresh:
+            # It refuses the GETEX: a GET follows.
+            self._server.refuses_writes(error)
+            self._queue.put((task,), urgent=True)
+            return
+        self._judge(error, lane.connection)
+        if isinstance(error, RedisUnavailable) and self._may_retry(job, lane.connection):
+            self._queue.put((task,), urgent=True)
+            return
+        self._jobs.stop((job,), stop_for(error))
+
+    def _release_ended(self, now: float) -> None:
+        ended: list[Read] = []
+        for lane in self._lanes.busy:
+            if lane.task is None:
+                continue
+            job = lane.task[0]
+            if job.outcome is None and job.deadline > now:
+                continue
+            command, header, slot, end = lane.packed
+            if self._scratch.nbytes < slot.nbytes:
+                self._scratch = memoryview(bytearray(slot.nbytes))
+            lane.packed = command, header, self._scratch[: slot.nbytes], end
+            lane.task = None
+            lane.until = min(lane.until, now + _DROP_WITHIN_S)
+            ended.append(job)
+        if not ended:
+            return
+        self._jobs.stop(ended, Stop.TIMED_OUT)
+        if any(job.deadline <= now for job in ended):
+            self._health.suspect(self._lanes.busy[0].connection.stream.late())
+        self._jobs.release(ended)
+
+
+# ------------------------------------------------------------------- writing
+
+
+class _Sealer:
+    """Seals stripes into buffers of its own.
+
+    A buffer stays as it is while the next `buffers - 2` are sealed, and as long as it is kept.
+    """
+
+    def __init__(self, keys: SealKeys, buffers: int) -> None:
+        self._keys = keys
+        self._buffers = deque([bytearray()] * buffers)
+
+    def seal(
+        self, key: bytes, header: bytearray, payload: memoryview, kept: memoryview | None
+    ) -> memoryview:
+        """Complete a bare header for the payload; return the ciphertext, which replaces it.
+
+        kept: a ciphertext that is still needed.
+        """
+        self._buffers.rotate(-1)
+        if kept is not None and self._buffers[0] is kept.obj:
+            self._buffers.rotate(-1)
+        if len(self._buffers[0]) < payload.nbytes:
+            self._buffers[0] = bytearray(payload.nbytes)
+        return self._keys.seal(key, header, payload, memoryview(self._buffers[0]))
+
+
+class Write(ChunkJob[WriteOutcome]):
+    """One chunk being written. nodes: the node of each stripe."""
+
+    __slots__ = ("created_unix_ms", "store_id")
+    good = WriteOutcome.STORED
+
+    def __init__(
+        self, chunk: ChunkIO, done: WriteDone, now: float, store_id: bytes, created_unix_ms: int
+    ) -> None:
+        super().__init__(chunk, done, now)
+        self.store_id = store_id
+        self.created_unix_ms = created_unix_ms
+
+    def acknowledged(self) -> None:
+        """Under the lock: a stripe is stored. The last one before stripe 0 queues stripe 0."""
+        self.advance()
+        if self.steps_left == 1 and self.outcome is None:
+            self.nodes[0].put_writes(((self, 0, None),), urgent=True)
+
+
+class _ServerRun:
+    """What one run of a server's process has: it lasts until the first connection is lost.
+
+    acknowledged: jobs of which it has a stripe. unanswered: stripes that were sent on lost
+    connections. loss: why chunks that are half stored fail; None: nothing was lost.
+    """
+
+    __slots__ = ("acknowledged", "loss", "unanswered")
+
+    def __init__(self) -> None:
+        self.acknowledged: set[Write] = set()
+        self.unanswered: list[StripeTask] = []
+        self.loss: Stop | None = None
+
+    def add(self, jobs: Sequence[Write]) -> None:
+        """A stripe of each job was acknowledged."""
+        self.acknowledged.update([job for job in jobs if job.outcome is None])
+        if len(self.acknowledged) >= _PRUNE_AT:
+            self.acknowledged = {job for job in self.acknowledged if job.outcome is None}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no chunk is half stored."""
+        return all(job.outcome is not None for job in self.acknowledged)
+
+
+class Writer(BulkWorker):
+    """A thread with SET connections."""
+
+    _is_load = False
+
+    def __init__(
+        self, name: str, server: DataServer, queue: TaskQueue[StripeTask], connections: int
+    ) -> None:
+        super().__init__(name, server, queue, connections)
+        self._run = _ServerRun()
+        # One more buffer for a stripe that was sent in part.
+        keys = self._seal_keys
+        self._sealer = None if keys is None else _Sealer(keys, SEALED_TOGETHER + 1)
+
+    def _pack(self, task: StripeTask) -> Packed:
+        job, index, _ = task
+        chunk: ChunkIO = job.chunk
+        key, payload = stripe_key(chunk.key, index), chunk.slots[index]
+        is_sealed = self._sealer is not None
+        header = bytearray(
+            chunk.frame.bare_header(index, job.store_id, job.created_unix_ms, is_sealed)
+        )
+        if self._sealer is not None:
+            kept = self._lanes.busy[-1].packed[2] if self._lanes.is_sending else None
+            payload = self._sealer.seal(key, header, payload, kept)
+        ttl_s = self._server.options.ttl_s
+        prefix = set_prefix(key, HEADER_BYTES + payload.nbytes, ttl_s)
+        if payload.nbytes <= SHORT_BYTES:
+            add_checksums(header, xxh3_64_intdigest(payload))
+        return prefix, header, payload, end_of_command(ttl_s)
+
+    def _sent(self, jobs: Collection[Any]) -> None:
+        # The kernel has the bytes, or will never get them: the slots are free either way.
+        self._jobs.release(jobs)
+
+    def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
+        jobs: list[Write] = [task[0] for task, _ in done]
+        with self._jobs.lock:
+            for job in jobs:
+                job.acknowledged()
+        self._run.add(jobs)
+        self._jobs.conclude(jobs)
+
+    def _failed(
+        self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
+    ) -> None:
+        job: Write = task[0]
+        assert error is not None, "a SET has no value"
+        if failure[0] != End.LINE:
+            self._lost(lane, task, error)
+            return
+        if isinstance(error, RedisRedirect) and self._server.redirect(task, error):
+            return
+        is_answer = isinstance(error, RedisClusterDown)
+        if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
+            # It would answer any request so, or does not speak Redis.
+            if isinstance(error, RedisProtocolError):
+                lane.connection.close()
+            self._lose(lane, error)
+            self._jobs.stop((job,), Stop.UNAVAILABLE)
+            return
+        self._jobs.stop((job,), self._server.refuses_writes(error))
+
+    def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
+        job: Write = task[0]
+        if lane.packed is not SENT:
+            self._sent((job,))
+        self._lose(lane, error)
+        if self._may_retry(job, lane.connection):
+            self._run.unanswered.append(task)
+        else:
+            self._jobs.stop((job,), stop_for(error))
+
+    def _lose(self, lane: Lane, error: RedisError) -> None:
+        """The connection is unusable, and the others are replaced with it."""
+        self._judge(error, lane.connection)
+        if self._run.loss is None:
+            self._run.loss = stop_for(error)
+
+    @property
+    def _may_send(self) -> bool:
+        return self._run.loss is None and super()._may_send
+
+    def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
+        refusal = self._server.write_state.refusal
+        while refusal is not None and (tasks := self._queue.take_some(MOST_TASKS)):
+            self._jobs.stop([task[0] for task in tasks], refusal)
+        return super()._begin_next(begun)
+
+    @property
+    def _may_widen(self) -> bool:
+        return not self._lanes.busy and self._run.is_whole
+
+    def _all_closed(self) -> None:
+        """Fail chunks that the old connections acknowledged in part; send other stripes again."""
+        run, self._run = self._run, _ServerRun()
+        self._jobs.stop(run.acknowledged, run.loss or Stop.UNAVAILABLE)
+        self._queue.put([task for task in run.unanswered if task[0].outcome is None], urgent=True)
