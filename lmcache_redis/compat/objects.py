@@ -10,36 +10,11 @@ is being removed from. A tier that does not store a put removes what it has unde
 cannot do even that, because it is down, it keeps the previous chunk, and serves it once the tiers
 above have lost theirs.
 
-A loaded chunk is promoted, in the background, to the tiers above the one that had it.
+A loaded chunk is promoted, in the background, to the tiers above the one that had it. The tiers are
+told to keep what memory serves; what one has lost is written again.
 
 Owned by the owner's thread; every call returns at once. `done` is called on that thread, once,
 possibly before the call returns. Deadlines are `time.monotonic()` seconds.
-
-With the names of the example in `lmcache_redis.cache`::
-
-    behind = Cache(loop, HeapMemory(), [redis], Metrics(), idle_limit=64 << 20)
-    objects = ObjectCache(behind, ChunkNames(), stripe_bytes=1 << 20)
-    key = ObjectKey(b"hash 3", "org/model", 0)
-    metadata = RemoteMetadata(3_000_000, [(3_000_000,)], ["uint8"], MemoryFormat.UNDEFINED)
-
-    filled = objects.reserve(metadata)              # None: no room
-    filled.payload[:] = b"o" * metadata.length
-    written = []
-    objects.publish(key, filled, written.append)    # gets find it now
-    run(lambda: written)                            # [True]: it is stored
-
-    behind.pool.clear()
-    got = objects.hold(key)                         # None: it is not in memory
-    found, loaded = [], []
-    objects.find(key, time.monotonic() + 5.0, found.append)
-    run(lambda: found)                              # [None] for a chunk that no tier has
-    objects.load(key, found[0], time.monotonic() + 5.0, loaded.append)
-    run(lambda: loaded)
-    content = bytes(loaded[0].payload)
-    objects.release(loaded[0])
-
-    objects.close(1.0)
-    loop.run_posted()
 """
 
 from __future__ import annotations
@@ -53,6 +28,7 @@ from typing import NamedTuple
 
 from lmcache_redis.cache.cache import Cache, load_of
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.refreshing import PooledChunk
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.frame import ChunkFrame, parsed_metadata, stripe_payload_bytes
@@ -83,6 +59,13 @@ class Held:
     entry: Entry
     metadata: RemoteMetadata
     payload: memoryview
+
+
+class _Tag(NamedTuple):
+    """Of an entry. stripe_bytes: the largest payload of its stripes in the tiers."""
+
+    metadata: RemoteMetadata
+    stripe_bytes: int
 
 
 class Places(NamedTuple):
@@ -134,7 +117,6 @@ class ObjectCache:
         self._stripe_bytes = stripe_bytes
         self._pool = cache.pool
         self._post = cache.owner.post
-        self._finds: dict[bytes, list[Callable[[Found | None], None]]] = {}
         self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
         assert len(self._tiers) == len(cache.tiers), "they are asked by key"
         self._lists = WorkerThreads("list", 1)
@@ -152,7 +134,13 @@ class ObjectCache:
         entry = self._pool.get(self._names.chunk_key(key))
         if entry is None or entry.state is not EntryState.READY:
             return None
-        return self._held(entry)
+        held = self._held(entry)
+        if entry.refreshed_s < self.cache.refreshed_before_s:
+            assert isinstance(entry.tag, _Tag)
+            metadata, stripe_bytes = entry.tag
+            form = self._form(key, metadata.length, stripe_bytes, metadata.serialize())
+            self.cache.keep([PooledChunk(form, key.chunk_hash, entry)])
+        return held
 
     def get(
         self,
@@ -194,48 +182,25 @@ class ObjectCache:
     ) -> None:
         """Find the chunk in the first tier of the places that has it. Does not look in memory."""
         chunk_key = self._names.chunk_key(key)
-        waiting = self._finds.get(chunk_key) if places == EVERYWHERE else None
-        if waiting is None:
-            waiting = []
-            if places == EVERYWHERE:
-                self._finds[chunk_key] = waiting
-            self._post(partial(self._ask, key, chunk_key, places, deadline, waiting))
-        waiting.append(done)
-
-    def _ask(
-        self,
-        key: ObjectKey,
-        chunk_key: bytes,
-        places: Places,
-        deadline: float,
-        waiting: list[Callable[[Found | None], None]],
-    ) -> None:
-        """Asks one tier after the other for the key's frame."""
         level = self._level_of(chunk_key, places)
+        if level is None:
+            done(None)
+            return
 
-        def answer(found: Found | None) -> None:
-            if self._finds.get(chunk_key) is waiting:
-                del self._finds[chunk_key]
-            for done in waiting:
-                done(found)
-
-        def described(level: int, result: FramesResult) -> None:
+        def described(result: FramesResult) -> None:
             frame = result.frames[0] if result.frames else None
             if (
                 frame is not None
                 and frame.fingerprint == self._names.fingerprint
                 and frame.chunk_hash == key.chunk_hash
             ):
-                answer(Found(frame, parsed_metadata(frame.metadata), level))
+                done(Found(frame, parsed_metadata(frame.metadata), level))
             else:
-                self._ask(key, chunk_key, places._replace(first=level + 1), deadline, waiting)
+                self.find(key, deadline, done, places._replace(first=level + 1))
 
-        if level is None:
-            answer(None)
-        else:
-            self._tiers[level].describe(
-                (chunk_key,), deadline, lambda result: self._post(partial(described, level, result))
-            )
+        self._tiers[level].describe(
+            (chunk_key,), deadline, lambda result: self._post(partial(described, result))
+        )
 
     def load(
         self, key: ObjectKey, found: Found, deadline: float, done: Callable[[Held | None], None]
@@ -250,19 +215,12 @@ class ObjectCache:
         entry = self._pool.get(chunk_key)
         is_removing = self.cache.queues[found.level].is_removing(chunk_key)
         if entry is None and not is_removing and not self._is_closed:
-            frame = found.frame
-            form = ChunkForm(
-                self._names,
-                key.model_name,
-                key.kv_rank,
-                frame.chunk_bytes,
-                frame.stripe_payload_bytes,
-                frame.metadata,
-            )
+            frame, stripe_bytes = found.frame, found.frame.stripe_payload_bytes
+            form = self._form(key, frame.chunk_bytes, stripe_bytes, frame.metadata)
             job = self.cache.prepare_load(form, chunk_key, key.chunk_hash, found.level, deadline)
             if job is not None:
                 entry = load_of(job).entry
-                entry.tag = found.metadata
+                entry.tag, entry.refreshed_s = _Tag(found.metadata, stripe_bytes), time.monotonic()
         if entry is None:
             done(None)
         elif entry.state is EntryState.READY:
@@ -282,9 +240,16 @@ class ObjectCache:
         done(held)
 
     def _held(self, entry: Entry) -> Held:
-        assert isinstance(entry.tag, RemoteMetadata)
+        assert isinstance(entry.tag, _Tag)
         self._pool.pin(entry)
-        return Held(entry, entry.tag, self._payload(entry).toreadonly())
+        return Held(entry, entry.tag.metadata, self._payload(entry).toreadonly())
+
+    def _form(
+        self, key: ObjectKey, chunk_bytes: int, stripe_bytes: int, metadata: bytes
+    ) -> ChunkForm:
+        return ChunkForm(
+            self._names, key.model_name, key.kv_rank, chunk_bytes, stripe_bytes, metadata
+        )
 
     def _payload(self, entry: Entry) -> memoryview:
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
@@ -302,7 +267,7 @@ class ObjectCache:
         entry = self._pool.reserve(None, metadata.length)
         if entry is None:
             return None
-        entry.tag = metadata
+        entry.tag = _Tag(metadata, stripe_payload_bytes(metadata.length, self._stripe_bytes))
         return Held(entry, metadata, self._payload(entry))
 
     def publish(self, key: ObjectKey, held: Held, written: Callable[[bool], None]) -> None:
@@ -313,12 +278,14 @@ class ObjectCache:
         """
         metadata, entry = held.metadata, held.entry
         chunk_key = self._names.chunk_key(key)
-        stripe_bytes = stripe_payload_bytes(metadata.length, self._stripe_bytes)
+        assert isinstance(entry.tag, _Tag)
+        stripe_bytes = entry.tag.stripe_bytes
         frame = self._names.frame(key, metadata, stripe_bytes)
         views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
+        entry.refreshed_s = time.monotonic()
+        job = ChunkIO(chunk_key, frame, views, entry.refreshed_s + self._write_s, entry)
         queues = self.cache.queues
         try:
             add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
@@ -360,30 +327,23 @@ class ObjectCache:
         """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
         entry = self._pool.peek(chunk_key) if places.memory else None
+        level = self._level_of(chunk_key, places)
         if entry is not None and entry.state is EntryState.READY:
             done(True)
-        else:
-            self._contains(chunk_key, places, deadline, done)
-
-    def _contains(
-        self, chunk_key: bytes, places: Places, deadline: float, done: Callable[[bool], None]
-    ) -> None:
-        level = self._level_of(chunk_key, places)
-        if level is None:
-            done(False)
             return
-        tier = self.cache.tiers[level]
-        if tier.lookup(chunk_key):
-            done(True)
+        if level is None or self._tiers[level].lookup(chunk_key):
+            done(level is not None)
             return
 
         def answer(result: ExistsResult) -> None:
             if result.outcome is CallOutcome.DONE and result.present[0]:
                 done(True)
             else:
-                self._contains(chunk_key, places._replace(first=level + 1), deadline, done)
+                self.contains(key, deadline, done, Places(False, level + 1, places.end))
 
-        tier.exists((chunk_key,), deadline, lambda result: self._post(partial(answer, result)))
+        self._tiers[level].exists(
+            (chunk_key,), deadline, lambda result: self._post(partial(answer, result))
+        )
 
     def remove(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
         """Removes the chunk from memory at once, and from all tiers. done: whether there was one.
@@ -401,8 +361,7 @@ class ObjectCache:
             queue.remove(chunk_key, deadline, lambda result: add(result.removed > 0))
 
     def _supersede(self, chunk_key: bytes) -> None:
-        """Detaches finds and cancels loads of the key: they may bring the previous chunk."""
-        self._finds.pop(chunk_key, None)
+        """Cancels a load of the key: it may bring the previous chunk."""
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)

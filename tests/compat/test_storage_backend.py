@@ -120,7 +120,6 @@ class Answering(backends.LMCBackendInterface):
     """A facade with what the contract wants beyond it: results of puts, and calls for bytes."""
 
     def __init__(self, facade: Any) -> None:
-        super().__init__(facade.dst_device)
         self.facade = facade
 
     def named(self, key: ObjectKey) -> Any:

@@ -41,7 +41,7 @@ from lmcache_redis.compat.gateway.wire import (
     reply_of,
 )
 from lmcache_redis.compat.lm_wire import MEMORY_LOCATION, ClientCommand, ClientMetaMessage
-from lmcache_redis.compat.objects import Held, ObjectCache, Places
+from lmcache_redis.compat.objects import Held, Places
 from lmcache_redis.errors import FormatError
 
 _HEADER_BYTES = ClientMetaMessage.packlength()
@@ -76,6 +76,8 @@ class Connection:
         self.host = host
         self.peer = peer
         self._shared = shared
+        self._cache = shared.cache
+        self._room = shared.room
         self._header = memoryview(bytearray(_HEADER_BYTES))
         self._busy = False
         self._stopping = False
@@ -121,7 +123,9 @@ class Connection:
             counters.exists += 1
             wanted = self._wanted()
             await self._written_through()
-            there = wanted is not None and await self._contains(*wanted)
+            there = wanted is not None and await _ask(
+                partial(self._cache.contains, wanted[0], _deadline(), places=wanted[1])
+            )
             await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
             counters.lists += 1
@@ -129,7 +133,7 @@ class Connection:
             await self._list()
         elif command == ClientCommand.HEALTH:
             counters.healths += 1
-            await send(SUCCEEDED if self._shared.cache.is_up else FAILED)
+            await send(SUCCEEDED if self._cache.is_up else FAILED)
         else:
             await send(FAILED)
             raise OutOfStep(f"unknown command {command}")
@@ -148,10 +152,10 @@ class Connection:
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
             return await self._receive_and_drop(length)
-        await shared.room.take(length)
+        await self._room.take(length)
         held: Held | None = None
         try:
-            held = shared.cache.reserve(metadata)
+            held = self._cache.reserve(metadata)
             if held is None:
                 await self._receive_and_drop(length)
             else:
@@ -160,8 +164,8 @@ class Connection:
             await self._written_through()
         except BaseException:
             if held is not None:
-                shared.cache.abandon(held)
-            shared.room.give_back(length)
+                self._cache.abandon(held)
+            self._room.give_back(length)
             raise
         self._written = self._publish(key, held, length)
         if length > shared.memory_bytes:
@@ -173,62 +177,73 @@ class Connection:
 
     def _publish(self, key: ObjectKey, held: Held | None, length: int) -> asyncio.Future[None]:
         """Makes the chunk visible to GETs. The future is done when every tier has answered."""
-        shared = self._shared
+        counters = self._shared.counters
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def written(stored: bool) -> None:
-            shared.room.give_back(length)
+            self._room.give_back(length)
             if not ended.done():
                 ended.set_result(None)
             if stored:
-                shared.counters.stored += 1
+                counters.stored += 1
                 return
-            shared.counters.not_stored += 1
-            shared.log.warning(
+            counters.not_stored += 1
+            self._shared.log.warning(
                 "not stored", "a chunk of %d bytes is not stored: no tier took it", length
             )
 
-        if held is None:
-            written(False)
-            return ended
         try:
-            shared.cache.publish(key, held, written)
+            if held is not None:
+                self._cache.publish(key, held, written)
+                return ended
         except FormatError:  # the tiers have no encoding for it
-            shared.cache.abandon(held)
-            written(False)
+            self._cache.abandon(held)
+        written(False)
         return ended
 
     async def _send_chunk(self, key: ObjectKey, places: Places) -> bool:
-        """Sends the reply to a GET. False: a miss, and nothing was sent."""
-        shared = self._shared
-        held, room_bytes = shared.cache.hold(key) if places.memory else None, 0
+        """Sends the reply to a GET. False: a miss, and nothing was sent.
+
+        Room for a chunk that is not in memory is taken before the first tier that has it is read.
+        """
+        cache, room, most_bytes = self._cache, self._room, self._shared.max_payload_bytes
+        held, room_bytes = cache.hold(key) if places.memory else None, 0
         if held is None:
             await self._written_through()
-            loaded = await _load(shared, key, places)
-            if loaded is None:
+        while held is None:
+            found = await _ask(partial(cache.find, key, _deadline(), places=places))
+            if found is None or _reply_to(found.metadata, most_bytes) is None:
                 return False
-            held, room_bytes = loaded
+            room_bytes = found.metadata.length
+            await room.take(room_bytes)
+            try:
+                held = await _ask(partial(cache.load, key, found, _deadline()), self._drop)
+            finally:
+                if held is None:
+                    room.give_back(room_bytes)
+            places = places._replace(first=found.level + 1)
         try:
-            if (reply := _reply_to(held.metadata, shared.max_payload_bytes)) is None:
+            if (reply := _reply_to(held.metadata, most_bytes)) is None:
                 return False
             if not room_bytes:
-                await shared.room.take(held.metadata.length)
+                await room.take(held.metadata.length)
                 room_bytes = held.metadata.length
-            shared.counters.hits += 1
+            self._shared.counters.hits += 1
             await self._send_payload(reply, held.payload)
             return True
         finally:
-            shared.cache.release(held)
-            shared.room.give_back(room_bytes)
+            cache.release(held)
+            room.give_back(room_bytes)
 
-    async def _contains(self, key: ObjectKey, places: Places) -> bool:
-        return await _ask(partial(self._shared.cache.contains, key, _deadline(), places=places))
+    def _drop(self, held: Held | None) -> None:
+        if held is not None:
+            self._cache.release(held)
 
     async def _list(self) -> None:
         shared = self._shared
         limit = max(1, shared.max_payload_bytes // _LISTED_KEY_BYTES)
         async with shared.one_list:
-            listed = await _ask(partial(shared.cache.keys, _deadline(_LIST_TIMEOUT_S), limit=limit))
+            listed = await _ask(partial(self._cache.keys, _deadline(_LIST_TIMEOUT_S), limit=limit))
             if not listed.is_complete:
                 self._complain(
                     "list", "a LIST fails: a tier did not answer, or there are more than %d keys",
@@ -236,12 +251,12 @@ class Connection:
                 )  # fmt: skip
                 return await self.stream.send(FAILED)
             text = memoryview(await asyncio.to_thread(_text_of, listed.keys))
-            await shared.room.take(len(text))
+            await self._room.take(len(text))
         # Outside the lock: a slow client holds its room and nothing else.
         try:
             await self._send_payload(list_reply_of(len(text)), text)
         finally:
-            shared.room.give_back(len(text))
+            self._room.give_back(len(text))
 
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
         await self.stream.send(header, payload)
@@ -288,28 +303,6 @@ def _places_of(shared: Shared, location: str | None) -> Places:
     return Places(memory=False, first=level, end=level + 1)
 
 
-async def _load(shared: Shared, key: ObjectKey, places: Places) -> tuple[Held, int] | None:
-    """A chunk from the first tier that delivers it, and the bytes of room taken for it.
-
-    The caller releases the chunk and gives the room back.
-    """
-    cache = shared.cache
-    while True:
-        found = await _ask(partial(cache.find, key, _deadline(), places=places))
-        if found is None or _reply_to(found.metadata, shared.max_payload_bytes) is None:
-            return None
-        await shared.room.take(found.metadata.length)
-        held: Held | None = None
-        try:
-            held = await _ask(partial(cache.load, key, found, _deadline()), partial(_drop, cache))
-        finally:
-            if held is None:
-                shared.room.give_back(found.metadata.length)
-        if held is not None:
-            return held, found.metadata.length
-        places = places._replace(first=found.level + 1)
-
-
 async def _ask(
     begin: Callable[[Callable[[_Answer], None]], None],
     unwanted: Callable[[_Answer], None] = lambda _: None,
@@ -333,11 +326,6 @@ async def _ask(
         if not answer.cancelled():
             unwanted(answer.result())
         raise
-
-
-def _drop(cache: ObjectCache, held: Held | None) -> None:
-    if held is not None:
-        cache.release(held)
 
 
 def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:
