@@ -35,6 +35,7 @@ from lmcache_redis.chunks.frame import ChunkFrame, parsed_metadata, stripe_paylo
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
+from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
@@ -274,13 +275,17 @@ class ObjectCache:
         """Makes reserved and filled memory the key's chunk, and writes it to every tier.
 
         written: called when every tier has answered, with whether any of them, or memory, keeps the
-        chunk. Raises FormatError if the chunk has no encoding; then nothing has changed.
+        chunk. Raises FormatError if the chunk has no encoding: then the memory is freed.
         """
         metadata, entry = held.metadata, held.entry
         chunk_key = self._names.chunk_key(key)
         assert isinstance(entry.tag, _Tag)
         stripe_bytes = entry.tag.stripe_bytes
-        frame = self._names.frame(key, metadata, stripe_bytes)
+        try:
+            frame = self._names.frame(key, metadata, stripe_bytes)
+        except FormatError:
+            self.abandon(held)
+            raise
         views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)

@@ -6,19 +6,7 @@ configuration objects and keys, and any objects with the same attributes (`compa
 whose promises hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk that
 fails raises nothing: a get is a miss, a put stores nothing, and `batched_put` returns fewer.
 
-What differs from LMCache:
-
-- A chunk keeps its own shape and dtype. LMCache copies it into a pool of one shape, and converts it
-  to kv_dtype.
-- What is stored is not a pickle and not a safetensors file: a value of LMCache is not read.
-- Chunks of local_device "cuda" are kept in host memory, because GPU memory is the engine's. `get`
-  returns them on dst_device.
-- dst_device "cuda" without a GPU is an error: pass dst_device="cpu" there.
-- Removing a key that is not there is not an error.
-- A hybrid does not load everything at its start: a chunk is loaded when it is first asked for.
-- The classes and functions that are the inside of LMCache's threads are left out: save_disk,
-  LocalBackendEndSignal, RemoteBackendEndSignal, put_worker, network_worker, deserialize_worker,
-  buffer_sweeper.
+docs/compatibility.md lists what differs. What LMCache stored (pickles, safetensors) is not read.
 """
 
 from __future__ import annotations

@@ -245,12 +245,14 @@ class LMCBackendInterface:
         The first calls wait until the first probes of the servers have ended.
         """
         self._check_open()
-        deadline, planes = time.monotonic() + self.storage.deadline_s, self.storage.tiers
+        wait_s = self.storage.deadline_s
+        deadline = time.monotonic() + wait_s
         if not self._is_probed:
+            planes = [each.tier for each in self.storage.tiers]
             self._is_probed = all(
-                each.tier.wait_probed(self.storage.deadline_s).probed
-                for each in planes
-                if isinstance(each.tier, RedisPlane)
+                plane.wait_probed(wait_s).probed
+                for plane in planes
+                if isinstance(plane, RedisPlane)
             )
         return deadline
 
@@ -280,7 +282,7 @@ class LMCBackendInterface:
                 return None
             try:
                 copy(held.payload, views, into_block=True)
-                put = self._thread.call(partial(self._publish, key, held))
+                put = self._thread.call(partial(self._objects.publish, key, held))
             except BaseException:
                 self._abandon(held)
                 raise
@@ -293,13 +295,6 @@ class LMCBackendInterface:
 
     def _is_stored(self, put: _Put) -> bool:
         return _result(put.ended, put.deadline, put.nbytes <= self.storage.memory_bytes)
-
-    def _publish(self, key: ObjectKey, held: Held, written: Callable[[bool], None]) -> None:
-        try:
-            self._objects.publish(key, held, written)
-        except Exception:
-            self._objects.abandon(held)
-            raise
 
     def _queue(self, nbytes: int) -> bool:
         """Counts bytes of puts that do not block. False: they are over the limit."""

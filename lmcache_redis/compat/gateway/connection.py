@@ -192,13 +192,13 @@ class Connection:
                 "not stored", "a chunk of %d bytes is not stored: no tier took it", length
             )
 
+        if held is None:
+            written(False)
+            return ended
         try:
-            if held is not None:
-                self._cache.publish(key, held, written)
-                return ended
+            self._cache.publish(key, held, written)
         except FormatError:  # the tiers have no encoding for it
-            self._cache.abandon(held)
-        written(False)
+            written(False)
         return ended
 
     async def _send_chunk(self, key: ObjectKey, places: Places) -> bool:

@@ -15,7 +15,7 @@ from lmcache_redis.metrics import PREFIX, Metrics
 from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled
 
 # Name, meaning, label; for each of its values, the name in `Gateway.stats`.
-_COUNTERS: Final = (
+_COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
     (
         "requests", "requests, by command", ["command"],
         {"put": "puts", "get": "gets", "exist": "exists", "list": "lists", "health": "healths"},
