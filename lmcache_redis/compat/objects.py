@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +29,7 @@ from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.cache.refreshing import PooledChunk
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
-from lmcache_redis.chunks.frame import ChunkFrame, parsed_metadata, stripe_payload_bytes
+from lmcache_redis.chunks.frame import parsed_metadata
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
@@ -39,18 +37,15 @@ from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
+    Done,
     ExistsResult,
     FramesResult,
     KeyedTier,
     WriteOutcome,
 )
 
-# The timeout of a write, and of the removal that follows a failed one.
-DEFAULT_WRITE_S = 5.0
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class Held(NamedTuple):
     """A pinned chunk in memory, or reserved memory to be filled.
 
     payload: one contiguous view of `metadata.length` bytes, writable if it was reserved. Do not use
@@ -60,13 +55,6 @@ class Held:
     entry: Entry
     metadata: RemoteMetadata
     payload: memoryview
-
-
-class _Tag(NamedTuple):
-    """Of an entry. stripe_bytes: the largest payload of its stripes in the tiers."""
-
-    metadata: RemoteMetadata
-    stripe_bytes: int
 
 
 class Places(NamedTuple):
@@ -80,11 +68,10 @@ class Places(NamedTuple):
 EVERYWHERE = Places()
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A chunk in tier number `level`. frame: how it is split into stripes there."""
+class Found(NamedTuple):
+    """A chunk in tier number `level`. form: how it is split into stripes there."""
 
-    frame: ChunkFrame
+    form: ChunkForm
     metadata: RemoteMetadata
     level: int
 
@@ -105,11 +92,7 @@ class ObjectCache:
     """
 
     def __init__(
-        self,
-        cache: Cache,
-        names: ChunkNames,
-        stripe_bytes: int,
-        write_s: float = DEFAULT_WRITE_S,
+        self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float = 5.0
     ) -> None:
         self.cache = cache
         self._write_s = write_s
@@ -117,6 +100,7 @@ class ObjectCache:
         self._names = names
         self._stripe_bytes = stripe_bytes
         self._pool = cache.pool
+        self._finds: dict[bytes, list[Done[Found | None]]] = {}
         self._post = cache.owner.post
         self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
         assert len(self._tiers) == len(cache.tiers), "they are asked by key"
@@ -135,20 +119,12 @@ class ObjectCache:
         entry = self._pool.get(self._names.chunk_key(key))
         if entry is None or entry.state is not EntryState.READY:
             return None
-        held = self._held(entry)
         if entry.refreshed_s < self.cache.refreshed_before_s:
-            assert isinstance(entry.tag, _Tag)
-            metadata, stripe_bytes = entry.tag
-            form = self._form(key, metadata.length, stripe_bytes, metadata.serialize())
-            self.cache.keep([PooledChunk(form, key.chunk_hash, entry)])
-        return held
+            self.cache.keep([PooledChunk(_form_of(entry), key.chunk_hash, entry)])
+        return self._held(entry)
 
     def get(
-        self,
-        key: ObjectKey,
-        deadline: float,
-        done: Callable[[Held | None], None],
-        places: Places = EVERYWHERE,
+        self, key: ObjectKey, deadline: float, done: Done[Held | None], places: Places = EVERYWHERE
     ) -> None:
         """`hold`, or `find` and `load` from the first tier that delivers the chunk."""
         held = self.hold(key) if places.memory else None
@@ -175,14 +151,36 @@ class ObjectCache:
         self._pool.unpin(held.entry)
 
     def find(
+        self, key: ObjectKey, deadline: float, done: Done[Found | None], places: Places = EVERYWHERE
+    ) -> None:
+        """Find the chunk in the first tier of the places that has it. Does not look in memory.
+
+        Equal questions everywhere are one, so that all of them load the chunk together.
+        """
+        chunk_key = self._names.chunk_key(key)
+        if places != EVERYWHERE:
+            self._find(key, chunk_key, deadline, done, places)
+        elif chunk_key in self._finds:
+            self._finds[chunk_key].append(done)
+        else:
+            waiting = self._finds[chunk_key] = [done]
+
+            def answer(found: Found | None) -> None:
+                if self._finds.get(chunk_key) is waiting:
+                    del self._finds[chunk_key]
+                for each in waiting:
+                    each(found)
+
+            self._find(key, chunk_key, deadline, answer, places)
+
+    def _find(
         self,
         key: ObjectKey,
+        chunk_key: bytes,
         deadline: float,
-        done: Callable[[Found | None], None],
-        places: Places = EVERYWHERE,
+        done: Done[Found | None],
+        places: Places,
     ) -> None:
-        """Find the chunk in the first tier of the places that has it. Does not look in memory."""
-        chunk_key = self._names.chunk_key(key)
         level = self._level_of(chunk_key, places)
         if level is None:
             done(None)
@@ -195,17 +193,17 @@ class ObjectCache:
                 and frame.fingerprint == self._names.fingerprint
                 and frame.chunk_hash == key.chunk_hash
             ):
-                done(Found(frame, parsed_metadata(frame.metadata), level))
+                sizes = frame.chunk_bytes, frame.stripe_payload_bytes, frame.metadata
+                form = ChunkForm(self._names, key.model_name, key.kv_rank, *sizes)
+                done(Found(form, parsed_metadata(frame.metadata), level))
             else:
-                self.find(key, deadline, done, places._replace(first=level + 1))
+                self._find(key, chunk_key, deadline, done, places._replace(first=level + 1))
 
         self._tiers[level].describe(
             (chunk_key,), deadline, lambda result: self._post(partial(described, result))
         )
 
-    def load(
-        self, key: ObjectKey, found: Found, deadline: float, done: Callable[[Held | None], None]
-    ) -> None:
+    def load(self, key: ObjectKey, found: Found, deadline: float, done: Done[Held | None]) -> None:
         """Reads a chunk into memory, once for all callers. Each caller releases its `Held`.
 
         None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
@@ -216,16 +214,14 @@ class ObjectCache:
         entry = self._pool.get(chunk_key)
         is_removing = self.cache.queues[found.level].is_removing(chunk_key)
         if entry is None and not is_removing and not self._is_closed:
-            frame, stripe_bytes = found.frame, found.frame.stripe_payload_bytes
-            form = self._form(key, frame.chunk_bytes, stripe_bytes, frame.metadata)
-            job = self.cache.prepare_load(form, chunk_key, key.chunk_hash, found.level, deadline)
+            job = self.cache.prepare_load(
+                found.form, chunk_key, key.chunk_hash, found.level, deadline
+            )
             if job is not None:
                 entry = load_of(job).entry
-                entry.tag, entry.refreshed_s = _Tag(found.metadata, stripe_bytes), time.monotonic()
-        if entry is None:
-            done(None)
-        elif entry.state is EntryState.READY:
-            done(self._held(entry))
+                entry.tag, entry.refreshed_s = found.form, time.monotonic()
+        if entry is None or entry.state is EntryState.READY:
+            done(None if entry is None else self._held(entry))
         else:
             self._pool.pin(entry)
             self._pool.watch(entry, partial(self._loaded, key, entry, done))
@@ -233,7 +229,7 @@ class ObjectCache:
                 self.cache.begin_loads((job,))
 
     def _loaded(
-        self, key: ObjectKey, entry: Entry, done: Callable[[Held | None], None], filled: Filled
+        self, key: ObjectKey, entry: Entry, done: Done[Held | None], filled: Filled
     ) -> None:
         # If it is not READY, it may have been replaced by an entry that is.
         held = self._held(entry) if filled is Filled.READY else self.hold(key)
@@ -241,20 +237,9 @@ class ObjectCache:
         done(held)
 
     def _held(self, entry: Entry) -> Held:
-        assert isinstance(entry.tag, _Tag)
         self._pool.pin(entry)
-        return Held(entry, entry.tag.metadata, self._payload(entry).toreadonly())
-
-    def _form(
-        self, key: ObjectKey, chunk_bytes: int, stripe_bytes: int, metadata: bytes
-    ) -> ChunkForm:
-        return ChunkForm(
-            self._names, key.model_name, key.kv_rank, chunk_bytes, stripe_bytes, metadata
-        )
-
-    def _payload(self, entry: Entry) -> memoryview:
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
-        return payload
+        return Held(entry, parsed_metadata(_form_of(entry).metadata), payload.toreadonly())
 
     # ------------------------------------------------------------------ put
 
@@ -268,28 +253,28 @@ class ObjectCache:
         entry = self._pool.reserve(None, metadata.length)
         if entry is None:
             return None
-        entry.tag = _Tag(metadata, stripe_payload_bytes(metadata.length, self._stripe_bytes))
-        return Held(entry, metadata, self._payload(entry))
+        (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
+        return Held(entry, metadata, payload)
 
-    def publish(self, key: ObjectKey, held: Held, written: Callable[[bool], None]) -> None:
+    def publish(self, key: ObjectKey, held: Held, written: Done[bool]) -> None:
         """Makes reserved and filled memory the key's chunk, and writes it to every tier.
 
         written: called when every tier has answered, with whether any of them, or memory, keeps the
         chunk. Raises FormatError if the chunk has no encoding: then the memory is freed.
         """
-        metadata, entry = held.metadata, held.entry
-        chunk_key = self._names.chunk_key(key)
-        assert isinstance(entry.tag, _Tag)
-        stripe_bytes = entry.tag.stripe_bytes
+        entry = held.entry
         try:
-            frame = self._names.frame(key, metadata, stripe_bytes)
+            form = ChunkForm.of(
+                self._names, key.model_name, key.kv_rank, held.metadata, self._stripe_bytes
+            )
         except FormatError:
             self.abandon(held)
             raise
-        views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
+        chunk_key = form.key(key.chunk_hash)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        entry.refreshed_s = time.monotonic()
+        entry.tag, entry.refreshed_s = form, time.monotonic()
+        frame, views = form.frame(key.chunk_hash), self.cache.views(form, entry)
         job = ChunkIO(chunk_key, frame, views, entry.refreshed_s + self._write_s, entry)
         queues = self.cache.queues
         try:
@@ -300,12 +285,7 @@ class ObjectCache:
             self._pool.unpin(entry)
 
     def _written(
-        self,
-        queue: WriteBehind,
-        job: ChunkIO,
-        entry: Entry,
-        add: Callable[[bool], None],
-        outcome: WriteOutcome,
+        self, queue: WriteBehind, job: ChunkIO, entry: Entry, add: Done[bool], outcome: WriteOutcome
     ) -> None:
         # A DISCARDED entry was replaced or removed since: the next change of the key decides.
         if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
@@ -323,11 +303,7 @@ class ObjectCache:
     # ----------------------------------------------------------------- keys
 
     def contains(
-        self,
-        key: ObjectKey,
-        deadline: float,
-        done: Callable[[bool], None],
-        places: Places = EVERYWHERE,
+        self, key: ObjectKey, deadline: float, done: Done[bool], places: Places = EVERYWHERE
     ) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
@@ -350,7 +326,7 @@ class ObjectCache:
             (chunk_key,), deadline, lambda result: self._post(partial(answer, result))
         )
 
-    def remove(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
+    def remove(self, key: ObjectKey, deadline: float, done: Done[bool]) -> None:
         """Removes the chunk from memory at once, and from all tiers. done: whether there was one.
 
         Also False if it was not in memory and no tier answered in time: it may still exist then.
@@ -366,14 +342,13 @@ class ObjectCache:
             queue.remove(chunk_key, deadline, lambda result: add(result.removed > 0))
 
     def _supersede(self, chunk_key: bytes) -> None:
-        """Cancels a load of the key: it may bring the previous chunk."""
+        """Detaches finds and cancels a load of the key: they may bring the previous chunk."""
+        self._finds.pop(chunk_key, None)
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)
 
-    def keys(
-        self, deadline: float, done: Callable[[Listing], None], limit: int = sys.maxsize
-    ) -> None:
+    def keys(self, deadline: float, done: Done[Listing], limit: int = sys.maxsize) -> None:
         """The keys of all chunks, in any order. Those put or removed meanwhile may be missing.
 
         limit: most keys that memory is taken for.
@@ -405,8 +380,13 @@ class ObjectCache:
         return self.cache.level_of(chunk_key, places.first, places.end)
 
 
-def _any_of(first: bool, answers: int, done: Callable[[bool], None]) -> Callable[[bool], None]:
-    """Collects `answers` answers, then calls ``done`` with whether any, or ``first``, is true."""
+def _form_of(entry: Entry) -> ChunkForm:
+    assert isinstance(entry.tag, ChunkForm)
+    return entry.tag
+
+
+def _any_of(first: bool, answers: int, done: Done[bool]) -> Done[bool]:
+    """Collects `answers` answers, then tells ``done`` whether any, or ``first``, is true."""
     results = [first]
 
     def add(result: bool) -> None:

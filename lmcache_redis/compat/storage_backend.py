@@ -86,9 +86,7 @@ class LMCBackendInterface(ABC):
         """Store what is queued, for a bounded time, and end all threads."""
 
     def batched_put(
-        self,
-        keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]],
-        blocking: bool = True,
+        self, keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]], blocking: bool = True
     ) -> int:
         """`put` for each; returns how many were put."""
         count = 0
@@ -153,9 +151,7 @@ class _Backend(LMCBackendInterface):
         return [self._kinds.key_of(key) for key in self._tier.list()]
 
     def batched_put(
-        self,
-        keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]],
-        blocking: bool = True,
+        self, keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]], blocking: bool = True
     ) -> int:
         """`put` for each; returns how many were stored or, without blocking, accepted."""
         named = (

@@ -127,20 +127,21 @@ class Stream:
         self._sock.close()
 
     async def _move(self, view: memoryview, *, receiving: bool = False) -> None:
-        stall = self._stall_later() if self.in_message else None
+        stall: asyncio.TimerHandle | None = None
         try:
             while view:
                 if len(view) >= MOVED_BYTES:
+                    stall = stall or self._loop.call_later(self._timeout_s, self._stalled)
                     moved, events = await self._turn_on_thread(view, receiving)
                 else:
                     moved, events = self._turn(view, receiving, waits=False)
-                if moved and not self.in_message:
-                    self._idle_from_s, stall = math.inf, self._stall_later()
+                if moved:
+                    self._idle_from_s = math.inf
                 view = view[moved:]
-                if events:
-                    await self._ready(events)
-                elif view:
-                    await asyncio.sleep(0)
+                if view and self.in_message:  # small messages need no timer
+                    stall = stall or self._loop.call_later(self._timeout_s, self._stalled)
+                if view:
+                    await (self._ready(events) if events else asyncio.sleep(0))
         except OSError as error:
             if isinstance(error, Gone):
                 raise
@@ -148,9 +149,6 @@ class Stream:
         finally:
             if stall is not None:
                 stall.cancel()
-
-    def _stall_later(self) -> asyncio.TimerHandle:
-        return self._loop.call_later(self._timeout_s, self._stalled)
 
     def _stalled(self) -> None:
         self._on_stall()
