@@ -120,7 +120,6 @@ class _Backend(LMCBackendInterface):
         return object_key_of(key)
 
     def put(self, key: AnyKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """See the interface."""
         self._tier.put(self._kinds.object_key_of(key), checked_tensor(kv_chunk), blocking)
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
@@ -132,11 +131,9 @@ class _Backend(LMCBackendInterface):
         self.put(key, kv_chunk, blocking=False)
 
     def get(self, key: AnyKey) -> torch.Tensor | None:
-        """See the interface."""
         return self._tier.get(self._named(key))
 
     def contains(self, key: AnyKey) -> bool:
-        """See the interface."""
         return self._tier.contains(self._named(key))
 
     def remove(self, key: AnyKey) -> None:
@@ -165,7 +162,6 @@ class _Backend(LMCBackendInterface):
         return self._tier.batched_get(map(self._named, keys))
 
     def close(self) -> None:
-        """See the interface. Idempotent."""
         self._close()
 
 
@@ -246,5 +242,5 @@ class LMCHybridBackend(_Backend):
         return hybrid
 
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> None:
-        """See the interface; LMCache calls the chunk `value` here."""
+        # LMCache calls the chunk `value` here.
         super().put(key, value, blocking)

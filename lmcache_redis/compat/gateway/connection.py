@@ -94,7 +94,7 @@ class Connection:
                 self._busy = False
         except Gone:
             if self._busy or self.stream.in_message:
-                counters.abandoned += 1
+                counters["abandoned"] += 1
         except OutOfStep as problem:
             self._complain("closed", "%s; the connection is closed", problem)
         await self._written_through()
@@ -111,16 +111,16 @@ class Connection:
         command, length = ClientMetaMessage.command_and_length(self._header)
         counters, send = self._shared.counters, self.stream.send
         if command == ClientCommand.PUT:
-            counters.puts += 1
+            counters["puts"] += 1
             await self._put(length)
         elif command == ClientCommand.GET:
-            counters.gets += 1
+            counters["gets"] += 1
             wanted = self._wanted()
             if wanted is None or not await self._send_chunk(*wanted):
-                counters.misses += 1
+                counters["misses"] += 1
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
-            counters.exists += 1
+            counters["exists"] += 1
             wanted = self._wanted()
             await self._written_through()
             there = wanted is not None and await _ask(
@@ -128,11 +128,11 @@ class Connection:
             )
             await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
-            counters.lists += 1
+            counters["lists"] += 1
             await self._written_through()
             await self._list()
         elif command == ClientCommand.HEALTH:
-            counters.healths += 1
+            counters["healths"] += 1
             await send(SUCCEEDED if self._cache.is_up else FAILED)
         else:
             await send(FAILED)
@@ -160,7 +160,7 @@ class Connection:
                 await self._receive_and_drop(length)
             else:
                 await self.stream.receive(held.payload)
-            shared.counters.payload_bytes_in += length
+            shared.counters["payload_bytes_in"] += length
             await self._written_through()
         except BaseException:
             if held is not None:
@@ -185,9 +185,9 @@ class Connection:
             if not ended.done():
                 ended.set_result(None)
             if stored:
-                counters.stored += 1
+                counters["stored"] += 1
                 return
-            counters.not_stored += 1
+            counters["not_stored"] += 1
             self._shared.log.warning(
                 "not stored", "a chunk of %d bytes is not stored: no tier took it", length
             )
@@ -228,7 +228,7 @@ class Connection:
             if not room_bytes:
                 await room.take(held.metadata.length)
                 room_bytes = held.metadata.length
-            self._shared.counters.hits += 1
+            self._shared.counters["hits"] += 1
             await self._send_payload(reply, held.payload)
             return True
         finally:
@@ -260,7 +260,7 @@ class Connection:
 
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
         await self.stream.send(header, payload)
-        self._shared.counters.payload_bytes_out += len(payload)
+        self._shared.counters["payload_bytes_out"] += len(payload)
 
     async def _written_through(self) -> None:
         """Waits until every tier has answered for the previous PUT."""
@@ -278,7 +278,7 @@ class Connection:
             return None
 
     def _complain(self, kind: str, message: str, *args: object) -> None:
-        self._shared.counters.malformed += 1
+        self._shared.counters["malformed"] += 1
         self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
 
 

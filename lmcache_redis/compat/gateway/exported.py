@@ -10,36 +10,11 @@ from prometheus_client.registry import Collector
 
 from lmcache_redis import __version__
 from lmcache_redis.compat.gateway.server import Gateway
+from lmcache_redis.compat.gateway.shared import COUNTERS
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.metrics import PREFIX, Metrics
 from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled
 
-# Name, meaning, label; for each of its values, the name in `Gateway.stats`.
-_COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
-    (
-        "requests", "requests, by command", ["command"],
-        {"put": "puts", "get": "gets", "exist": "exists", "list": "lists", "health": "healths"},
-    ),
-    ("gets", "GETs answered, by outcome", ["outcome"], {"hit": "hits", "miss": "misses"}),
-    ("puts", "PUTs, by outcome", ["outcome"], {"stored": "stored", "not_stored": "not_stored"}),
-    (
-        "payload_bytes", "payload moved", ["direction"],
-        {"in": "payload_bytes_in", "out": "payload_bytes_out"},
-    ),
-    (
-        "closed_connections",
-        "connections closed before their client ended them properly, by reason", ["reason"],
-        {
-            "refused": "refused_connections", "handshake": "failed_handshakes",
-            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
-        },
-    ),
-    ("connections", "connections accepted", [], {"": "connections"}),
-    (
-        "malformed_requests", "requests that failed, or whose connection was closed", [],
-        {"": "malformed"},
-    ),
-)  # fmt: skip
 _OF_TIERS: Final = ("loaded_chunks", "loaded_bytes", "stored_chunks", "stored_bytes")
 
 
@@ -55,7 +30,7 @@ def owner_of(gateway: Gateway, objects: ObjectCache) -> OwnerCollector:
 
     def read() -> Iterator[Metric]:
         stats = gateway.stats()
-        for name, meaning, labels, values in _COUNTERS:
+        for name, meaning, labels, values in COUNTERS:
             found = {(value,) if value else (): stats[of] for value, of in values.items()}
             yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, labels, found)
         yield labelled(

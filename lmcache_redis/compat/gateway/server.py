@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
 import logging
 import socket
@@ -26,7 +25,7 @@ from typing import Any
 
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
 from lmcache_redis.compat.gateway.connection import Connection
-from lmcache_redis.compat.gateway.shared import Counters, QuietLog, Room, Shared
+from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared, new_counters
 from lmcache_redis.compat.gateway.stream import Stream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError
@@ -59,7 +58,7 @@ class Gateway:
         self._shared = Shared(
             cache=cache,
             room=Room(config.buffer_bytes),
-            counters=Counters(),
+            counters=new_counters(),
             log=QuietLog(logger),
             memory_bytes=config.memory_bytes,
             max_payload_bytes=config.payload_limit_bytes,
@@ -87,7 +86,7 @@ class Gateway:
     def stats(self) -> dict[str, int]:
         """Counters, open connections, and payload bytes in flight. On any thread."""
         return {
-            **dataclasses.asdict(self._shared.counters),
+            **self._shared.counters,
             "open_connections": len(self._clients),
             "buffer_bytes": self._shared.room.size_bytes,
             "buffer_used_bytes": self._shared.room.used_bytes,
@@ -132,9 +131,9 @@ class Gateway:
                 shared.log.warning("accept", "a client cannot be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
                 continue
-            shared.counters.connections += 1
+            shared.counters["connections"] += 1
             if (problem := self._refuses(host)) is not None:
-                shared.counters.refused_connections += 1
+                shared.counters["refused_connections"] += 1
                 shared.log.warning("refused", "%s is turned away: %s", host, problem)
                 accepted.close()
                 continue
@@ -160,7 +159,7 @@ class Gateway:
         longest = max(among, key=lambda each: each.stream.idle_s(), default=None)
         if longest is None or longest.stream.idle_s() <= self.config.idle_timeout_s:
             return False
-        self._shared.counters.idle += 1
+        self._shared.counters["idle"] += 1
         self._shared.log.warning(
             "idle", "%s is disconnected for another client: no request for %g s",
             longest.peer, self.config.idle_timeout_s,
@@ -177,7 +176,7 @@ class Gateway:
                 if self._tls is not None:
                     await stream.start_tls(self._tls)
             except OSError as error:
-                self._shared.counters.failed_handshakes += 1
+                self._shared.counters["failed_handshakes"] += 1
                 self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
                 return
             connection = Connection(stream, host, peer, self._shared)
@@ -195,11 +194,11 @@ class Gateway:
         if not self._peers[host]:
             del self._peers[host]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._shared.counters.errors += 1
+            self._shared.counters["errors"] += 1
             logger.error("a connection is closed because of a fault", exc_info=error)
 
     def _stalled(self, peer: str) -> None:
-        self._shared.counters.stalled += 1
+        self._shared.counters["stalled"] += 1
         self._shared.log.warning(
             "stalled", "%s is disconnected: a message took more than %g s",
             peer, self.config.request_timeout_s,
@@ -218,15 +217,13 @@ def most_clients(wanted: int) -> int:
 
 def listening(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if the address cannot be used."""
-    listener = socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC
-    )
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        listener = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6
+        )
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"--listen: {host} port {port} cannot be used ({error.strerror}): choose another one"
         ) from error
