@@ -110,7 +110,7 @@ class LMCBackendInterface:
         undefined.
         """
         deadline = self._deadline()
-        return self._copied(self._begin_get(key, deadline), deadline, allocate)
+        return self._copied(self._held(self._begin_get(key, deadline), deadline), allocate)
 
     def contains(self, key: ObjectKey) -> bool:
         """Whether a get would most likely find the chunk. Does not count as a use."""
@@ -170,7 +170,7 @@ class LMCBackendInterface:
     def get(self, key: ObjectKey) -> torch.Tensor | None:
         """The chunk as a tensor in new memory on `dst_device`; None is a miss."""
         deadline = self._deadline()
-        return self._tensor(self._begin_get(key, deadline), deadline)
+        return self._tensor(self._held(self._begin_get(key, deadline), deadline))
 
     def batched_put(
         self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
@@ -217,14 +217,14 @@ class LMCBackendInterface:
                 fill(1)
                 if not ahead:
                     return
-                tensor = self._tensor(ahead.popleft(), self._deadline())
-                if tensor is not None:
-                    chunk_bytes = tensor.nbytes
+                held = self._held(ahead.popleft(), self._deadline())
+                if held is not None:
+                    chunk_bytes = held.metadata.length
                 # The next chunks are taken to be as large as the last one.
                 room = self._window_bytes // chunk_bytes if chunk_bytes else 2 * room
                 room = min(max(1, room), self._window_chunks)
                 fill(room - 1)  # beside the one that the consumer has
-                yield tensor
+                yield self._tensor(held)
         finally:
             for get in ahead:
                 get.add_done_callback(partial(_pass_on, self._release))
@@ -311,18 +311,18 @@ class LMCBackendInterface:
     def _begin_get(self, key: ObjectKey, deadline: float) -> Future[Held | None]:
         return self._thread.call(partial(self._objects.get, key, deadline))
 
-    def _tensor(self, get: Future[Held | None], deadline: float) -> torch.Tensor | None:
+    def _held(self, get: Future[Held | None], deadline: float) -> Held | None:
+        return _result(get, deadline, None, self._release)
+
+    def _tensor(self, held: Held | None) -> torch.Tensor | None:
         allocation = TensorAllocation()
-        if self._copied(get, deadline, allocation) is None or allocation.tensor is None:
+        if self._copied(held, allocation) is None or allocation.tensor is None:
             return None
         tensor = allocation.tensor
         return tensor if self.dst_device == "cpu" else tensor.to(self.dst_device)
 
-    def _copied(
-        self, get: Future[Held | None], deadline: float, allocate: Allocate
-    ) -> RemoteMetadata | None:
+    def _copied(self, held: Held | None, allocate: Allocate) -> RemoteMetadata | None:
         """Copies a chunk to the caller's buffers and releases it."""
-        held = _result(get, deadline, None, self._release)
         if held is None:
             return None
         try:
