@@ -385,23 +385,6 @@ def test_slow_clients_that_hold_all_room_lose_it(how: str, any_loop: NewLoop) ->
         assert 1 <= serving.stats()["stalled"] <= 4
 
 
-def test_a_list_of_too_many_keys_fails(backend: DictTier, any_loop: NewLoop) -> None:
-    """It has a KiB for each key."""
-    with (
-        Serving(backend, any_loop, max_payload_bytes=100 << 10) as serving,
-        serving.client() as client,
-    ):
-        for number in range(100):
-            key = object_key_of(f"m@1@0@{number:04x}@half")
-            backend.chunks[key] = RemoteMetadata(1, [], [], MemoryFormat.UNDEFINED), b"x"
-        assert len(client.list()) == 100
-        client.put(KEY, b"x")
-        client.send(header(LIST))
-        assert client.receive(36) == FAILED
-        assert client.healthy()
-        serving.until(malformed=1, buffer_used_bytes=0)
-
-
 def test_a_list_is_not_cut_short(
     backend: DictTier, any_loop: NewLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
