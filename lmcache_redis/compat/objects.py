@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from lmcache_redis.cache.cache import Cache, load_of
@@ -98,7 +98,7 @@ class ObjectCache:
         self._write_s = write_s
         self._is_closed = False
         self._names = names
-        self._stripe_bytes = stripe_bytes
+        self._new_form = lru_cache(1024)(partial(ChunkForm.of, names, slot_bytes=stripe_bytes))
         self._pool = cache.pool
         self._finds: dict[bytes, list[Done[Found | None]]] = {}
         self._post = cache.owner.post
@@ -264,9 +264,7 @@ class ObjectCache:
         """
         entry = held.entry
         try:
-            form = ChunkForm.of(
-                self._names, key.model_name, key.kv_rank, held.metadata, self._stripe_bytes
-            )
+            form = self._new_form(key.model_name, key.kv_rank, held.metadata)
         except FormatError:
             self.abandon(held)
             raise
