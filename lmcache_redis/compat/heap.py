@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 # Smaller blocks come from the allocator, which has warm memory of their size.
 LEAST_REUSED_BYTES = 64 << 10
+DEFAULT_SPARE_BYTES = 128 << 20
 _SIZES_TO_A_DOUBLING = 8
 
 
@@ -23,7 +24,9 @@ class HeapMemory:
     capacity_bytes: payload of all blocks together. spare_bytes: limit of all spares.
     """
 
-    def __init__(self, capacity_bytes: int = sys.maxsize, spare_bytes: int = 128 << 20) -> None:
+    def __init__(
+        self, capacity_bytes: int = sys.maxsize, spare_bytes: int = DEFAULT_SPARE_BYTES
+    ) -> None:
         self.capacity = capacity_bytes
         self.spare_limit_bytes = spare_bytes
         self.spare_bytes = 0

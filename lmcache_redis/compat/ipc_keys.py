@@ -66,11 +66,16 @@ class IPCCacheEngineKey(
             check_int("worker_id", self.worker_id, 0, self.world_size - 1)
         if (self.chunk_hash is None) == (self.token_ids is None):
             raise FormatError("a key has either a chunk_hash or token_ids, exactly one of them")
-        if self.token_ids is not None:
-            _check_tokens(self.token_ids)
-        else:
+        if self.token_ids is None:
             check_hash(self.chunk_hash)
-        _check_salt(self.salt, by_hash=self.token_ids is None)
+        elif not isinstance(self.token_ids, tuple) or len(self.token_ids) > MAX_KEY_TOKENS:
+            raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
+        else:
+            token_array(self.token_ids)
+        if not isinstance(self.salt, bytes) or len(self.salt) > MAX_SALT_BYTES:
+            raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {self.salt!r:.80}")
+        if self.salt and self.token_ids is None:
+            raise FormatError("a chunk_hash covers the salt: only token_ids take one")
         check_int("end", self.end, 0, len(self.token_ids or ()))
         check_int("start", self.start, 0, self.end)
 
@@ -139,16 +144,3 @@ def ipc_keys_to_object_keys(ipc_keys: Iterable[IPCCacheEngineKey]) -> list[Objec
 def _kv_ranks(world_size: int, worker_id: int | None) -> tuple[int, ...]:
     workers = range(world_size) if worker_id is None else (worker_id,)
     return tuple(share_rank(world_size, worker) for worker in workers)
-
-
-def _check_salt(salt: bytes, *, by_hash: bool) -> None:
-    if not isinstance(salt, bytes) or len(salt) > MAX_SALT_BYTES:
-        raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {salt!r:.80}")
-    if salt and by_hash:
-        raise FormatError("a chunk_hash covers the salt: only token_ids take one")
-
-
-def _check_tokens(token_ids: tuple[int, ...]) -> None:
-    if not isinstance(token_ids, tuple) or len(token_ids) > MAX_KEY_TOKENS:
-        raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
-    token_array(token_ids)

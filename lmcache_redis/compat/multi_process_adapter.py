@@ -4,7 +4,7 @@ An engine has one scheduler adapter and a worker adapter for each rank, all with
 the originals, the constructors return when the agent has told its chunk size, and
 ``register_kv_caches`` when the agent has mapped the memory; both wait at most ``timeout_s``.
 
-What differs from the originals, and why:
+docs/compatibility.md lists what differs from the originals. Why some of it does:
 
 - ``server_url`` is an agent's ``ipc://PATH``. Any user of the machine could reach a TCP port, and
   an agent writes into the memory of engines.
@@ -14,12 +14,6 @@ What differs from the originals, and why:
   ``engine_id``, or ``$LMCACHE_REDIS_ENGINE_ID`` in all its processes. Without one the adapters find
   each other as `default_engine_id` says or, as in the originals, by model name and world size; then
   lookups miss while workers of different layouts are registered under these.
-- A chunk is rounded up to whole blocks; the originals refuse other chunk sizes.
-- An operation's ``event`` is required for a KV cache on a GPU. In CPU memory it may be None.
-- All requests of a batch go in one message, and are reported one by one: the blocks of one that
-  is still being copied are not reported with those of another.
-- Wrong arguments raise TypeError or ValueError, not AssertionError. A `LoadStoreOp` is frozen, and
-  checked when it is made.
 - Blocks that a retrieve did not fill are in ``get_block_ids_with_load_errors``, besides the log: an
   engine must not compute with them.
 

@@ -10,70 +10,41 @@ is being removed from. A tier that does not store a put removes what it has unde
 cannot do even that, because it is down, it keeps the previous chunk, and serves it once the tiers
 above have lost theirs.
 
-A loaded chunk is promoted, in the background, to the tiers above the one that had it.
+A loaded chunk is promoted, in the background, to the tiers above the one that had it. The tiers are
+told to keep what memory serves; what one has lost is written again.
 
 Owned by the owner's thread; every call returns at once. `done` is called on that thread, once,
 possibly before the call returns. Deadlines are `time.monotonic()` seconds.
-
-With the names of the example in `lmcache_redis.cache`::
-
-    behind = Cache(loop, HeapMemory(), [redis], Metrics(), idle_limit=64 << 20)
-    objects = ObjectCache(behind, ChunkNames(), stripe_bytes=1 << 20)
-    key = ObjectKey(b"hash 3", "org/model", 0)
-    metadata = RemoteMetadata(3_000_000, [(3_000_000,)], ["uint8"], MemoryFormat.UNDEFINED)
-
-    filled = objects.reserve(metadata)              # None: no room
-    filled.payload[:] = b"o" * metadata.length
-    written = []
-    objects.publish(key, filled, written.append)    # gets find it now
-    run(lambda: written)                            # [True]: it is stored
-
-    behind.pool.clear()
-    got = objects.hold(key)                         # None: it is not in memory
-    found, loaded = [], []
-    objects.find(key, time.monotonic() + 5.0, found.append)
-    run(lambda: found)                              # [None] for a chunk that no tier has
-    objects.load(key, found[0], time.monotonic() + 5.0, loaded.append)
-    run(lambda: loaded)
-    content = bytes(loaded[0].payload)
-    objects.release(loaded[0])
-
-    objects.close(1.0)
-    loop.run_posted()
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
-from lmcache_redis.chunks.frame import ChunkFrame, parsed_metadata, stripe_payload_bytes
+from lmcache_redis.chunks.frame import parsed_metadata
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
+from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
+    Done,
     ExistsResult,
     FramesResult,
     KeyedTier,
     WriteOutcome,
 )
 
-# The timeout of a write, and of the removal that follows a failed one.
-DEFAULT_WRITE_S = 5.0
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class Held(NamedTuple):
     """A pinned chunk in memory, or reserved memory to be filled.
 
     payload: one contiguous view of `metadata.length` bytes, writable if it was reserved. Do not use
@@ -96,11 +67,10 @@ class Places(NamedTuple):
 EVERYWHERE = Places()
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A chunk in tier number `level`. frame: how it is split into stripes there."""
+class Found(NamedTuple):
+    """A chunk in tier number `level`. form: how it is split into stripes there."""
 
-    frame: ChunkFrame
+    form: ChunkForm
     metadata: RemoteMetadata
     level: int
 
@@ -121,20 +91,16 @@ class ObjectCache:
     """
 
     def __init__(
-        self,
-        cache: Cache,
-        names: ChunkNames,
-        stripe_bytes: int,
-        write_s: float = DEFAULT_WRITE_S,
+        self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float = 5.0
     ) -> None:
         self.cache = cache
         self._write_s = write_s
         self._is_closed = False
         self._names = names
-        self._stripe_bytes = stripe_bytes
+        self._new_form = lru_cache(1024)(partial(ChunkForm.of, names, slot_bytes=stripe_bytes))
         self._pool = cache.pool
+        self._finds: dict[bytes, list[Done[Found | None]]] = {}
         self._post = cache.owner.post
-        self._finds: dict[bytes, list[Callable[[Found | None], None]]] = {}
         self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
         assert len(self._tiers) == len(cache.tiers), "they are asked by key"
         self._lists = WorkerThreads("list", 1)
@@ -152,14 +118,12 @@ class ObjectCache:
         entry = self._pool.get(self._names.chunk_key(key))
         if entry is None or entry.state is not EntryState.READY:
             return None
+        if entry.refreshed_s < self.cache.refreshed_before_s:
+            self.cache.keep([(_form_of(entry), key.chunk_hash, entry)])
         return self._held(entry)
 
     def get(
-        self,
-        key: ObjectKey,
-        deadline: float,
-        done: Callable[[Held | None], None],
-        places: Places = EVERYWHERE,
+        self, key: ObjectKey, deadline: float, done: Done[Held | None], places: Places = EVERYWHERE
     ) -> None:
         """`hold`, or `find` and `load` from the first tier that delivers the chunk."""
         held = self.hold(key) if places.memory else None
@@ -186,60 +150,59 @@ class ObjectCache:
         self._pool.unpin(held.entry)
 
     def find(
-        self,
-        key: ObjectKey,
-        deadline: float,
-        done: Callable[[Found | None], None],
-        places: Places = EVERYWHERE,
+        self, key: ObjectKey, deadline: float, done: Done[Found | None], places: Places = EVERYWHERE
     ) -> None:
-        """Find the chunk in the first tier of the places that has it. Does not look in memory."""
-        chunk_key = self._names.chunk_key(key)
-        waiting = self._finds.get(chunk_key) if places == EVERYWHERE else None
-        if waiting is None:
-            waiting = []
-            if places == EVERYWHERE:
-                self._finds[chunk_key] = waiting
-            self._post(partial(self._ask, key, chunk_key, places, deadline, waiting))
-        waiting.append(done)
+        """Find the chunk in the first tier of the places that has it. Does not look in memory.
 
-    def _ask(
+        Equal questions everywhere are one, so that all of them load the chunk together.
+        """
+        chunk_key = self._names.chunk_key(key)
+        if places != EVERYWHERE:
+            self._find(key, chunk_key, deadline, done, places)
+        elif chunk_key in self._finds:
+            self._finds[chunk_key].append(done)
+        else:
+            waiting = self._finds[chunk_key] = [done]
+
+            def answer(found: Found | None) -> None:
+                if self._finds.get(chunk_key) is waiting:
+                    del self._finds[chunk_key]
+                for each in waiting:
+                    each(found)
+
+            self._find(key, chunk_key, deadline, answer, places)
+
+    def _find(
         self,
         key: ObjectKey,
         chunk_key: bytes,
-        places: Places,
         deadline: float,
-        waiting: list[Callable[[Found | None], None]],
+        done: Done[Found | None],
+        places: Places,
     ) -> None:
-        """Asks one tier after the other for the key's frame."""
         level = self._level_of(chunk_key, places)
+        if level is None:
+            done(None)
+            return
 
-        def answer(found: Found | None) -> None:
-            if self._finds.get(chunk_key) is waiting:
-                del self._finds[chunk_key]
-            for done in waiting:
-                done(found)
-
-        def described(level: int, result: FramesResult) -> None:
+        def described(result: FramesResult) -> None:
             frame = result.frames[0] if result.frames else None
             if (
                 frame is not None
                 and frame.fingerprint == self._names.fingerprint
                 and frame.chunk_hash == key.chunk_hash
             ):
-                answer(Found(frame, parsed_metadata(frame.metadata), level))
+                sizes = frame.chunk_bytes, frame.stripe_payload_bytes, frame.metadata
+                form = ChunkForm(self._names, key.model_name, key.kv_rank, *sizes)
+                done(Found(form, parsed_metadata(frame.metadata), level))
             else:
-                self._ask(key, chunk_key, places._replace(first=level + 1), deadline, waiting)
+                self._find(key, chunk_key, deadline, done, places._replace(first=level + 1))
 
-        if level is None:
-            answer(None)
-        else:
-            self._tiers[level].describe(
-                (chunk_key,), deadline, lambda result: self._post(partial(described, level, result))
-            )
+        self._tiers[level].describe(
+            (chunk_key,), deadline, lambda result: self._post(partial(described, result))
+        )
 
-    def load(
-        self, key: ObjectKey, found: Found, deadline: float, done: Callable[[Held | None], None]
-    ) -> None:
+    def load(self, key: ObjectKey, found: Found, deadline: float, done: Done[Held | None]) -> None:
         """Reads a chunk into memory, once for all callers. Each caller releases its `Held`.
 
         None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
@@ -250,23 +213,14 @@ class ObjectCache:
         entry = self._pool.get(chunk_key)
         is_removing = self.cache.queues[found.level].is_removing(chunk_key)
         if entry is None and not is_removing and not self._is_closed:
-            frame = found.frame
-            form = ChunkForm(
-                self._names,
-                key.model_name,
-                key.kv_rank,
-                frame.chunk_bytes,
-                frame.stripe_payload_bytes,
-                frame.metadata,
+            job = self.cache.prepare_load(
+                found.form, chunk_key, key.chunk_hash, found.level, deadline
             )
-            job = self.cache.prepare_load(form, chunk_key, key.chunk_hash, found.level, deadline)
             if job is not None:
                 entry = job.entry
-                entry.tag = found.metadata
-        if entry is None:
-            done(None)
-        elif entry.state is EntryState.READY:
-            done(self._held(entry))
+                entry.tag, entry.refreshed_s = found.form, time.monotonic()
+        if entry is None or entry.state is EntryState.READY:
+            done(None if entry is None else self._held(entry))
         else:
             self._pool.pin(entry)
             self._pool.watch(entry, partial(self._loaded, key, entry, done))
@@ -274,7 +228,7 @@ class ObjectCache:
                 self.cache.begin_loads((job,))
 
     def _loaded(
-        self, key: ObjectKey, entry: Entry, done: Callable[[Held | None], None], filled: Filled
+        self, key: ObjectKey, entry: Entry, done: Done[Held | None], filled: Filled
     ) -> None:
         # If it is not READY, it may have been replaced by an entry that is.
         held = self._held(entry) if filled is Filled.READY else self.hold(key)
@@ -282,13 +236,9 @@ class ObjectCache:
         done(held)
 
     def _held(self, entry: Entry) -> Held:
-        assert isinstance(entry.tag, RemoteMetadata)
         self._pool.pin(entry)
-        return Held(entry, entry.tag, self._payload(entry).toreadonly())
-
-    def _payload(self, entry: Entry) -> memoryview:
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
-        return payload
+        return Held(entry, parsed_metadata(_form_of(entry).metadata), payload.toreadonly())
 
     # ------------------------------------------------------------------ put
 
@@ -302,23 +252,27 @@ class ObjectCache:
         entry = self._pool.reserve(None, metadata.length)
         if entry is None:
             return None
-        entry.tag = metadata
-        return Held(entry, metadata, self._payload(entry))
+        (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
+        return Held(entry, metadata, payload)
 
-    def publish(self, key: ObjectKey, held: Held, written: Callable[[bool], None]) -> None:
+    def publish(self, key: ObjectKey, held: Held, written: Done[bool]) -> None:
         """Makes reserved and filled memory the key's chunk, and writes it to every tier.
 
         written: called when every tier has answered, with whether any of them, or memory, keeps the
-        chunk. Raises FormatError if the chunk has no encoding; then nothing has changed.
+        chunk. Raises FormatError if the chunk has no encoding: then the memory is freed.
         """
-        metadata, entry = held.metadata, held.entry
-        chunk_key = self._names.chunk_key(key)
-        stripe_bytes = stripe_payload_bytes(metadata.length, self._stripe_bytes)
-        frame = self._names.frame(key, metadata, stripe_bytes)
-        views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
+        entry = held.entry
+        try:
+            form = self._new_form(key.model_name, key.kv_rank, held.metadata)
+        except FormatError:
+            self.abandon(held)
+            raise
+        chunk_key = form.key(key.chunk_hash)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
+        entry.tag, entry.refreshed_s = form, time.monotonic()
+        frame, views = form.frame(key.chunk_hash), self.cache.views(form, entry)
+        job = ChunkIO(chunk_key, frame, views, entry.refreshed_s + self._write_s, entry)
         queues = self.cache.queues
         try:
             add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
@@ -328,12 +282,7 @@ class ObjectCache:
             self._pool.unpin(entry)
 
     def _written(
-        self,
-        queue: WriteBehind,
-        job: ChunkIO,
-        entry: Entry,
-        add: Callable[[bool], None],
-        outcome: WriteOutcome,
+        self, queue: WriteBehind, job: ChunkIO, entry: Entry, add: Done[bool], outcome: WriteOutcome
     ) -> None:
         # A DISCARDED entry was replaced or removed since: the next change of the key decides.
         if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
@@ -351,41 +300,30 @@ class ObjectCache:
     # ----------------------------------------------------------------- keys
 
     def contains(
-        self,
-        key: ObjectKey,
-        deadline: float,
-        done: Callable[[bool], None],
-        places: Places = EVERYWHERE,
+        self, key: ObjectKey, deadline: float, done: Done[bool], places: Places = EVERYWHERE
     ) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
         entry = self._pool.peek(chunk_key) if places.memory else None
+        level = self._level_of(chunk_key, places)
         if entry is not None and entry.state is EntryState.READY:
             done(True)
-        else:
-            self._contains(chunk_key, places, deadline, done)
-
-    def _contains(
-        self, chunk_key: bytes, places: Places, deadline: float, done: Callable[[bool], None]
-    ) -> None:
-        level = self._level_of(chunk_key, places)
-        if level is None:
-            done(False)
             return
-        tier = self.cache.tiers[level]
-        if tier.lookup(chunk_key):
-            done(True)
+        if level is None or self._tiers[level].lookup(chunk_key):
+            done(level is not None)
             return
 
         def answer(result: ExistsResult) -> None:
             if result.outcome is CallOutcome.DONE and result.present[0]:
                 done(True)
             else:
-                self._contains(chunk_key, places._replace(first=level + 1), deadline, done)
+                self.contains(key, deadline, done, Places(False, level + 1, places.end))
 
-        tier.exists((chunk_key,), deadline, lambda result: self._post(partial(answer, result)))
+        self._tiers[level].exists(
+            (chunk_key,), deadline, lambda result: self._post(partial(answer, result))
+        )
 
-    def remove(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
+    def remove(self, key: ObjectKey, deadline: float, done: Done[bool]) -> None:
         """Removes the chunk from memory at once, and from all tiers. done: whether there was one.
 
         Also False if it was not in memory and no tier answered in time: it may still exist then.
@@ -401,15 +339,13 @@ class ObjectCache:
             queue.remove(chunk_key, deadline, lambda result: add(result.removed > 0))
 
     def _supersede(self, chunk_key: bytes) -> None:
-        """Detaches finds and cancels loads of the key: they may bring the previous chunk."""
+        """Detaches finds and cancels a load of the key: they may bring the previous chunk."""
         self._finds.pop(chunk_key, None)
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)
 
-    def keys(
-        self, deadline: float, done: Callable[[Listing], None], limit: int = sys.maxsize
-    ) -> None:
+    def keys(self, deadline: float, done: Done[Listing], limit: int = sys.maxsize) -> None:
         """The keys of all chunks, in any order. Those put or removed meanwhile may be missing.
 
         limit: most keys that memory is taken for.
@@ -441,8 +377,13 @@ class ObjectCache:
         return self.cache.level_of(chunk_key, places.first, places.end)
 
 
-def _any_of(first: bool, answers: int, done: Callable[[bool], None]) -> Callable[[bool], None]:
-    """Collects `answers` answers, then calls ``done`` with whether any, or ``first``, is true."""
+def _form_of(entry: Entry) -> ChunkForm:
+    assert isinstance(entry.tag, ChunkForm)
+    return entry.tag
+
+
+def _any_of(first: bool, answers: int, done: Done[bool]) -> Done[bool]:
+    """Collects `answers` answers, then tells ``done`` whether any, or ``first``, is true."""
     results = [first]
 
     def add(result: bool) -> None:

@@ -11,7 +11,8 @@ and says its number of groups, so `init_remote_metadata_info` is needed only for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -61,6 +62,7 @@ INT_TO_DTYPE: dict[int, torch.dtype | None] = {
 DTYPE_TO_INT = {dtype: code for code, dtype in INT_TO_DTYPE.items()}
 
 _Buffer = bytes | bytearray | memoryview
+_Of = TypeVar("_Of", bound="_Message")
 
 
 @dataclass
@@ -109,10 +111,52 @@ class RemoteMetadata:
         return protocol.RemoteMetadata(self.length, self.shapes, self.dtypes, self.fmt)
 
 
+class _Message:
+    """What both messages have. _wire: the same message without torch."""
+
+    _wire: ClassVar[type[lm_wire.ClientMetaMessage] | type[lm_wire.ServerMetaMessage]]
+
+    def __post_init__(self) -> None:
+        for name, value in self._fields_of(self._encoded()).items():
+            setattr(self, name, value)
+
+    def serialize(self) -> bytes:
+        encoded: bytes = self._encoded().serialize()
+        return encoded
+
+    @classmethod
+    def deserialize(cls: type[_Of], s: _Buffer) -> _Of:
+        """The message that bytes encode. Also raises FormatError for a malformed key."""
+        return cls(**cls._fields_of(cls._wire.deserialize(s)))
+
+    @classmethod
+    def packlength(cls) -> int:
+        return cls._wire.packlength()
+
+    @staticmethod
+    def _fields_of(message: Any) -> dict[str, Any]:
+        values = {field.name: getattr(message, field.name) for field in fields(message)}
+        name = values.pop("dtype_name")
+        values["dtype"] = None if name is None else torch_dtype(name)
+        if values.get("key"):
+            values["key"] = parse_cache_key(values["key"])
+        return values | {"shape": torch.Size(message.shape)}
+
+    def _encoded(self) -> Any:
+        values = dict(vars(self))
+        dtype, key = values.pop("dtype"), values.get("key")
+        if isinstance(key, CacheEngineKey):
+            values["key"] = key.to_string()
+        elif "key" in values and not isinstance(key, str):
+            raise FormatError(f"a key is a CacheEngineKey or its text, not {key!r:.80}")
+        return self._wire(dtype_name=None if dtype is None else dtype_name(dtype), **values)
+
+
 @dataclass
-class ClientMetaMessage:
+class ClientMetaMessage(_Message):
     """A request. key: a key object or its text; empty if the request names no chunk."""
 
+    _wire = lm_wire.ClientMetaMessage
     command: ClientCommand
     key: CacheEngineKey | LayerCacheEngineKey | str
     length: int
@@ -121,76 +165,18 @@ class ClientMetaMessage:
     shape: torch.Size
     location: str | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.key, str) and self.key:
-            self.key = parse_cache_key(self.key)
-        if not isinstance(self.key, (CacheEngineKey, str)):
-            raise FormatError(f"a key is a CacheEngineKey or its text, not {self.key!r:.80}")
-        encoded = self._encoded()
-        self.command = encoded.command
-        self.dtype, self.shape = _torch_dtype(encoded.dtype_name), torch.Size(encoded.shape)
-
-    def serialize(self) -> bytes:
-        return self._encoded().serialize()
-
-    @staticmethod
-    def deserialize(s: _Buffer) -> ClientMetaMessage:
-        """The request that bytes encode. Also raises FormatError for a malformed key."""
-        m = lm_wire.ClientMetaMessage.deserialize(s)
-        dtype, shape = _torch_dtype(m.dtype_name), torch.Size(m.shape)
-        return ClientMetaMessage(m.command, m.key, m.length, m.fmt, dtype, shape, m.location)
-
-    @staticmethod
-    def packlength() -> int:
-        return lm_wire.ClientMetaMessage.packlength()
-
-    def _encoded(self) -> lm_wire.ClientMetaMessage:
-        key = self.key if isinstance(self.key, str) else self.key.to_string()
-        name = None if self.dtype is None else dtype_name(self.dtype)
-        return lm_wire.ClientMetaMessage(
-            self.command, key, self.length, self.fmt, name, self.shape, self.location
-        )
-
 
 @dataclass
-class ServerMetaMessage:
+class ServerMetaMessage(_Message):
     """A reply."""
 
+    _wire = lm_wire.ServerMetaMessage
     code: ServerReturnCode
     length: int
     fmt: MemoryFormat
     dtype: torch.dtype | None
     shape: torch.Size
     location: str | None = None
-
-    def __post_init__(self) -> None:
-        encoded = self._encoded()
-        self.code = encoded.code
-        self.dtype, self.shape = _torch_dtype(encoded.dtype_name), torch.Size(encoded.shape)
-
-    def serialize(self) -> bytes:
-        return self._encoded().serialize()
-
-    @staticmethod
-    def deserialize(s: _Buffer) -> ServerMetaMessage:
-        """The reply that bytes encode."""
-        m = lm_wire.ServerMetaMessage.deserialize(s)
-        dtype, shape = _torch_dtype(m.dtype_name), torch.Size(m.shape)
-        return ServerMetaMessage(m.code, m.length, m.fmt, dtype, shape, m.location)
-
-    @staticmethod
-    def packlength() -> int:
-        return lm_wire.ServerMetaMessage.packlength()
-
-    def _encoded(self) -> lm_wire.ServerMetaMessage:
-        name = None if self.dtype is None else dtype_name(self.dtype)
-        return lm_wire.ServerMetaMessage(
-            self.code, self.length, self.fmt, name, self.shape, self.location
-        )
-
-
-def _torch_dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else torch_dtype(name)
 
 
 _group_count: int | None = None

@@ -6,19 +6,7 @@ configuration objects and keys, and any objects with the same attributes (`compa
 whose promises hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk that
 fails raises nothing: a get is a miss, a put stores nothing, and `batched_put` returns fewer.
 
-What differs from LMCache:
-
-- A chunk keeps its own shape and dtype. LMCache copies it into a pool of one shape, and converts it
-  to kv_dtype.
-- What is stored is not a pickle and not a safetensors file: a value of LMCache is not read.
-- Chunks of local_device "cuda" are kept in host memory, because GPU memory is the engine's. `get`
-  returns them on dst_device.
-- dst_device "cuda" without a GPU is an error: pass dst_device="cpu" there.
-- Removing a key that is not there is not an error.
-- A hybrid does not load everything at its start: a chunk is loaded when it is first asked for.
-- The classes and functions that are the inside of LMCache's threads are left out: save_disk,
-  LocalBackendEndSignal, RemoteBackendEndSignal, put_worker, network_worker, deserialize_worker,
-  buffer_sweeper.
+docs/compatibility.md lists what differs. What LMCache stored (pickles, safetensors) is not read.
 """
 
 from __future__ import annotations
@@ -98,9 +86,7 @@ class LMCBackendInterface(ABC):
         """Store what is queued, for a bounded time, and end all threads."""
 
     def batched_put(
-        self,
-        keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]],
-        blocking: bool = True,
+        self, keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]], blocking: bool = True
     ) -> int:
         """`put` for each; returns how many were put."""
         count = 0
@@ -134,7 +120,6 @@ class _Backend(LMCBackendInterface):
         return object_key_of(key)
 
     def put(self, key: AnyKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        """See the interface."""
         self._tier.put(self._kinds.object_key_of(key), checked_tensor(kv_chunk), blocking)
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
@@ -146,11 +131,9 @@ class _Backend(LMCBackendInterface):
         self.put(key, kv_chunk, blocking=False)
 
     def get(self, key: AnyKey) -> torch.Tensor | None:
-        """See the interface."""
         return self._tier.get(self._named(key))
 
     def contains(self, key: AnyKey) -> bool:
-        """See the interface."""
         return self._tier.contains(self._named(key))
 
     def remove(self, key: AnyKey) -> None:
@@ -165,9 +148,7 @@ class _Backend(LMCBackendInterface):
         return [self._kinds.key_of(key) for key in self._tier.list()]
 
     def batched_put(
-        self,
-        keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]],
-        blocking: bool = True,
+        self, keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]], blocking: bool = True
     ) -> int:
         """`put` for each; returns how many were stored or, without blocking, accepted."""
         named = (
@@ -181,7 +162,6 @@ class _Backend(LMCBackendInterface):
         return self._tier.batched_get(map(self._named, keys))
 
     def close(self) -> None:
-        """See the interface. Idempotent."""
         self._close()
 
 
@@ -262,5 +242,5 @@ class LMCHybridBackend(_Backend):
         return hybrid
 
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> None:
-        """See the interface; LMCache calls the chunk `value` here."""
+        # LMCache calls the chunk `value` here.
         super().put(key, value, blocking)

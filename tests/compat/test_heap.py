@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.compat.heap import LEAST_REUSED_BYTES, HeapMemory
 from lmcache_redis.native.madvise import address_of
 from tests.cache.auditing import audit
@@ -98,56 +98,14 @@ def test_memory_that_cannot_be_had() -> None:
     audit(pool)
 
 
-class TestChunksWithoutAKey:
-    def test_they_are_found_when_they_are_published(self) -> None:
-        pool = HostPool(HeapMemory(100))
-        entry = pool.reserve(None, 60)
-        assert entry is not None
-        assert (len(pool), pool.pinned) == (0, 60)
-        audit(pool)
-        assert pool.publish(entry, b"a")
-        assert pool.get(b"a") is entry
-        pool.unpin(entry)
-        audit(pool)
-
-    def test_they_replace_a_chunk(self) -> None:
-        pool = HostPool(HeapMemory(100))
-        ready, filling = pool.reserve(b"a", 10), pool.reserve(b"b", 10)
-        assert ready is not None
-        assert filling is not None
-        pool.publish(ready)
-        for key, replaced in ((b"a", ready), (b"b", filling)):
-            new = pool.reserve(None, 10)
-            assert new is not None
-            pool.publish(new, key)
-            assert pool.get(key) is new
-            assert replaced.state is EntryState.DISCARDED
-            pool.unpin(new)
-        assert not pool.publish(filling)
-        audit(pool)
-        pool.unpin(ready)
-        pool.unpin(filling)
-        assert pool.used == 20
-
-    def test_one_that_is_given_up_leaves_nothing(self) -> None:
-        pool = HostPool(HeapMemory(100))
-        entry = pool.reserve(None, 60)
-        assert entry is not None
-        with pytest.raises(RuntimeError):
-            pool.unpin(entry)
-        pool.discard(entry)
-        pool.unpin(entry)
-        assert pool.used == 0
-        audit(pool)
-
-    @pytest.mark.parametrize(("key", "publish_as"), [(b"a", b"a"), (b"a", b"b"), (None, None)])
-    def test_a_key_is_given_once(self, key: bytes | None, publish_as: bytes | None) -> None:
-        pool = HostPool(HeapMemory(100))
-        entry = pool.reserve(key, 1)
-        assert entry is not None
-        with pytest.raises(RuntimeError):
-            pool.publish(entry, publish_as)
-        audit(pool)
+@pytest.mark.parametrize(("key", "publish_as"), [(b"a", b"a"), (b"a", b"b"), (None, None)])
+def test_a_key_is_given_once(key: bytes | None, publish_as: bytes | None) -> None:
+    pool = HostPool(HeapMemory(100))
+    entry = pool.reserve(key, 1)
+    assert entry is not None
+    with pytest.raises(RuntimeError):
+        pool.publish(entry, publish_as)
+    audit(pool)
 
 
 CAPACITY, IDLE = 40, 20

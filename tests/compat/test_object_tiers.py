@@ -15,7 +15,7 @@ from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import Found, Held, ObjectCache
+from lmcache_redis.compat.objects import Found, ObjectCache
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tiers import CallOutcome, FramesResult, RemoveResult, Tier
@@ -216,14 +216,4 @@ def test_puts_and_gets_of_a_few_keys_in_any_order(server: RedisServer, tmp_path:
     for number in range(5):
         objects.cache.pool.clear()
         assert objects.get(number) == last.get(number)
-    objects.close()
-
-
-def test_held_has_no_more_than_it_says() -> None:
-    objects = Objects()
-    held = objects.objects.reserve(metadata_of(3))
-    assert isinstance(held, Held)
-    with pytest.raises(ValueError, match="assignment"):
-        held.payload[:] = b"four"
-    objects.objects.abandon(held)
     objects.close()

@@ -25,6 +25,7 @@ from lmcache_redis.tiers import (
     WriteOutcome,
 )
 from tests.cache.played import PlayedTier, World
+from tests.harness import wait_until
 
 STRIPE_BYTES = 1024
 KEEPS = 10_000
@@ -136,17 +137,19 @@ class Objects(World):
         self.loop.run_posted()
         self.loop.run_posted()
 
-    def loaded_from(self, tier: PlayedTier, payload: bytes) -> Held:
-        (found,) = self._described(tier, payload)
-        loaded = self.load(A, found)
+    def loaded_from(self, tier: PlayedTier, payload: bytes, key: ObjectKey = A) -> Held:
+        (found,) = self._described(tier, payload, key)
+        loaded = self.load(key, found)
         self.end_read(tier, payload)
         (held,) = loaded
         assert held is not None
         return held
 
-    def _described(self, tier: PlayedTier, payload: bytes) -> list[Found | None]:
-        found = self.find(A)
-        self.describe(tier, payload)
+    def _described(
+        self, tier: PlayedTier, payload: bytes, key: ObjectKey = A
+    ) -> list[Found | None]:
+        found = self.find(key)
+        self.describe(tier, payload, key)
         return found
 
 
@@ -265,7 +268,6 @@ def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects
     with pytest.raises(FormatError):
         objects.objects.publish(A, held, lambda written: None)
     assert objects.in_memory(A) == b"old"
-    objects.objects.abandon(held)
 
 
 # ------------------------------------------------------------------ tiers
@@ -355,6 +357,35 @@ def test_nothing_is_found_that_is_not_ours(make: Callable[..., Objects]) -> None
     tier.described.pop()[1](FramesResult(CallOutcome.TIMED_OUT))
     objects.loop.run_posted()
     assert found == [None]
+
+
+def test_tiers_are_told_to_keep_what_memory_serves(make: Callable[..., Objects]) -> None:
+    """Now and then, in the stripes that they have; what one has lost is written again."""
+    tier = redis()
+    objects = make(tier)
+    objects.put(A, b"abc")
+    objects.end_write(tier)
+    objects.objects.release(objects.loaded_from(tier, b"x" * 250, B))
+    assert (objects.in_memory(A), objects.in_memory(B)) == (b"abc", b"x" * 250)
+    assert not tier.refreshed, "the tier has just had them"
+    for entry in objects.cache.pool:
+        entry.refreshed_s = -1000.0
+    for _ in range(3):
+        objects.in_memory(A)
+    objects.in_memory(B)
+    (chunks, done) = tier.refreshed.pop()
+    assert chunks == [(A_KEY, 1)]
+    done(ExistsResult(CallOutcome.DONE, [False]))
+    objects.loop.run_posted()
+    (chunks, done) = tier.refreshed.pop()
+    assert chunks == [(NAMES.chunk_key(B), 3)], "in stripes of 100 bytes, as it was found"
+    done(ExistsResult(CallOutcome.DONE, [True]))
+    wait_until(lambda: objects.loop.run_due() and tier.refreshed)
+    (chunks, done) = tier.refreshed.pop()
+    assert chunks == [(A_KEY, 1)], "before a write"
+    done(ExistsResult(CallOutcome.DONE, [False]))
+    objects.loop.run_posted()
+    assert objects.end_write(tier) == b"abc"
 
 
 def test_equal_questions_at_one_moment_are_one_load(

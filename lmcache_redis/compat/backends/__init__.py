@@ -1,9 +1,8 @@
 """Blocking backends that keep chunks in memory, on disk or in Redis, for use as a library.
 
-interface      the contract of every backend, and tensors
-buffers        the callers' buffers
+interface      the contract of every backend, and blocking calls to its cache
+buffers        the callers' buffers and tensors
 cache_thread   the thread that owns a backend's cache (`compat.objects`)
-blocking       blocking calls to it
 kinds          memory, a directory, Redis or Valkey, and a hierarchy of these
 """
 

@@ -1,7 +1,4 @@
-"""The callers' buffers: checks before a backend uses them, and copies.
-
-Every backend calls `payload_views` first in `put_bytes`, and calls `allocate` only through
-`allocated_views`, so that misuse raises the same error everywhere.
+"""The callers' buffers and tensors: checks before a backend uses them, and copies.
 
 Copies are numpy's, which releases the GIL. Assigning to a slice of a memoryview holds it for the
 whole copy: 6 ms for 32 MiB, in which no other Python thread runs.
@@ -9,13 +6,61 @@ whole copy: 6 ms for 32 MiB, in which no other Python thread runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.backends.interface import Allocate
+from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
+from lmcache_redis.chunks.metadata import MAX_DIMS, MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import FormatError
+
+if TYPE_CHECKING:
+    import torch
+
+# Takes the metadata of a chunk that was found and returns writable buffers for its payload, in
+# order, `metadata.length` bytes in total. None: there is no room, and the get is a miss.
+Allocate = Callable[[RemoteMetadata], Sequence[memoryview] | None]
+
+
+class TensorAllocation:
+    """An `Allocate` that creates a tensor of the shape and dtype in the metadata.
+
+    tensor: None before the call, and if the chunk is not a tensor.
+    """
+
+    tensor: torch.Tensor | None = None
+
+    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
+        import torch
+
+        if len(metadata.shapes) != 1 or not metadata.shapes[0]:
+            return None  # stored as bytes: not a tensor
+        try:
+            tensor = torch.empty(metadata.shapes[0], dtype=torch_dtype(metadata.dtype_names[0]))
+        except (FormatError, MemoryError, RuntimeError):
+            return None
+        if tensor.nbytes != metadata.length:
+            return None
+        self.tensor = tensor
+        return (memoryview(tensor.view(-1).view(torch.uint8).numpy()),)
+
+
+def encoded(kv_chunk: torch.Tensor, fmt: MemoryFormat) -> tuple[RemoteMetadata, list[memoryview]]:
+    """The metadata and the elements, in C order; contiguous ones on the CPU are not copied.
+
+    Raises FormatError for a tensor without an encoding.
+    """
+    import torch
+
+    if not 1 <= kv_chunk.dim() <= MAX_DIMS or not kv_chunk.numel():
+        raise FormatError(
+            f"a chunk has 1 to {MAX_DIMS} dimensions and at least one element, "
+            f"not the shape {tuple(kv_chunk.shape)}"
+        )
+    shape, name = tuple(kv_chunk.shape), dtype_name(kv_chunk.dtype)
+    flat = kv_chunk.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    return RemoteMetadata(kv_chunk.nbytes, [shape], [name], fmt), [memoryview(flat.numpy())]
 
 
 def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> list[memoryview]:
@@ -26,57 +71,42 @@ def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> li
     """
     if not metadata.length:
         raise FormatError("a chunk has at least one byte")
-    try:
-        views = _byte_views(payload)
-    except TypeError as error:
-        raise FormatError(f"the payload must be contiguous buffers: {error}") from None
-    payload_bytes = sum(view.nbytes for view in views)
-    if payload_bytes != metadata.length:
-        raise FormatError(f"a payload of {payload_bytes} bytes for a chunk of {metadata.length}")
-    return views
+    return _byte_views(payload, metadata.length, "the payload", FormatError)
 
 
 def allocated_views(metadata: RemoteMetadata, allocate: Allocate) -> list[memoryview] | None:
-    """Call `allocate` and return its buffers as writable views of bytes; None if it returns None.
+    """Calls `allocate` and returns its buffers as writable views of bytes; None if it returns None.
 
     Raises ValueError if the buffers' total is not `metadata.length` bytes, or if a buffer is
     read-only or not contiguous.
     """
-    buffers: Sequence[memoryview] | None = allocate(metadata)
+    buffers = allocate(metadata)
     if buffers is None:
         return None
-    try:
-        views = _byte_views(buffers)
-    except TypeError as error:
-        raise ValueError(f"allocate must return contiguous buffers: {error}") from None
+    views = _byte_views(buffers, metadata.length, "what allocate returned", ValueError)
     if any(view.readonly for view in views):
         raise ValueError("allocate returned a read-only buffer")
-    allocated_bytes = sum(view.nbytes for view in views)
-    if allocated_bytes != metadata.length:
-        raise ValueError(
-            f"allocate returned {allocated_bytes} bytes for a chunk of {metadata.length} bytes"
-        )
     return views
 
 
-def _byte_views(buffers: Iterable[memoryview]) -> list[memoryview]:
-    # An empty view is skipped: a view with a zero in its shape cannot be cast.
-    return [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+def _byte_views(
+    buffers: Iterable[memoryview], nbytes: int, what: str, error: type[ValueError]
+) -> list[memoryview]:
+    try:
+        # An empty view is skipped: a view with a zero in its shape cannot be cast.
+        views = [memoryview(each).cast("B") for each in buffers if memoryview(each).nbytes]
+    except TypeError as problem:
+        raise error(f"{what} is not contiguous buffers: {problem}") from None
+    found = sum(view.nbytes for view in views)
+    if found != nbytes:
+        raise error(f"{what} has {found} bytes, and the chunk {nbytes} bytes")
+    return views
 
 
-def gather(views: Sequence[memoryview], block: memoryview) -> None:
-    """Copy the views into the block, in order. No view is empty; their total is the block's."""
-    target, start = np.frombuffer(block, np.uint8), 0
+def copy(block: memoryview, views: Sequence[memoryview], *, into_block: bool) -> None:
+    """Copies between a block and views, in order. No view is empty; their total is the block's."""
+    whole, start = np.frombuffer(block, np.uint8), 0
     for view in views:
-        end = start + view.nbytes
-        np.copyto(target[start:end], np.frombuffer(view, np.uint8))
-        start = end
-
-
-def scatter(block: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy the block into the views, in order. No view is empty; their total is the block's."""
-    source, start = np.frombuffer(block, np.uint8), 0
-    for view in views:
-        end = start + view.nbytes
-        np.copyto(np.frombuffer(view, np.uint8), source[start:end])
-        start = end
+        part, other = whole[start : start + view.nbytes], np.frombuffer(view, np.uint8)
+        np.copyto(*(part, other) if into_block else (other, part))
+        start += view.nbytes

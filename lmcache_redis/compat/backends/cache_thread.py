@@ -7,11 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from lmcache_redis.cache.backing import Backing
-from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.threads import Action, OwnerLoop
+from lmcache_redis.cache import Backing, Cache, OwnerLoop
+from lmcache_redis.cache.threads import Action
 from lmcache_redis.chunks.metadata import MAX_SIZE
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.heap import HeapMemory
@@ -19,9 +18,9 @@ from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.metrics import Metrics
 
 ResultT = TypeVar("ResultT")
-Begin: TypeAlias = Callable[[Callable[[ResultT], None]], None]
 
-_MOST_SPARE_BYTES = 128 << 20
+# Beyond the time for writes: tiers that hang have ended their calls by then.
+_JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +42,22 @@ class Storage:
     stripe_bytes: int = MAX_SIZE
 
 
-# Beyond the time for writes: tiers that hang have ended their calls by then.
-_JOIN_S = 10.0
-
-
 class CacheThread:
     """A thread that owns an `ObjectCache`. Thread-safe."""
 
     def __init__(self, storage: Storage) -> None:
         self._woken = threading.Event()
         self._loop = OwnerLoop(self._woken.set)
-        memory = HeapMemory(spare_bytes=_MOST_SPARE_BYTES)
+        memory = HeapMemory()
         cache = Cache(self._loop, memory, storage.tiers, Metrics(), storage.memory_bytes)
-        self.objects = ObjectCache(
-            cache, storage.names, storage.stripe_bytes, write_s=storage.deadline_s
-        )
+        self.objects = ObjectCache(cache, storage.names, storage.stripe_bytes, storage.deadline_s)
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._is_closed = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
         self._thread.start()
 
-    def call(self, begin: Begin[ResultT]) -> Future[ResultT]:
+    def call(self, begin: Callable[[Callable[[ResultT], None]], None]) -> Future[ResultT]:
         """The result of an asynchronous call to the cache: what it passes to its `done`.
 
         begin: the call without its `done`. Raises RuntimeError after `close`.
@@ -74,7 +67,21 @@ class CacheThread:
             if self._is_closed:
                 raise RuntimeError("the backend is closed")
             self._calls.add(future)
-        self._loop.post(partial(self._begin, future, begin))
+
+        def done(result: ResultT) -> None:
+            self._calls.discard(future)
+            future.set_result(result)
+
+        def run() -> None:
+            try:
+                begin(done)
+            except Exception as error:
+                if future.done():
+                    raise
+                self._calls.discard(future)
+                future.set_exception(error)
+
+        self._loop.post(run)
         return future
 
     def get(self, read: Callable[[], ResultT]) -> Future[ResultT]:
@@ -92,19 +99,6 @@ class CacheThread:
         if not was_closed:
             self._loop.post(partial(self._close, timeout_s))
         self._thread.join(timeout_s + _JOIN_S)
-
-    def _begin(self, future: Future[ResultT], begin: Begin[ResultT]) -> None:
-        def done(result: ResultT) -> None:
-            self._calls.discard(future)
-            future.set_result(result)
-
-        try:
-            begin(done)
-        except Exception as error:
-            if future.done():
-                raise
-            self._calls.discard(future)
-            future.set_exception(error)
 
     def _run(self) -> None:
         while not self._has_ended:

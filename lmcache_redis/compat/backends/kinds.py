@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.disk.files import Sync
 from lmcache_redis.cache.disk.format import disk_bytes
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES
 from lmcache_redis.chunks.metadata import MemoryFormat
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.backends.blocking import BlockingBackend
 from lmcache_redis.compat.backends.cache_thread import Storage
+from lmcache_redis.compat.backends.interface import LMCBackendInterface
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, RedisPlane
@@ -32,7 +32,7 @@ _DISK_DEADLINE_S = 60.0
 _NO_LIMIT_BYTES = 1 << 62
 
 
-class LMCLocalBackend(BlockingBackend):
+class LMCLocalBackend(LMCBackendInterface):
     """Chunks in the memory of this process, up to a byte limit, with LRU eviction.
 
     limit_bytes: the most payload to hold; a larger chunk is not stored. In addition there may be
@@ -52,7 +52,7 @@ class LMCLocalBackend(BlockingBackend):
         super().__init__(storage, dst_device, fmt)
 
 
-class LMCLocalDiskBackend(BlockingBackend):
+class LMCLocalDiskBackend(LMCBackendInterface):
     """Chunks in files of a directory, created if needed, that no other tier uses.
 
     limit_bytes: what the files may take. sync: see `cache.disk.files`. queue_bytes: payload of
@@ -101,16 +101,11 @@ class LMCLocalDiskBackend(BlockingBackend):
         """What the files take."""
         return self._disk.used_bytes
 
-    def close(self, timeout_s: float = BlockingBackend.close_s) -> None:
-        """See the interface. timeout_s: for queued puts, and again for the calls in flight."""
-        self.close_s = timeout_s
-        super().close()
-
     def _accepts(self, nbytes: int) -> bool:
         return super()._accepts(nbytes) and disk_bytes(nbytes) <= self.limit_bytes
 
 
-class LMCRemoteBackend(BlockingBackend):
+class LMCRemoteBackend(LMCBackendInterface):
     """Chunks in Redis or Valkey: one server, a Sentinel's master, or a cluster.
 
     Every call, and each step of an iterator, ends within `deadline_s` (`list`: `list_deadline_s`),
@@ -157,18 +152,10 @@ class LMCRemoteBackend(BlockingBackend):
         options = RedisOptions(redis) if isinstance(redis, str) else redis
         names = _names_of(layout, options.key_prefix)
         self._plane = RedisPlane(options)
-        self._is_probed = False
         tiers = (Backing(self._plane, REDIS_COUNTERS, _NO_LIMIT_BYTES),)
         storage = Storage(deadline_s, list_deadline_s, pending_bytes, names, 0, tiers, slot_bytes)
         super().__init__(storage, dst_device, fmt, window_chunks, window_bytes)
         self._plane.start()
-
-    def _deadline(self) -> float:
-        """The first call waits until the first probe of the server has ended."""
-        deadline = super()._deadline()
-        if not self._is_probed:
-            self._is_probed = self._plane.wait_probed(self.storage.deadline_s).probed
-        return deadline
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
@@ -177,7 +164,7 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
     _default_window = DEFAULT_WINDOW_CHUNKS
 
 
-class LMCHybridBackend(BlockingBackend):
+class LMCHybridBackend(LMCBackendInterface):
     """A hierarchy of the backends above, the fastest first.
 
     A put is written to all tiers; it is stored if any of them stores it. A tier that does not store
@@ -195,7 +182,7 @@ class LMCHybridBackend(BlockingBackend):
 
     def __init__(
         self,
-        tiers: Sequence[BlockingBackend],
+        tiers: Sequence[LMCBackendInterface],
         dst_device: str = "cpu",
         fmt: MemoryFormat = MemoryFormat.UNDEFINED,
         *,
@@ -210,20 +197,16 @@ class LMCHybridBackend(BlockingBackend):
         storage = _stacked(self._members, wait_s)
         super().__init__(storage, dst_device, fmt, read_ahead)
 
-    def close(self) -> None:
-        super().close()
+    def close(self, timeout_s: float | None = None) -> None:
+        """See the interface."""
+        super().close(timeout_s)
         for member in self._members:
-            member.close()
-
-    def _deadline(self) -> float:
-        for member in self._members:
-            member._deadline()  # a server's first probe
-        return super()._deadline()
+            member.close(timeout_s)
 
 
-def _stacked(members: Sequence[BlockingBackend], wait_s: float) -> Storage:
+def _stacked(members: Sequence[LMCBackendInterface], wait_s: float) -> Storage:
     """The storage of a hybrid. Raises ConfigError."""
-    if not all(isinstance(each, BlockingBackend) for each in members):
+    if not all(isinstance(each, LMCBackendInterface) for each in members):
         raise ConfigError("the tiers of a hybrid are backends of lmcache_redis.compat.backends")
     first, *lower = (each.storage for each in members)
     if any(each.memory_bytes for each in lower):

@@ -41,7 +41,7 @@ from lmcache_redis.compat.gateway.wire import (
     reply_of,
 )
 from lmcache_redis.compat.lm_wire import MEMORY_LOCATION, ClientCommand, ClientMetaMessage
-from lmcache_redis.compat.objects import Held, ObjectCache, Places
+from lmcache_redis.compat.objects import Held, Places
 from lmcache_redis.errors import FormatError
 
 _HEADER_BYTES = ClientMetaMessage.packlength()
@@ -76,6 +76,8 @@ class Connection:
         self.host = host
         self.peer = peer
         self._shared = shared
+        self._cache = shared.cache
+        self._room = shared.room
         self._header = memoryview(bytearray(_HEADER_BYTES))
         self._busy = False
         self._stopping = False
@@ -92,7 +94,7 @@ class Connection:
                 self._busy = False
         except Gone:
             if self._busy or self.stream.in_message:
-                counters.abandoned += 1
+                counters["abandoned"] += 1
         except OutOfStep as problem:
             self._complain("closed", "%s; the connection is closed", problem)
         await self._written_through()
@@ -109,27 +111,29 @@ class Connection:
         command, length = ClientMetaMessage.command_and_length(self._header)
         counters, send = self._shared.counters, self.stream.send
         if command == ClientCommand.PUT:
-            counters.puts += 1
+            counters["puts"] += 1
             await self._put(length)
         elif command == ClientCommand.GET:
-            counters.gets += 1
+            counters["gets"] += 1
             wanted = self._wanted()
             if wanted is None or not await self._send_chunk(*wanted):
-                counters.misses += 1
+                counters["misses"] += 1
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
-            counters.exists += 1
+            counters["exists"] += 1
             wanted = self._wanted()
             await self._written_through()
-            there = wanted is not None and await self._contains(*wanted)
+            there = wanted is not None and await _ask(
+                partial(self._cache.contains, wanted[0], _deadline(), places=wanted[1])
+            )
             await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
-            counters.lists += 1
+            counters["lists"] += 1
             await self._written_through()
             await self._list()
         elif command == ClientCommand.HEALTH:
-            counters.healths += 1
-            await send(SUCCEEDED if self._shared.cache.is_up else FAILED)
+            counters["healths"] += 1
+            await send(SUCCEEDED if self._cache.is_up else FAILED)
         else:
             await send(FAILED)
             raise OutOfStep(f"unknown command {command}")
@@ -148,20 +152,20 @@ class Connection:
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
             return await self._receive_and_drop(length)
-        await shared.room.take(length)
+        await self._room.take(length)
         held: Held | None = None
         try:
-            held = shared.cache.reserve(metadata)
+            held = self._cache.reserve(metadata)
             if held is None:
                 await self._receive_and_drop(length)
             else:
                 await self.stream.receive(held.payload)
-            shared.counters.payload_bytes_in += length
+            shared.counters["payload_bytes_in"] += length
             await self._written_through()
         except BaseException:
             if held is not None:
-                shared.cache.abandon(held)
-            shared.room.give_back(length)
+                self._cache.abandon(held)
+            self._room.give_back(length)
             raise
         self._written = self._publish(key, held, length)
         if length > shared.memory_bytes:
@@ -173,18 +177,18 @@ class Connection:
 
     def _publish(self, key: ObjectKey, held: Held | None, length: int) -> asyncio.Future[None]:
         """Makes the chunk visible to GETs. The future is done when every tier has answered."""
-        shared = self._shared
+        counters = self._shared.counters
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def written(stored: bool) -> None:
-            shared.room.give_back(length)
+            self._room.give_back(length)
             if not ended.done():
                 ended.set_result(None)
             if stored:
-                shared.counters.stored += 1
+                counters["stored"] += 1
                 return
-            shared.counters.not_stored += 1
-            shared.log.warning(
+            counters["not_stored"] += 1
+            self._shared.log.warning(
                 "not stored", "a chunk of %d bytes is not stored: no tier took it", length
             )
 
@@ -192,43 +196,54 @@ class Connection:
             written(False)
             return ended
         try:
-            shared.cache.publish(key, held, written)
+            self._cache.publish(key, held, written)
         except FormatError:  # the tiers have no encoding for it
-            shared.cache.abandon(held)
             written(False)
         return ended
 
     async def _send_chunk(self, key: ObjectKey, places: Places) -> bool:
-        """Sends the reply to a GET. False: a miss, and nothing was sent."""
-        shared = self._shared
-        held, room_bytes = shared.cache.hold(key) if places.memory else None, 0
+        """Sends the reply to a GET. False: a miss, and nothing was sent.
+
+        Room for a chunk that is not in memory is taken before the first tier that has it is read.
+        """
+        cache, room, most_bytes = self._cache, self._room, self._shared.max_payload_bytes
+        held, room_bytes = cache.hold(key) if places.memory else None, 0
         if held is None:
             await self._written_through()
-            loaded = await _load(shared, key, places)
-            if loaded is None:
+        while held is None:
+            found = await _ask(partial(cache.find, key, _deadline(), places=places))
+            if found is None or _reply_to(found.metadata, most_bytes) is None:
                 return False
-            held, room_bytes = loaded
+            room_bytes = found.metadata.length
+            await room.take(room_bytes)
+            try:
+                held = await _ask(partial(cache.load, key, found, _deadline()), self._drop)
+            finally:
+                if held is None:
+                    room.give_back(room_bytes)
+            places = places._replace(first=found.level + 1)
         try:
-            if (reply := _reply_to(held.metadata, shared.max_payload_bytes)) is None:
+            if (reply := _reply_to(held.metadata, most_bytes)) is None:
                 return False
             if not room_bytes:
-                await shared.room.take(held.metadata.length)
+                await room.take(held.metadata.length)
                 room_bytes = held.metadata.length
-            shared.counters.hits += 1
+            self._shared.counters["hits"] += 1
             await self._send_payload(reply, held.payload)
             return True
         finally:
-            shared.cache.release(held)
-            shared.room.give_back(room_bytes)
+            cache.release(held)
+            room.give_back(room_bytes)
 
-    async def _contains(self, key: ObjectKey, places: Places) -> bool:
-        return await _ask(partial(self._shared.cache.contains, key, _deadline(), places=places))
+    def _drop(self, held: Held | None) -> None:
+        if held is not None:
+            self._cache.release(held)
 
     async def _list(self) -> None:
         shared = self._shared
         limit = max(1, shared.max_payload_bytes // _LISTED_KEY_BYTES)
         async with shared.one_list:
-            listed = await _ask(partial(shared.cache.keys, _deadline(_LIST_TIMEOUT_S), limit=limit))
+            listed = await _ask(partial(self._cache.keys, _deadline(_LIST_TIMEOUT_S), limit=limit))
             if not listed.is_complete:
                 self._complain(
                     "list", "a LIST fails: a tier did not answer, or there are more than %d keys",
@@ -236,16 +251,16 @@ class Connection:
                 )  # fmt: skip
                 return await self.stream.send(FAILED)
             text = memoryview(await asyncio.to_thread(_text_of, listed.keys))
-            await shared.room.take(len(text))
+            await self._room.take(len(text))
         # Outside the lock: a slow client holds its room and nothing else.
         try:
             await self._send_payload(list_reply_of(len(text)), text)
         finally:
-            shared.room.give_back(len(text))
+            self._room.give_back(len(text))
 
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
         await self.stream.send(header, payload)
-        self._shared.counters.payload_bytes_out += len(payload)
+        self._shared.counters["payload_bytes_out"] += len(payload)
 
     async def _written_through(self) -> None:
         """Waits until every tier has answered for the previous PUT."""
@@ -263,7 +278,7 @@ class Connection:
             return None
 
     def _complain(self, kind: str, message: str, *args: object) -> None:
-        self._shared.counters.malformed += 1
+        self._shared.counters["malformed"] += 1
         self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
 
 
@@ -286,28 +301,6 @@ def _places_of(shared: Shared, location: str | None) -> Places:
         raise FormatError(f"the location {location} is a tier that this gateway does not have")
     level = names.index(_DISK_TIER)
     return Places(memory=False, first=level, end=level + 1)
-
-
-async def _load(shared: Shared, key: ObjectKey, places: Places) -> tuple[Held, int] | None:
-    """A chunk from the first tier that delivers it, and the bytes of room taken for it.
-
-    The caller releases the chunk and gives the room back.
-    """
-    cache = shared.cache
-    while True:
-        found = await _ask(partial(cache.find, key, _deadline(), places=places))
-        if found is None or _reply_to(found.metadata, shared.max_payload_bytes) is None:
-            return None
-        await shared.room.take(found.metadata.length)
-        held: Held | None = None
-        try:
-            held = await _ask(partial(cache.load, key, found, _deadline()), partial(_drop, cache))
-        finally:
-            if held is None:
-                shared.room.give_back(found.metadata.length)
-        if held is not None:
-            return held, found.metadata.length
-        places = places._replace(first=found.level + 1)
 
 
 async def _ask(
@@ -333,11 +326,6 @@ async def _ask(
         if not answer.cancelled():
             unwanted(answer.result())
         raise
-
-
-def _drop(cache: ObjectCache, held: Held | None) -> None:
-    if held is not None:
-        cache.release(held)
 
 
 def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:

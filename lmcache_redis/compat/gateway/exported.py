@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,30 +10,11 @@ from prometheus_client.registry import Collector
 
 from lmcache_redis import __version__
 from lmcache_redis.compat.gateway.server import Gateway
+from lmcache_redis.compat.gateway.shared import COUNTERS
+from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.metrics import PREFIX, Metrics
-from lmcache_redis.metrics.exporter import gauge, labelled
+from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled
 
-# Name, meaning, label; for each of its values, the name in `Gateway.stats`.
-_COUNTERS: Final[tuple[tuple[str, str, str, Mapping[str, str]], ...]] = (
-    (
-        "requests", "requests, by command", "command",
-        {"put": "puts", "get": "gets", "exist": "exists", "list": "lists", "health": "healths"},
-    ),
-    ("gets", "GETs answered, by outcome", "outcome", {"hit": "hits", "miss": "misses"}),
-    ("puts", "PUTs, by outcome", "outcome", {"stored": "stored", "not_stored": "not_stored"}),
-    (
-        "payload_bytes", "payload moved", "direction",
-        {"in": "payload_bytes_in", "out": "payload_bytes_out"},
-    ),
-    (
-        "closed_connections",
-        "connections closed before their client ended them properly, by reason", "reason",
-        {
-            "refused": "refused_connections", "handshake": "failed_handshakes",
-            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
-        },
-    ),
-)  # fmt: skip
 _OF_TIERS: Final = ("loaded_chunks", "loaded_bytes", "stored_chunks", "stored_bytes")
 
 
@@ -44,29 +25,22 @@ def counted(metrics: Metrics) -> Collector:
     return restricted
 
 
-def metrics_of(gateway: Gateway, *, is_up: bool) -> Iterator[Metric]:
-    """On the gateway's loop."""
-    stats = gateway.stats()
-    for name, meaning, label, values in _COUNTERS:
-        found = {(value,): stats[counter] for value, counter in values.items()}
-        yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, [label], found)
-    for name, meaning, counter in (
-        ("connections", "connections accepted", "connections"),
-        (
-            "malformed_requests",
-            "requests that failed, or whose connection was closed",
-            "malformed",
-        ),
-    ):
-        yield CounterMetricFamily(f"{PREFIX}gateway_{name}", meaning, value=stats[counter])
-    yield labelled(
-        GaugeMetricFamily,
-        "gateway_info",
-        "1; the version of the gateway",
-        ["version"],
-        {(__version__,): 1},
-    )
-    yield gauge("gateway_open_connections", "clients now", stats["open_connections"])
-    yield gauge("gateway_buffer_size_bytes", "`--buffer-bytes`", stats["buffer_bytes"])
-    yield gauge("gateway_buffer_used_bytes", "payload in flight", stats["buffer_used_bytes"])
-    yield gauge("gateway_up", "1 if the last tier answers, as the command HEALTH says", is_up)
+def owner_of(gateway: Gateway, objects: ObjectCache) -> OwnerCollector:
+    """The rest, read on the gateway's loop."""
+
+    def read() -> Iterator[Metric]:
+        stats = gateway.stats()
+        for name, meaning, labels, values in COUNTERS:
+            found = {(value,) if value else (): stats[of] for value, of in values.items()}
+            yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, labels, found)
+        yield labelled(
+            GaugeMetricFamily, "gateway_info", "1; the version of the gateway", ["version"],
+            {(__version__,): 1},
+        )  # fmt: skip
+        yield gauge("gateway_open_connections", "clients now", stats["open_connections"])
+        yield gauge("gateway_buffer_size_bytes", "`--buffer-bytes`", stats["buffer_bytes"])
+        yield gauge("gateway_buffer_used_bytes", "payload in flight", stats["buffer_used_bytes"])
+        up = "1 if the last tier answers, as the command HEALTH says"
+        yield gauge("gateway_up", up, objects.is_up)
+
+    return OwnerCollector(objects.cache.owner.post, read)

@@ -16,7 +16,7 @@ from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.server import Gateway
-from lmcache_redis.compat.heap import HeapMemory
+from lmcache_redis.compat.heap import DEFAULT_SPARE_BYTES, HeapMemory
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.config import DEFAULT_SLOT_BYTES, parse_address
 from lmcache_redis.metrics import Metrics
@@ -29,7 +29,6 @@ _LEAST_FLUSH_S = 0.1
 _FLUSH_POLL_S = 0.01
 _CLOSE_S = 1.0
 _FIRST_PROBE_S = 5.0
-_MOST_SPARE_BYTES = 128 << 20
 # The write-behind queues need no limit: the gateway's room for payloads bounds them.
 _NO_LIMIT_BYTES = 1 << 62
 
@@ -41,11 +40,8 @@ def run_gateway(config: GatewayConfig) -> int:
     unusable directory or certificate.
     """
     raise_descriptor_limit()
-    loop = new_loop()
-    try:
+    with contextlib.closing(new_loop()) as loop:
         return loop.run_until_complete(_run(config))
-    finally:
-        loop.close()
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -53,7 +49,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
     try:
         module = importlib.import_module("uvloop")
     except ImportError:
-        return asyncio.new_event_loop()
+        module = asyncio
     loop: asyncio.AbstractEventLoop = module.new_event_loop()
     return loop
 
@@ -86,87 +82,67 @@ def open_cache(config: GatewayConfig) -> ObjectCache:
     """
     backings: list[Backing] = []
     with contextlib.ExitStack() as opened:
-        plane = _started_plane(config)
-        if plane is not None:
+        plane = None
+        if config.redis_url is not None:
+            plane = RedisPlane(RedisOptions.of_settings(config, config.redis_url))
+            plane.start()
             opened.callback(plane.close, 0.0)
         if config.disk_path is not None:
             from lmcache_redis.cache.disk.tier import DiskTier
 
-            threads = config.threads
             disk = DiskTier(
                 config.disk_path, config.disk_size,
-                read_threads=threads, write_threads=threads, write_nice=0,
+                read_threads=config.threads, write_threads=config.threads, write_nice=0,
             )  # fmt: skip
             opened.callback(disk.close, 0.0)
             backings.append(Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES))
         if plane is not None:
             plane.wait_probed(_FIRST_PROBE_S)
             backings.append(Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES))
-        memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, _MOST_SPARE_BYTES))
+        memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, DEFAULT_SPARE_BYTES))
         cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
         opened.pop_all()
         return ObjectCache(cache, ChunkNames(prefix=config.key_prefix), DEFAULT_SLOT_BYTES)
 
 
-def _started_plane(config: GatewayConfig) -> RedisPlane | None:
-    if config.redis_url is None:
-        return None
-    plane = RedisPlane(RedisOptions.of_settings(config, config.redis_url))
-    plane.start()
-    return plane
-
-
-def _exporter(
-    address: str, gateway: Gateway, objects: ObjectCache
-) -> contextlib.AbstractContextManager[object]:
-    from lmcache_redis.compat.gateway.exported import counted, metrics_of
-    from lmcache_redis.metrics.exporter import Exporter, OwnerCollector
-
-    cache = objects.cache
-    owner = OwnerCollector(cache.owner.post, lambda: metrics_of(gateway, is_up=objects.is_up))
-    return Exporter(parse_address(address), owner, counted(cache.metrics))
-
-
 async def _run(config: GatewayConfig) -> int:
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    cache, stack = open_cache(config), contextlib.ExitStack()
+    objects, stack = open_cache(config), contextlib.ExitStack()
+    cache = objects.cache
     try:
-        gateway = Gateway(cache, config)
+        gateway = Gateway(objects, config)
         await gateway.start()
         if config.metrics is not None:
-            stack.enter_context(_exporter(config.metrics, gateway, cache))
+            from lmcache_redis.compat.gateway.exported import counted, owner_of
+            from lmcache_redis.metrics.exporter import Exporter
+
+            address, owner = parse_address(config.metrics), owner_of(gateway, objects)
+            stack.enter_context(Exporter(address, owner, counted(cache.metrics)))
+        tiers = [
+            f"memory of {config.memory_bytes / 2**30:.1f} GiB" if config.memory_bytes else "",
+            f"{config.disk_size / 2**30:.1f} GiB in {config.disk_path}" if config.disk_path else "",
+            "Redis" if config.redis_url else "",
+        ]
         logger.info(
             "lmcache-redis %s serves %s%s: %s",
-            __version__, gateway.url, " with TLS" if config.tls_cert else "", _tiers_text(config),
+            __version__, gateway.url, " with TLS" if config.tls_cert else "",
+            ", ".join(filter(None, tiers)),
         )  # fmt: skip
         await stopped.wait()
         deadline_s = time.monotonic() + config.shutdown_deadline_s
         logger.info("stopping: requests have %.1f s to finish", config.shutdown_deadline_s)
         await gateway.stop()
         deadline_s = max(deadline_s, time.monotonic() + _LEAST_FLUSH_S)
-        while cache.cache.backlog and time.monotonic() < deadline_s:
+        while cache.backlog and time.monotonic() < deadline_s:
             await asyncio.sleep(_FLUSH_POLL_S)
-        if cache.cache.backlog:
+        if cache.backlog:
             logger.warning("not everything that was put is stored")
-        logger.info("stopped: %s", _counted(gateway.stats()))
+        counted_text = ", ".join(f"{name} {n}" for name, n in gateway.stats().items() if n)
+        logger.info("stopped: %s", counted_text or "no requests")
     finally:
         stack.close()
-        cache.close(_CLOSE_S)
+        objects.close(_CLOSE_S)
         await asyncio.sleep(0)  # runs what the tiers posted when they closed
     return 0
-
-
-def _tiers_text(config: GatewayConfig) -> str:
-    tiers = [
-        f"memory of {config.memory_bytes / 2**30:.1f} GiB" if config.memory_bytes else "",
-        f"{config.disk_size / 2**30:.1f} GiB in {config.disk_path}" if config.disk_path else "",
-        "Redis" if config.redis_url else "",
-    ]
-    return ", ".join(filter(None, tiers))
-
-
-def _counted(stats: dict[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in stats.items() if value) or "no requests"

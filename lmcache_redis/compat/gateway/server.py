@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
 import logging
-import os
-import resource
 import socket
 import ssl
 from collections import Counter
@@ -28,10 +25,11 @@ from typing import Any
 
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
 from lmcache_redis.compat.gateway.connection import Connection
-from lmcache_redis.compat.gateway.shared import Counters, QuietLog, Room, Shared
+from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared, new_counters
 from lmcache_redis.compat.gateway.stream import Stream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.processes import free_descriptors
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ class Gateway:
         self._shared = Shared(
             cache=cache,
             room=Room(config.buffer_bytes),
-            counters=Counters(),
+            counters=new_counters(),
             log=QuietLog(logger),
             memory_bytes=config.memory_bytes,
             max_payload_bytes=config.payload_limit_bytes,
@@ -69,17 +67,13 @@ class Gateway:
         self._pool = ThreadPoolExecutor(config.payload_threads, "gateway-payload")
         self._most_clients = config.max_connections
         self._peers: Counter[str] = Counter()  # their connections, by address
-        self._listener: socket.socket | None = None
         self._connections: set[Connection] = set()
         self._clients: set[asyncio.Task[None]] = set()
-        self._background: list[asyncio.Task[None]] = []  # accepting first
         self._stopping = False
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens; for port 0, with the port that was chosen."""
-        if self._listener is None:
-            raise RuntimeError("the gateway does not listen")
+        """Where it listens, after `start`; for port 0, with the port that was chosen."""
         name: tuple[Any, ...] = self._listener.getsockname()
         return str(name[0]), int(name[1])
 
@@ -92,7 +86,7 @@ class Gateway:
     def stats(self) -> dict[str, int]:
         """Counters, open connections, and payload bytes in flight. On any thread."""
         return {
-            **dataclasses.asdict(self._shared.counters),
+            **self._shared.counters,
             "open_connections": len(self._clients),
             "buffer_bytes": self._shared.room.size_bytes,
             "buffer_used_bytes": self._shared.room.used_bytes,
@@ -107,54 +101,46 @@ class Gateway:
                 "at most %d clients, not %d (--max-connections): raise the limit of open files",
                 self._most_clients, self.config.max_connections,
             )  # fmt: skip
-        self._background = [
-            asyncio.ensure_future(self._accept(self._listener)),
-            asyncio.ensure_future(self._close_stalled()),
-        ]
-        for task in self._background:
-            task.add_done_callback(_say_if_failed)
+        self._accepting = asyncio.ensure_future(self._accept())
+        self._accepting.add_done_callback(_say_if_failed)
 
     async def stop(self) -> None:
         """Stops within the deadline of the config, or shortly after. Idempotent."""
         self._stopping = True
-        for task in self._background[:1]:
-            task.cancel()
-        await asyncio.gather(*self._background[:1], return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
         for connection in self._connections:
             connection.stop()
         if self._clients:
             await asyncio.wait(self._clients, timeout=self.config.shutdown_deadline_s)
         for connection in self._connections:
             connection.stream.abort()
-        for task in [*self._clients, *self._background]:
+        for task in self._clients:
             task.cancel()
-        await asyncio.gather(*self._clients, *self._background, return_exceptions=True)
+        await asyncio.gather(*self._clients, return_exceptions=True)
         self._pool.shutdown()
 
-    # ------------------------------------------------------------ accepting
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+    async def _accept(self) -> None:
+        loop, shared = asyncio.get_running_loop(), self._shared
         while True:
             try:
-                accepted, peer = await loop.sock_accept(listener)
+                accepted, (host, port, *_) = await loop.sock_accept(self._listener)
             except OSError as error:
                 # Out of descriptors, or the client is gone already: both are temporary.
-                self._shared.log.warning("accept", "a client cannot be accepted: %s", error)
+                shared.log.warning("accept", "a client cannot be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
                 continue
-            self._shared.counters.connections += 1
-            if (problem := self._refuses(peer[0])) is not None:
-                self._shared.counters.refused_connections += 1
-                self._shared.log.warning("refused", "%s is turned away: %s", peer[0], problem)
+            shared.counters["connections"] += 1
+            if (problem := self._refuses(host)) is not None:
+                shared.counters["refused_connections"] += 1
+                shared.log.warning("refused", "%s is turned away: %s", host, problem)
                 accepted.close()
                 continue
-            self._peers[peer[0]] += 1
-            task = asyncio.ensure_future(self._serve(accepted, peer[0], peer[1]))
+            self._peers[host] += 1
+            task = asyncio.ensure_future(self._serve(accepted, host, f"{host} port {port}"))
             self._clients.add(task)
-            task.add_done_callback(partial(self._served, peer[0]))
+            task.add_done_callback(partial(self._served, host))
 
     def _refuses(self, host: str) -> str | None:
         """Why a client may not connect. One that was idle for long gives way to it."""
@@ -169,12 +155,11 @@ class Gateway:
 
     def _closes_idle(self, host: str | None) -> bool:
         """Disconnects the client, of this host, that is idle for longest; False if none is."""
-        now_s = asyncio.get_running_loop().time()
         among = [each for each in self._connections if host in (None, each.host)]
-        longest = max(among, key=lambda each: each.stream.idle_s(now_s), default=None)
-        if longest is None or longest.stream.idle_s(now_s) <= self.config.idle_timeout_s:
+        longest = max(among, key=lambda each: each.stream.idle_s(), default=None)
+        if longest is None or longest.stream.idle_s() <= self.config.idle_timeout_s:
             return False
-        self._shared.counters.idle += 1
+        self._shared.counters["idle"] += 1
         self._shared.log.warning(
             "idle", "%s is disconnected for another client: no request for %g s",
             longest.peer, self.config.idle_timeout_s,
@@ -182,17 +167,19 @@ class Gateway:
         longest.stream.abort()
         return True
 
-    async def _serve(self, accepted: socket.socket, host: str, port: int) -> None:
-        with contextlib.closing(Stream(accepted, self._pool)) as stream:
+    async def _serve(self, accepted: socket.socket, host: str, peer: str) -> None:
+        timeout_s = self.config.request_timeout_s
+        stream = Stream(accepted, self._pool, timeout_s, partial(self._stalled, peer))
+        with contextlib.closing(stream):
             try:
                 prepare(accepted)
                 if self._tls is not None:
-                    await stream.start_tls(self._tls, self.config.request_timeout_s)
+                    await stream.start_tls(self._tls)
             except OSError as error:
-                self._shared.counters.failed_handshakes += 1
+                self._shared.counters["failed_handshakes"] += 1
                 self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
                 return
-            connection = Connection(stream, host, f"{host} port {port}", self._shared)
+            connection = Connection(stream, host, peer, self._shared)
             self._connections.add(connection)
             if self._stopping:
                 connection.stop()
@@ -207,22 +194,15 @@ class Gateway:
         if not self._peers[host]:
             del self._peers[host]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._shared.counters.errors += 1
+            self._shared.counters["errors"] += 1
             logger.error("a connection is closed because of a fault", exc_info=error)
 
-    async def _close_stalled(self) -> None:
-        loop, timeout_s = asyncio.get_running_loop(), self.config.request_timeout_s
-        while True:
-            await asyncio.sleep(min(timeout_s / 8, 1.0))
-            now_s = loop.time()
-            for connection in self._connections:
-                if connection.stream.moving_s(now_s) > timeout_s:
-                    self._shared.counters.stalled += 1
-                    self._shared.log.warning(
-                        "stalled", "%s is disconnected: a message took more than %g s",
-                        connection.peer, timeout_s,
-                    )  # fmt: skip
-                    connection.stream.abort()
+    def _stalled(self, peer: str) -> None:
+        self._shared.counters["stalled"] += 1
+        self._shared.log.warning(
+            "stalled", "%s is disconnected: a message took more than %g s",
+            peer, self.config.request_timeout_s,
+        )  # fmt: skip
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:
@@ -231,26 +211,19 @@ def _say_if_failed(task: asyncio.Task[None]) -> None:
 
 
 def most_clients(wanted: int) -> int:
-    """How many clients the limit of open files allows. Raises the soft limit if it has to."""
-    others = len(os.listdir("/proc/self/fd")) + _OTHER_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != soft < wanted + others:
-        soft = wanted + others if hard == resource.RLIM_INFINITY else min(hard, wanted + others)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - others))
+    """How many clients the limit of open files allows."""
+    return max(1, min(wanted, free_descriptors() - _OTHER_DESCRIPTORS))
 
 
 def listening(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if the address cannot be used."""
-    listener = socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC
-    )
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        listener = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6
+        )
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"--listen: {host} port {port} cannot be used ({error.strerror}): choose another one"
         ) from error
@@ -289,23 +262,14 @@ def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
     # the server loses what it has not read yet.
     context.num_tickets = 0
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} cannot be used "
-            f"({error}): name PEM files of a certificate and its key without a pass phrase"
-        ) from error
-    if config.tls_client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
+        what = f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key}"
+        how = "PEM files of a certificate and its key without a pass phrase"
+        # An empty password instead of a prompt on the terminal.
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
+        if config.tls_client_ca is not None:
+            what, how = f"--tls-client-ca {config.tls_client_ca}", "a PEM file of certificates"
+            context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(Path(config.tls_client_ca))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--tls-client-ca {config.tls_client_ca} cannot be used ({error}): "
-                "name a PEM file of certificates"
-            ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be used ({error}): name {how}") from error
     return context
-
-
-def _no_password() -> str:
-    return ""  # instead of a prompt on the terminal

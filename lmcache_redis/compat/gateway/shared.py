@@ -7,35 +7,43 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Final
 
 from lmcache_redis.compat.objects import ObjectCache
 
 SILENCE_S = 10.0
 
+# Since the start: name and meaning for Prometheus, label; for each of its values, the name here.
+COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
+    ("connections", "connections accepted", [], {"": "connections"}),
+    (
+        "requests", "requests, by command", ["command"],
+        {"put": "puts", "get": "gets", "exist": "exists", "list": "lists", "health": "healths"},
+    ),
+    ("puts", "PUTs, by outcome", ["outcome"], {"stored": "stored", "not_stored": "not_stored"}),
+    ("gets", "GETs answered, by outcome", ["outcome"], {"hit": "hits", "miss": "misses"}),
+    (
+        "payload_bytes", "payload moved", ["direction"],
+        {"in": "payload_bytes_in", "out": "payload_bytes_out"},
+    ),
+    (
+        "malformed_requests", "requests that failed, or whose connection was closed", [],
+        {"": "malformed"},
+    ),
+    (
+        "closed_connections",
+        "connections closed before their client ended them properly, by reason", ["reason"],
+        {
+            "refused": "refused_connections", "handshake": "failed_handshakes",
+            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
+        },
+    ),
+)  # fmt: skip
 
-@dataclass(slots=True)
-class Counters:
-    """Counters since the start of the server. Only the loop's thread writes them."""
 
-    connections: int = 0  # accepted, those refused afterwards included
-    refused_connections: int = 0  # not on the allow-list, or over the limit
-    failed_handshakes: int = 0
-    puts: int = 0
-    gets: int = 0
-    exists: int = 0
-    lists: int = 0
-    healths: int = 0
-    stored: int = 0
-    not_stored: int = 0  # no tier took it, for lack of room or of a server
-    hits: int = 0
-    misses: int = 0
-    payload_bytes_in: int = 0
-    payload_bytes_out: int = 0
-    malformed: int = 0  # requests that failed, or whose connection was closed
-    stalled: int = 0  # connections closed: a header, payload or reply took too long
-    idle: int = 0  # connections closed: no request came, and others wanted to connect
-    abandoned: int = 0  # connections that the client closed in the middle of a request
-    errors: int = 0  # connections closed: a bug of ours
+def new_counters() -> dict[str, int]:
+    """Only the loop's thread writes them."""
+    return {name: 0 for *_, values in COUNTERS for name in values.values()}
 
 
 class QuietLog:
@@ -105,7 +113,7 @@ class Shared:
 
     cache: ObjectCache
     room: Room
-    counters: Counters
+    counters: dict[str, int]
     log: QuietLog
     memory_bytes: int
     max_payload_bytes: int

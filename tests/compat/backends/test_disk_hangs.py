@@ -1,4 +1,4 @@
-"""A disk that hangs: calls in flight block, and no other call is started."""
+"""A disk that hangs does not hold up the tiers above and below it (`tests/cache/disk`)."""
 
 from __future__ import annotations
 
@@ -57,31 +57,6 @@ def hung(tier: LMCLocalDiskBackend, directory: Path) -> Iterator[HungGet]:
     hung.end()
 
 
-def test_no_call_starts_while_another_hangs(
-    tier: LMCLocalDiskBackend, hung: HungGet, caplog: pytest.LogCaptureFixture
-) -> None:
-    """None of these calls starts, so none hangs."""
-    assert tier.get(key_of(1)) is None
-    assert not tier.put(key_of(2), tensor_of(2, (100,)))
-    assert not tier.put(key_of(3), tensor_of(3, (100,)), blocking=False)
-    assert tier.flush(0)
-    assert not tier.remove(key_of(1))
-    assert tier.list() == [key_of(1)]
-
-    def said() -> list[str]:
-        records = [*caplog.get_records("setup"), *caplog.get_records("call")]
-        return [each.getMessage() for each in records if "is down" in each.getMessage()]
-
-    wait_until(said, "a warning")  # it comes just after the tier is down
-    assert len(said()) == 1
-    hung.end()
-    assert hung.found == [None], "a FIFO is no chunk"
-    wait_until(lambda: tier.put(key_of(2), tensor_of(2, (100,))), "a disk that is back")
-    assert same(tier.get(key_of(2)), tensor_of(2, (100,)))
-    assert not tier.contains(key_of(3))
-    assert caplog.text.count("the disk tier is back") == 1
-
-
 def test_tiers_above_and_below_go_on(
     tier: LMCLocalDiskBackend, hung: HungGet, server: RedisServer
 ) -> None:
@@ -95,17 +70,6 @@ def test_tiers_above_and_below_go_on(
     assert backend.get(key_of(6)) is None
     hung.end()
     backend.close()
-
-
-def test_close_waits_no_longer_than_it_is_told(
-    tier: LMCLocalDiskBackend, hung: HungGet, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The directory stays locked: the call may still change it."""
-    tier.close(timeout_s=0.05)
-    assert "stays locked" in caplog.text
-    with pytest.raises(ConfigError, match="in use"):
-        LMCLocalDiskBackend(directory, 1 << 20)
-    hung.end()
 
 
 def test_patience_that_makes_no_sense(directory: Path) -> None:

@@ -186,19 +186,6 @@ def test_wrong_buffers_raise_and_leave_nothing(stack: Callable[..., Stacked]) ->
     assert stacked.in_memory == 1000
 
 
-def test_of_one_key_in_a_batch_the_last_is_there(stack: Callable[..., Stacked]) -> None:
-    for blocking in (True, False):
-        stacked = stack(read_ahead=8)
-        last: dict[ObjectKey, torch.Tensor] = {}
-        pairs = [(key_of(n % 3), tensor_of(n, (20_000 - 500 * n,))) for n in range(30)]
-        last.update(pairs)
-        assert stacked.backend.batched_put(pairs, blocking) == 30
-        assert stacked.backend.flush(10)
-        for key, chunk in last.items():
-            assert same(stacked.backend.get(key), chunk)
-            assert same(stacked.lower.get(key), chunk)
-
-
 # ------------------------------------------------------------------ tiers that fail
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -84,13 +83,6 @@ def test_sizes_that_differ_and_misses_and_doubles(server: RedisServer) -> None:
         assert len(found) == len(wanted)
         for number, tensor in zip(wanted, found, strict=True):
             assert same(tensor, expected.get(number))
-
-
-def test_of_one_key_the_last_put_of_a_batch_is_there(server: RedisServer) -> None:
-    pairs = [(key_of(1), tensor_of(seed, (50_000,))) for seed in range(10)]
-    with tier(LMCPipelinedRemoteBackend, server.url) as backend:
-        assert backend.batched_put(pairs) == 10
-        assert same(backend.get(key_of(1)), pairs[-1][1])
 
 
 def test_a_consumer_may_put_and_remove_what_it_is_getting(server: RedisServer) -> None:
@@ -193,30 +185,6 @@ def test_an_error_among_puts_is_raised_at_the_end(server: RedisServer) -> None:
         assert backend._plane.stats().queued_writes == 0
         for key, chunk in good:
             assert same(backend.get(key), chunk)
-
-
-def test_several_batches_at_once(server: RedisServer) -> None:
-    pairs = chunks(20, 3 * SLOT)
-    failures: list[BaseException] = []
-    with tier(LMCPipelinedRemoteBackend, server.url, window_chunks=5) as backend:
-        assert backend.batched_put(pairs) == 20
-
-        def get_all(step: int) -> None:
-            try:
-                order = [(number * step) % 20 for number in range(20)]
-                found = backend.batched_get(key_of(number) for number in order)
-                for number, tensor in zip(order, found, strict=True):
-                    assert same(tensor, pairs[number][1])
-            except BaseException as error:
-                failures.append(error)
-                raise
-
-        threads = [threading.Thread(target=get_all, args=(step,)) for step in (1, 3, 7, 19)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert not failures
 
 
 def test_windows_that_make_no_sense() -> None:

@@ -384,25 +384,6 @@ def test_a_server_that_is_full(own_server: RedisServer) -> None:
 # ------------------------------------------------------------------ puts that nobody waits for
 
 
-def test_accepted_puts_are_bounded_in_bytes(own_server: RedisServer) -> None:
-    chunk = tensor_of(1, (100_000,))
-    with tier(LMCRemoteBackend, own_server.url, pending_bytes=250_000) as backend:
-        assert not backend.put(key_of(1), tensor_of(1, (250_001,)), blocking=False)
-        assert backend.put(key_of(0), chunk)
-        own_server.stop()
-        accepted = [backend.put(key_of(n), chunk, blocking=False) for n in range(1, 6)]
-        assert accepted == [True, True, False, False, False]
-        assert not backend.flush(0)
-        own_server.cont()
-        assert backend.flush(5)
-        assert same(backend.get(key_of(2)), chunk)
-        assert backend.get(key_of(3)) is None
-        # The whole queue is free again.
-        assert [backend.put(key_of(n), chunk, blocking=False) for n in (7, 8)] == [True, True]
-        assert backend.flush(5)
-        assert same(backend.get(key_of(8)), chunk)
-
-
 def test_an_accepted_put_is_tried_until_its_deadline(own_server: RedisServer) -> None:
     chunk = tensor_of(1, (1000,))
     with tier(LMCRemoteBackend, own_server.url, deadline_s=0.5) as backend:
@@ -412,19 +393,6 @@ def test_an_accepted_put_is_tried_until_its_deadline(own_server: RedisServer) ->
             backend.put(key_of(1), tensor_of(seed, (1000,)), blocking=False)
         assert backend.flush(5)  # of ten, if each waited for the one before it
         own_server.cont()
-
-
-def test_a_removal_drops_what_waits(own_server: RedisServer) -> None:
-    with tier(LMCRemoteBackend, own_server.url) as backend:
-        assert backend.put(key_of(0), tensor_of(0, (10,)))
-        own_server.stop()
-        for seed in range(300):
-            assert backend.put(key_of(1), tensor_of(seed, (1000,)), blocking=False)
-        threading.Timer(0.2, own_server.cont).start()
-        assert backend.remove(key_of(1))
-        assert backend.flush(0)
-        assert backend.get(key_of(1)) is None
-        assert backend.list() == [key_of(0)]
 
 
 def test_what_is_stored_after_a_removal_stays(server: RedisServer) -> None:

@@ -190,15 +190,6 @@ def test_a_client_that_closes_after_a_put_has_put(serving: Serving, backend: Dic
     assert serving.stats()["abandoned"] == 0
 
 
-def test_a_client_that_closes_its_side_gets_its_reply(serving: Serving) -> None:
-    with serving.client() as client:
-        client.send(put(KEY, b"x" * 100_000) + header(GET))
-        client.socket.shutdown(1)
-        assert client.reply()[:2] == (SUCCESS, 100_000)
-        assert client.receive(100_000) == b"x" * 100_000
-        assert client.ended()
-
-
 def test_64_clients_at_once(serving: Serving) -> None:
     """Each writes and reads its own chunks and one that all share; the buffers hold seven."""
     problems: list[BaseException] = []

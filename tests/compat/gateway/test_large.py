@@ -99,29 +99,6 @@ def test_a_client_that_closes_its_side_gets_its_reply(large_serving: Serving) ->
         assert client.ended()
 
 
-def test_slow_clients_beside_fast_ones(large_serving: Serving) -> None:
-    """There is one thread for payloads; the slow ones get and give everything in the end."""
-    payload = large(1)
-    with (
-        large_serving.client() as slow_reader,
-        large_serving.client() as slow_writer,
-        large_serving.client() as fast,
-    ):
-        fast.put(key(1), payload)
-        assert fast.exists(key(1))
-        slow_reader.send(header(GET, key(1)))
-        request = put(key(2), payload)
-        slow_writer.send(request[: 3 * MIB])
-        for number in range(10):
-            fast.put(key(3), large(number))
-            assert fast.get(key(3)) == large(number)
-            slow_writer.send(request[(3 * MIB) + number : (3 * MIB) + number + 1])
-        slow_writer.send(request[3 * MIB + 10 :])
-        assert slow_writer.get(key(2)) == payload
-        assert slow_reader.reply()[:2] == (200, len(payload))
-        assert slow_reader.receive(len(payload)) == payload
-
-
 def test_who_does_not_go_on_is_cut_off(lower: DictTier, any_loop: NewLoop) -> None:
     with (
         Serving(lower, any_loop, request_timeout_s=5.0, **LARGE) as serving,
@@ -262,31 +239,6 @@ def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: D
     lower.open.set()
     large_serving.until(stored=1, open_connections=0, buffer_used_bytes=0)
     assert object_key_of(key(1)) in lower.chunks
-
-
-def test_a_fault_of_a_tier_below_ends_the_connection(
-    large_serving: Serving, lower: DictTier
-) -> None:
-    lower.error = RuntimeError("a fault")
-    with large_serving.client() as client, large_serving.client() as other:
-        client.put(key(1), large(1))
-        client.send(header(EXIST, key(1)))
-        assert client.ended()
-        lower.error = None
-        other.put(key(1), large(2))
-        assert other.exists(key(1))
-    large_serving.until(errors=1, buffer_used_bytes=0)
-
-
-def test_memory_that_does_not_take_it_leaves_it_to_the_others(
-    lower: DictTier, any_loop: NewLoop
-) -> None:
-    settings = LARGE | {"memory_bytes": MIB}
-    with Serving(lower, any_loop, **settings) as serving, serving.client() as client:
-        client.put(key(1), large(1))
-        assert client.get(key(1)) == large(1)
-        assert client.exists(key(1))
-        serving.until(stored=1, hits=1)
 
 
 # ------------------------------------------------------------------ the end

@@ -327,18 +327,6 @@ def test_stopping_finishes_what_has_begun(backend: DictTier, any_loop: NewLoop) 
             serving.client()
 
 
-def test_stopping_does_not_wait_for_ever(backend: DictTier, any_loop: NewLoop) -> None:
-    with Serving(backend, any_loop, shutdown_deadline_s=0.2) as serving, serving.client() as client:
-        client.send(put(KEY, bytes(1000))[:500])
-        client.send(b"")
-        serving.until(buffer_used_bytes=1000)
-        started_s = time.monotonic()
-        serving.stop()
-        assert time.monotonic() - started_s < 10
-        assert client.ended()
-    assert backend.chunks == {}
-
-
 MIB = 1 << 20
 
 
@@ -395,35 +383,6 @@ def test_slow_clients_that_hold_all_room_lose_it(how: str, any_loop: NewLoop) ->
         good.put(key(9), payload)
         assert good.get(key(9)) == payload
         assert 1 <= serving.stats()["stalled"] <= 4
-
-
-def test_more_uploads_than_the_buffers_hold_all_arrive(any_loop: NewLoop) -> None:
-    payloads = [bytes([number]) * (MIB // 4) for number in range(24)]
-    sizes = {"buffer_bytes": MIB, "max_payload_bytes": MIB // 4}
-    with Serving(DictTier(), any_loop, **sizes) as serving, clients(serving, 24) as some:
-        for half in (0, 1):
-            for number, client in enumerate(some):
-                request = put(key(number), payloads[number])
-                client.send(request[:30_000] if half == 0 else request[30_000:])
-        for number, client in enumerate(some):
-            assert client.get(key(number)) == payloads[number]
-
-
-def test_a_list_of_too_many_keys_fails(backend: DictTier, any_loop: NewLoop) -> None:
-    """It has a KiB for each key."""
-    with (
-        Serving(backend, any_loop, max_payload_bytes=100 << 10) as serving,
-        serving.client() as client,
-    ):
-        for number in range(100):
-            key = object_key_of(f"m@1@0@{number:04x}@half")
-            backend.chunks[key] = RemoteMetadata(1, [], [], MemoryFormat.UNDEFINED), b"x"
-        assert len(client.list()) == 100
-        client.put(KEY, b"x")
-        client.send(header(LIST))
-        assert client.receive(36) == FAILED
-        assert client.healthy()
-        serving.until(malformed=1, buffer_used_bytes=0)
 
 
 def test_a_list_is_not_cut_short(

@@ -139,7 +139,7 @@ def test_large_payloads_with_tls_move_on_threads(any_loop: NewLoop, tmp_path: Pa
                 assert secure.recv(1) == b"", "the end is said, not a connection that breaks off"
 
         talking = asyncio.ensure_future(asyncio.to_thread(talk))
-        await stream.start_tls(ours, WAIT_S)
+        await stream.start_tls(ours)
         header = memoryview(bytearray(100))
         for _ in range(2):
             await stream.receive_header(header)

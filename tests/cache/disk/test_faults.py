@@ -9,42 +9,27 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lmcache_redis.compat.backends import LMCLocalDiskBackend
 from lmcache_redis.errors import ConfigError
-from tests.compat.backends.contract import get_raw, key_of, same, tensor_of
-from tests.compat.backends.disk_helpers import OpenTier, disk_use, files_in, fill, number_of
+from tests.cache.disk.directory import Disk, disk_use, files_in, fill, key_of, number_of, payload_of
 
 pytestmark = pytest.mark.servers
 
 ROOT = Path(__file__).parents[3]
 
 PREAMBLE = """
-import errno, os, sys, threading
-from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import LMCLocalDiskBackend
+import os, sys, threading
+from pathlib import Path
+from tests.cache.disk.directory import Disk, held, key_of
 
-def key(number):
-    return ObjectKey(number.to_bytes(8, "big"), "org/model", 0)
+def put(disk, number, size):
+    return disk.put(key_of(number), number.to_bytes(8, "big") * (size // 8))
 
-def put(tier, number, size, blocking=True):
-    payload = number.to_bytes(8, "big") * (size // 8)
-    metadata = RemoteMetadata(size, [(size,)], ["uint8"], MemoryFormat.UNDEFINED)
-    return tier.put_bytes(key(number), metadata, [memoryview(payload)], blocking)
-
-def get(tier, number):
-    found = []
-    def allocate(metadata):
-        found.append(bytearray(metadata.length))
-        return [memoryview(found[0])]
-    return bytes(found[0]) if tier.get_bytes(key(number), allocate) is not None else None
-
-directory = sys.argv[1]
+directory = Path(sys.argv[1])
 """
 
 
@@ -72,12 +57,12 @@ def test_a_process_killed_while_it_writes_leaves_whole_chunks(
     limit_bytes = 4 << 20
     process = start(
         f"""
-        tier = LMCLocalDiskBackend(directory, {limit_bytes}, queue_bytes=1 << 20)
+        tier = Disk(directory, {limit_bytes})
 
         def work(seed):
             number = seed
             while True:
-                put(tier, number % 40, 8 * (1 + number * 977 % 30_000), number % 3 > 0)
+                put(tier, number % 40, 8 * (1 + number * 977 % 30_000))
                 number += 4
 
         for seed in range(4):
@@ -92,14 +77,14 @@ def test_a_process_killed_while_it_writes_leaves_whole_chunks(
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGKILL
-    # Puts of 4 threads and the worker were in flight. The process's end released the lock.
+    # Writes were in flight. The process's end released the lock.
     assert disk_use(directory) <= limit_bytes
-    tier = LMCLocalDiskBackend(directory, limit_bytes)
+    tier = Disk(directory, limit_bytes)
     found = tier.list()
     assert found
     assert len(files_in(directory)) == len(found)
     for key in found:
-        raw = get_raw(tier, key)
+        raw = tier.get(key)
         assert raw is not None
         assert raw == number_of(key).to_bytes(8, "big") * (len(raw) // 8)
     assert tier.used_bytes == disk_use(directory) <= limit_bytes
@@ -110,19 +95,14 @@ FILLS_A_DISK = """
     stored = [put(tier, number, 64 << 10) for number in range(100)]
     assert not all(stored), "the disk was never full"
     assert any(stored)
-    for number in range(100, 103):
-        assert put(tier, number, 64 << 10, blocking=False)
-    assert tier.flush(30)
-    assert {each.chunk_hash for each in tier.list()} == {
-        key(number).chunk_hash for number, was in enumerate(stored) if was
-    }
+    assert held(tier) == [number for number, was in enumerate(stored) if was]
     for number, was in enumerate(stored):
-        assert get(tier, number) == (number.to_bytes(8, "big") * 8192 if was else None)
+        assert tier.get(key_of(number)) == (number.to_bytes(8, "big") * 8192 if was else None)
     names = [name for _, _, names in os.walk(directory) for name in names]
     assert len(names) == 1 + sum(stored), "nothing of the others was left"
     # With room again, it goes on.
     for number in range(3):
-        assert tier.remove(key(number))
+        assert tier.remove(key_of(number))
     assert put(tier, 200, 64 << 10)
     tier.close()
     print("ok")
@@ -140,9 +120,8 @@ def test_a_full_disk_stores_nothing_more(directory: Path) -> None:
         pytest.skip("no unshare")
     if possible.returncode:
         pytest.skip("no file system can be mounted here")
-    code = (
-        'tier = LMCLocalDiskBackend(directory, 1 << 30, sync="directory")'
-        + FILLS_A_DISK.replace("\n    ", "\n")
+    code = 'tier = Disk(directory, 1 << 30, sync="directory")' + FILLS_A_DISK.replace(
+        "\n    ", "\n"
     )
     ran = subprocess.run(
         [*unshare, f'{mount} && exec "$0" "$@"', sys.executable, "-c", PREAMBLE + code, directory],
@@ -163,17 +142,15 @@ def test_a_file_that_may_not_grow_is_not_stored(directory: Path) -> None:
     output = output_of(
         """
         import resource
-        tier = LMCLocalDiskBackend(directory, 1 << 30)
+        tier = Disk(directory, 1 << 30)
         assert put(tier, 1, 1 << 20)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
         assert not put(tier, 1, 1 << 20)
         assert not put(tier, 2, 1 << 20)
-        assert put(tier, 3, 1 << 20, blocking=False)
-        assert tier.flush(30)
         assert put(tier, 4, 1 << 18)
-        assert [each.chunk_hash[-1] for each in tier.list()] == [4]
+        assert held(tier) == [1, 4]
         names = [name for _, _, names in os.walk(directory) for name in names]
-        assert len(names) == 2, names
+        assert len(names) == 3, names
         print("ok")
         """,
         directory,
@@ -206,16 +183,16 @@ def test_a_directory_that_may_not_be_written(open_to_all: Path) -> None:
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
-        tier = LMCLocalDiskBackend(directory, 1 << 30)
+        tier = Disk(directory, 1 << 30)
         assert put(tier, 1, 800)
         for where, _, _ in os.walk(directory):
             os.chmod(where, 0o500)
         assert not put(tier, 1, 1600)
         assert not put(tier, 2, 800)
-        assert get(tier, 1) is None
+        assert tier.get(key_of(1)) is not None
         tier.close()
         try:
-            LMCLocalDiskBackend(directory + "/below", 1 << 30)
+            Disk(directory / "below", 1 << 30)
         except ConfigError as error:
             assert "writable" in str(error)
             print("ok")
@@ -231,10 +208,10 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("theirs")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="cannot be used"):
-            LMCLocalDiskBackend(path, 1 << 20)
+            Disk(path, 1 << 20)
 
 
-def test_a_second_tier_is_refused(open_tier: OpenTier, directory: Path) -> None:
+def test_a_second_tier_is_refused(open_tier: Callable[..., Disk], directory: Path) -> None:
     tier = open_tier()
     fill(tier, [1])
     with pytest.raises(ConfigError, match="in use"):
@@ -242,13 +219,13 @@ def test_a_second_tier_is_refused(open_tier: OpenTier, directory: Path) -> None:
     code = """
     from lmcache_redis.errors import ConfigError
     try:
-        LMCLocalDiskBackend(directory, 1 << 20)
+        Disk(directory, 1 << 20)
         print("opened")
     except ConfigError as error:
         print("refused", "in use" in str(error))
     """
     assert output_of(code, directory) == "refused True\n"
-    assert same(tier.get(key_of(1)), tensor_of(1, (100,)))
+    assert tier.get(key_of(1)) == payload_of(1, 100)
     tier.close()
     assert output_of(code, directory) == "opened\n"
     assert open_tier().list() == [key_of(1)]

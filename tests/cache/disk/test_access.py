@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lmcache_redis.cache.disk.files import LOCK_NAME
 from lmcache_redis.errors import ConfigError
-from tests.compat.backends.contract import key_of, same, tensor_of
-from tests.compat.backends.disk_helpers import OpenTier, files_in, fill, held
+from tests.cache.disk.directory import Disk, files_in, fill, held, key_of, payload_of
 
-TENSOR = tensor_of(1, (100,))
+PAYLOAD = payload_of(1, 100)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
 def test_a_directory_that_others_may_write_into_is_refused(
-    open_tier: OpenTier, directory: Path, mode: int
+    open_tier: Callable[..., Disk], directory: Path, mode: int
 ) -> None:
     directory.mkdir()
     directory.chmod(mode)
@@ -31,7 +31,7 @@ def test_a_directory_that_others_may_write_into_is_refused(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
 @pytest.mark.parametrize("through_a_link", [False, True])
 def test_a_directory_of_another_user_is_refused(
-    open_tier: OpenTier, directory: Path, tmp_path: Path, through_a_link: bool
+    open_tier: Callable[..., Disk], directory: Path, tmp_path: Path, through_a_link: bool
 ) -> None:
     if through_a_link:  # to a directory of ours that is not for chunks
         (tmp_path / "ours").mkdir()
@@ -44,7 +44,7 @@ def test_a_directory_of_another_user_is_refused(
 
 
 def test_a_link_of_ours_to_a_directory_of_ours_is_fine(
-    open_tier: OpenTier, directory: Path, tmp_path: Path
+    open_tier: Callable[..., Disk], directory: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "large").mkdir()
     directory.symlink_to(tmp_path / "large")
@@ -52,7 +52,9 @@ def test_a_link_of_ours_to_a_directory_of_ours_is_fine(
     assert len(files_in(tmp_path / "large")) == 1
 
 
-def test_the_lock_is_no_link(open_tier: OpenTier, directory: Path, tmp_path: Path) -> None:
+def test_the_lock_is_no_link(
+    open_tier: Callable[..., Disk], directory: Path, tmp_path: Path
+) -> None:
     directory.mkdir()
     (directory / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="cannot be used for chunks"):
@@ -61,7 +63,7 @@ def test_the_lock_is_no_link(open_tier: OpenTier, directory: Path, tmp_path: Pat
 
 
 def test_a_file_that_became_a_link_is_not_read(
-    open_tier: OpenTier, directory: Path, tmp_path: Path
+    open_tier: Callable[..., Disk], directory: Path, tmp_path: Path
 ) -> None:
     tier = open_tier()
     fill(tier, [1])
@@ -75,7 +77,7 @@ def test_a_file_that_became_a_link_is_not_read(
 
 
 def test_a_folder_that_became_a_link_is_not_followed(
-    open_tier: OpenTier, directory: Path, tmp_path: Path
+    open_tier: Callable[..., Disk], directory: Path, tmp_path: Path
 ) -> None:
     tier = open_tier()
     fill(tier, [1])
@@ -83,14 +85,14 @@ def test_a_folder_that_became_a_link_is_not_followed(
     moved = path.parent.rename(tmp_path / "elsewhere")
     path.parent.symlink_to(moved)
     assert tier.get(key_of(1)) is None
-    assert not tier.put(key_of(1), TENSOR)
+    assert not tier.put(key_of(1), PAYLOAD)
     tier.remove(key_of(1))
     assert [each.name for each in moved.iterdir()] == [path.name]
     tier.close()
     tier = open_tier()
     assert held(tier) == []
-    assert not tier.put(key_of(1), TENSOR)
+    assert not tier.put(key_of(1), PAYLOAD)
     assert [each.name for each in moved.iterdir()] == [path.name]
     path.parent.unlink()
-    assert tier.put(key_of(1), TENSOR)
-    assert same(tier.get(key_of(1)), TENSOR)
+    assert tier.put(key_of(1), PAYLOAD)
+    assert tier.get(key_of(1)) == PAYLOAD
