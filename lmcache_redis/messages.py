@@ -103,10 +103,11 @@ import msgspec
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import Reach
+from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -124,6 +125,8 @@ ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTE
 # HELLO and from the registered layouts.
 Hashes = tuple[ChunkHash, ...]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+# See `device.signals`.
+Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -168,10 +171,12 @@ class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
     """A worker's paged KV cache: its groups and the handles to its memory.
 
     A group's number is its position. The groups of all workers of an engine correspond.
+    ``signals``: the page of a worker on a GPU (`device.signals`); None on the CPU.
     """
 
     groups: tuple[KVGroup, ...]
     storages: tuple[StorageHandle, ...]
+    signals: SharedMemoryHandle | None = None
 
 
 class UnregisterKVCache(Message, frozen=True, tag="UNREGISTER_KV_CACHE"):
@@ -221,14 +226,14 @@ class Watch(Message, frozen=True, tag="WATCH"):
 class Store(Message, frozen=True, tag="STORE"):
     """Copies blocks of ``group`` into the cache: the blocks of each chunk's part, in order.
 
-    ``event`` is a CUDA interprocess event after which the blocks may be read; None on the CPU.
+    ``after`` is the ticket of the signal after which the blocks may be read; None on the CPU.
     """
 
     request_id: Name
     hashes: Hashes
     block_ids: tuple[int, ...]
     lease_ns: int
-    event: bytes | None = None
+    after: Ticket | None = None
     group: Number = 0
 
 
@@ -243,7 +248,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     """Copies parts of chunks into blocks of ``group``.
 
     Parts that are not in the host pool are loaded first. The blocks of the first
-    ``skip_first_n_tokens`` are left as they are. ``event`` is a CUDA interprocess event after which
+    ``skip_first_n_tokens`` are left as they are. ``after`` is the ticket of the signal after which
     the blocks may be written, because the engine may still be zeroing them; None on the CPU.
     """
 
@@ -252,7 +257,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     block_ids: tuple[int, ...]
     skip_first_n_tokens: Number
     lease_ns: int
-    event: bytes | None = None
+    after: Ticket | None = None
     group: Number = 0
 
 
