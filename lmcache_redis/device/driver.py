@@ -68,6 +68,7 @@ _CAUSES = {
 class Attribute:
     """Of ``CUdevice_attribute``."""
 
+    MAX_PITCH = 11  # of enqueue_copy_2d
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
     MAJOR = 75
     MINOR = 76
@@ -177,6 +178,8 @@ _NON_BLOCKING = 1
 _EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
 _LAZY_PEER_ACCESS = 1
 _PORTABLE, _DEVICE_MAP = 1, 2
+_POSIX_DESCRIPTOR = 1
+_ON_DEVICE, _READ_WRITE = 1, 3
 
 
 @functools.cache
@@ -371,6 +374,50 @@ def close_memory(address: int) -> None:
     _call("cuIpcCloseMemHandle", address)
 
 
+class _Location(ctypes.Structure):
+    """``CUmemAccessDesc``: a ``CUmemLocation``, and what it may do."""
+
+    _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
+
+
+def import_memory(fd: int) -> int:
+    """A handle of the memory that a descriptor names; the descriptor may be closed then."""
+    memory = c_uint64()
+    _call("cuMemImportFromShareableHandle", byref(memory), fd, _POSIX_DESCRIPTOR)
+    return memory.value
+
+
+def release_memory(memory: int) -> None:
+    """Drop a handle. The memory lives on while it is mapped."""
+    _call("cuMemRelease", memory)
+
+
+def reserve_addresses(size_bytes: int) -> int:
+    """Where nothing else is mapped."""
+    address = c_uint64()
+    _call("cuMemAddressReserve", byref(address), size_bytes, 0, 0, 0)
+    return address.value
+
+
+def free_addresses(address: int, size_bytes: int) -> None:
+    _call("cuMemAddressFree", address, size_bytes)
+
+
+def map_memory(address: int, size_bytes: int, memory: int) -> None:
+    """The memory of a handle in reserved addresses. Not accessible before `allow_access`."""
+    _call("cuMemMap", address, size_bytes, 0, memory, 0)
+
+
+def unmap_memory(address: int, size_bytes: int) -> None:
+    _call("cuMemUnmap", address, size_bytes)
+
+
+def allow_access(address: int, size_bytes: int, ordinal: int) -> None:
+    """Let a GPU read and write mapped memory."""
+    access = _Location(_ON_DEVICE, ordinal, _READ_WRITE)
+    _call("cuMemSetAccess", address, size_bytes, byref(access), 1)
+
+
 # Streams and events
 
 
@@ -429,7 +476,10 @@ def destroy_event(event: int) -> None:
 
 
 def copy_in(address: int, host: int, size_bytes: int) -> None:
-    """From host memory of any kind to the GPU; complete on return."""
+    """From host memory of any kind, which may be reused on return.
+
+    Other streams see it after `synchronize`: the last of it may still be on its way.
+    """
     _call("cuMemcpyHtoD_v2", address, host, size_bytes)
 
 
