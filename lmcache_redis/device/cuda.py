@@ -26,7 +26,7 @@ from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaHandle, SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.mapping import EngineMemory
-from lmcache_redis.device.moving import Moves, moves_of
+from lmcache_redis.device.moving import Moves, PlannedMove, moves_of
 from lmcache_redis.device.signals import SignalPage
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.processes import is_running
@@ -89,26 +89,25 @@ class CudaDevice(DeviceContext):
         self._gpu.use()
 
     def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
-        moves = self._moves_of(call)
-        plan = moves.check(call)
-        with self._mapped(), self._gpu.stream(scatter=False, wait_s=_stream_wait_s(call)) as stream:
-            moves.gather(call, plan, stream, lambda: self._await_blocks(call), on_blocks_read)
+        with self._mapped():
+            move = self._planned(call)
+            with self._gpu.stream(scatter=False, wait_s=_stream_wait_s(call)) as stream:
+                move.gather(stream, lambda: self._await_blocks(call), on_blocks_read)
 
     def _scatter(self, call: CopyCall) -> None:
-        moves = self._moves_of(call)
-        plan = moves.check(call)
-        with self._mapped(), self._gpu.stream(scatter=True, wait_s=_stream_wait_s(call)) as stream:
-            moves.scatter(call, plan, stream, lambda: self._await_blocks(call))
+        with self._mapped():
+            move = self._planned(call)
+            with self._gpu.stream(scatter=True, wait_s=_stream_wait_s(call)) as stream:
+                move.scatter(stream, lambda: self._await_blocks(call))
 
     def _unmap(self) -> None:
         self._gpu.use()
         self._opened.close()
 
-    def _moves_of(self, call: CopyCall) -> Moves:
-        with self._mapped():
-            if call.after is not None and self._signals is None:
-                raise DeviceError("a ticket of an engine that registered no signals")
-            return self._moves[call.group]
+    def _planned(self, call: CopyCall) -> PlannedMove:
+        if call.after is not None and self._signals is None:
+            raise DeviceError("a ticket of an engine that registered no signals")
+        return self._moves[call.group].plan(call)
 
     def _await_blocks(self, call: CopyCall) -> None:
         """Wait until the engine's GPU has reached the signal.

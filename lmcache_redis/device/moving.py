@@ -1,4 +1,4 @@
-"""How the chunks of a call get between an engine's blocks and slots: what is enqueued, in which order.
+"""What a call enqueues, in which order, to move chunks between an engine's blocks and slots.
 
 `DirectMoves`, for large pages: copies between pages and slots, without a kernel. The GPU's copy
 engines make them, beside whatever its processors compute. Small copies would be slow.
@@ -8,7 +8,7 @@ memory, and the bus carries few large copies between staging and slots. The kern
 the engine leaves it a time slice.
 
 A move enqueues nothing that touches the engine's blocks before ``ready`` has returned, because
-enqueued work cannot be taken back. What needs no blocks is enqueued before.
+enqueued work cannot be taken back. What needs no blocks is enqueued before that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,44 +36,35 @@ _SCRATCH = (0, 0)
 
 _Int64s = npt.NDArray[np.int64]
 Ready = Callable[[], None]
+Moves: TypeAlias = "DirectMoves | KernelMoves"
 
 
-class Moves(ABC):
-    """The moves of one group. Every method may raise DeviceError. Thread-safe."""
+class PlannedMove(ABC):
+    """A call whose arguments are right. Every method may raise DeviceError.
 
-    @abstractmethod
-    def check(self, call: CopyCall) -> BusCopies | _Int64s:
-        """The plan of a call whose arguments are right: no byte has moved yet."""
+    On return nothing is in flight. ``ready`` is called once, see above.
+    """
 
     @abstractmethod
     def gather(
-        self,
-        call: CopyCall,
-        plan: BusCopies | _Int64s,
-        stream: CopyStream,
-        ready: Ready,
-        on_blocks_read: Callable[[], None] | None,
+        self, stream: CopyStream, ready: Ready, on_blocks_read: Callable[[], None] | None
     ) -> None:
-        """Blocks to slots. On return nothing is in flight."""
+        """Blocks to slots."""
 
     @abstractmethod
-    def scatter(
-        self, call: CopyCall, plan: BusCopies | _Int64s, stream: CopyStream, ready: Ready
-    ) -> None:
-        """Slots to blocks. On return nothing is in flight."""
-
-    def close(self) -> None:
-        """Free what it has on the GPU, in its context. No call may be in progress."""
+    def scatter(self, stream: CopyStream, ready: Ready) -> None:
+        """Slots to blocks."""
 
 
-class DirectMoves(Moves):
+class DirectMoves:
     """Copies between pages and slots. Adjacent blocks whose pages touch are one copy."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage]) -> None:
         self._planner = CopyPlanner(layout)
         self._bases = np.array([storage.address for storage in storages], dtype=np.int64)
 
-    def check(self, call: CopyCall) -> BusCopies:
+    def plan(self, call: CopyCall) -> PlannedMove:
+        """Raises DeviceError for a wrong argument: no byte has moved yet."""
         parts: list[tuple[_Int64s, _Int64s, _Int64s]] = []
         for chunk in call.chunks:
             storage, offset, slot, slot_offset, nbytes = self._planner.arrays(
@@ -82,71 +73,100 @@ class DirectMoves(Moves):
             slots = _addresses(chunk.slots)
             parts.append((slots[slot] + slot_offset, self._bases[storage] + offset, nbytes))
         host, device, nbytes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return BusCopies(host, device, nbytes)
+        return _DirectMove(BusCopies(host, device, nbytes))
+
+    def close(self) -> None:
+        """It has nothing on the GPU."""
+
+
+class _DirectMove(PlannedMove):
+    def __init__(self, copies: BusCopies) -> None:
+        self._copies = copies
 
     def gather(
-        self,
-        call: CopyCall,
-        plan: BusCopies | _Int64s,
-        stream: CopyStream,
-        ready: Ready,
-        on_blocks_read: Callable[[], None] | None,
+        self, stream: CopyStream, ready: Ready, on_blocks_read: Callable[[], None] | None
     ) -> None:
-        assert isinstance(plan, BusCopies)
         ready()
-        stream.copy_out(plan)
+        stream.copy_out(self._copies)
         stream.drain()
         if on_blocks_read is not None:
             on_blocks_read()
 
-    def scatter(
-        self, call: CopyCall, plan: BusCopies | _Int64s, stream: CopyStream, ready: Ready
-    ) -> None:
-        assert isinstance(plan, BusCopies)
+    def scatter(self, stream: CopyStream, ready: Ready) -> None:
         ready()
-        stream.copy_in(plan)
+        stream.copy_in(self._copies)
         stream.drain()
 
 
-class _PlacedLaunch(NamedTuple):
-    """A `table.Launch` whose rows are on the GPU."""
+class PlacedLaunch(NamedTuple):
+    """A launch of `table` whose ``count`` rows are on the GPU, at ``rows``."""
 
     width: int
     rows: int
     count: int
 
 
-class KernelMoves(Moves):
-    """Pages by kernels, through staging. The kernels' tables stay on the GPU."""
+class KernelMoves:
+    """Pages by kernels, through staging. The kernels' tables stay on the GPU. Thread-safe."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> None:
         self._table = SegmentTable(layout, storages)
         self._num_blocks = layout.num_blocks
         self._gpu = gpu
         self._lock = threading.Lock()
-        self._launches: dict[int, tuple[_PlacedLaunch, ...]] = {}  # by the blocks of a chunk
+        self._launches: dict[int, tuple[PlacedLaunch, ...]] = {}  # by the blocks of a chunk
         self._rows: list[Buffer] = []
-        # What a kernel's driver or PTX lacks is known when the engine registers.
-        for launch in self._table.tiles(1).launches:
-            for scatter in (False, True):
-                gpu.kernel(kernels.name_of(launch.width, scatter=scatter))
+        # What the driver or this installation lacks is known when the engine registers.
+        for width, _ in self._table.tiles(1).launches:
+            self.functions(width)
 
-    def check(self, call: CopyCall) -> _Int64s:
-        """The block ids, as a kernel takes them."""
+    def plan(self, call: CopyCall) -> PlannedMove:
+        """Raises DeviceError for a wrong argument: no byte has moved yet."""
         ids = [chunk.block_ids for chunk in call.chunks]
-        return pack_ids(ids, self._num_blocks, [chunk.skip_blocks for chunk in call.chunks])
+        skips = [chunk.skip_blocks for chunk in call.chunks]
+        return _KernelMove(self, call, pack_ids(ids, self._num_blocks, skips))
+
+    def close(self) -> None:
+        """Free the tables, in the GPU's context. No call may be in progress."""
+        self._launches.clear()
+        while self._rows:
+            self._rows.pop().close()
+
+    def functions(self, width: int) -> tuple[int, int]:
+        """The kernels that gather and scatter by accesses of this width."""
+        names = [kernels.name_of(width, scatter=scatter) for scatter in (False, True)]
+        gather, scatter = map(self._gpu.kernel, names)
+        return gather, scatter
+
+    def launches(self, n_blocks: int, stream: CopyStream) -> tuple[PlacedLaunch, ...]:
+        """The launches of a chunk. Their rows are on the GPU for every stream."""
+        found = self._launches.get(n_blocks)
+        if found is not None:
+            return found
+        with self._lock:
+            if n_blocks not in self._launches:
+                placed = []
+                for width, rows in self._table.tiles(n_blocks).launches:
+                    self._rows.append(Buffer())
+                    address = self._rows[-1].grown(rows.nbytes)
+                    driver.enqueue_copy_in(address, rows.ctypes.data, rows.nbytes, stream.number)
+                    placed.append(PlacedLaunch(width, address, len(rows)))
+                stream.drain()
+                self._launches[n_blocks] = tuple(placed)
+            return self._launches[n_blocks]
+
+
+class _KernelMove(PlannedMove):
+    def __init__(self, moves: KernelMoves, call: CopyCall, ids: _Int64s) -> None:
+        self._moves = moves
+        self._call = call
+        self._ids = ids
 
     def gather(
-        self,
-        call: CopyCall,
-        plan: BusCopies | _Int64s,
-        stream: CopyStream,
-        ready: Ready,
-        on_blocks_read: Callable[[], None] | None,
+        self, stream: CopyStream, ready: Ready, on_blocks_read: Callable[[], None] | None
     ) -> None:
-        assert isinstance(plan, np.ndarray)
-        copies, staging = self._staged(call, stream)
-        launch = self._prepared(call, plan, stream, staging, scatter=False)
+        copies, staging = self._staged(stream)
+        launch = self._prepared(stream, staging, scatter=False)
         ready()
         launch()
         stream.mark_kernel()
@@ -156,67 +176,41 @@ class KernelMoves(Moves):
             on_blocks_read()
         stream.drain()
 
-    def scatter(
-        self, call: CopyCall, plan: BusCopies | _Int64s, stream: CopyStream, ready: Ready
-    ) -> None:
-        assert isinstance(plan, np.ndarray)
-        copies, staging = self._staged(call, stream)
-        launch = self._prepared(call, plan, stream, staging, scatter=True)
+    def scatter(self, stream: CopyStream, ready: Ready) -> None:
+        copies, staging = self._staged(stream)
+        launch = self._prepared(stream, staging, scatter=True)
         stream.copy_in(copies)
         ready()
         launch()
         stream.drain()
 
-    def close(self) -> None:
-        self._launches.clear()
-        while self._rows:
-            self._rows.pop().close()
-
-    def _staged(self, call: CopyCall, stream: CopyStream) -> tuple[BusCopies, int]:
+    def _staged(self, stream: CopyStream) -> tuple[BusCopies, int]:
         """The copies between staging and slots, and where staging is."""
+        chunks, chunk_bytes = self._call.chunks, self._call.chunk_bytes
         offsets, sizes, size_bytes = _stripes(
-            len(call.chunks), call.chunk_bytes, call.stripe_payload_bytes
+            len(chunks), chunk_bytes, self._call.stripe_payload_bytes
         )
         staging = stream.staging(size_bytes)
-        slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
+        slots = np.concatenate([_addresses(chunk.slots) for chunk in chunks])
         return BusCopies(slots, staging + offsets, sizes), staging
 
-    def _prepared(
-        self, call: CopyCall, ids: _Int64s, stream: CopyStream, staging: int, *, scatter: bool
-    ) -> Callable[[], None]:
-        """Enqueues the kernels, when it is called."""
-        chunks, n_blocks = ids.shape
+    def _prepared(self, stream: CopyStream, staging: int, *, scatter: bool) -> Ready:
+        """Sends what the kernels need beside staging; the result enqueues them."""
+        chunks, n_blocks = self._ids.shape
         launches = [
-            (self._gpu.kernel(kernels.name_of(each.width, scatter=scatter)), each)
-            for each in self._launches_of(n_blocks, stream)
+            (self._moves.functions(each.width)[scatter], each)
+            for each in self._moves.launches(n_blocks, stream)
         ]
-        sent = stream.send(ids)
-        stride_bytes = staging_stride_bytes(call.chunk_bytes)
+        sent = stream.send(self._ids)
+        stride_bytes = staging_stride_bytes(self._call.chunk_bytes)
 
         def launch() -> None:
             for function, (_, rows, count) in launches:
-                arguments = (rows, sent, staging, n_blocks, stride_bytes, *_SCRATCH)
-                driver.launch(function, (count, chunks), kernels.THREADS, arguments, stream.number)
+                parameters = (rows, sent, staging, n_blocks, stride_bytes, *_SCRATCH)
+                grid = (count, chunks)
+                driver.launch(function, grid, kernels.THREADS, parameters, stream.number)
 
         return launch
-
-    def _launches_of(self, n_blocks: int, stream: CopyStream) -> tuple[_PlacedLaunch, ...]:
-        """The rows of a chunk, on the GPU for every stream."""
-        found = self._launches.get(n_blocks)
-        if found is not None:
-            return found
-        with self._lock:
-            if n_blocks not in self._launches:
-                placed = []
-                for width, rows in self._table.tiles(n_blocks).launches:
-                    buffer = Buffer()
-                    address = buffer.grown(rows.nbytes)
-                    self._rows.append(buffer)
-                    driver.enqueue_copy_in(address, rows.ctypes.data, rows.nbytes, stream.number)
-                    placed.append(_PlacedLaunch(width, address, len(rows)))
-                stream.drain()
-                self._launches[n_blocks] = tuple(placed)
-            return self._launches[n_blocks]
 
 
 def moves_of(layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> Moves:
