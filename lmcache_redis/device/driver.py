@@ -13,9 +13,10 @@ Source: "CUDA Driver API" of NVIDIA, 12.0; `memcpy_batch` is of 12.8.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import (
     POINTER,
     byref,
@@ -133,6 +134,8 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "cuMemcpyBatchAsync": (
         c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p,
     ),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (_OUT_PTR,),
     "cuMemRetainAllocationHandle": (_OUT_U64, c_void_p),
     "cuMemExportToShareableHandle": (c_void_p, c_ulonglong, c_int, c_ulonglong),
     "cuMemImportFromShareableHandle": (_OUT_U64, c_void_p, c_int),
@@ -172,13 +175,19 @@ class _BatchAttributes(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Access(ctypes.Structure):
+    """``CUmemAccessDesc``: a ``CUmemLocation``, and what it may do."""
+
+    _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
+
+
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NON_BLOCKING = 1
 _EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
 _LAZY_PEER_ACCESS = 1
 _PORTABLE, _DEVICE_MAP = 1, 2
-_POSIX_DESCRIPTOR = 1
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ON_DEVICE, _READ_WRITE = 1, 3
 
 
@@ -283,6 +292,27 @@ def set_context(context: int) -> None:
     _call("cuCtxSetCurrent", context)
 
 
+@contextlib.contextmanager
+def on_gpu(ordinal: int) -> Iterator[None]:
+    """This thread's context is that of a GPU, and after it the former one again."""
+    context = retain_context(ordinal)
+    try:
+        with in_context(context):
+            yield
+    finally:
+        release_context(ordinal)
+
+
+@contextlib.contextmanager
+def in_context(context: int) -> Iterator[None]:
+    """As `on_gpu`, of a GPU whose context is retained."""
+    _call("cuCtxPushCurrent_v2", context)
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
 def current_device() -> int:
     """The GPU of this thread's context."""
     ordinal = c_int()
@@ -374,22 +404,30 @@ def close_memory(address: int) -> None:
     _call("cuIpcCloseMemHandle", address)
 
 
-class _Location(ctypes.Structure):
-    """``CUmemAccessDesc``: a ``CUmemLocation``, and what it may do."""
-
-    _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
-
-
-def import_memory(fd: int) -> int:
-    """A handle of the memory that a descriptor names; the descriptor may be closed then."""
-    memory = c_uint64()
-    _call("cuMemImportFromShareableHandle", byref(memory), fd, _POSIX_DESCRIPTOR)
-    return memory.value
+def retain_allocation(address: int) -> int:
+    """The allocation that is mapped at an address (``cuMemCreate``), until it is released."""
+    allocation = c_uint64()
+    _call("cuMemRetainAllocationHandle", byref(allocation), address)
+    return allocation.value
 
 
-def release_memory(memory: int) -> None:
-    """Drop a handle. The memory lives on while it is mapped."""
-    _call("cuMemRelease", memory)
+def export_allocation(allocation: int) -> int:
+    """A file descriptor of an allocation. The allocation lives while one is open."""
+    fd = c_int()
+    _call("cuMemExportToShareableHandle", byref(fd), allocation, _FILE_DESCRIPTOR, 0)
+    return fd.value
+
+
+def release_allocation(allocation: int) -> None:
+    """Once for each handle of it. What is mapped stays."""
+    _call("cuMemRelease", allocation)
+
+
+def import_allocation(fd: int) -> int:
+    """The allocation that a descriptor names, which may be closed; until it is released."""
+    allocation = c_uint64()
+    _call("cuMemImportFromShareableHandle", byref(allocation), fd, _FILE_DESCRIPTOR)
+    return allocation.value
 
 
 def reserve_addresses(size_bytes: int) -> int:
@@ -403,18 +441,18 @@ def free_addresses(address: int, size_bytes: int) -> None:
     _call("cuMemAddressFree", address, size_bytes)
 
 
-def map_memory(address: int, size_bytes: int, memory: int) -> None:
-    """The memory of a handle in reserved addresses. Not accessible before `allow_access`."""
-    _call("cuMemMap", address, size_bytes, 0, memory, 0)
+def map_allocation(address: int, size_bytes: int, allocation: int) -> None:
+    """At reserved addresses. Not accessible before `allow_access`."""
+    _call("cuMemMap", address, size_bytes, 0, allocation, 0)
 
 
-def unmap_memory(address: int, size_bytes: int) -> None:
+def unmap(address: int, size_bytes: int) -> None:
     _call("cuMemUnmap", address, size_bytes)
 
 
 def allow_access(address: int, size_bytes: int, ordinal: int) -> None:
     """Let a GPU read and write mapped memory."""
-    access = _Location(_ON_DEVICE, ordinal, _READ_WRITE)
+    access = _Access(_ON_DEVICE, ordinal, _READ_WRITE)
     _call("cuMemSetAccess", address, size_bytes, byref(access), 1)
 
 

@@ -120,14 +120,14 @@ class EngineMemory:
 
     def _map_piece(self, handle: CudaFdHandle, address: int, fd: int) -> None:
         try:
-            memory = driver.import_memory(fd)
+            allocation = driver.import_allocation(fd)
         finally:
             os.close(fd)
         try:
-            driver.map_memory(address, handle.piece_bytes, memory)
+            driver.map_allocation(address, handle.piece_bytes, allocation)
         finally:
-            driver.release_memory(memory)
-        self._mapped.callback(driver.unmap_memory, address, handle.piece_bytes)
+            driver.release_allocation(allocation)
+        self._mapped.callback(driver.unmap, address, handle.piece_bytes)
 
 
 def check_handle(handle: CudaHandle) -> None:
