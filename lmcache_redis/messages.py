@@ -126,7 +126,7 @@ ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTE
 Hashes = tuple[ChunkHash, ...]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 # See `device.signals`.
-Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -402,10 +402,11 @@ class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
 
 
 class Pong(Message, frozen=True, tag="PONG"):
-    """Answers ``PING``."""
+    """Answers ``PING``. ``mapping``: a registration is in progress, so answers may be late."""
 
     agent_pid: int
     package_version: str
+    mapping: bool = False
 
 
 class Failure(Message, frozen=True, tag="FAILURE"):
