@@ -27,9 +27,6 @@ pytestmark = pytest.mark.servers
 
 NAMESPACES = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
 CONTAINER = (
-    "unshare --mount --ipc "
-    "bash -c 'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; exec \"$@\"' -"
-)
     "unshare --mount --ipc bash -c 'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; exec \"$@\"' -"
 )
 PASSWORD = "a password"
