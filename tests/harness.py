@@ -186,14 +186,16 @@ class Engine:
     def store(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Stores, and waits until no block is read any more."""
         for worker in self.workers:
-            (store,) = worker.begin_stores([request_id], [self.op(hashes, block_ids)])
+            (store,) = worker.begin_stores(
+                [request_id], [self.op(hashes, block_ids)], worker.signal()
+            )
             wait_until(lambda store=store: store.over, what="a store")
 
     def compare(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Has blocks compared with what a lookup has pinned; waits until each was looked at."""
         for worker in self.workers:
             op = self.op(hashes, block_ids)
-            (check,) = worker.begin_stores([request_id], [op], compare=True)
+            (check,) = worker.begin_stores([request_id], [op], worker.signal(), compare=True)
             wait_until(lambda check=check: check.answered, what="a comparison")
 
     def lookup(
@@ -235,7 +237,10 @@ class Engine:
     ) -> list[RetrieveTransfer]:
         """One of every worker."""
         op = self.op(hashes, block_ids, skip_first_n_tokens)
-        return [worker.begin_retrieves([request_id], [op])[0] for worker in self.workers]
+        return [
+            worker.begin_retrieves([request_id], [op], worker.signal())[0]
+            for worker in self.workers
+        ]
 
     def close(self) -> None:
         for worker in self.workers:

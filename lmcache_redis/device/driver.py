@@ -13,9 +13,10 @@ Source: "CUDA Driver API" of NVIDIA, 12.0; `memcpy_batch` is of 12.8.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import (
     POINTER,
     byref,
@@ -132,6 +133,8 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "cuMemcpyBatchAsync": (
         c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p,
     ),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (_OUT_PTR,),
     "cuMemRetainAllocationHandle": (_OUT_U64, c_void_p),
     "cuMemExportToShareableHandle": (c_void_p, c_ulonglong, c_int, c_ulonglong),
     "cuMemImportFromShareableHandle": (_OUT_U64, c_void_p, c_int),
@@ -177,6 +180,7 @@ _NON_BLOCKING = 1
 _EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
 _LAZY_PEER_ACCESS = 1
 _PORTABLE, _DEVICE_MAP = 1, 2
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 @functools.cache
@@ -280,6 +284,27 @@ def set_context(context: int) -> None:
     _call("cuCtxSetCurrent", context)
 
 
+@contextlib.contextmanager
+def on_gpu(ordinal: int) -> Iterator[None]:
+    """This thread's context is that of a GPU, and after it the former one again."""
+    context = retain_context(ordinal)
+    try:
+        with in_context(context):
+            yield
+    finally:
+        release_context(ordinal)
+
+
+@contextlib.contextmanager
+def in_context(context: int) -> Iterator[None]:
+    """As `on_gpu`, of a GPU whose context is retained."""
+    _call("cuCtxPushCurrent_v2", context)
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
 def current_device() -> int:
     """The GPU of this thread's context."""
     ordinal = c_int()
@@ -369,6 +394,25 @@ def open_memory(handle: bytes) -> int:
 def close_memory(address: int) -> None:
     """Once for each `open_memory`."""
     _call("cuIpcCloseMemHandle", address)
+
+
+def retain_allocation(address: int) -> int:
+    """The allocation that is mapped at an address (``cuMemCreate``), until it is released."""
+    allocation = c_uint64()
+    _call("cuMemRetainAllocationHandle", byref(allocation), address)
+    return allocation.value
+
+
+def export_allocation(allocation: int) -> int:
+    """A file descriptor of an allocation. The allocation lives while one is open."""
+    fd = c_int()
+    _call("cuMemExportToShareableHandle", byref(fd), allocation, _FILE_DESCRIPTOR, 0)
+    return fd.value
+
+
+def release_allocation(allocation: int) -> None:
+    """Once for each handle of it. What is mapped stays."""
+    _call("cuMemRelease", allocation)
 
 
 # Streams and events

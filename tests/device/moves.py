@@ -216,7 +216,7 @@ def caches(kind: str) -> dict[str, torch.Tensor]:
 def check_engine(make: Make, kind: str) -> None:
     """Two chunks move to other blocks, in two launches; compared in the tensors' own terms."""
     tensors = caches(kind)
-    views, storages = view_tensors(tensors, "cpu")
+    views, storages = view_tensors(tensors)
     segments, page_format, _ = find_segments(views, BLOCKS)
     layout = KVLayout((), "float16", "cuda", TOKENS, BLOCKS, segments, page_format)
     flat = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
