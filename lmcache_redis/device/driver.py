@@ -519,6 +519,9 @@ def copy_in(address: int, host: int, size_bytes: int) -> None:
     Other streams see it after `synchronize`: the last of it may still be on its way.
     """
     _call("cuMemcpyHtoD_v2", address, host, size_bytes)
+    # From pageable memory it returns when the source was read, and other streams do not wait for
+    # the rest ("API synchronization behavior" of the manual).
+    _call("cuStreamSynchronize", None)
 
 
 def enqueue_copy_in(address: int, host: int, size_bytes: int, stream: int) -> None:
