@@ -514,10 +514,7 @@ def destroy_event(event: int) -> None:
 
 
 def copy_in(address: int, host: int, size_bytes: int) -> None:
-    """From host memory of any kind, which may be reused on return.
-
-    Other streams see it after `synchronize`: the last of it may still be on its way.
-    """
+    """From host memory of any kind to the GPU; complete on return, for every stream."""
     _call("cuMemcpyHtoD_v2", address, host, size_bytes)
     # From pageable memory it returns when the source was read, and other streams do not wait for
     # the rest ("API synchronization behavior" of the manual).
