@@ -137,7 +137,7 @@ class Engine:
         self.caches: list[dict[str, torch.Tensor]] = []
         for rank in range(world_size):
             shape = (num_blocks, 2, self.block_size_tokens, width)
-            caches = {f"layer.{n}": torch.zeros(shape, dtype=dtype) for n in range(layers)}
+            caches = self.new_caches(rank, [f"layer.{n}" for n in range(layers)], shape, dtype)
             worker = WorkerClient(
                 endpoints[rank],
                 model_name,
@@ -156,6 +156,12 @@ class Engine:
             self.caches.append(caches)
         if wait:
             self.wait_ready()
+
+    def new_caches(
+        self, rank: int, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """The KV cache of a rank, all zero."""
+        return {name: torch.zeros(shape, dtype=dtype) for name in names}
 
     def wait_ready(self, timeout_s: float = WAIT_S) -> float:
         return wait_until(

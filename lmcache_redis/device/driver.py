@@ -96,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (_OUT_PTR, c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxGetCurrent": (_OUT_PTR,),
     "cuCtxGetDevice": (_OUT_INT,),
     "cuCtxSynchronize": (),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
@@ -134,8 +135,6 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "cuMemcpyBatchAsync": (
         c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p,
     ),
-    "cuCtxPushCurrent_v2": (c_void_p,),
-    "cuCtxPopCurrent_v2": (_OUT_PTR,),
     "cuMemRetainAllocationHandle": (_OUT_U64, c_void_p),
     "cuMemExportToShareableHandle": (c_void_p, c_ulonglong, c_int, c_ulonglong),
     "cuMemImportFromShareableHandle": (_OUT_U64, c_void_p, c_int),
@@ -306,11 +305,13 @@ def on_gpu(ordinal: int) -> Iterator[None]:
 @contextlib.contextmanager
 def in_context(context: int) -> Iterator[None]:
     """As `on_gpu`, of a GPU whose context is retained."""
-    _call("cuCtxPushCurrent_v2", context)
+    former = c_void_p()
+    _call("cuCtxGetCurrent", byref(former))
+    set_context(context)
     try:
         yield
     finally:
-        _call("cuCtxPopCurrent_v2", byref(c_void_p()))
+        _call("cuCtxSetCurrent", former)
 
 
 def current_device() -> int:

@@ -50,6 +50,7 @@ from lmcache_redis.integrations.vllm.support import (
     SetUp,
     may_load,
     supported_groups,
+    wanted_layout,
 )
 from lmcache_redis.integrations.vllm.updates import UpdateHooks
 from lmcache_redis.integrations.vllm.worker import (
@@ -352,6 +353,11 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         Where its allocator's memory cannot be exported, it runs without the cache.
         """
         return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The order of the KV cache in memory that a setting asks for."""
+        return wanted_layout(vllm_config)
 
     @guarded(nothing)
     def unregister_kv_caches(self) -> None:
