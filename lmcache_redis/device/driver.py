@@ -431,6 +431,9 @@ def destroy_event(event: int) -> None:
 def copy_in(address: int, host: int, size_bytes: int) -> None:
     """From host memory of any kind to the GPU; complete on return."""
     _call("cuMemcpyHtoD_v2", address, host, size_bytes)
+    # From pageable memory it returns when the source was read, and other streams do not wait for
+    # the rest ("API synchronization behavior" of the manual).
+    _call("cuStreamSynchronize", None)
 
 
 def enqueue_copy_in(address: int, host: int, size_bytes: int, stream: int) -> None:
