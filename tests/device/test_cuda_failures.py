@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from lmcache_redis.device import cuda
+from lmcache_redis.device import cuda, driver
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.errors import DeviceError, GpuLost
@@ -210,6 +210,8 @@ class TestTheDriverRefuses:
         cuda_driver.fail("cuEventSynchronize", 1, times=2)
         with pytest.raises(GpuLost, match="not known which copies have ended"):
             device.scatter([0, 1], slots_of(memory), PAGE)
+        device.use_context()
+        driver.synchronize()
 
     @pytest.mark.parametrize("function", ["cuMemAlloc_v2", "cuMemHostAlloc"])
     def test_out_of_memory_for_a_call(
