@@ -29,6 +29,8 @@ _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
 _IPC = "ipc://"
 SEAL_KEY_FILE_VARIABLE = "LMCACHE_REDIS_SEAL_KEY_FILE"
+# vLLM's names of those in which the layers of a block are one piece of memory.
+KV_CACHE_LAYOUTS = ("BLNHC", "BLHNC")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 MIN_SLOT_BYTES = 4096
@@ -293,6 +295,7 @@ class ClientConfig:
     weights_run: str | None = None
     check_weights: bool = True
     load_always: bool = False
+    kv_cache_layout: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.endpoint, str):
@@ -306,6 +309,11 @@ class ClientConfig:
         for option in ("check_weights", "load_always"):
             if not isinstance(value := getattr(self, option), bool):
                 raise ConfigError(f"{option} is {value!r}: write true or false")
+        if self.kv_cache_layout not in (None, *KV_CACHE_LAYOUTS):
+            raise ConfigError(
+                f"kv_cache_layout is {self.kv_cache_layout!r}: write one of "
+                f"{', '.join(KV_CACHE_LAYOUTS)}, or leave it out"
+            )
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:

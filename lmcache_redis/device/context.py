@@ -9,10 +9,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from lmcache_redis.device import export
 from lmcache_redis.device.blocks import PagedSegments, find_segments, view_tensors
 from lmcache_redis.device.calls import DeviceContext
+from lmcache_redis.device.cpu import share_storages
 from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle, StorageHandle
 from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.device.signals import Signals, signals_of
 from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -20,11 +23,15 @@ if TYPE_CHECKING:
 
 
 class ExportedCaches(NamedTuple):
-    """What a registration needs of an engine's KV cache: the memory, and each group's pages."""
+    """What a registration needs of an engine's KV cache.
+
+    groups: each group's pages. signals: of the GPU; None on the CPU.
+    """
 
     device: str
     storages: tuple[StorageHandle, ...]
     groups: tuple[PagedSegments, ...]
+    signals: Signals | None
 
 
 def export_kv_caches(
@@ -40,26 +47,21 @@ def export_kv_caches(
     device, or cannot be exported.
     """
     tensors = {name: tensor for group in groups for name, tensor in group.items()}
-    devices = {tensor.device.type for tensor in tensors.values() if hasattr(tensor, "device")}
-    if len(devices) > 1 or not devices <= {"cpu", "cuda"}:
-        raise DeviceError(f"a KV cache on {sorted(devices)}: only one of cpu and cuda is supported")
-    device = next(iter(devices), "cpu")
-    views, storages = view_tensors(tensors, device)
+    views, storages = view_tensors(tensors)
+    gpus = {export.gpu_of(tensor) for tensor in tensors.values()}
+    if len(gpus) > 1:
+        on = sorted({str(tensor.device) for tensor in tensors.values()})
+        raise DeviceError(f"a KV cache on {' and '.join(on)}: only one device is supported")
+    gpu = gpus.pop()
     found = iter(views)
     pages = tuple(
         find_segments(list(itertools.islice(found, len(group))), num_blocks, block_strides)
         for group in groups
     )
-    handles: tuple[StorageHandle, ...]
-    if device == "cpu":
-        from lmcache_redis.device.cpu import share_storages
-
-        handles = share_storages(storages)
-    else:
-        from lmcache_redis.device.cuda_ipc import export_storages
-
-        handles = export_storages(storages)
-    return ExportedCaches(device, handles, pages)
+    if gpu is None:
+        return ExportedCaches("cpu", share_storages(storages), pages, None)
+    signals = signals_of(gpu)
+    return ExportedCaches("cuda", export.export_storages(storages, gpu), pages, signals)
 
 
 def open_device(

@@ -13,9 +13,10 @@ Source: "CUDA Driver API" of NVIDIA, 12.0; `memcpy_batch` is of 12.8.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import (
     POINTER,
     byref,
@@ -94,6 +95,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (_OUT_PTR, c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxGetCurrent": (_OUT_PTR,),
     "cuCtxGetDevice": (_OUT_INT,),
     "cuCtxSynchronize": (),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
@@ -177,6 +179,7 @@ _NON_BLOCKING = 1
 _EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
 _LAZY_PEER_ACCESS = 1
 _PORTABLE, _DEVICE_MAP = 1, 2
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 @functools.cache
@@ -280,6 +283,29 @@ def set_context(context: int) -> None:
     _call("cuCtxSetCurrent", context)
 
 
+@contextlib.contextmanager
+def on_gpu(ordinal: int) -> Iterator[None]:
+    """This thread's context is that of a GPU, and after it the former one again."""
+    context = retain_context(ordinal)
+    try:
+        with in_context(context):
+            yield
+    finally:
+        release_context(ordinal)
+
+
+@contextlib.contextmanager
+def in_context(context: int) -> Iterator[None]:
+    """As `on_gpu`, of a GPU whose context is retained."""
+    former = c_void_p()
+    _call("cuCtxGetCurrent", byref(former))
+    set_context(context)
+    try:
+        yield
+    finally:
+        _call("cuCtxSetCurrent", former)
+
+
 def current_device() -> int:
     """The GPU of this thread's context."""
     ordinal = c_int()
@@ -369,6 +395,25 @@ def open_memory(handle: bytes) -> int:
 def close_memory(address: int) -> None:
     """Once for each `open_memory`."""
     _call("cuIpcCloseMemHandle", address)
+
+
+def retain_allocation(address: int) -> int:
+    """The allocation that is mapped at an address (``cuMemCreate``), until it is released."""
+    allocation = c_uint64()
+    _call("cuMemRetainAllocationHandle", byref(allocation), address)
+    return allocation.value
+
+
+def export_allocation(allocation: int) -> int:
+    """A file descriptor of an allocation. The allocation lives while one is open."""
+    fd = c_int()
+    _call("cuMemExportToShareableHandle", byref(fd), allocation, _FILE_DESCRIPTOR, 0)
+    return fd.value
+
+
+def release_allocation(allocation: int) -> None:
+    """Once for each handle of it. What is mapped stays."""
+    _call("cuMemRelease", allocation)
 
 
 # Streams and events

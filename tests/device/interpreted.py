@@ -188,7 +188,7 @@ def caches(kind: str) -> dict[str, torch.Tensor]:
 def test_layouts_of_engines(kind: str) -> None:
     """Two chunks move to other blocks, in two launches; compared in the tensors' own terms."""
     tensors = caches(kind)
-    views, storages = view_tensors(tensors, "cpu")
+    views, storages = view_tensors(tensors)
     segments, page_format, _ = find_segments(views, BLOCKS)
     layout = KVLayout((), "float16", "cuda", TOKENS, BLOCKS, segments, page_format)
     flat = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
