@@ -136,7 +136,7 @@ class CopyJob(ABC):
         self._begin_calls(chunks)
 
     def _begin_calls(self, chunks: Sequence[int]) -> None:
-        per_call = max(1, self._registration.device.call_bytes // self._form.chunk_bytes)
+        per_call = max(1, -(-self._registration.device.call_bytes // self._form.chunk_bytes))
         for first in range(0, len(chunks), per_call):
             self._begin_call(chunks[first : first + per_call])
 

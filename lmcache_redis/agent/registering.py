@@ -19,6 +19,7 @@ from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.context import open_device
+from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import check_exporter
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost, WireError
@@ -57,6 +58,9 @@ class Registering:
         self._copies = agent.copies
         self._peers = agent.peers
         self._pinning = agent.pinning
+        self._gpus = Gpus(
+            agent.config.copy_threads, agent.config.direct_copy_bytes, agent.pinning.pieces_of
+        )
         self._mapping = 0  # registrations in progress
         self._closing: dict[_Worker, int] = {}  # former mappings that are still open
         self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
@@ -136,7 +140,9 @@ class Registering:
         layouts = [group.layout for group in question.groups]
         try:
             opened.append(
-                open_device(layouts, question.storages, self._config.device, question.signals)
+                open_device(
+                    layouts, question.storages, self._config.device, question.signals, self._gpus
+                )
             )
         except GpuLost as error:
             opened.append(error)

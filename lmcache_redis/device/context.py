@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from lmcache_redis.device import export
 from lmcache_redis.device.blocks import PagedSegments, find_segments, view_tensors
 from lmcache_redis.device.calls import DeviceContext
-from lmcache_redis.device.cpu import share_storages
-from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle, StorageHandle
+from lmcache_redis.device.cpu import CpuDevice, share_storages
+from lmcache_redis.device.cuda import CudaDevice
+from lmcache_redis.device.gpu import Gpus
+from lmcache_redis.device.handles import SharedMemoryHandle, StorageHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.signals import Signals, signals_of
 from lmcache_redis.errors import DeviceError
@@ -69,11 +71,13 @@ def open_device(
     storages: Sequence[StorageHandle],
     allowed: str = "auto",
     signals: SharedMemoryHandle | None = None,
+    gpus: Gpus | None = None,
 ) -> DeviceContext:
     """Map a worker's KV cache, which has a layout for each group.
 
-    signals: the page of an engine on a GPU, see `device.signals`. Raises DeviceError if that fails
-    or is not ``allowed``.
+    signals: the page of an engine on a GPU, see `device.signals`. gpus: those of this agent, which
+    workers share; by default they are this mapping's own. Raises DeviceError if the memory cannot
+    be mapped, or the device is not ``allowed``.
     """
     device = " and ".join(sorted({layout.device for layout in layouts}))
     if allowed not in ("auto", device):
@@ -82,13 +86,9 @@ def open_device(
             f"--device {allowed}"
         )
     shared = [storage for storage in storages if isinstance(storage, SharedMemoryHandle)]
-    cuda = [storage for storage in storages if isinstance(storage, CudaIPCHandle)]
+    cuda = [storage for storage in storages if not isinstance(storage, SharedMemoryHandle)]
     if device == "cpu" and not cuda:
-        from lmcache_redis.device.cpu import CpuDevice
-
         return CpuDevice(layouts, shared)
     if device == "cuda" and not shared:
-        from lmcache_redis.device.cuda import CudaDevice
-
-        return CudaDevice(layouts, cuda)
+        return CudaDevice(layouts, cuda, gpus or Gpus(), signals)
     raise DeviceError(f"the handles do not fit a layout on {device!r}")

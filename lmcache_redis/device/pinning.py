@@ -17,7 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from lmcache_redis.device import driver
+from lmcache_redis.device.bus import UNPINNED
 from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 from lmcache_redis.native.madvise import fault_in
 
@@ -60,6 +64,12 @@ class PoolPinning:
         """Where the piece ends in which a slot's address lies."""
         piece = (address - self._address) // self._piece_bytes
         return min(self._address + (piece + 1) * self._piece_bytes, self._end)
+
+    def pieces_of(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number of the piece of each slot's address; -1 if it is not pinned."""
+        offsets = addresses - self._address
+        pinned = (offsets >= 0) & (offsets < self.pinned_bytes)
+        return np.where(pinned, offsets // self._piece_bytes, UNPINNED)
 
     def begin(self, use_context: Callable[[], None]) -> None:
         """Begin to pin, for all GPUs. Later calls do nothing.
