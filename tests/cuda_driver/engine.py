@@ -78,14 +78,11 @@ class Host:
             driver._call("cuMemAddressReserve", ctypes.byref(base), size_bytes, 0, 0, 0)
             for address in range(base.value, base.value + size_bytes, PIECE_BYTES):
                 piece = ctypes.c_uint64()
-                create = cuda_driver.load().cuMemCreate
-                create.argtypes = (
-                    ctypes.c_void_p,
-                    ctypes.c_size_t,
-                    ctypes.c_void_p,
-                    ctypes.c_uint64,
+                size = ctypes.c_size_t(PIECE_BYTES)
+                made = cuda_driver.load().cuMemCreate(
+                    ctypes.byref(piece), size, properties, ctypes.c_uint64(0)
                 )
-                assert create(ctypes.byref(piece), PIECE_BYTES, properties, 0) == 0
+                assert made == 0
                 driver._call("cuMemMap", address, PIECE_BYTES, 0, piece.value, 0)
                 driver.release_allocation(piece.value)
             driver._call("cuMemSetAccess", base.value, size_bytes, access, 1)
