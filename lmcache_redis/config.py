@@ -258,6 +258,11 @@ class AgentConfig(TierSettings):
         2,
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
+    direct_copy_bytes: int = setting(
+        "pages of so many bytes and more are copied between a GPU and the host pool without a "
+        "kernel",
+        64 << 10,
+    )
     canary_every: int = setting(
         "one hit in this many is computed and compared with the cached KV; 0: never", 1000
     )
@@ -277,6 +282,7 @@ class AgentConfig(TierSettings):
         check_redis(self)
         check_between("copy_threads", self.copy_threads, 1, 64)
         check_one_of("device", self.device, ("auto", "cpu", "cuda"))
+        check_between("direct_copy_bytes", self.direct_copy_bytes, 1, 1 << 50)
         check_between("canary_every", self.canary_every, 0, 1_000_000_000)
 
     @property

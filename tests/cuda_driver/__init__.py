@@ -36,7 +36,8 @@ from lmcache_redis.device import driver
 
 HERE = Path(__file__).parent
 NAME = "libcuda.so.1"
-_FLAGS = "-std=c11 -O1 -g -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden -pthread".split()
+PIECE_BYTES = 2 << 20  # of memory that is mapped in pieces
+_FLAGS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread")
 _CONTROL = "CUDA_STUB_CONTROL"
 _FIELDS = ("called", "code", "at", "times")
 
@@ -53,7 +54,12 @@ def build(*, batch: bool = True) -> Path:
     batch: else it is that of an older driver, without ``cuMemcpyBatchAsync``.
     """
     sources = sorted(HERE.glob("*.[ch]"))
-    flags = [*_FLAGS, f"-Wl,-soname,{NAME}", *([] if batch else ["-DWITHOUT_BATCH"])]
+    flags = [
+        *_FLAGS,
+        "-fvisibility=hidden",
+        f"-Wl,-soname,{NAME}",
+        *([] if batch else ["-DWITHOUT_BATCH"]),
+    ]
     digest = hashlib.sha256(" ".join(flags).encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -144,6 +150,42 @@ def counts(environment: Mapping[str, str] | None = None) -> dict[str, int]:
     """What a process has (allocations, pinned, opened and so on), without what it has none of."""
     found = {name: get(name, environment) for name in _names("COUNTS")}
     return {name: value for name, value in found.items() if value}
+
+
+def ptx(*names: str, version: str = "8.0", target: str = "sm_80", parameters: int = 7) -> bytes:
+    """Of kernels that do nothing, with the head that the library reads."""
+    head = f".version {version}\n.target {target}\n.address_size 64\n"
+    entries = [
+        f".visible .entry {name}(\n"
+        + ",\n".join(f"\t.param .u64 {name}_param_{number}" for number in range(parameters))
+        + "\n)\n.reqntid 128\n{\n\tret;\n}\n"
+        for name in names
+    ]
+    return "".join([head, *entries]).encode()
+
+
+def map_pieces(count: int, *, exportable: bool = True, device: int = 0) -> int:
+    """The address of memory of `cuMemCreate` that is mapped in pieces of 2 MiB, as torch's
+    expandable segments are. The handles of the pieces are released.
+    """
+    library, size = load(), PIECE_BYTES * count
+    address, handle = ctypes.c_uint64(), ctypes.c_uint64()
+
+    def call(name: str, *arguments: object) -> None:
+        code = getattr(library, name)(*arguments)
+        assert code == 0, f"{name}: {code}"
+
+    wide = ctypes.c_uint64
+    call("cuMemAddressReserve", ctypes.byref(address), wide(size), wide(0), wide(0), wide(0))
+    for number in range(count):
+        properties = struct.pack("IIIiQQ", 1, int(exportable), 1, device, 0, 0)
+        call("cuMemCreate", ctypes.byref(handle), wide(PIECE_BYTES), properties, wide(0))
+        here = wide(address.value + number * PIECE_BYTES)
+        call("cuMemMap", here, wide(PIECE_BYTES), wide(0), handle, wide(0))
+        call("cuMemRelease", handle)
+    access = struct.pack("IiI", 1, device, 3)
+    call("cuMemSetAccess", address, wide(size), access, wide(1))
+    return address.value
 
 
 def _remove(path: str, owner: int) -> None:

@@ -26,11 +26,11 @@ static Place place_of(Address address, size_t size, bool to_write)
     const Context *context = stub_context();
     Place place = OF_NOTHING;
     pthread_rwlock_rdlock(&stub_memory_lock);
-    const Region *first = stub_region_of(host), *last = stub_region_of(host + size - 1);
     if (stub_reach_for_copy(address, size, to_write) != NULL) {
-        const bool pinned_here = first->everywhere || first->device == context->device;
-        place = stub_is_device(first) ? OF_GPU : pinned_here ? OF_PINNED : OF_PAGEABLE;
-    } else if (first == NULL && last == NULL && address < DISTINCT_OFFSET) {
+        const Region *region = stub_region_of(host);
+        const bool pinned_here = region->everywhere || region->device == context->device;
+        place = stub_is_device(region) ? OF_GPU : pinned_here ? OF_PINNED : OF_PAGEABLE;
+    } else if (stub_overlap(host, size) == NULL && stub_is_in_process(address, size)) {
         place = OF_PAGEABLE;
     }
     pthread_rwlock_unlock(&stub_memory_lock);

@@ -42,7 +42,7 @@ EXPORT Result cuIpcGetMemHandle(Handle *handle, Address address)
 }
 
 /* Notes in the memory that this process has it open, or no longer. */
-static void note(int fd, int before, int after)
+void stub_note_opener(int fd, int before, int after)
 {
     Trailer *trailer = stub_trailer(fd);
     for (size_t i = 0; trailer != NULL && i < sizeof trailer->openers / sizeof(int); i++) {
@@ -76,12 +76,12 @@ static Result map(const Contents *contents, int device, Address *address)
     if (fd < 0) {
         return INVALID_HANDLE;
     }
-    void *at = mmap(NULL, contents->size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void *at = mmap(NULL, stub_whole_pages(contents->size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) {
         close(fd);
         return MAP_FAILED_;
     }
-    note(fd, 0, getpid());
+    stub_note_opener(fd, 0, getpid());
     stub_add_region((Region){.base = (Address)at, .size = contents->size, .kind = OPENED,
         .device = device, .readable = true, .writable = true, .fd = fd,
         .inode = contents->inode, .references = 1});
@@ -128,9 +128,9 @@ EXPORT Result cuIpcCloseMemHandle(Address address)
     Region *region = stub_region_at(address, OPENED);
     const bool found = region != NULL;
     if (found && --region->references == 0) {
-        note(region->fd, getpid(), 0);
+        stub_note_opener(region->fd, getpid(), 0);
         close(region->fd);
-        munmap((void *)region->base, region->size);
+        munmap((void *)region->base, stub_whole_pages(region->size));
         stub_remove_region(region);
         COUNT(opened)--;
     }

@@ -174,13 +174,14 @@ EXPORT Result cuModuleGetFunction(Function **found, void *handle, const char *na
 }
 
 /* With the lock of memory. NULL, and the process has lost the GPU, if it may not be accessed. */
-static char *access_of(Address address, size_t size, size_t alignment, bool to_write)
+static char *access_of(Address address, size_t size, size_t alignment, bool to_write,
+    const Region **near)
 {
     if (address % alignment) {
         stub_lose(MISALIGNED_ADDRESS, "a kernel accesses %lu bytes at %#lx", size, address);
         return NULL;
     }
-    char *found = stub_reach(address, size, to_write);
+    char *found = stub_reach_near(address, size, to_write, near);
     if (found == NULL) {
         stub_lose(ILLEGAL_ADDRESS, "a kernel accesses %lu bytes at %#lx", size, address);
     }
@@ -192,14 +193,15 @@ enum { ROWS, IDS, STAGING, N_BLOCKS, STRIDE, GRID_X = MOST_PARAMETERS, GRID_Y, W
 /* One program. False: the process has lost the GPU. */
 static bool run_program(const uint64_t *numbers, uint64_t tile, uint64_t chunk)
 {
+    const Region *of_row = NULL, *of_ids = NULL, *of_page = NULL, *of_stage = NULL;
     const Address row_address = numbers[ROWS] + tile * 64;
-    const int64_t *row = (int64_t *)access_of(row_address, 64, 8, false);
+    const int64_t *row = (int64_t *)access_of(row_address, 64, 8, false, &of_row);
     if (row == NULL) {
         return false;
     }
     const int64_t address = row[0], block_stride = row[1], staged = row[2], first_block = row[3];
     const int32_t period = (int32_t)row[4], units = (int32_t)row[5];
-    const int64_t width = (int64_t)numbers[WIDTH];
+    const size_t width = numbers[WIDTH];
     const bool scatters = numbers[SCATTERS];
     if (period <= 0) {
         stub_lose(719, "a tile with a period of %d", period);
@@ -209,22 +211,22 @@ static bool run_program(const uint64_t *numbers, uint64_t tile, uint64_t chunk)
     const Address stage = numbers[STAGING] + chunk * numbers[STRIDE] + (Address)staged;
     for (int32_t unit = 0; unit < units && unit < UNITS_PER_TILE; unit++) {
         const Address id_address = ids + (Address)(first_block + unit / period) * 8;
-        const int64_t *id = (int64_t *)access_of(id_address, 8, 8, false);
+        const int64_t *id = (int64_t *)access_of(id_address, 8, 8, false, &of_ids);
         if (id == NULL) {
             return false;
         }
         if (*id < 0) {
             continue;
         }
-        const Address page = (Address)(address + *id * block_stride + unit % period * width);
-        const Address part = stage + (Address)(unit * width);
-        char *in_page = access_of(page, (size_t)width, (size_t)width, scatters);
+        const Address page = (Address)(address + *id * block_stride) + (Address)(unit % period) * width;
+        const Address part = stage + (Address)unit * width;
+        char *in_page = access_of(page, width, width, scatters, &of_page);
         char *in_stage = in_page != NULL
-            ? access_of(part, (size_t)width, (size_t)width, !scatters) : NULL;
+            ? access_of(part, width, width, !scatters, &of_stage) : NULL;
         if (in_stage == NULL) {
             return false;
         }
-        memcpy(scatters ? in_page : in_stage, scatters ? in_stage : in_page, (size_t)width);
+        memcpy(scatters ? in_page : in_stage, scatters ? in_stage : in_page, width);
     }
     return true;
 }
@@ -318,11 +320,18 @@ EXPORT Result cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_
     return OK;
 }
 
-void stub_forget_modules(void)
+void stub_forget_modules(int device)
 {
-    while (modules != NULL) {
-        Module *next = modules->next;
-        free(modules);
-        modules = next;
+    pthread_mutex_lock(&lock);
+    for (Module **at = &modules; *at != NULL;) {
+        Module *module = *at;
+        if (device < 0 || module->context->device == device) {
+            *at = module->next;
+            free(module);
+            COUNT(modules)--;
+        } else {
+            at = &module->next;
+        }
     }
+    pthread_mutex_unlock(&lock);
 }

@@ -1,8 +1,6 @@
-/* The regions of memory that a GPU can reach, and the functions that make and end them. */
+/* The regions of memory that a GPU can reach, and allocations. */
 #include "stub.h"
 
-#include <errno.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,12 +8,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define FRESH 0xDB
-#define FREED 0xDD
-#define PAGE_BYTES ((Address)4096)
-
 pthread_rwlock_t stub_memory_lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static Region *regions;
+
+size_t stub_whole_pages(size_t size)
+{
+    return (size + PAGE_BYTES - 1) & ~(PAGE_BYTES - 1);
+}
 
 Region *stub_add_region(Region region)
 {
@@ -67,6 +66,16 @@ Region *stub_opened(ino_t inode)
     return NULL;
 }
 
+Region *stub_overlap(Address address, size_t size)
+{
+    for (Region *region = regions; region != NULL; region = region->next) {
+        if (address < region->base + region->size && region->base < address + size) {
+            return region;
+        }
+    }
+    return NULL;
+}
+
 bool stub_is_device(const Region *region)
 {
     return region->kind == ALLOCATED || region->kind == OPENED || region->kind == MAPPED;
@@ -91,6 +100,18 @@ static bool covers(const Region *region, Address address, size_t size, bool to_w
         }
     }
     return false;
+}
+
+char *stub_reach_near(Address address, size_t size, bool to_write, const Region **near)
+{
+    if (*near != NULL && address - (*near)->base < (*near)->size) {
+        const bool good = covers(*near, address, size, to_write);
+        return good ? (char *)address : NULL;
+    }
+    char *found = stub_reach(address, size, to_write);
+    const Region *region = stub_region_of(address);
+    *near = region != NULL && region->kind != REGISTERED ? region : NULL;
+    return found;
 }
 
 char *stub_reach(Address address, size_t size, bool to_write)
@@ -167,11 +188,6 @@ Trailer *stub_trailer(int fd)
     return trailer;
 }
 
-static size_t whole_pages(size_t size)
-{
-    return (size + PAGE_BYTES - 1) & ~(PAGE_BYTES - 1);
-}
-
 EXPORT Result cuMemAlloc_v2(Address *address, size_t size)
 {
     ENTER(cuMemAlloc_v2);
@@ -179,7 +195,7 @@ EXPORT Result cuMemAlloc_v2(Address *address, size_t size)
         return INVALID_VALUE;
     }
     const int device = stub_context()->device;
-    const size_t mapped = whole_pages(size);
+    const size_t mapped = stub_whole_pages(size);
     if (stub_used(device) + size > (uint64_t)SETTING(memory_mib) << 20) {
         return OUT_OF_MEMORY;
     }
@@ -191,7 +207,7 @@ EXPORT Result cuMemAlloc_v2(Address *address, size_t size)
     if (at == MAP_FAILED) {
         return OUT_OF_MEMORY;
     }
-    memset(at, FRESH, mapped);
+    memset(at, FRESH_BYTE, mapped);
     struct stat found;
     fstat(fd, &found);
     pthread_rwlock_wrlock(&stub_memory_lock);
@@ -257,8 +273,8 @@ EXPORT Result cuMemFree_v2(Address address)
     Region *region = stub_region_at(address, ALLOCATED);
     if (region != NULL) {
         stub_remove_region(region);
-        memset((void *)address, FREED, held.size);
-        munmap((void *)address, whole_pages(held.size));
+        memset((void *)address, FREED_BYTE, held.size);
+        munmap((void *)address, stub_whole_pages(held.size));
         close(held.fd);
         COUNT(allocations)--;
     }
@@ -291,134 +307,27 @@ EXPORT Result cuMemGetAddressRange_v2(Address *base, size_t *size, Address addre
     return found ? OK : NOT_FOUND;
 }
 
-EXPORT Result cuMemHostAlloc(void **address, size_t size, unsigned flags)
+void stub_forget_memory(int device)
 {
-    ENTER(cuMemHostAlloc);
-    if (!size || flags & ~7u) {
-        return INVALID_VALUE;
-    }
-    void *at = mmap(NULL, whole_pages(size), PROT_READ | PROT_WRITE,
-        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) {
-        return OUT_OF_MEMORY;
-    }
-    memset(at, FRESH, size);
     pthread_rwlock_wrlock(&stub_memory_lock);
-    stub_add_region((Region){.base = (Address)at, .size = size, .kind = PINNED,
-        .device = stub_context()->device, .everywhere = true, .device_map = true,
-        .readable = true, .writable = true, .fd = -1});
-    pthread_rwlock_unlock(&stub_memory_lock);
-    COUNT(pinned)++;
-    *address = at;
-    return OK;
-}
-
-EXPORT Result cuMemFreeHost(void *address)
-{
-    ENTER(cuMemFreeHost);
-    pthread_rwlock_wrlock(&stub_memory_lock);
-    Region *region = stub_region_at((Address)address, PINNED);
-    if (region != NULL) {
-        memset(address, FREED, region->size);
-        munmap(address, whole_pages(region->size));
+    for (Region *region = regions, *next; region != NULL; region = next) {
+        next = region->next;
+        if (device >= 0 && (region->device != device || region->kind == MAPPED)) {
+            continue; /* Mappings belong to the process. */
+        }
+        COUNT(allocations) -= region->kind == ALLOCATED;
+        COUNT(opened) -= region->kind == OPENED;
+        COUNT(pinned) -= region->kind == PINNED || region->kind == REGISTERED;
+        if (region->kind != MAPPED && region->kind != REGISTERED) {
+            munmap((void *)region->base, stub_whole_pages(region->size));
+        }
+        if (region->kind == OPENED) {
+            stub_note_opener(region->fd, getpid(), 0);
+        }
+        if (region->fd >= 0) {
+            close(region->fd);
+        }
         stub_remove_region(region);
-        COUNT(pinned)--;
-    }
-    pthread_rwlock_unlock(&stub_memory_lock);
-    return region != NULL ? OK : INVALID_VALUE;
-}
-
-/* Whether all pages of a range belong to the process. */
-static bool is_mapped(Address first, Address end)
-{
-    unsigned char resident[1024];
-    for (Address at = first; at < end; at += sizeof resident * PAGE_BYTES) {
-        const Address here = end - at < sizeof resident * PAGE_BYTES
-            ? end - at : sizeof resident * PAGE_BYTES;
-        if (mincore((void *)at, here, resident)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-EXPORT Result cuMemHostRegister_v2(void *address, size_t size, unsigned flags)
-{
-    ENTER(cuMemHostRegister_v2);
-    const Address base = (Address)address, end = base + size;
-    const Address first_page = base & ~(PAGE_BYTES - 1), last_page = whole_pages(end);
-    if (!base || !size || flags & ~3u) {
-        return INVALID_VALUE;
-    }
-    if (!is_mapped(first_page, last_page)) {
-        return stub_refuse(INVALID_VALUE, "%#lx to %#lx is not all mapped", base, end);
-    }
-    if (SETTING(pin_most_mib) && size > (size_t)SETTING(pin_most_mib) << 20) {
-        return OUT_OF_MEMORY;
-    }
-    stub_nap((uint64_t)SETTING(pin_us_per_mib) * (size >> 20));
-    pthread_rwlock_wrlock(&stub_memory_lock);
-    Result result = OK;
-    bool shares_page = false;
-    for (const Region *region = regions; region != NULL; region = region->next) {
-        const Address others_end = region->base + region->size;
-        if (base < others_end && region->base < end) {
-            result = stub_is_device(region) ? INVALID_VALUE : ALREADY_REGISTERED;
-        } else if (first_page < others_end && region->base < last_page) {
-            shares_page = true;
-        }
-    }
-    if (!result && shares_page) {
-        result = stub_refuse(ALREADY_REGISTERED, "it shares a page with another registration");
-    }
-    if (!result) {
-        stub_add_region((Region){.base = base, .size = size, .kind = REGISTERED,
-            .device = stub_context()->device, .everywhere = flags & 1, .device_map = flags & 2,
-            .readable = true, .writable = true, .fd = -1});
-        COUNT(pinned)++;
-    }
-    pthread_rwlock_unlock(&stub_memory_lock);
-    return result;
-}
-
-EXPORT Result cuMemHostUnregister(void *address)
-{
-    ENTER(cuMemHostUnregister);
-    pthread_rwlock_wrlock(&stub_memory_lock);
-    Region *region = stub_region_at((Address)address, REGISTERED);
-    if (region != NULL) {
-        stub_remove_region(region);
-        COUNT(pinned)--;
-    }
-    pthread_rwlock_unlock(&stub_memory_lock);
-    return region != NULL ? OK : NOT_REGISTERED;
-}
-
-EXPORT Result cuMemHostGetDevicePointer_v2(Address *found, void *host, unsigned flags)
-{
-    ENTER(cuMemHostGetDevicePointer_v2);
-    pthread_rwlock_rdlock(&stub_memory_lock);
-    const Region *region = stub_region_of((Address)host);
-    const bool good = !flags && region != NULL && !stub_is_device(region) && region->device_map;
-    if (good) {
-        const bool moved = region->kind == REGISTERED && SETTING(distinct_pinned);
-        *found = (Address)host + (moved ? DISTINCT_OFFSET : 0);
-    }
-    pthread_rwlock_unlock(&stub_memory_lock);
-    return good ? OK : INVALID_VALUE;
-}
-
-void stub_forget_memory(void)
-{
-    pthread_rwlock_wrlock(&stub_memory_lock);
-    while (regions != NULL) {
-        if (regions->kind == ALLOCATED || regions->kind == OPENED || regions->kind == PINNED) {
-            munmap((void *)regions->base, whole_pages(regions->size));
-        }
-        if (regions->fd >= 0) {
-            close(regions->fd);
-        }
-        stub_remove_region(regions);
     }
     pthread_rwlock_unlock(&stub_memory_lock);
 }

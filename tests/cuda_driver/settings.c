@@ -128,8 +128,9 @@ EXPORT int stubGet(const char *name, int64_t *value)
 EXPORT void stubReset(void)
 {
     stub_end_streams(-1);
-    stub_forget_modules();
-    stub_forget_memory();
+    stub_forget_events(-1);
+    stub_forget_modules(-1);
+    stub_forget_memory(-1);
     stub_forget_handles();
     stub_forget_devices();
     stub_forget_loss();
@@ -243,6 +244,9 @@ Result stub_enter(int call, bool needs_context)
 
 void stub_nap(uint64_t us)
 {
+    if (!us) {
+        return;
+    }
     struct timespec time = {(time_t)(us / 1000000), (long)(us % 1000000) * 1000};
     nanosleep(&time, NULL);
 }

@@ -1,9 +1,7 @@
-/* Streams, one thread each, and events. */
+/* Streams, one thread each, which do what is enqueued. */
 #include "stub.h"
 
-#include <errno.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 struct Stream {
@@ -20,17 +18,9 @@ struct Stream {
     Stream *next;
 };
 
-typedef struct Event {
-    Context *context;
-    Stream *stream; /* NULL: never recorded. */
-    uint64_t place;
-    struct Event *next;
-} Event;
-
 /* Streams are never freed: events refer to them, and a use after the end is found. */
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static Stream *streams;
-static Event *events;
 static int made;
 
 Context *stub_stream_context(const Stream *stream)
@@ -164,12 +154,20 @@ Result stub_wait(Stream *stream, uint64_t place)
     return stub_lost();
 }
 
-static uint64_t last_place(Stream *stream)
+uint64_t stub_last_place(Stream *stream)
 {
     pthread_mutex_lock(&stream->lock);
     const uint64_t place = stream->enqueued;
     pthread_mutex_unlock(&stream->lock);
     return place;
+}
+
+bool stub_has_reached(Stream *stream, uint64_t place)
+{
+    pthread_mutex_lock(&stream->lock);
+    const bool reached = stream->done >= place || stream->ended;
+    pthread_mutex_unlock(&stream->lock);
+    return reached;
 }
 
 Result stub_wait_for_device(int device)
@@ -179,7 +177,7 @@ Result stub_wait_for_device(int device)
     pthread_mutex_unlock(&list_lock);
     for (; stream != NULL; stream = stream->next) {
         if (stream->context->device == device) {
-            stub_wait(stream, last_place(stream));
+            stub_wait(stream, stub_last_place(stream));
         }
     }
     return stub_lost();
@@ -200,6 +198,9 @@ void stub_end_streams(int device)
             COUNT(streams) -= stream->number != 0;
             pthread_join(stream->thread, NULL);
         }
+    }
+    if (device < 0) {
+        made = 0;
     }
     pthread_mutex_unlock(&list_lock);
 }
@@ -237,7 +238,7 @@ EXPORT Result cuStreamSynchronize(void *handle)
 {
     ENTER(cuStreamSynchronize);
     Stream *stream = stub_stream(handle);
-    return stream == NULL ? INVALID_HANDLE : stub_wait(stream, last_place(stream));
+    return stream == NULL ? INVALID_HANDLE : stub_wait(stream, stub_last_place(stream));
 }
 
 EXPORT Result cuStreamQuery(void *handle)
@@ -247,10 +248,7 @@ EXPORT Result cuStreamQuery(void *handle)
     if (stream == NULL) {
         return INVALID_HANDLE;
     }
-    pthread_mutex_lock(&stream->lock);
-    const bool busy = stream->done < stream->enqueued;
-    pthread_mutex_unlock(&stream->lock);
-    return busy ? NOT_READY : OK;
+    return stub_has_reached(stream, stub_last_place(stream)) ? OK : NOT_READY;
 }
 
 static void write_value(Stream *stream, Operation *operation)
@@ -287,125 +285,5 @@ EXPORT Result cuStreamWriteValue64_v2(void *handle, Address address, uint64_t va
         return stub_refuse(INVALID_VALUE, "%#lx: not aligned, or no memory of the GPU", address);
     }
     stub_enqueue(stream, (Operation){.run = write_value, .numbers = {address, value}});
-    return OK;
-}
-
-static Event *event_of(void *handle)
-{
-    pthread_mutex_lock(&list_lock);
-    Event *event = events;
-    while (event != NULL && event != handle) {
-        event = event->next;
-    }
-    pthread_mutex_unlock(&list_lock);
-    if (event == NULL) {
-        stub_refuse(INVALID_HANDLE, "%p is no event, or a destroyed one", handle);
-    }
-    return event;
-}
-
-EXPORT Result cuEventCreate(Event **event, unsigned flags)
-{
-    ENTER(cuEventCreate);
-    if (flags & ~3u) {
-        return stub_refuse(INVALID_VALUE, "event flags %#x are not in the stub", flags);
-    }
-    *event = calloc(1, sizeof **event);
-    (*event)->context = stub_context();
-    pthread_mutex_lock(&list_lock);
-    (*event)->next = events;
-    events = *event;
-    pthread_mutex_unlock(&list_lock);
-    COUNT(events)++;
-    return OK;
-}
-
-EXPORT Result cuEventRecord(void *handle, void *stream_handle)
-{
-    ENTER(cuEventRecord);
-    Event *event = event_of(handle);
-    Stream *stream = event != NULL ? stub_stream(stream_handle) : NULL;
-    if (stream == NULL || stream->context != event->context) {
-        return INVALID_HANDLE;
-    }
-    pthread_mutex_lock(&list_lock);
-    event->stream = stream;
-    event->place = last_place(stream);
-    pthread_mutex_unlock(&list_lock);
-    return OK;
-}
-
-EXPORT Result cuEventQuery(void *handle)
-{
-    ENTER(cuEventQuery);
-    const Event *event = event_of(handle);
-    if (event == NULL) {
-        return INVALID_HANDLE;
-    }
-    if (event->stream == NULL) {
-        return OK;
-    }
-    pthread_mutex_lock(&event->stream->lock);
-    const bool happened = event->stream->done >= event->place;
-    pthread_mutex_unlock(&event->stream->lock);
-    return happened ? OK : NOT_READY;
-}
-
-EXPORT Result cuEventSynchronize(void *handle)
-{
-    ENTER(cuEventSynchronize);
-    const Event *event = event_of(handle);
-    if (event == NULL) {
-        return INVALID_HANDLE;
-    }
-    return event->stream == NULL ? OK : stub_wait(event->stream, event->place);
-}
-
-static void wait_event(Stream *stream, Operation *operation)
-{
-    Stream *other = operation->data;
-    while (!stream->ended && !stub_lost()) {
-        pthread_mutex_lock(&other->lock);
-        const bool happened = other->done >= operation->numbers[0] || other->ended;
-        pthread_mutex_unlock(&other->lock);
-        if (happened) {
-            return;
-        }
-        stub_nap(50);
-    }
-}
-
-EXPORT Result cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags)
-{
-    ENTER(cuStreamWaitEvent);
-    const Event *event = event_of(handle);
-    Stream *stream = event != NULL ? stub_stream(stream_handle) : NULL;
-    if (stream == NULL || flags) {
-        return stream == NULL ? INVALID_HANDLE : INVALID_VALUE;
-    }
-    if (event->stream != NULL && event->stream != stream) {
-        stub_enqueue(stream, (Operation){
-            .run = wait_event, .data = event->stream, .numbers = {event->place}});
-    }
-    return OK;
-}
-
-EXPORT Result cuEventDestroy_v2(void *handle)
-{
-    ENTER(cuEventDestroy_v2);
-    Event *event = event_of(handle);
-    if (event == NULL) {
-        return INVALID_HANDLE;
-    }
-    pthread_mutex_lock(&list_lock);
-    for (Event **at = &events; *at != NULL; at = &(*at)->next) {
-        if (*at == event) {
-            *at = event->next;
-            break;
-        }
-    }
-    pthread_mutex_unlock(&list_lock);
-    free(event);
-    COUNT(events)--;
     return OK;
 }

@@ -190,25 +190,35 @@ typedef struct {
     bool exportable;
     _Atomic int openers[256]; /* The processes that have it open. */
 } Trailer;
+#define PAGE_BYTES ((Address)4096)
+#define FRESH_BYTE 0xDB
+#define FREED_BYTE 0xDD
 #define TRAILER_BYTES 4096
 #define TRAILER_MAGIC 0x6375646173747562u
 #define DISTINCT_OFFSET (1ull << 52)
 
 extern pthread_rwlock_t stub_memory_lock; /* Of the list. A piece of a copy holds it to read. */
+size_t stub_whole_pages(size_t size);
 Region *stub_add_region(Region region);
 void stub_remove_region(Region *region);
 Region *stub_region_at(Address base, Kind kind);
 Region *stub_region_of(Address address);
 Region *stub_opened(ino_t inode); /* What is open of another process. */
+Region *stub_overlap(Address address, size_t size); /* Any region of a range, or NULL. */
 bool stub_is_device(const Region *region);
 /* The memory at an address of the GPU, NULL unless all of it may be accessed: held to read. */
 char *stub_reach(Address address, size_t size, bool to_write);
+/* The same, faster where `near`, which is NULL at first, is the last region that was reached. */
+char *stub_reach_near(Address address, size_t size, bool to_write, const Region **near);
 /* As `stub_reach`, for a copy, which also takes addresses of the host. */
 char *stub_reach_for_copy(Address address, size_t size, bool to_write);
 int stub_new_memory(size_t size, int device, bool exportable);
 Trailer *stub_trailer(int fd); /* NULL: not such a memfd. */
 size_t stub_used(int device);
-void stub_forget_memory(void);
+void stub_note_opener(int fd, int before, int after);
+void stub_forget_memory(int device);
+/* host.c: whether all pages of a range belong to the process. */
+bool stub_is_in_process(Address address, size_t size);
 
 /* streams.c */
 typedef struct Operation {
@@ -225,11 +235,14 @@ Random *stub_stream_random(Stream *stream);
 /* Enqueues; the place of the operation. The stream takes what `operation` has. */
 uint64_t stub_enqueue(Stream *stream, Operation operation);
 Result stub_wait(Stream *stream, uint64_t place);
+bool stub_has_reached(Stream *stream, uint64_t place);
+uint64_t stub_last_place(Stream *stream);
 Result stub_wait_for_device(int device);
 void stub_pause(Stream *stream); /* At random; and as long as the stream hangs. */
 void stub_end_streams(int device); /* -1: of all. */
 
-/* kernels.c, vmm.c */
-void stub_forget_modules(void);
+/* events.c, kernels.c, vmm.c: as if there were none. -1: of no GPU. */
+void stub_forget_events(int device);
+void stub_forget_modules(int device);
 void stub_forget_handles(void);
 #endif

@@ -10,7 +10,6 @@
 
 #define GRANULARITY ((size_t)2 << 20)
 #define BY_DESCRIPTOR 1
-#define FRESH 0xDB
 
 typedef struct Handle {
     int fd, device;
@@ -122,7 +121,7 @@ EXPORT Result cuMemCreate(Address *handle, size_t size, const Properties *proper
     if (at == MAP_FAILED) {
         return OUT_OF_MEMORY;
     }
-    memset(at, FRESH, size);
+    memset(at, FRESH_BYTE, size);
     munmap(at, size);
     lock();
     *handle = (Address)add_handle((Handle){.fd = fd, .device = properties->location, .size = size,
@@ -223,17 +222,6 @@ EXPORT Result cuMemAddressReserve(Address *address, size_t size, size_t alignmen
     return unlock(OK);
 }
 
-/* Whether anything of a range is mapped. */
-static bool has_mapping(Address address, size_t size)
-{
-    for (Address at = address; at < address + size; at += GRANULARITY) {
-        if (stub_region_of(at) != NULL) {
-            return true;
-        }
-    }
-    return false;
-}
-
 EXPORT Result cuMemAddressFree(Address address, size_t size)
 {
     ENTER_WITHOUT_CONTEXT(cuMemAddressFree);
@@ -242,7 +230,7 @@ EXPORT Result cuMemAddressFree(Address address, size_t size)
     while (*at != NULL && ((*at)->base != address || (*at)->size != size)) {
         at = &(*at)->next;
     }
-    if (*at == NULL || has_mapping(address, size)) {
+    if (*at == NULL || stub_overlap(address, size) != NULL) {
         return unlock(stub_refuse(INVALID_VALUE, "no such reservation, or it has mappings"));
     }
     Reservation *gone = *at;
@@ -272,7 +260,7 @@ EXPORT Result cuMemMap(Address address, size_t size, size_t offset, Address numb
         address % GRANULARITY || offset + size > handle->size) {
         return unlock(INVALID_VALUE);
     }
-    if (!is_reserved(address, size) || has_mapping(address, size)) {
+    if (!is_reserved(address, size) || stub_overlap(address, size) != NULL) {
         return unlock(stub_refuse(INVALID_VALUE, "%#lx is not reserved, or is mapped", address));
     }
     void *at = mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, handle->fd,
