@@ -46,9 +46,11 @@ static bool hangs(const Stream *stream)
 
 void stub_pause(Stream *stream)
 {
-    stub_nap(stub_below(&stream->random, (uint64_t)SETTING(delay_us)));
-    while (hangs(stream) && !stream->ended && !stub_lost()) {
-        stub_nap(1000);
+    uint64_t left = stub_below(&stream->random, (uint64_t)SETTING(delay_us));
+    while ((left || hangs(stream)) && !stream->ended && !stub_lost()) {
+        const uint64_t now = left && left < 1000 ? left : 1000;
+        stub_nap(now);
+        left -= left < now ? left : now;
     }
 }
 
