@@ -12,12 +12,12 @@ from tests import cuda_driver
 
 @pytest.fixture(autouse=True)
 def _own_driver() -> Iterator[None]:
-    """As if no test had called it before."""
+    """The library, which no test has called before."""
     if why := cuda_driver.missing():
         pytest.skip(why)
-    cuda_driver.reset()
+    cuda_driver.load()
     yield
-    cuda_driver.reset()
+    cuda_driver.unload()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -110,6 +111,33 @@ def test_a_call_fails_as_often_as_asked(context: int) -> None:
         cuda_driver.fail("cuMemAlloc", 2)
 
 
+def test_a_call_may_take_long(context: int) -> None:
+    cuda_driver.set("cuMemGetInfo_v2.takes_us", 50_000)
+    began = time.monotonic()
+    driver.free_memory()
+    assert time.monotonic() - began >= 0.05
+
+
+def test_a_hung_gpu_leaves_others_alone() -> None:
+    cuda_driver.set("devices", 2)
+    streams = []
+    for ordinal in range(2):
+        driver.set_context(driver.retain_context(ordinal))
+        streams.append(driver.create_stream())
+    page = driver.allocate_pinned(PAGE)
+    cuda_driver.set("hang_gpu", 1)
+    for stream in streams:
+        driver.write_value(stream, page, 1)
+    driver.synchronize_stream(streams[1])
+    event = driver.create_event()
+    driver.record_event(event, streams[1])
+    driver.wait_for(event)
+    busy = cuda_driver.load().cuStreamQuery(driver.c_void_p(streams[0]))
+    assert busy == driver.NOT_READY
+    cuda_driver.set("hang_gpu", 0)
+    driver.synchronize_stream(streams[0])
+
+
 def test_a_sticky_error_stays(context: int) -> None:
     cuda_driver.fail("cuMemGetInfo_v2", 700, at=2)
     driver.free_memory()
@@ -150,6 +178,28 @@ def test_a_fork_has_no_gpu(context: int) -> None:
 def test_a_fork_before_the_first_call_has_its_own() -> None:
     in_a_fork(lambda: driver.set_context(driver.retain_context(0)))
     assert cuda_driver.counts() == {}
+
+
+def test_a_process_is_without_the_library_again(context: int) -> None:
+    driver.create_stream()
+    cuda_driver.unload()
+    if "LD_LIBRARY_PATH" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+        with pytest.raises(driver.DriverError, match="no NVIDIA driver here"):
+            driver.device_uuids()
+    cuda_driver.load()
+    assert driver.device_uuids() == [FIRST]
+    assert cuda_driver.counts() == {}
+
+
+def test_a_reset_process_begins_anew(stream: int) -> None:
+    cuda_driver.set("devices", 2)
+    cuda_driver.set("hang", -1)
+    driver.write_value(stream, driver.allocate(PAGE), 1)
+    cuda_driver.reset()
+    assert cuda_driver.counts() == {}
+    assert driver.device_uuids() == [FIRST]
+    with refused(201):
+        driver.allocate(PAGE)
 
 
 def test_the_library_has_what_the_driver_module_names() -> None:
