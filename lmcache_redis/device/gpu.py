@@ -12,7 +12,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -158,12 +158,19 @@ class CopyStream:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self.number = driver.create_stream()
-        self._kernel_ended = driver.create_event()
-        self._drained = driver.create_event()
         self._staging = Buffer()
         self._ids = Buffer()
         self._sent = PinnedNumbers()
+        with ExitStack() as made:
+            self.number = driver.create_stream()
+            made.callback(driver.destroy_stream, self.number)
+            self._kernel_ended = driver.create_event()
+            made.callback(driver.destroy_event, self._kernel_ended)
+            self._drained = driver.create_event()
+            made.callback(driver.destroy_event, self._drained)
+            for buffer in (self._staging, self._ids, self._sent):
+                made.callback(buffer.close)
+            self._made = made.pop_all()
 
     def staging(self, size_bytes: int) -> int:
         """The address of so many bytes on the GPU, aligned to 256, for this call."""
@@ -207,12 +214,7 @@ class CopyStream:
 
     def close(self) -> None:
         """Nothing may be in flight."""
-        self._staging.close()
-        self._ids.close()
-        self._sent.close()
-        driver.destroy_event(self._kernel_ended)
-        driver.destroy_event(self._drained)
-        driver.destroy_stream(self.number)
+        self._made.close()
 
 
 class Buffer:

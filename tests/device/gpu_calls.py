@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -14,10 +14,12 @@ from lmcache_redis.device import driver
 from lmcache_redis.device.bus import UNPINNED
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
+from lmcache_redis.device.handles import CudaHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.mapping import EngineMemory
 from lmcache_redis.native.madvise import address_of
-from tests.device.gpu_engine import GpuEngine
+from tests import cuda_driver
+from tests.device.gpu_exporter import GpuExporter
 from tests.device.layouts import Call, Paged
 
 GUARD = 0xC3
@@ -28,7 +30,7 @@ Int64s = npt.NDArray[np.int64]
 class View:
     """An engine's memory as the test sees and changes it, by a mapping of its own."""
 
-    def __init__(self, engine: GpuEngine) -> None:
+    def __init__(self, engine: GpuExporter) -> None:
         self._size_bytes = engine.size_bytes
         self._context = driver.retain_context(0)
         driver.set_context(self._context)
@@ -45,7 +47,8 @@ class View:
 
     def write(self, content: bytes) -> None:
         driver.set_context(self._context)
-        driver.copy_in(self._address, address_of(bytearray(content)), len(content))
+        held = bytearray(content)
+        driver.copy_in(self._address, address_of(held), len(held))
 
     def close(self) -> None:
         driver.set_context(self._context)
@@ -86,21 +89,40 @@ class Host:
             driver.unpin(self.address + piece * self.piece_bytes)
 
 
-def handles_of(engine: GpuEngine, case: Paged, shift: int) -> tuple[list[Any], list[int]]:
+def handles_of(engine: GpuExporter, case: Paged, shift: int) -> tuple[list[CudaHandle], list[int]]:
     """A handle of each storage, and where it begins: one after the other, with gaps."""
     handles, starts, at = [], [], _GAP_BYTES + shift
     for storage in case.storages:
         starts.append(at)
-        handles.append(
-            msgspec.structs.replace(
-                engine.memory,
-                offset_bytes=engine.memory.offset_bytes + at,
-                size_bytes=storage.size,
-            )
-        )
+        handles.append(range_of(engine, storage.size, at))
         at += storage.size + _GAP_BYTES
     assert at <= engine.size_bytes
     return handles, starts
+
+
+@contextlib.contextmanager
+def viewed(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
+    """The engine's memory, and the host's: two pinned pieces, and one that is not.
+
+    With the driver of the tests, in the state of a new process. Whoever uses it leaves nothing.
+    """
+    cuda_driver.reset()
+    view, host = View(engine), Host(64 << 10, 3, 2)
+    try:
+        yield view, host
+        host.close()
+        view.close()
+        assert cuda_driver.get("refusals") == 0
+        left = cuda_driver.counts()
+        assert set(left) <= {"contexts", "modules"}, left
+    finally:
+        cuda_driver.reset()
+
+
+def range_of(engine: GpuExporter, size_bytes: int, begin: int = 0) -> CudaHandle:
+    """The handle of a part of the engine's memory."""
+    offset_bytes = engine.memory.offset_bytes + begin
+    return msgspec.structs.replace(engine.memory, offset_bytes=offset_bytes, size_bytes=size_bytes)
 
 
 def laid_out(storages: Sequence[np.ndarray], starts: Sequence[int], size_bytes: int) -> bytes:
@@ -116,8 +138,21 @@ def stripe_sizes(call: Call) -> list[int]:
     return [min(stripe, call.chunk_bytes - begin) for begin in begins] * len(call.chunks)
 
 
+def parts_of(call: Call, chunks: Sequence[bytes]) -> Iterator[bytes]:
+    for chunk in chunks:
+        for begin in range(0, call.chunk_bytes, call.stripe_payload_bytes):
+            yield chunk[begin : begin + call.stripe_payload_bytes]
+
+
+def put(host: Host, slots: Sequence[memoryview], parts: Iterator[bytes], into: np.ndarray) -> None:
+    """Each part where its slot is, in an image of the host's memory."""
+    for slot, part in zip(slots, parts, strict=True):
+        at = address_of(slot) - host.address
+        into[at : at + len(part)] = np.frombuffer(part, np.uint8)
+
+
 def check_on_gpu(
-    engine: GpuEngine, view: View, host: Host, gpus: Gpus, call: Call, *, shift: int, gap: int
+    engine: GpuExporter, view: View, host: Host, gpus: Gpus, call: Call, *, shift: int, gap: int
 ) -> None:
     """Both directions, against the reference gather and scatter."""
     case, stripe, count = call.case, call.stripe_payload_bytes, len(call.chunks)
@@ -132,27 +167,12 @@ def check_on_gpu(
             call.block_ids, slots, stripe, on_blocks_read=lambda: told.append(b""), chunks=count
         )
         assert told == [b""]
-        want = host.memory.copy()
-        want[:] = GUARD
-        expected = iter(
-            chunk[begin : begin + stripe]
-            for chunk in call.gathered()
-            for begin in range(0, call.chunk_bytes, stripe)
-        )
-        for slot, bytes_of in zip(slots, expected, strict=True):
-            at = address_of(slot) - host.address
-            want[at : at + len(bytes_of)] = np.frombuffer(bytes_of, np.uint8)
+        put(host, slots, parts_of(call, call.gathered()), want := np.full_like(host.memory, GUARD))
         assert np.array_equal(host.memory, want)
         assert view.read() == laid_out(case.storages, starts, engine.size_bytes)
 
         chunks = [np.random.default_rng(n).bytes(call.chunk_bytes) for n in range(count)]
-        parts = iter(
-            chunk[begin : begin + stripe]
-            for chunk in chunks
-            for begin in range(0, call.chunk_bytes, stripe)
-        )
-        for slot, part in zip(slots, parts, strict=True):
-            slot[:] = part
+        put(host, slots, parts_of(call, chunks), host.memory)
         before = host.memory.copy()
         device.scatter(call.block_ids, slots, stripe, call.skip_blocks, chunks=count)
         assert view.read() == laid_out(call.scattered(chunks), starts, engine.size_bytes)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.device import driver
+from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from tests import cuda_driver
-from tests.device.gpu_calls import Host, View, check_on_gpu, plain
-from tests.device.gpu_engine import PIECE_BYTES, GpuEngine
-from tests.device.layouts import Call, Paged, calls
+from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, viewed
+from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
+from tests.device.layouts import Call, calls
 
 pytestmark = [
     pytest.mark.servers,
@@ -23,26 +24,17 @@ pytestmark = [
 DIRECT, BY_KERNEL = 1, 1 << 40  # Gpus.direct_copy_bytes
 
 
-@pytest.fixture(scope="module", params=["one allocation", "pieces"])
-def engine(request: pytest.FixtureRequest) -> Iterator[GpuEngine]:
-    pieces = 1 if request.param == "pieces" else None
-    started = GpuEngine(PIECE_BYTES, pieces, cuda_driver.environment())
+@pytest.fixture(scope="module", params=[None, 1], ids=["one allocation", "pieces"])
+def engine(request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
+    started = GpuExporter(PIECE_BYTES, request.param, cuda_driver.environment())
     yield started
     started.kill()
 
 
 @pytest.fixture
-def memory(engine: GpuEngine) -> Iterator[tuple[View, Host]]:
-    """The engine's, and the host's: two pinned pieces, and one that is not."""
-    cuda_driver.reset()
-    view, host = View(engine), Host(64 << 10, 3, 2)
-    yield view, host
-    host.close()
-    view.close()
-    assert cuda_driver.get("refusals") == 0
-    left = cuda_driver.counts()
-    assert set(left) <= {"contexts", "modules"}, left
-    cuda_driver.reset()
+def memory(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
+    with viewed(engine) as both:
+        yield both
 
 
 each_way = pytest.mark.parametrize("direct_copy_bytes", [DIRECT, BY_KERNEL])
@@ -56,7 +48,7 @@ def without_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @each_way
 @each_driver
 def test_both_directions(
-    engine: GpuEngine,
+    engine: GpuExporter,
     memory: tuple[View, Host],
     direct_copy_bytes: int,
     batch: bool,
@@ -82,24 +74,117 @@ def test_both_directions(
     check()
 
 
-def large_call(chunks: int) -> Call:
-    layout = plain(8192, 8, 2)
-    case = Paged(layout, [np.random.default_rng(1).integers(0, 256, 8 * 2 * 8192, np.uint8)])
-    blocks = 4 // chunks
-    ids = [[n * blocks + at for at in range(blocks)] for n in range(chunks)]
-    return Call(case, ids, 8192, 0)
+BATCH, ROWS, COPY = "cuMemcpyBatchAsync", "cuMemcpy2DAsync_v2", "cuMemcpyDtoHAsync_v2"
+
+
+@pytest.mark.parametrize(
+    ("direct_copy_bytes", "gap", "batch", "expected"),
+    [
+        # Slots and pages that touch: a copy for each segment, or one from staging.
+        (DIRECT, 0, True, {BATCH: 1}),
+        (DIRECT, 0, False, {ROWS: 1}),
+        (BY_KERNEL, 0, True, {COPY: 1}),
+        # Slots apart, the last of eight in the next pinned piece.
+        (DIRECT, 64, True, {BATCH: 1}),
+        (DIRECT, 64, False, {ROWS: 2, COPY: 1}),
+        (BY_KERNEL, 64, True, {BATCH: 1}),
+        (BY_KERNEL, 64, False, {ROWS: 1, COPY: 1}),
+    ],
+)
+def test_a_call_takes_few_submissions(
+    engine: GpuExporter,
+    memory: tuple[View, Host],
+    direct_copy_bytes: int,
+    gap: int,
+    batch: bool,
+    expected: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not batch:
+        without_batch(monkeypatch)
+    host = memory[1]
+    device = CudaDevice(
+        [plain(8192, 8, 2)],
+        [range_of(engine, 8 * 2 * 8192)],
+        Gpus(1, direct_copy_bytes, host.pieces_of),
+    )
+    before = {name: cuda_driver.get(f"{name}.called") for name in (BATCH, ROWS, COPY)}
+    device.gather([2, 3, 4, 5], host.slots([8192] * 8, gap), 8192)
+    called = {name: cuda_driver.get(f"{name}.called") - n for name, n in before.items()}
+    assert {name: n for name, n in called.items() if n} == expected
+    device.close()
 
 
 @each_way
-@pytest.mark.parametrize(("gap", "submissions"), [(0, 2), (64, 1)])
-def test_a_call_is_one_submission(
-    engine: GpuEngine, memory: tuple[View, Host], direct_copy_bytes: int, gap: int, submissions: int
+def test_a_driver_that_refuses_batches_is_asked_once(
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int
 ) -> None:
-    """Neighbours are merged; what is left is one batch."""
-    view, host = memory
+    host = memory[1]
+    content = engine.write(5)
     gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
-    names = ("cuMemcpyBatchAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2")
-    before = {name: cuda_driver.get(f"{name}.called") for name in names}
-    check_on_gpu(engine, view, host, gpus, large_call(1), shift=0, gap=gap)
-    done = {name: cuda_driver.get(f"{name}.called") - before[name] for name in names}
-    assert done["cuMemcpyBatchAsync"] <= 2
+    device = CudaDevice([plain(8192, 8, 1)], [range_of(engine, 8 * 8192)], gpus)
+    cuda_driver.fail(BATCH, 801, times=0)
+    before = cuda_driver.get(f"{BATCH}.called")
+    for _ in range(3):
+        slots = host.slots([8192] * 4, 64)
+        device.gather([0, 1, 2, 3], slots, 8192)
+        assert b"".join(slots) == content[: 4 * 8192]
+    assert cuda_driver.get(f"{BATCH}.called") == before + 1
+    device.close()
+
+
+@each_way
+def test_several_workers_at_once(
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int
+) -> None:
+    """Two workers share the streams of a GPU; closing one leaves the other."""
+    host = memory[1]
+    content = engine.write(6)
+    gpus = Gpus(2, direct_copy_bytes, host.pieces_of)
+    cuda_driver.set("delay_us", 100)
+    devices = [
+        CudaDevice([plain(1024, 16, 1)], [range_of(engine, 16 << 10, n << 14)], gpus)
+        for n in range(2)
+    ]
+    failed: list[BaseException] = []
+
+    def gather(number: int) -> None:
+        try:
+            for n in range(20):
+                ids = [(n + at) % 16 for at in range(3)]
+                slots = host.slots([1024] * 3, 8, first=number * 4096)
+                devices[number % 2].gather(ids, slots, 1024)
+                begins = [(number % 2) * (1 << 14) + block * 1024 for block in ids]
+                assert b"".join(slots) == b"".join(content[b : b + 1024] for b in begins)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=gather, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    before = cuda_driver.counts()
+    devices[0].close()
+    assert cuda_driver.counts()["streams"] == before["streams"]
+    gather(1)
+    assert not failed
+    devices[1].close()
+
+
+def test_buffers_are_made_once_and_grow(engine: GpuExporter, memory: tuple[View, Host]) -> None:
+    host = memory[1]
+    gpus = Gpus(1, BY_KERNEL, host.pieces_of)
+    device = CudaDevice([plain(512, 16, 1)], [range_of(engine, 8192)], gpus)
+
+    def made() -> int:
+        return cuda_driver.get("cuMemAlloc_v2.called") + cuda_driver.get("cuMemHostAlloc.called")
+
+    device.gather([1, 2], host.slots([512] * 2, 0), 512)
+    before = made()
+    device.gather([3, 4], host.slots([512] * 2, 0), 512)
+    assert made() == before
+    device.gather([3, 4, 5, 6], host.slots([512] * 4, 0), 512, chunks=2)  # staging and ids
+    assert made() == before + 3
+    device.close()

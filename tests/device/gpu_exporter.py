@@ -6,6 +6,7 @@ its standard input does.
 
     share              the handle of its memory, and that of its signals
     write, seed        fills the memory with `content`, waits, and answers nothing
+    wait               until it has done what it enqueued
     write late, seed   enqueues other bytes several times, `content` and then a signal: its ticket
 """
 
@@ -36,7 +37,7 @@ def content(seed: int, size_bytes: int) -> bytes:
     return np.random.default_rng(seed).bytes(size_bytes)
 
 
-class GpuEngine:
+class GpuExporter:
     """A child process that runs `main`. pieces: of its memory; None: one allocation."""
 
     def __init__(
@@ -44,10 +45,12 @@ class GpuEngine:
         size_bytes: int,
         pieces: int | None = None,
         environment: Mapping[str, str] | None = None,
+        gpu: int = 0,
     ) -> None:
         self.size_bytes = size_bytes
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.device.gpu_engine", str(size_bytes), str(pieces or 0)],
+            [sys.executable, "-m", "tests.device.gpu_exporter"]
+            + [str(each) for each in (size_bytes, pieces or 0, gpu)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
@@ -97,11 +100,11 @@ class _Properties(ctypes.Structure):
     ]  # fmt: skip
 
 
-def mapped_pieces(count: int) -> int:
+def mapped_pieces(count: int, gpu: int) -> int:
     """The address of so many pieces of `PIECE_BYTES`, as an engine with expandable segments has."""
     base = driver.reserve_addresses(count * PIECE_BYTES)
     create = driver._library().cuMemCreate
-    properties = _Properties(type=1, handle_types=1, location_type=1)
+    properties = _Properties(type=1, handle_types=1, location_type=1, location=gpu)
     for number in range(count):
         piece = ctypes.c_uint64()
         code = create(
@@ -111,26 +114,28 @@ def mapped_pieces(count: int) -> int:
         assert code == 0, code
         driver.map_allocation(base + number * PIECE_BYTES, PIECE_BYTES, piece.value)
         driver.release_allocation(piece.value)
-    driver.allow_access(base, count * PIECE_BYTES, 0)
+    driver.allow_access(base, count * PIECE_BYTES, gpu)
     return base
 
 
 def main() -> None:
-    size_bytes, pieces = map(int, sys.argv[1:])
-    driver.set_context(driver.retain_context(0))
+    size_bytes, pieces, gpu = map(int, sys.argv[1:])
+    driver.set_context(driver.retain_context(gpu))
     stream = driver.create_stream()
-    address = mapped_pieces(pieces) if pieces else driver.allocate(size_bytes)
+    address = mapped_pieces(pieces, gpu) if pieces else driver.allocate(size_bytes)
     host = driver.allocate_pinned(2 * size_bytes)
     right = (ctypes.c_uint8 * size_bytes).from_address(host)
     junk = host + size_bytes
     ctypes.memset(junk, JUNK, size_bytes)
-    signals = signals_of(0)
+    signals = signals_of(gpu)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         answer: Any = None
         if command == "share":
-            (memory,) = export.export_storages([_Memory(address, size_bytes)], 0)
+            (memory,) = export.export_storages([_Memory(address, size_bytes)], gpu)
             answer = msgspec.to_builtins([memory, signals.handle])
+        elif command == "wait":
+            driver.synchronize_stream(stream)
         else:
             driver.synchronize_stream(stream)
             right[:] = content(arguments[0], size_bytes)
