@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.device import driver
 from lmcache_redis.device.driver import Range
 from lmcache_redis.device.handles import CudaFdHandle, CudaHandle, CudaIPCHandle, own_process
-from lmcache_redis.errors import DeviceError, DriverError
+from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +134,8 @@ def _descriptor(piece: Range, refused: DriverError) -> int:
             return driver.export_allocation(allocation)
         finally:
             driver.release_allocation(allocation)
+    except GpuLost:
+        raise
     except DriverError as error:
         raise DeviceError(
             f"CUDA cannot share the memory of the KV cache between processes ({refused}; {error}): "

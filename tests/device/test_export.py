@@ -36,7 +36,8 @@ def storages(host: Host, memory: Memory, gpu: int = 0) -> list[torch.UntypedStor
 
 
 def open_descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    """Without that of the list itself."""
+    return {fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
 
 
 class Range(NamedTuple):
