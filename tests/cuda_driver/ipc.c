@@ -76,7 +76,8 @@ static Result map(const Contents *contents, int device, Address *address)
     if (fd < 0) {
         return INVALID_HANDLE;
     }
-    void *at = mmap(NULL, stub_whole_pages(contents->size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    const size_t size = stub_whole_pages(contents->size);
+    void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) {
         close(fd);
         return MAPPING_FAILED;

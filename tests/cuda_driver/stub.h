@@ -10,14 +10,14 @@
  * a GPU makes of PTX. Where CUDA's manual leaves a behaviour undefined, it says so in one line on
  * standard error and returns an error; `abort` ends the process instead.
  *
- * A process is like one of CUDA's: the child of a process that has called cuInit has no GPU (error 3).
- * Memory is counted for each process, and errors of one GPU are errors of all.
+ * A process is like one of CUDA's: the child of one that has called cuInit has no GPU (error 3).
+ * Memory is counted for each process, and a sticky error is of all its GPUs.
  *
- * Settings are numbers in a table that tests change while processes run: the memory of the file that
- * CUDA_STUB_CONTROL names, or else memory of this process with values of CUDA_STUB_NAME (in capital
- * letters). A process that starts reads two more variables:
+ * Settings are numbers in a table that tests change while processes run: the memory of the file
+ * that CUDA_STUB_CONTROL names, or else memory of this process, where CUDA_STUB_SEED is the first
+ * value of `seed`, and so on. A process that starts reads two more variables:
  *
- *   CUDA_STUB_UUIDS   of the GPUs, separated by commas: "GPU-" or "MIG-", then 32 hexadecimal digits.
+ *   CUDA_STUB_UUIDS   of the GPUs, separated by commas: "GPU-" or "MIG-" and 32 hexadecimal digits.
  *                     Of instances of MIG a process sees one.
  *   CUDA_STUB_NAMES   of the GPUs, separated by commas.
  *
@@ -89,9 +89,9 @@ enum {
     X(contexts) X(allocations) X(opened) X(pinned) X(streams) X(events) X(modules) \
     X(reservations) X(mappings) X(handles) X(refusals)
 
-/* Functions of the driver. Of each the table has how often it was called, how it is to fail, and how
- * many microseconds it takes: with `code`, `times` times (0: for ever), the first time at the
- * `at`-th call from now. */
+/* Functions of the driver. Of each the table has how often it was called; how it is to fail, with
+ * `code`, `times` times (0: for ever), the first time at the `at`-th call from now; and how many
+ * microseconds a call takes beside. */
 #define CALLS(X) \
     X(cuInit) X(cuDriverGetVersion) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) \
     X(cuDeviceGetUuid_v2) X(cuDeviceGetAttribute) X(cuDevicePrimaryCtxRetain) \

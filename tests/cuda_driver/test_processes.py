@@ -196,14 +196,15 @@ def test_wrong_settings_are_refused() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_wait_that_is_missing_shows(stream: int, waits: bool) -> None:
     """One process fills memory late, and another reads it: wrong bytes without the signal."""
-    size, wrong = 16 * PAGE, 0
-    with closing(Peer(cuda_driver.environment(delay_us=2000))) as peer:
+    size, wrong, slow_us = 16 * PAGE, 0, 2000 if waits else 10**6
+    with closing(Peer()) as peer:
         target, handle = exported(peer, size)
         page, page_handle = exported(peer, PAGE)
         source, theirs = peer(f"driver.allocate_pinned({size})"), peer("driver.create_stream()")
         here, host = driver.open_memory(handle), driver.allocate_pinned(size)
         signal = bytes_at(driver.open_memory(page_handle), 8).view("u8")
-        for ticket in range(1, 30):
+        for ticket in range(1, 30 if waits else 4):
+            cuda_driver.set("delay_us", slow_us, peer.environment)
             peer(f"bytes_at({source}, {size}).fill({ticket})")
             peer(f"driver.enqueue_copy_in({target}, {source}, {size}, {theirs})")
             peer(f"driver.write_value({theirs}, {page}, {ticket})")
@@ -212,5 +213,6 @@ def test_a_wait_that_is_missing_shows(stream: int, waits: bool) -> None:
             driver.enqueue_copy_out(host, here, size, stream)
             driver.synchronize_stream(stream)
             wrong += not (bytes_at(host, size) == ticket).all()
+            cuda_driver.set("delay_us", 0, peer.environment)
             peer(f"driver.synchronize_stream({theirs})")
     assert (wrong == 0) is waits

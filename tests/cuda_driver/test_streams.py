@@ -133,7 +133,7 @@ def test_a_sticky_error_ends_every_wait(stream: int, hangs: int) -> None:
     context, ended = driver.retain_context(0), []
     values[:] = 0
     cuda_driver.set("hang", hangs)
-    cuda_driver.set("delay_us", 10**7)
+    cuda_driver.set("delay_us", 10**10)
     driver.write_value(stream, page, 1)
 
     def wait() -> None:
