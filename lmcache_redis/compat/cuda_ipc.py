@@ -51,10 +51,10 @@ class CudaIPCWrapper:
                 f"storage offset {tensor.storage_offset()}: only contiguous tensors at the start "
                 "of their storage are exported"
             )
-        handles = export.export_storages([tensor.untyped_storage()], gpu)
-        weakref.finalize(tensor, export.withdraw, handles)
+        (memory,) = export.export_storages([tensor.untyped_storage()], gpu)
+        weakref.finalize(tensor, export.withdraw, [memory])
         self.handle = TensorHandle(
-            *handles, dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
+            memory, dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
         )
         _exported[self.handle] = tensor
 

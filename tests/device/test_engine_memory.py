@@ -143,7 +143,11 @@ class TestForged:
 
     @pytest.mark.parametrize(
         ("code", "said"),
-        [(errno.EPERM, "ptrace_scope"), (errno.ENOSYS, "Linux 5.6"), (errno.EIO, "Input/output error")],
+        [
+            (errno.EPERM, "ptrace_scope"),
+            (errno.ENOSYS, "Linux 5.6"),
+            (errno.EIO, "Input/output error"),
+        ],
     )
     def test_what_the_system_refuses_is_a_sentence(
         self, pieces: GpuExporter, code: int, said: str, monkeypatch: pytest.MonkeyPatch
