@@ -31,6 +31,7 @@ from lmcache_redis.client.transfers import (
 )
 from lmcache_redis.device import export
 from lmcache_redis.device.context import export_kv_caches
+from lmcache_redis.device.handles import CudaFdHandle
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.device.signals import Signals
 from lmcache_redis.errors import DeviceError
@@ -225,6 +226,8 @@ class WorkerClient:
             share, shares = group.shard or (self._worker_id, self._world_size)
             fingerprint = layout.fingerprint(chunk_tokens)
             registered.append(m.KVGroup(share_rank(shares, share), layout, fingerprint))
+        if any(isinstance(each, CudaFdHandle) for each in memory.storages):
+            export.permit(welcome.agent_pid)
         self._registrations += 1
         place = RankPlace(
             welcome.agent_id,

@@ -299,7 +299,8 @@ def on_gpu(ordinal: int) -> Iterator[None]:
         with in_context(context):
             yield
     finally:
-        release_context(ordinal)
+        with contextlib.suppress(DriverError):  # after a loss, which the caller learns by then
+            release_context(ordinal)
 
 
 @contextlib.contextmanager
@@ -311,7 +312,8 @@ def in_context(context: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _call("cuCtxSetCurrent", former)
+        with contextlib.suppress(DriverError):
+            _call("cuCtxSetCurrent", former)
 
 
 def current_device() -> int:

@@ -10,6 +10,7 @@ Source: "Interprocess Communication" and "Virtual Memory Management" in NVIDIA's
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.device import driver
 from lmcache_redis.device.driver import Range
 from lmcache_redis.device.handles import CudaFdHandle, CudaHandle, CudaIPCHandle, own_process
-from lmcache_redis.errors import DeviceError, DriverError
+from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 
 if TYPE_CHECKING:
     import torch
 
 # What cuIpcGetMemHandle answers for memory that cuMemAlloc did not allocate.
 _NOT_ALLOCATED_WHOLE = (1, 801)
+_PR_SET_PTRACER = 0x59616D61  # prctl(2)
+
+_libc = ctypes.CDLL(None)
 
 
 def gpu_of(tensor: torch.Tensor) -> int | None:
@@ -58,6 +62,11 @@ def export_storages(storages: Sequence[torch.UntypedStorage], gpu: int) -> tuple
         except BaseException:
             _close(exports.fds.values())
             raise
+
+
+def permit(agent_pid: int) -> None:
+    """Let the agent take this process's descriptors where Linux (Yama) asks for a permission."""
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)
 
 
 def withdraw(handles: Iterable[Any]) -> None:
@@ -125,6 +134,8 @@ def _descriptor(piece: Range, refused: DriverError) -> int:
             return driver.export_allocation(allocation)
         finally:
             driver.release_allocation(allocation)
+    except GpuLost:
+        raise
     except DriverError as error:
         raise DeviceError(
             f"CUDA cannot share the memory of the KV cache between processes ({refused}; {error}): "

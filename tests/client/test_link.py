@@ -157,8 +157,8 @@ def test_the_link_waits_for_an_agent_that_says_it_maps(agent: Agent, tmp_path: P
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     agent.answer(m.Pong(0, 1, "0", mapping=True))
-    assert not link.wait_for(lambda: link.state is LinkState.OFFLINE, 1.5)
-    assert link.online
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    assert not link.wait_for(lambda: not link.online, 1.5)
     agent.answer(m.Pong(0, 1, "0"))
     assert link.wait_for(lambda: link.state is LinkState.OFFLINE, WAIT_S)
     link.close()

@@ -71,27 +71,53 @@ class Host:
     def map_pieces(self, gpu: int, size_bytes: int, *, exportable: bool) -> int:
         """Memory as of expandable segments: address space, and a piece of memory for each part."""
         size_bytes = -(-size_bytes // PIECE_BYTES) * PIECE_BYTES
-        base = ctypes.c_uint64()
-        properties = (ctypes.c_uint * 8)(1, int(exportable), 1, gpu)  # CUmemAllocationProp
-        access = (ctypes.c_uint * 3)(1, gpu, 3)  # CUmemAccessDesc: to read and to write
+        # CUmemAllocationProp
+        properties = (ctypes.c_uint * 8)(1, int(exportable), 1, gpu)
+        size = ctypes.c_size_t(PIECE_BYTES)
         with self.on(gpu):
-            driver._call("cuMemAddressReserve", ctypes.byref(base), size_bytes, 0, 0, 0)
-            for address in range(base.value, base.value + size_bytes, PIECE_BYTES):
+            base = driver.reserve_addresses(size_bytes)
+            for address in range(base, base + size_bytes, PIECE_BYTES):
                 piece = ctypes.c_uint64()
-                create = cuda_driver.load().cuMemCreate
-                create.argtypes = (
-                    ctypes.c_void_p,
-                    ctypes.c_size_t,
-                    ctypes.c_void_p,
-                    ctypes.c_uint64,
+                made = cuda_driver.load().cuMemCreate(
+                    ctypes.byref(piece), size, properties, ctypes.c_uint64(0)
                 )
-                assert create(ctypes.byref(piece), PIECE_BYTES, properties, 0) == 0
-                driver._call("cuMemMap", address, PIECE_BYTES, 0, piece.value, 0)
+                assert made == 0
+                driver.map_allocation(address, PIECE_BYTES, piece.value)
                 driver.release_allocation(piece.value)
-            driver._call("cuMemSetAccess", base.value, size_bytes, access, 1)
-        self._mapped.append((gpu, base.value, size_bytes))
-        self._ranges.append((range(base.value, base.value + size_bytes), gpu))
-        return base.value
+            driver.allow_access(base, size_bytes, gpu)
+        self._mapped.append((gpu, base, size_bytes))
+        self._ranges.append((range(base, base + size_bytes), gpu))
+        return base
+
+    def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        raw = (ctypes.c_uint8 * size).from_address(address)
+        return torch.frombuffer(raw, dtype=dtype).view(*shape)
+
+    def tensors(
+        self,
+        names: Sequence[str],
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        gpu: int = 0,
+        memory: Memory = "allocations",
+    ) -> dict[str, torch.Tensor]:
+        """New tensors of one shape, each the whole of its storage."""
+        size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        if memory == "allocations":
+            addresses = [self.allocate(gpu, size) for _ in names]
+        else:
+            step = -(-size // _ALIGNED) * _ALIGNED
+            whole = _BEFORE_BYTES + step * len(names)
+            if memory == "segment":
+                base = self.allocate(gpu, whole)
+            else:
+                base = self.map_pieces(gpu, whole, exportable=memory == "pieces")
+            first = base + _BEFORE_BYTES
+            addresses = [first + step * number for number in range(len(names))]
+        pairs = zip(names, addresses, strict=True)
+        return {name: self.tensor(address, shape, dtype) for name, address in pairs}
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Enqueues a copy to a dense tensor on a GPU, behind what is queued on the stream."""
@@ -120,8 +146,8 @@ class Host:
                 driver.free(address)
         for gpu, address, size_bytes in self._mapped:
             with self.on(gpu):
-                driver._call("cuMemUnmap", address, size_bytes)
-                driver._call("cuMemAddressFree", address, size_bytes)
+                driver.unmap(address, size_bytes)
+                driver.free_addresses(address, size_bytes)
 
 
 @contextlib.contextmanager
@@ -168,23 +194,9 @@ class GpuEngine(Engine):
         self, rank: int, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         gpu = self._gpus[min(rank, len(self._gpus) - 1)]
-        size = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        step = -(-size // _ALIGNED) * _ALIGNED
-        if self._memory == "allocations":
-            addresses = [self._host.allocate(gpu, size) for _ in names]
-        elif self._memory == "segment":
-            base = self._host.allocate(gpu, _BEFORE_BYTES + step * len(names))
-            addresses = [base + _BEFORE_BYTES + step * number for number in range(len(names))]
-        else:
-            base = self._host.map_pieces(
-                gpu, _BEFORE_BYTES + step * len(names), exportable=self._memory == "pieces"
-            )
-            addresses = [base + _BEFORE_BYTES + step * number for number in range(len(names))]
-        caches = {}
-        for name, address in zip(names, addresses, strict=True):
-            raw = (ctypes.c_uint8 * size).from_address(address)
-            caches[name] = torch.frombuffer(raw, dtype=dtype).view(shape)
-            self._host.write(caches[name], torch.zeros(1))
+        caches = self._host.tensors(names, shape, dtype, gpu=gpu, memory=self._memory)
+        for tensor in caches.values():
+            self._host.write(tensor, torch.zeros(1))
         return caches
 
     def randomize(self, block_ids: Sequence[int]) -> None:
