@@ -19,6 +19,7 @@ from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.context import open_device
+from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import check_exporter
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
@@ -182,7 +183,7 @@ class Registering:
         logger.info("registered %s: %s", _name(peer), "; ".join(map(_sentence, groups)))
         # This tells the engine that every copy through a former mapping has ended.
         self.when_unmapped(peer, lambda: reply(m.Done(0)))
-        if device.layouts[0].device == "cuda":
+        if isinstance(device, CudaDevice):
             self._pinning.begin(device.use_context)
 
     def unregister(self, peer: Peer, why: str) -> None:

@@ -5,6 +5,7 @@ A test of this process:
     tests.cuda_driver.load()                    # `lmcache_redis.device.driver` finds the library
     tests.cuda_driver.set("delay_us", 500)
     tests.cuda_driver.fail("cuMemAlloc_v2", 2)
+    tests.cuda_driver.unload()                  # as if the machine had no driver
 
 and of others:
 
@@ -13,11 +14,12 @@ and of others:
     tests.cuda_driver.set("hang", -1, environment)
 
 Names that `set` and `get` take: the settings, the counts of what a process has, and of each
-function "cuMemAlloc_v2.called" and, for `fail`, ".code", ".at" and ".times".
+function "cuMemAlloc_v2.called", ".takes_us" and, for `fail`, ".code", ".at" and ".times".
 """
 
 from __future__ import annotations
 
+import _ctypes
 import atexit
 import contextlib
 import ctypes
@@ -39,7 +41,7 @@ NAME = "libcuda.so.1"
 PIECE_BYTES = 2 << 20  # of memory that is mapped in pieces
 _FLAGS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread")
 _CONTROL = "CUDA_STUB_CONTROL"
-_FIELDS = ("called", "code", "at", "times")
+_FIELDS = ("called", "code", "at", "times", "takes_us")
 
 
 def missing() -> str | None:
@@ -88,6 +90,21 @@ def _run(words: list[str]) -> None:
 def load() -> ctypes.CDLL:
     """The library in this process, where whoever loads ``libcuda.so.1`` then gets it."""
     return ctypes.CDLL(str(build() / NAME), mode=ctypes.RTLD_GLOBAL)
+
+
+def unload() -> None:
+    """Take the library out of this process, whose memory of GPUs and pinned memory is gone then."""
+    if not load.cache_info().currsize:
+        return
+    load().stubReset()  # No thread runs in it any more.
+    driver._library.cache_clear()
+    load.cache_clear()
+    # Each CDLL holds it once, and none gives it back.
+    with contextlib.suppress(OSError):
+        while True:
+            handle = _ctypes.dlopen(NAME, os.RTLD_NOLOAD | os.RTLD_NOW)
+            _ctypes.dlclose(handle)
+            _ctypes.dlclose(handle)
 
 
 def reset() -> None:

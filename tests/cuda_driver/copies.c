@@ -95,7 +95,8 @@ static void move(Stream *stream, const Copy *copy)
         if (i && stub_below(random, 8) == 0) {
             stub_pause(stream);
         }
-        if (stub_lost() || !move_piece(copy, at, copy->size - at < piece ? copy->size - at : piece)) {
+        const size_t left = copy->size - at;
+        if (stub_lost() || !move_piece(copy, at, left < piece ? left : piece)) {
             return;
         }
     }
@@ -252,7 +253,7 @@ EXPORT Result cuMemcpy2DAsync_v2(const Copy2D *given, void *handle)
     const unsigned types = given->src_type | given->dst_type;
     if (types & ~7u || given->src_type == 3 || given->dst_type == 3 || !given->src_type ||
         !given->dst_type) {
-        return stub_refuse(INVALID_VALUE, "memory types %u and %u", given->src_type, given->dst_type);
+        return stub_refuse(INVALID_VALUE, "memory types %u, %u", given->src_type, given->dst_type);
     }
     if (!given->width || !given->height || given->src_pitch < given->width ||
         given->dst_pitch < given->width || given->src_pitch > INT32_MAX ||

@@ -76,10 +76,11 @@ static Result map(const Contents *contents, int device, Address *address)
     if (fd < 0) {
         return INVALID_HANDLE;
     }
-    void *at = mmap(NULL, stub_whole_pages(contents->size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    const size_t size = stub_whole_pages(contents->size);
+    void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) {
         close(fd);
-        return MAP_FAILED_;
+        return MAPPING_FAILED;
     }
     stub_note_opener(fd, 0, getpid());
     stub_add_region((Region){.base = (Address)at, .size = contents->size, .kind = OPENED,

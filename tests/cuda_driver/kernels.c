@@ -98,8 +98,8 @@ static Result read_ptx(const char *text, Module *module)
         at = read_entry(at + strlen(".entry"), function);
         if (at == NULL || function->parameters < PARAMETERS ||
             function->parameters > MOST_PARAMETERS || !read_name(function)) {
-            return stub_refuse(INVALID_PTX, "entry '%s', %d parameters: the stub knows gather_W and "
-                "scatter_W of %d or more, 64 bits each", function->name, function->parameters,
+            return stub_refuse(INVALID_PTX, "entry '%s', %d parameters: the stub knows gather_W "
+                "and scatter_W of %d or more, 64 bits each", function->name, function->parameters,
                 PARAMETERS);
         }
     }
@@ -218,7 +218,8 @@ static bool run_program(const uint64_t *numbers, uint64_t tile, uint64_t chunk)
         if (*id < 0) {
             continue;
         }
-        const Address page = (Address)(address + *id * block_stride) + (Address)(unit % period) * width;
+        const Address in_block = (Address)(unit % period) * width;
+        const Address page = (Address)(address + *id * block_stride) + in_block;
         const Address part = stage + (Address)unit * width;
         char *in_page = access_of(page, width, width, scatters, &of_page);
         char *in_stage = in_page != NULL
@@ -254,7 +255,8 @@ static void run_kernel(Stream *stream, Operation *operation)
             stub_pause(stream);
         }
         pthread_rwlock_rdlock(&stub_memory_lock);
-        const bool good = run_program(numbers, program % numbers[GRID_X], program / numbers[GRID_X]);
+        const uint64_t chunk = program / numbers[GRID_X], tile = program % numbers[GRID_X];
+        const bool good = run_program(numbers, tile, chunk);
         pthread_rwlock_unlock(&stub_memory_lock);
         if (!good) {
             return;
@@ -297,7 +299,7 @@ EXPORT Result cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_
     } else if (!grid_x || !grid_y || grid_z != 1 || grid_x > INT32_MAX || grid_y > 65535) {
         result = INVALID_VALUE;
     } else if (block_x != THREADS || block_y != 1 || block_z != 1 || shared_bytes) {
-        result = stub_refuse(INVALID_VALUE, "a program has %d threads and no shared memory", THREADS);
+        result = stub_refuse(INVALID_VALUE, "%d threads and no shared memory", THREADS);
     } else if (parameters == NULL || extra != NULL) {
         result = stub_refuse(INVALID_VALUE, "parameters are given by kernelParams");
     } else {

@@ -30,7 +30,7 @@ static const char *const CALL_NAMES[] = {
     CALLS(NAME)
 #undef NAME
 };
-static const char *const FIELD_NAMES[] = {"called", "code", "at", "times"};
+static const char *const FIELD_NAMES[] = {"called", "code", "at", "times", "takes_us"};
 #define LENGTH(array) ((int)(sizeof(array) / sizeof *(array)))
 
 static pthread_once_t table_once = PTHREAD_ONCE_INIT;
@@ -229,6 +229,7 @@ Result stub_enter(int call, bool needs_context)
     current_call = call;
     _Atomic int64_t *slot = stub_table() + FIRST_CALL + call * CALL_FIELDS;
     slot[CALLED]++;
+    stub_nap((uint64_t)slot[TAKES_US]);
     const Result code = demanded(slot);
     if (code || call == CALL_cuInit) {
         return code;

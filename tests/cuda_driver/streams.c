@@ -12,8 +12,8 @@ struct Stream {
     pthread_cond_t changed;
     Operation *head, *tail;
     uint64_t enqueued, done;
-    bool destroyed; /* By cuStreamDestroy: it ends when it has nothing to do. */
-    bool ended;     /* It does nothing more. */
+    atomic_bool destroyed; /* By cuStreamDestroy: it ends when it has nothing to do. */
+    atomic_bool ended;     /* It does nothing more. */
     Random random;
     Stream *next;
 };
@@ -41,14 +41,17 @@ Random *stub_stream_random(Stream *stream)
 static bool hangs(const Stream *stream)
 {
     const int64_t hang = SETTING(hang);
-    return hang < 0 || (hang && hang == stream->number);
+    return hang < 0 || (hang && hang == stream->number) ||
+        SETTING(hang_gpu) == stream->context->device + 1;
 }
 
 void stub_pause(Stream *stream)
 {
-    stub_nap(stub_below(&stream->random, (uint64_t)SETTING(delay_us)));
-    while (hangs(stream) && !stream->ended && !stub_lost()) {
-        stub_nap(1000);
+    uint64_t left = stub_below(&stream->random, (uint64_t)SETTING(delay_us));
+    while ((left || hangs(stream)) && !stream->ended && !stub_lost()) {
+        const uint64_t now = left && left < 1000 ? left : 1000;
+        stub_nap(now);
+        left -= left < now ? left : now;
     }
 }
 
@@ -194,10 +197,8 @@ void stub_end_streams(int device)
         stream->ended = true;
         pthread_cond_broadcast(&stream->changed);
         pthread_mutex_unlock(&stream->lock);
-        if (!stream->destroyed) {
-            COUNT(streams) -= stream->number != 0;
-            pthread_join(stream->thread, NULL);
-        }
+        COUNT(streams) -= stream->number != 0 && !stream->destroyed;
+        pthread_join(stream->thread, NULL);
     }
     if (device < 0) {
         made = 0;
@@ -228,7 +229,6 @@ EXPORT Result cuStreamDestroy_v2(void *handle)
     pthread_mutex_lock(&stream->lock);
     stream->destroyed = true;
     pthread_cond_broadcast(&stream->changed);
-    pthread_detach(stream->thread);
     pthread_mutex_unlock(&stream->lock);
     COUNT(streams)--;
     return OK;

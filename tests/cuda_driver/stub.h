@@ -10,13 +10,14 @@
  * a GPU makes of PTX. Where CUDA's manual leaves a behaviour undefined, it says so in one line on
  * standard error and returns an error; `abort` ends the process instead.
  *
- * A process is like one of CUDA's: after a fork, the child has no GPU (error 3).
+ * A process is like one of CUDA's: the child of one that has called cuInit has no GPU (error 3).
+ * Memory is counted for each process, and a sticky error is of all its GPUs.
  *
- * Settings are numbers in a table that tests change while processes run: the memory of the file that
- * CUDA_STUB_CONTROL names, or else memory of this process with values of CUDA_STUB_NAME (in capital
- * letters). A process that starts reads two more variables:
+ * Settings are numbers in a table that tests change while processes run: the memory of the file
+ * that CUDA_STUB_CONTROL names, or else memory of this process, where CUDA_STUB_SEED is the first
+ * value of `seed`, and so on. A process that starts reads two more variables:
  *
- *   CUDA_STUB_UUIDS   of the GPUs, separated by commas: "GPU-" or "MIG-", then 32 hexadecimal digits.
+ *   CUDA_STUB_UUIDS   of the GPUs, separated by commas: "GPU-" or "MIG-" and 32 hexadecimal digits.
  *                     Of instances of MIG a process sees one.
  *   CUDA_STUB_NAMES   of the GPUs, separated by commas.
  *
@@ -47,7 +48,7 @@ enum {
     NO_DEVICE = 100,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
-    MAP_FAILED_ = 205,
+    MAPPING_FAILED = 205,
     NO_BINARY = 209,
     INVALID_PTX = 218,
     UNSUPPORTED_PTX = 222,
@@ -79,6 +80,7 @@ enum {
     X(pin_most_mib, 0)    /* a larger registration fails with error 2; 0: no limit */ \
     X(free_exported, 0)   /* memory is freed although another process has it open */ \
     X(hang, 0)            /* -1: all streams stop, N: the Nth that the process made, 0: none */ \
+    X(hang_gpu, 0)        /* N: all streams of the Nth GPU stop, 0: of none */ \
     X(lose, 0)            /* a sticky error for the next process that sees it: set to 0 then */ \
     X(abort, 0)           /* a refusal ends the process */
 
@@ -87,8 +89,9 @@ enum {
     X(contexts) X(allocations) X(opened) X(pinned) X(streams) X(events) X(modules) \
     X(reservations) X(mappings) X(handles) X(refusals)
 
-/* Functions of the driver. Of each the table has how often it was called and how it is to fail:
- * with `code`, `times` times (0: for ever), the first time at the `at`-th call from now. */
+/* Functions of the driver. Of each the table has how often it was called; how it is to fail, with
+ * `code`, `times` times (0: for ever), the first time at the `at`-th call from now; and how many
+ * microseconds a call takes beside. */
 #define CALLS(X) \
     X(cuInit) X(cuDriverGetVersion) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) \
     X(cuDeviceGetUuid_v2) X(cuDeviceGetAttribute) X(cuDevicePrimaryCtxRetain) \
@@ -121,7 +124,7 @@ enum {
 #undef NAME
     CALL_COUNT
 };
-enum { CALLED, CODE, AT, TIMES, CALL_FIELDS };
+enum { CALLED, CODE, AT, TIMES, TAKES_US, CALL_FIELDS };
 #define SLOTS (FIRST_CALL + CALL_COUNT * CALL_FIELDS)
 #define MAX_DEVICES 16
 

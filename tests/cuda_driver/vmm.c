@@ -103,7 +103,8 @@ EXPORT Result cuMemGetAllocationGranularity(size_t *size, const Properties *prop
     return properties->type == PINNED_TYPE && option >= 0 && option <= 1 ? OK : INVALID_VALUE;
 }
 
-EXPORT Result cuMemCreate(Address *handle, size_t size, const Properties *properties, uint64_t flags)
+EXPORT Result cuMemCreate(Address *handle, size_t size, const Properties *properties,
+    uint64_t flags)
 {
     ENTER_WITHOUT_CONTEXT(cuMemCreate);
     if (!is_whole(size) || flags || properties->type != PINNED_TYPE ||
@@ -320,7 +321,7 @@ EXPORT Result cuMemSetAccess(Address address, size_t size, const Access *access,
     }
     lock();
     if (!size || !is_all_mapped(address, size)) {
-        return unlock(stub_refuse(INVALID_VALUE, "%lu bytes at %#lx are not mapped", size, address));
+        return unlock(stub_refuse(INVALID_VALUE, "%lu bytes at %#lx: not mapped", size, address));
     }
     for (const Address end = address + size; address < end;) {
         Region *region = stub_region_at(address, MAPPED);
