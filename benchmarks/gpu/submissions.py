@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -99,7 +99,7 @@ def held_us(call: Callable[[], None]) -> float:
         return (time.thread_time() - began_s) / CALLS * 1e6
 
 
-def measure(calls: list[Callable[[], None]]) -> tuple[float, float, np.ndarray]:
+def measure(calls: Sequence[Callable[[], None]]) -> tuple[float, float, np.ndarray]:
     """Wall time and processor time of a call in µs, and the ticks: one thread for each."""
     wall_s, cpu_s = [0.0] * len(calls), [0.0] * len(calls)
     ready = threading.Barrier(len(calls))

@@ -39,14 +39,14 @@ class BusCopies(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """``count`` copies of ``nbytes`` bytes; addresses grow by the pitches."""
+    """``height`` copies of ``nbytes`` bytes; addresses grow by the pitches."""
 
     host: int
     host_pitch: int
     device: int
     device_pitch: int
     nbytes: int
-    count: int
+    height: int
 
 
 def nothing_pinned(addresses: _Int64s) -> _Int64s:
@@ -96,8 +96,8 @@ def rows_of(copies: BusCopies, pieces: _Int64s, most_pitch: int) -> list[Rows]:
             last < len(joins) and joins[last] and (host_steps[last], device_steps[last]) == pitches
         ):
             last += 1
-        count = last - first + 1
-        found.append(Rows(hosts[first], pitches[0], devices[first], pitches[1], size, count))
+        height = last - first + 1
+        found.append(Rows(hosts[first], pitches[0], devices[first], pitches[1], size, height))
         first = last + 1
     return found
 
@@ -165,11 +165,11 @@ def _enqueue_each(copies: BusCopies, stream: int, *, inward: bool) -> None:
 
 def _enqueue_rows(rows: Rows, stream: int, *, inward: bool) -> None:
     host, device = (rows.host, rows.host_pitch), (rows.device, rows.device_pitch)
-    if rows.count == 1 and inward:
+    if rows.height == 1 and inward:
         driver.enqueue_copy_in(rows.device, rows.host, rows.nbytes, stream)
-    elif rows.count == 1:
+    elif rows.height == 1:
         driver.enqueue_copy_out(rows.host, rows.device, rows.nbytes, stream)
     elif inward:
-        driver.enqueue_copy_2d(*device, *host, rows.nbytes, rows.count, stream)
+        driver.enqueue_copy_2d(*device, *host, rows.nbytes, rows.height, stream)
     else:
-        driver.enqueue_copy_2d(*host, *device, rows.nbytes, rows.count, stream)
+        driver.enqueue_copy_2d(*host, *device, rows.nbytes, rows.height, stream)

@@ -251,7 +251,7 @@ class PinnedNumbers:
             self.close()
             self._address = driver.allocate_pinned(numbers.nbytes)
             memory = (ctypes.c_int64 * numbers.size).from_address(self._address)
-            self._numbers = np.frombuffer(memory, dtype=np.int64)
+            self._numbers = np.ctypeslib.as_array(memory)
         self._numbers[: numbers.size] = numbers.ravel()
         return self._address
 

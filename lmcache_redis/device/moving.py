@@ -99,11 +99,11 @@ class _DirectMove(PlannedMove):
 
 
 class PlacedLaunch(NamedTuple):
-    """A launch of `table` whose ``count`` rows are on the GPU, at ``rows``."""
+    """A launch of `table` whose rows, one for each tile, are on the GPU, at ``rows``."""
 
     width: int
     rows: int
-    count: int
+    tiles: int
 
 
 class KernelMoves:
@@ -205,9 +205,9 @@ class _KernelMove(PlannedMove):
         stride_bytes = staging_stride_bytes(self._call.chunk_bytes)
 
         def launch() -> None:
-            for function, (_, rows, count) in launches:
+            for function, (_, rows, tiles) in launches:
                 parameters = (rows, sent, staging, n_blocks, stride_bytes, *_SCRATCH)
-                grid = (count, chunks)
+                grid = (tiles, chunks)
                 driver.launch(function, grid, kernels.THREADS, parameters, stream.number)
 
         return launch

@@ -65,7 +65,7 @@ def test_a_row_ends_where_a_2d_copy_would_be_wrong(
         np.array([0, piece]),
         MOST_PITCH,
     )
-    assert [each.count for each in found] == [1, 1]
+    assert [each.height for each in found] == [1, 1]
 
 
 @given(
@@ -86,6 +86,6 @@ def test_rows_are_the_copies(each: list[tuple[int, int, int, int]]) -> None:
     assert given_copies == [
         (row.host + n * row.host_pitch, row.device + n * row.device_pitch, row.nbytes)
         for row in found
-        for n in range(row.count)
+        for n in range(row.height)
     ]
     assert all(min(row.host_pitch, row.device_pitch) >= row.nbytes for row in found)
