@@ -16,6 +16,7 @@ import torch
 
 from lmcache_redis.agent.main import EXIT_GPU_LOST
 from lmcache_redis.client.control import ControlClient
+from lmcache_redis.device import driver
 from tests import cuda_driver
 from tests.cuda_driver.engine import GpuEngine, Host, gpus
 from tests.cuda_driver.played import PlayerProcess
@@ -120,7 +121,7 @@ def test_chunks_come_from_the_pool_and_from_redis(
 def test_an_agent_needs_no_torch(
     host: Host, tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As users start it: the tests' other agents are forked from a process that has imported more."""
+    """As users start it: other agents of the tests are forked where more has been imported."""
     with (
         StartedAgent(tmp_path / "agent", redis_server.unix_url, canary_every=0) as agent,
         GpuEngine(agent.endpoint, host) as engine,
@@ -169,7 +170,8 @@ def test_an_engine_that_is_killed_leaves_nothing(
         wait_until(lambda: "opened" not in cuda_driver.counts(in_agents()), "closed handles")
         counts = cuda_driver.counts(in_agents())
         assert set(counts) <= {"contexts", "modules", "pinned"}, counts
-        assert agent.status()["pool"]["pinned_slots"] == 0
+        # The scheduler of a killed engine is missed when it has been silent for long enough.
+        wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0, "unpinned slots")
         assert agent.terminate() == 0
 
 
@@ -326,7 +328,7 @@ def test_a_gpu_that_hangs_delays_no_other_and_not_the_end(
 def test_a_dead_engines_signals_block_nobody(
     agent: AgentServer, host: Host, tmp_path: Path
 ) -> None:
-    """Its stores wait for a signal that never comes: with it, and not with their leases, they end."""
+    """Its stores wait for a signal that never comes, and end with it, not with their leases."""
     with (
         PlayerProcess(agent.endpoint, 41, tmp_path, delay_us=500_000) as dies,
         GpuEngine(agent.endpoint, host) as engine,
@@ -393,6 +395,7 @@ def test_instances_of_mig_have_agents_of_their_own(
 ) -> None:
     mine, other = f"MIG-{'1' * 32}", f"MIG-{'2' * 32}"
     with gpus() as host:
+        assert driver.device_uuids()  # this process has its GPU, and the agent has others
         seen = cuda_driver.environment(uuids=f"{mine},{other}")
         for name, value in seen.items():
             monkeypatch.setenv(name, value)
@@ -407,7 +410,7 @@ def test_instances_of_mig_have_agents_of_their_own(
             assert agent.running
 
 
-def test_other_workers_keep_what_they_have(agent: AgentServer, host: Host) -> None:
+def test_other_workers_keep_what_they_have(agent: AgentServer, host: Host, tmp_path: Path) -> None:
     with GpuEngine(agent.endpoint, host) as stays:
         stays.randomize(SOURCE)
         stays.store("store", HASHES, SOURCE)
@@ -425,17 +428,14 @@ def test_other_workers_keep_what_they_have(agent: AgentServer, host: Host) -> No
         thread.start()
         try:
             for number in range(3):
-                with PlayerProcess(
-                    agent.endpoint, 50 + number, Path(agent.log_path).parent
-                ) as goes:
+                with PlayerProcess(agent.endpoint, 50 + number, tmp_path) as goes:
                     goes.wait_for("loaded", 8)
         finally:
             stopping.set()
             thread.join()
         wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
-        wait_until(
-            lambda: cuda_driver.counts(in_agents())["opened"] == before["opened"], "closed handles"
-        )
+        assert cuda_driver.get("opened", in_agents()) == before["opened"], agent.log
         after = cuda_driver.counts(in_agents())
-        assert after.pop("allocations") >= before.pop("allocations")  # tables and staging grow
+        for name in ("allocations", "pinned"):  # what streams have grows with their calls
+            assert after.pop(name) >= before.pop(name)
         assert after == before

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 
+from tests import cuda_driver
 from tests.harness import WAIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,10 +23,13 @@ class PlayerProcess:
         self._name = f"player-{seed}"
         self._out, self._errors = (directory / f"{self._name}.{end}" for end in ("out", "err"))
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        # With a table of its own: it is no agent, whose GPU is to hang or to be lost.
+        own = cuda_driver.environment(devices=2, seed=seed)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **own}
         with self._out.open("w") as out, self._errors.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.cuda_driver.player", endpoint, str(seed), *words],
-                stdout=out, stderr=errors, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=out, stderr=errors, cwd=ROOT, env=environment,
             )  # fmt: skip
         self.pid = self._process.pid
 
@@ -58,7 +61,7 @@ class PlayerProcess:
 
     def finish(self) -> Counter[str]:
         """Ends it, when its requests are over; what it has done."""
-        self.check()
+        wait_until(lambda: self.check() or self.counts, "a player", timeout_s=WAIT_S)
         self._process.send_signal(signal.SIGTERM)
         status = self._process.wait(WAIT_S)
         assert status == 0, f"{self._name} ended with {status}:\n{self.errors}"
@@ -67,12 +70,7 @@ class PlayerProcess:
     def __enter__(self) -> PlayerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._process.returncode is None:
             self.finish()
         else:
