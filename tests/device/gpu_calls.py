@@ -101,17 +101,24 @@ def handles_of(engine: GpuExporter, case: Paged, shift: int) -> tuple[list[CudaH
 
 
 @contextlib.contextmanager
-def viewed(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
-    """The engine's memory, and the host's: two pinned pieces, and one that is not.
+def seen(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
+    """The engine's memory, and the host's: two pinned pieces, and one that is not."""
+    view, host = View(engine), Host(64 << 10, 3, 2)
+    yield view, host
+    host.close()
+    view.close()
 
-    With the driver of the tests, in the state of a new process. Whoever uses it leaves nothing.
+
+@contextlib.contextmanager
+def viewed(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
+    """As `seen`, with the driver of the tests, which is like that of a new process.
+
+    Whoever uses it leaves nothing behind.
     """
     cuda_driver.reset()
-    view, host = View(engine), Host(64 << 10, 3, 2)
     try:
-        yield view, host
-        host.close()
-        view.close()
+        with seen(engine) as both:
+            yield both
         assert cuda_driver.get("refusals") == 0
         left = cuda_driver.counts()
         assert set(left) <= {"contexts", "modules"}, left

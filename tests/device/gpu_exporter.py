@@ -7,7 +7,8 @@ its standard input does.
     share              the handle of its memory, and that of its signals
     write, seed        fills the memory with `content`, waits, and answers nothing
     wait               until it has done what it enqueued
-    write late, seed   enqueues other bytes several times, `content` and then a signal: its ticket
+    write late, seed, times
+                       enqueues other bytes so often, `content` and then a signal: its ticket
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from lmcache_redis.device.signals import signals_of
 
 PIECE_BYTES = 2 << 20
 JUNK = 0x77
-_JUNK_COPIES = 4
 
 
 def content(seed: int, size_bytes: int) -> bytes:
@@ -71,6 +71,10 @@ class GpuExporter:
     def write(self, seed: int) -> bytes:
         self.ask("write", seed)
         return content(seed, self.size_bytes)
+
+    def write_late(self, seed: int, times: int = 4) -> int:
+        ticket: int = self.ask("write late", seed, times)
+        return ticket
 
     def kill(self) -> None:
         self.process.kill()
@@ -140,7 +144,7 @@ def main() -> None:
             driver.synchronize_stream(stream)
             right[:] = content(arguments[0], size_bytes)
             if command == "write late":
-                for _ in range(_JUNK_COPIES):
+                for _ in range(arguments[1]):
                     driver.enqueue_copy_in(address, junk, size_bytes, stream)
             driver.enqueue_copy_in(address, host, size_bytes, stream)
             if command == "write late":

@@ -117,7 +117,7 @@ class TestNothingIsTouched:
     def test_after_the_lease(
         self, engine: GpuExporter, device: CudaDevice, memory: tuple[View, Host]
     ) -> None:
-        for after in (None, engine.ask("write late", 1)):
+        for after in (None, engine.write_late(1)):
             engine.ask("wait")
             for move in (device.gather, device.scatter):
                 with pytest.raises(DeviceError, match="lease on the blocks"):

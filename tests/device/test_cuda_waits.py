@@ -56,7 +56,7 @@ class Rounds:
     def gather(self, seed: int) -> bool:
         """After what the engine has enqueued."""
         self.host.memory[:] = 0
-        ticket = self.engine.ask("write late", seed)
+        ticket = self.engine.write_late(seed)
         self.device.gather(IDS, self.slots, PAGE, after=ticket)
         return b"".join(self.slots) == self.chunk(content(seed, SIZE))
 
@@ -78,7 +78,7 @@ class Rounds:
         chunk = np.random.default_rng(seed).bytes(CHUNK)
         for n, slot in enumerate(self.slots):
             slot[:] = chunk[n * PAGE : (n + 1) * PAGE]
-        ticket = self.engine.ask("write late", seed)
+        ticket = self.engine.write_late(seed)
         self.device.scatter(IDS, self.slots, PAGE, after=ticket)
         found = self.chunk(self.view.read())
         if found == chunk:  # and it is still there when the engine has done what it enqueued

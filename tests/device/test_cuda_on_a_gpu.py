@@ -1,0 +1,191 @@
+"""`CudaDevice` on a real GPU with NVIDIA's driver, and an engine in another process.
+
+The checks of `test_cuda`, without delays; what only a GPU can show comes after them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_redis.device import driver
+from lmcache_redis.device.cuda import CudaDevice
+from lmcache_redis.device.gpu import Gpus
+from lmcache_redis.device.handles import CudaIPCHandle
+from lmcache_redis.errors import DeviceError
+from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, seen
+from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter, content
+from tests.device.layouts import Call, calls
+
+pytestmark = [pytest.mark.cuda, pytest.mark.servers]
+DIRECT, BY_KERNEL = 1, 1 << 40
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_a_gpu() -> None:
+    """At run time: who loads NVIDIA's library cannot load that of the tests any more."""
+    try:
+        visible = driver.device_uuids()
+    except DeviceError as error:
+        pytest.skip(f"no NVIDIA GPU: {error}")
+    if not visible or driver.device_name(0).startswith("Stub"):
+        pytest.skip("no NVIDIA GPU")
+
+
+@pytest.fixture(scope="module", params=[None, 1], ids=["one allocation", "pieces"])
+def engine(_on_a_gpu: None, request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
+    started = GpuExporter(PIECE_BYTES, request.param)
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module", params=[None, 4], ids=["one allocation", "pieces"])
+def large(_on_a_gpu: None, request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
+    started = GpuExporter(4 * PIECE_BYTES, request.param)
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def memory(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
+    with seen(engine) as both:
+        yield both
+
+
+each_way = pytest.mark.parametrize("direct_copy_bytes", [DIRECT, BY_KERNEL])
+
+
+@each_way
+@pytest.mark.parametrize("batch", [True, False])
+def test_both_directions(
+    engine: GpuExporter,
+    memory: tuple[View, Host],
+    direct_copy_bytes: int,
+    batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not batch:
+        monkeypatch.setattr(driver, "has", lambda name: name != "cuMemcpyBatchAsync")
+    view, host = memory
+    gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+
+    @settings(max_examples=100)
+    @given(
+        st.sampled_from([1, 2, 4, 8, 16]).flatmap(lambda granule: calls(granule, "cuda")),
+        st.sampled_from([0, 0, 1, 8]),
+        st.sampled_from([0, 0, 1, 16, 300]),
+    )
+    def check(call: Call, shift: int, gap: int) -> None:
+        call.stripe_payload_bytes = max(call.stripe_payload_bytes, call.chunk_bytes // 64)
+        check_on_gpu(engine, view, host, gpus, call, shift=shift, gap=gap)
+
+    check()
+
+
+@pytest.mark.parametrize("page_bytes", [2 << 10, 32 << 10, 64 << 10, 73_728, MIB])
+def test_real_sizes(large: GpuExporter, page_bytes: int) -> None:
+    """A chunk of megabytes there and back, in slots of an agent's size."""
+    blocks = 8 * MIB // page_bytes
+    size = blocks * page_bytes
+    whole, stripe = large.write(3), 1_044_480
+    with_slots = Host(16 * MIB, 1, 1)
+    device = CudaDevice(
+        [plain(page_bytes, blocks, 1)],
+        [range_of(large, size)],
+        Gpus(1, 64 << 10, with_slots.pieces_of),
+    )
+    ids = np.random.default_rng(4).permutation(blocks).tolist()
+    sizes = [min(stripe, size - begin) for begin in range(0, size, stripe)]
+    slots = with_slots.slots(sizes, 4096)
+    device.gather(ids, slots, stripe)
+    pages = np.frombuffer(whole, np.uint8)[:size].reshape(blocks, page_bytes)
+    assert b"".join(slots) == pages[ids].tobytes()
+    device.scatter(ids[::-1], slots, stripe)
+    device.gather(sorted(ids), slots, stripe)
+    back = pages[ids][np.argsort(ids[::-1])]
+    assert b"".join(slots) == back.tobytes()
+    device.close()
+    with_slots.close()
+
+
+@each_way
+def test_a_call_comes_after_its_signal(direct_copy_bytes: int) -> None:
+    engine = GpuExporter(MIB)
+    try:
+        with seen(engine) as (view, host):
+            gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+            layout = plain(2048, 8, 1)
+            device = CudaDevice([layout], [range_of(engine, 16384)], gpus, engine.signals)
+            slots = host.slots([2048] * 4, 64)
+            for seed in range(20):
+                device.gather([5, 0, 3, 6], slots, 2048, after=engine.write_late(seed, 50))
+                right = np.frombuffer(content(seed, 16384), np.uint8).reshape(8, 2048)
+                assert b"".join(slots) == right[[5, 0, 3, 6]].tobytes()
+                ticket = engine.write_late(seed + 100, 50)
+                device.scatter([1, 2, 4, 7], slots, 2048, after=ticket)
+                found = np.frombuffer(view.read(), np.uint8)[:16384].reshape(8, 2048)
+                assert b"".join(slots) == found[[1, 2, 4, 7]].tobytes()
+            device.close()
+    finally:
+        engine.kill()
+
+
+@each_way
+def test_several_threads(
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int
+) -> None:
+    host = memory[1]
+    right = engine.write(7)
+    gpus = Gpus(2, direct_copy_bytes, host.pieces_of)
+    device = CudaDevice([plain(1024, 16, 1)], [range_of(engine, 16 << 10)], gpus)
+    failed: list[BaseException] = []
+
+    def copy(number: int) -> None:
+        try:
+            for n in range(100):
+                block = (number + n) % 16
+                slots = host.slots([1024], 0, first=number * 1024)
+                device.gather([block], slots, 1024)
+                assert bytes(slots[0]) == right[block * 1024 : (block + 1) * 1024]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    device.close()
+    assert not failed
+
+
+def test_a_claim_beyond_the_allocation_is_refused(engine: GpuExporter) -> None:
+    if not isinstance(engine.memory, CudaIPCHandle):
+        pytest.skip("pieces are mapped by their size")
+    claimed = msgspec.structs.replace(
+        engine.memory, allocation_bytes=engine.size_bytes + (64 << 20)
+    )
+    with pytest.raises(DeviceError, match="of GPU memory, which has"):
+        CudaDevice([plain(2048, 8, 1)], [claimed], Gpus())
+
+
+def test_no_memory_of_a_dead_engine_stays_held() -> None:
+    """CUDA keeps what was exported until the last process that opened it has closed it."""
+    engine = GpuExporter(512 * MIB)
+    try:
+        layout = plain(MIB, 512, 1)
+        device = CudaDevice([layout], [range_of(engine, 512 * MIB)], Gpus())
+    finally:
+        engine.kill()
+    held = driver.free_memory()[0]
+    with pytest.raises(DeviceError, match="has ended"):
+        device.gather([0], [memoryview(bytearray(MIB))], MIB)
+    device.close()
+    assert driver.free_memory()[0] - held >= 500 * MIB
