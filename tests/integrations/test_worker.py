@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from lmcache_redis.client.transfers import TransferOp
+from lmcache_redis.client.transfers import NEVER, TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.loads import AwaitedLoads
@@ -28,6 +28,9 @@ from lmcache_redis.integrations.vllm.worker import (
     StepMetadata,
     register,
 )
+from tests import cuda_driver
+from tests.cuda_driver.engine import GpuEngine, gpus
+from tests.harness import AgentServer, block_hashes
 from tests.integrations.test_groups import full, replayed, ring
 
 OPS = tuple(
@@ -340,3 +343,35 @@ def test_the_chunks_of_a_canary_are_compared() -> None:
         assert ended_transfers(worker) == []
         each.over = True
     assert ended_transfers(worker) == [2]
+
+
+@pytest.mark.servers
+@pytest.mark.skipif(cuda_driver.missing() is not None, reason="no gcc")
+@pytest.mark.parametrize("reallocates", [True, False])
+def test_a_gpu_that_hangs_fails_loads_and_drops_stores(tmp_path: Path, reallocates: bool) -> None:
+    """At once: vLLM computes what was not loaded, and no block is held."""
+    hashes = block_hashes("p", 4)
+    with (
+        gpus() as host,
+        AgentServer(tmp_path / "agent", None) as agent,
+        GpuEngine(agent.endpoint, host) as engine,
+    ):
+        (client,) = engine.workers
+        worker = ConnectorWorker(client, 0, Recorder(), reallocates=reallocates)
+        worker.report(0)
+        cuda_driver.set("hang", -1)
+        while client.signal() != NEVER:
+            pass
+        step = StepMetadata(
+            loads=[Planned(1, "loads", (engine.op(hashes, range(8, 12)),))],
+            stores=[Planned(2, "stores", (engine.op(hashes, range(4)),))],
+        )
+        worker.step_begins(step)
+        worker.begin_loads(step)
+        worker.begin_stores(step)
+        ended = worker.ended_loads(step)
+        assert (ended.requests, ended.failed) == ({"loads"}, {"loads": {8, 9, 10, 11}})
+        report = worker.report(0)
+        assert report is not None
+        assert ({*report.ended[0]}, report.dropped) == ({1, 2}, True)
+        cuda_driver.set("hang", 0)
