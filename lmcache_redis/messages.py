@@ -21,7 +21,8 @@ Order of events
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
    lookups of its engine wait until their deadline; they find nothing if no registration is
-   expected.
+   expected. Memory on a GPU comes with a page of signals: the engine's GPU writes a ticket to it
+   when its queued work has come to the place that the ticket stands for (`device.signals`).
 3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
    engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
    all of them are pinned in its host pool, when computing the rest is faster than loading it, or
@@ -31,10 +32,11 @@ Order of events
    The answer also says from where each chunk comes.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
    blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
-   end of the lease. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into
-   ``hashes``).
-5. A worker sends ``STORE`` for each group: blocks are copied into slots. ``STORE_RESULT`` says
-   that the blocks are no longer read. The agent writes the parts to Redis in the background.
+   end of the lease. On a GPU, the copy begins when the ticket ``after`` is on the page.
+   ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into ``hashes``).
+5. A worker sends ``STORE`` for each group: blocks are copied into slots, on a GPU when the ticket
+   ``after`` is on the page. ``STORE_RESULT`` says that the blocks are no longer read. The agent
+   writes the parts to Redis in the background.
 
 Unnamed engines
 ---------------
@@ -68,7 +70,9 @@ Leases
 ------
 ``STORE``, ``COMPARE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which
 engine and agent share because they run on one machine. The agent starts no copy after the lease,
-and checks it before each part of a copy (1 MiB on the CPU).
+and checks it before each part of a copy (1 MiB on the CPU). A lease includes the wait for the
+ticket: the agent enqueues no copy on a GPU before it has seen the ticket, because enqueued work
+cannot be taken back.
 
 - A store or a comparison reads. The engine keeps its blocks until the answer arrives or the lease
   expires. The agent discards what it reads after the lease. So a slow or stopped agent cannot cache
@@ -103,10 +107,11 @@ import msgspec
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import Reach
+from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -124,6 +129,8 @@ ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTE
 # HELLO and from the registered layouts.
 Hashes = tuple[ChunkHash, ...]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+# See `device.signals`.
+Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -168,10 +175,12 @@ class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
     """A worker's paged KV cache: its groups and the handles to its memory.
 
     A group's number is its position. The groups of all workers of an engine correspond.
+    ``signals``: the page of a worker on a GPU (`device.signals`); None on the CPU.
     """
 
     groups: tuple[KVGroup, ...]
     storages: tuple[StorageHandle, ...]
+    signals: SharedMemoryHandle | None = None
 
 
 class UnregisterKVCache(Message, frozen=True, tag="UNREGISTER_KV_CACHE"):
@@ -221,14 +230,14 @@ class Watch(Message, frozen=True, tag="WATCH"):
 class Store(Message, frozen=True, tag="STORE"):
     """Copies blocks of ``group`` into the cache: the blocks of each chunk's part, in order.
 
-    ``event`` is a CUDA interprocess event after which the blocks may be read; None on the CPU.
+    ``after`` is the ticket of the signal after which the blocks may be read; None on the CPU.
     """
 
     request_id: Name
     hashes: Hashes
     block_ids: tuple[int, ...]
     lease_ns: int
-    event: bytes | None = None
+    after: Ticket | None = None
     group: Number = 0
 
 
@@ -243,7 +252,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     """Copies parts of chunks into blocks of ``group``.
 
     Parts that are not in the host pool are loaded first. The blocks of the first
-    ``skip_first_n_tokens`` are left as they are. ``event`` is a CUDA interprocess event after which
+    ``skip_first_n_tokens`` are left as they are. ``after`` is the ticket of the signal after which
     the blocks may be written, because the engine may still be zeroing them; None on the CPU.
     """
 
@@ -252,7 +261,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     block_ids: tuple[int, ...]
     skip_first_n_tokens: Number
     lease_ns: int
-    event: bytes | None = None
+    after: Ticket | None = None
     group: Number = 0
 
 
@@ -397,10 +406,11 @@ class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
 
 
 class Pong(Message, frozen=True, tag="PONG"):
-    """Answers ``PING``."""
+    """Answers ``PING``. ``mapping``: a registration is in progress, so answers may be late."""
 
     agent_pid: int
     package_version: str
+    mapping: bool = False
 
 
 class Failure(Message, frozen=True, tag="FAILURE"):

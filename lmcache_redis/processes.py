@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -24,7 +25,7 @@ def process_start_time(pid: int) -> int | None:
 
 
 def is_running(pid: int, start_time: int) -> bool:
-    """Whether exactly this process exists. A zombie does not count: it has released its memory.
+    """Whether exactly this process exists. A zombie has released its memory, and does not count.
 
     False also if ``/proc`` cannot be read.
     """
@@ -94,12 +95,30 @@ def memory_limit_bytes(
 
 def _runs(pid: int, start_time: int) -> bool:
     stat = stat_of(pid)
-    return int(stat[19]) == start_time and stat[0] not in (b"Z", b"X")
+    if int(stat[19]) != start_time:
+        return False
+    # A zombie may have threads, and with them its memory: one in a call of a driver that cannot be
+    # interrupted outlives SIGKILL.
+    return _is_alive(stat) or any(map(_is_alive, _threads_of(pid)))
 
 
-def stat_of(pid: int) -> list[bytes]:
-    """The fields of ``/proc/PID/stat`` from field 3 (state, parent, ...) on. Raises OSError."""
-    with open(f"/proc/{int(pid)}/stat", "rb") as stat:
+def _is_alive(stat: list[bytes]) -> bool:
+    return stat[0] not in (b"Z", b"X")
+
+
+def _threads_of(pid: int) -> Iterator[list[bytes]]:
+    for thread in os.listdir(f"/proc/{int(pid)}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            yield stat_of(pid, int(thread))
+
+
+def stat_of(pid: int, thread: int | None = None) -> list[bytes]:
+    """The fields of ``/proc/PID/stat`` from field 3 (state, parent, ...) on. Raises OSError.
+
+    thread: the fields of one thread of the process.
+    """
+    within = "" if thread is None else f"task/{thread}/"
+    with open(f"/proc/{int(pid)}/{within}stat", "rb") as stat:
         # Field 2 is the command in parentheses, which may itself hold spaces and parentheses.
         return stat.read().rpartition(b")")[2].split()
 

@@ -126,9 +126,16 @@ def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
     """The connector's configuration; extra: of ``kv_connector_extra_config``.
 
     It loads every hit: on a busy machine such small models may compute faster. And it waits longer
-    for an agent: there a process may stall for seconds.
+    for an agent: there a process may stall for seconds. It asks for a KV cache that vLLM cannot
+    have on a CPU: an engine starts all the same.
     """
-    settings = {"endpoint": endpoint, "load_always": True, "agent_dead_after_s": 5.0, **extra}
+    settings = {
+        "endpoint": endpoint,
+        "load_always": True,
+        "agent_dead_after_s": 5.0,
+        "kv_cache_layout": "BLNHC",
+        **extra,
+    }
     return {
         "kv_connector": "LMCacheRedisConnector",
         "kv_role": "kv_both",

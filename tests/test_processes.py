@@ -19,7 +19,9 @@ from lmcache_redis.processes import (
     is_running,
     memory_limit_bytes,
     process_start_time,
+    stat_of,
 )
+from tests.servers import wait_until
 
 NO_PID = 2**22 + 1  # above the largest id that Linux gives
 
@@ -49,6 +51,32 @@ def test_a_process_runs_until_it_ends(child: subprocess.Popen[bytes]) -> None:
         assert not is_running(child.pid, started)
         assert has_ended(child.pid, started)
         child.wait()
+
+
+_LEADERLESS = """
+import ctypes, os, threading
+threading.Thread(target=lambda: os._exit(len(os.read(0, 1)))).start()
+print(flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # of this thread
+"""
+
+
+@pytest.mark.servers
+def test_a_process_runs_until_its_last_thread_ends() -> None:
+    """As after SIGKILL while a thread is in a driver's call: the leader is a zombie by then."""
+    words = [sys.executable, "-c", _LEADERLESS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        started = process_start_time(process.pid)
+        assert started is not None
+        wait_until(lambda: stat_of(process.pid)[0] == b"Z", "a zombie leader")
+        assert is_running(process.pid, started)
+        assert not has_ended(process.pid, started)
+        assert process.stdin is not None
+        process.stdin.close()
+        wait_until(lambda: has_ended(process.pid, started), "the end of the last thread")
+        assert not is_running(process.pid, started)
 
 
 def test_there_is_no_such_process() -> None:

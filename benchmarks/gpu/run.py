@@ -125,10 +125,6 @@ def facts(device: torch.device) -> dict[str, Any]:
 
     found = machine()
     found["torch"] = torch.__version__
-    if importlib.util.find_spec("triton") is not None:
-        import triton
-
-        found["triton"] = triton.__version__
     if device.type != "cpu":
         properties = torch.cuda.get_device_properties(device)
         found["gpu"] = properties.name

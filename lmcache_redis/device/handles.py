@@ -1,7 +1,7 @@
 """Handles by which the agent opens an engine's memory. Wire types; free of torch.
 
 A handle is not trusted: the agent checks it against the memory that it opens (`device.cpu`,
-`device.cuda_ipc`).
+`device.cuda`).
 """
 
 from __future__ import annotations
@@ -32,33 +32,48 @@ class SharedMemoryHandle(
 
 
 class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="CUDA_IPC"):
-    """One tensor in GPU memory: a CUDA IPC handle of its allocation, and its position and type.
+    """A range of GPU memory in an allocation of ``cudaMalloc``, by CUDA's IPC handle.
 
     Attributes:
         pid, pid_start_time: the exporting process; the memory dies with it.
-        device_uuid: the GPU; its index may differ between the processes.
-        memory_handle: the 64 bytes of CUDA's ``cudaIpcMemHandle_t``, which every version of torch
-            opens. Torch's own wrapping of them differs between versions.
-        storage_size_bytes, storage_offset_bytes: the storage inside the allocation.
-        ref_counter_handle, ref_counter_offset: torch's shared reference count, which is decremented
-            when the storage is released.
-        dtype, shape, stride: the tensor, contiguous and at offset 0 of the storage; in elements.
+        device_uuid: the GPU; its number may differ between the processes.
+        memory_handle: ``CUipcMemHandle``, of the whole allocation.
+        allocation_bytes: size of the allocation.
+        offset_bytes, size_bytes: the range inside it.
     """
 
     pid: int
     pid_start_time: int
     device_uuid: str
     memory_handle: bytes
-    storage_size_bytes: int
-    storage_offset_bytes: int
-    ref_counter_handle: bytes
-    ref_counter_offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    allocation_bytes: int
+    offset_bytes: int
+    size_bytes: int
 
 
-StorageHandle = SharedMemoryHandle | CudaIPCHandle
+class CudaFdHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="CUDA_FD"):
+    """A range of GPU memory that is mapped in pieces (``cuMemMap``), by a descriptor of each piece.
+
+    Expandable segments of torch, and vLLM's cumem allocator if it exports its memory.
+
+    Attributes:
+        pid, pid_start_time, device_uuid: as in `CudaIPCHandle`.
+        fds: of the process ``pid``, in the order of addresses; it keeps them open.
+        piece_bytes: size of each piece.
+        offset_bytes, size_bytes: the range inside the pieces together.
+    """
+
+    pid: int
+    pid_start_time: int
+    device_uuid: str
+    fds: tuple[int, ...]
+    piece_bytes: int
+    offset_bytes: int
+    size_bytes: int
+
+
+CudaHandle = CudaIPCHandle | CudaFdHandle
+StorageHandle = SharedMemoryHandle | CudaIPCHandle | CudaFdHandle
 
 
 def own_process() -> tuple[int, int]:

@@ -77,6 +77,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "copy_threads": "4",
         "device": "cpu",
         "canary_every": "50",
+        "direct_copy_bytes": "4096",
         "log_level": "warning",
         "metrics": "[::1]:9464",
     }
@@ -111,6 +112,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             copy_threads=4,
             device="cpu",
             canary_every=50,
+            direct_copy_bytes=4096,
             log_level="warning",
             metrics="[::1]:9464",
         )

@@ -40,7 +40,7 @@ class Exporter:
         return json.loads(self.process.stdout.readline())
 
     def share(self, kind: str) -> tuple[KVLayout, list[SharedMemoryHandle]]:
-        _, handles, ((segments, page_format, _),) = self.ask("share", kind)
+        _, handles, ((segments, page_format, _),), _ = self.ask("share", kind)
         layout = KVLayout(
             identity=(),
             dtype="float32",

@@ -1,133 +1,163 @@
-"""`CudaDevice` over CUDA IPC, on a real GPU, with a process that stands in for an engine."""
+"""`CudaDevice` on a real GPU with NVIDIA's driver, and an engine in another process.
+
+The checks of `test_cuda`, without delays; what only a GPU can show comes after them.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lmcache_redis.cache.pool import Arena
-from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
-from lmcache_redis.device.cuda_ipc import CudaIPCWrapper, device_uuid
+from lmcache_redis.device import driver
+from lmcache_redis.device.cuda import CudaDevice
+from lmcache_redis.device.gpu import Gpus
+from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import DeviceError
-from tests.device.cuda_exporter import BLOCKS, CudaExporter
-from tests.device.layouts import empty_slots
+from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, seen
+from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter, content
+from tests.device.layouts import Call, calls
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no NVIDIA GPU: torch.cuda.is_available() is False"
-    ),
-]
-STRIPE = 5000
+pytestmark = [pytest.mark.cuda, pytest.mark.servers]
+DIRECT, BY_KERNEL = 1, 1 << 40
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_a_gpu() -> None:
+    """At run time: who loads NVIDIA's library cannot load that of the tests any more."""
+    try:
+        visible = driver.device_uuids()
+    except DeviceError as error:
+        pytest.skip(f"no NVIDIA GPU: {error}")
+    if not visible or driver.device_name(0).startswith("Stub"):
+        pytest.skip("no NVIDIA GPU")
+
+
+@pytest.fixture(scope="module", params=[None, 1], ids=["one allocation", "pieces"])
+def engine(_on_a_gpu: None, request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
+    started = GpuExporter(PIECE_BYTES, request.param)
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module", params=[None, 4], ids=["one allocation", "pieces"])
+def large(_on_a_gpu: None, request: pytest.FixtureRequest) -> Iterator[GpuExporter]:
+    started = GpuExporter(4 * PIECE_BYTES, request.param)
+    yield started
+    started.kill()
 
 
 @pytest.fixture
-def engine() -> Iterator[CudaExporter]:
-    exporter = CudaExporter()
-    yield exporter
-    exporter.kill()
+def memory(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
+    with seen(engine) as both:
+        yield both
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    pool = Arena(1 << 20, STRIPE)
-    pinned = PinnedMemory(pool.base_address, pool.size_bytes, torch.device("cuda:0"))
-    yield pool
-    pinned.close()
-    pool.close()
+each_way = pytest.mark.parametrize("direct_copy_bytes", [DIRECT, BY_KERNEL])
 
 
-def slots_of(arena: Arena, chunk_bytes: int) -> list[memoryview]:
-    block = tuple(range(-(-chunk_bytes // STRIPE)))
-    return arena.views(block, chunk_bytes, STRIPE)
+@each_way
+@pytest.mark.parametrize("batch", [True, False])
+def test_both_directions(
+    engine: GpuExporter,
+    memory: tuple[View, Host],
+    direct_copy_bytes: int,
+    batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not batch:
+        monkeypatch.setattr(driver, "has", lambda name: name != "cuMemcpyBatchAsync")
+    view, host = memory
+    gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+
+    @settings(max_examples=100)
+    @given(
+        st.sampled_from([1, 2, 4, 8, 16]).flatmap(lambda granule: calls(granule, "cuda")),
+        st.sampled_from([0, 0, 1, 8]),
+        st.sampled_from([0, 0, 1, 16, 300]),
+    )
+    def check(call: Call, shift: int, gap: int) -> None:
+        call.stripe_payload_bytes = max(call.stripe_payload_bytes, call.chunk_bytes // 64)
+        check_on_gpu(engine, view, host, gpus, call, shift=shift, gap=gap)
+
+    check()
 
 
-def test_gather_reads_what_the_engine_has(engine: CudaExporter, arena: Arena) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    for ids in ([3, 4, 5, 0, 11], [7], list(range(BLOCKS))):
-        slots = slots_of(arena, len(ids) * layout.block_bytes)
-        device.gather(ids, slots, STRIPE)
-        assert b"".join(slots) == engine.chunk(ids)
+@pytest.mark.parametrize("page_bytes", [2 << 10, 32 << 10, 64 << 10, 73_728, MIB])
+def test_real_sizes(large: GpuExporter, page_bytes: int) -> None:
+    """A chunk of megabytes there and back, in slots of an agent's size."""
+    blocks = 8 * MIB // page_bytes
+    size = blocks * page_bytes
+    whole, stripe = large.write(3), 1_044_480
+    with_slots = Host(16 * MIB, 1, 1)
+    device = CudaDevice(
+        [plain(page_bytes, blocks, 1)],
+        [range_of(large, size)],
+        Gpus(1, 64 << 10, with_slots.pieces_of),
+    )
+    ids = np.random.default_rng(4).permutation(blocks).tolist()
+    sizes = [min(stripe, size - begin) for begin in range(0, size, stripe)]
+    slots = with_slots.slots(sizes, 4096)
+    device.gather(ids, slots, stripe)
+    pages = np.frombuffer(whole, np.uint8)[:size].reshape(blocks, page_bytes)
+    assert b"".join(slots) == pages[ids].tobytes()
+    device.scatter(ids[::-1], slots, stripe)
+    device.gather(sorted(ids), slots, stripe)
+    back = pages[ids][np.argsort(ids[::-1])]
+    assert b"".join(slots) == back.tobytes()
     device.close()
+    with_slots.close()
 
 
-def test_scatter_writes_what_the_engine_sees(engine: CudaExporter, arena: Arena) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    ids, others = [7, 6, 1, 2], [0, 3, 4, 5, 8, 9, 10, 11, 7]
-    before = engine.chunk(others)
-    chunk = os.urandom(len(ids) * layout.block_bytes)
-    slots = slots_of(arena, len(chunk))
-    for index, slot in enumerate(slots):
-        slot[:] = chunk[index * STRIPE : index * STRIPE + slot.nbytes]
-    device.scatter(ids, slots, STRIPE, skip_blocks=1)
-    device.close()
-    assert engine.chunk(others) == before
-    at = 0
-    written = engine.chunk(ids)
-    for segment in layout.segments:
-        end = at + len(ids) * segment.page_bytes
-        assert written[at + segment.page_bytes : end] == chunk[at + segment.page_bytes : end]
-        at = end
+@each_way
+def test_a_call_comes_after_its_signal(direct_copy_bytes: int) -> None:
+    engine = GpuExporter(MIB)
+    try:
+        with seen(engine) as (view, host):
+            gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+            layout = plain(2048, 8, 1)
+            device = CudaDevice([layout], [range_of(engine, 16384)], gpus, engine.signals)
+            slots = host.slots([2048] * 4, 64)
+            for seed in range(20):
+                device.gather([5, 0, 3, 6], slots, 2048, after=engine.write_late(seed, 50))
+                right = np.frombuffer(content(seed, 16384), np.uint8).reshape(8, 2048)
+                assert b"".join(slots) == right[[5, 0, 3, 6]].tobytes()
+                ticket = engine.write_late(seed + 100, 50)
+                device.scatter([1, 2, 4, 7], slots, 2048, after=ticket)
+                found = np.frombuffer(view.read(), np.uint8)[:16384].reshape(8, 2048)
+                assert b"".join(slots) == found[[1, 2, 4, 7]].tobytes()
+            device.close()
+    finally:
+        engine.kill()
 
 
-def test_unpinned_slots_work(engine: CudaExporter) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    slots = empty_slots(2 * layout.block_bytes, STRIPE)
-    device.gather([1, 2], slots, STRIPE)
-    assert b"".join(slots) == engine.chunk([1, 2])
-    device.close()
-
-
-def test_a_gather_comes_after_the_engines_event(engine: CudaExporter, arena: Arena) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    event, happened = engine.ask("fill late", 3.0)
-    assert not happened
-    slots = slots_of(arena, 2 * layout.block_bytes)
-    device.gather([0, 5], slots, STRIPE, event=bytes.fromhex(event))
-    assert b"".join(slots) == engine.chunk([0, 5])
-    assert set(np.frombuffer(b"".join(slots), np.float16)) == {3.0}
-    device.close()
-
-
-def test_a_scatter_comes_after_the_engines_event(engine: CudaExporter, arena: Arena) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    event, _ = engine.ask("fill late", 0.0)
-    slots = slots_of(arena, layout.block_bytes)
-    for slot in slots:
-        slot[:] = b"\x01" * slot.nbytes
-    device.scatter([5], slots, STRIPE, event=bytes.fromhex(event))
-    assert engine.chunk([5]) == b"\x01" * layout.block_bytes
-    assert set(engine.chunk([4])) == {0}
-    device.close()
-
-
-def test_several_threads(engine: CudaExporter, arena: Arena) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    want = {block: engine.chunk([block]) for block in range(BLOCKS)}
+@each_way
+def test_several_threads(
+    engine: GpuExporter, memory: tuple[View, Host], direct_copy_bytes: int
+) -> None:
+    host = memory[1]
+    right = engine.write(7)
+    gpus = Gpus(2, direct_copy_bytes, host.pieces_of)
+    device = CudaDevice([plain(1024, 16, 1)], [range_of(engine, 16 << 10)], gpus)
     failed: list[BaseException] = []
 
-    def copy(block: int) -> None:
+    def copy(number: int) -> None:
         try:
-            for _ in range(20):
-                slots = empty_slots(layout.block_bytes, STRIPE)
-                device.gather([block], slots, STRIPE)
-                assert b"".join(slots) == want[block]
+            for n in range(100):
+                block = (number + n) % 16
+                slots = host.slots([1024], 0, first=number * 1024)
+                device.gather([block], slots, 1024)
+                assert bytes(slots[0]) == right[block * 1024 : (block + 1) * 1024]
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=copy, args=(block,)) for block in range(BLOCKS)]
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -136,123 +166,26 @@ def test_several_threads(engine: CudaExporter, arena: Arena) -> None:
     assert not failed
 
 
-def test_pinned_memory_is_known_as_such(arena: Arena) -> None:
-    assert torch.frombuffer(slots_of(arena, STRIPE)[0], dtype=torch.uint8).is_pinned()
-
-
-def test_an_engine_that_sees_its_gpu_by_uuid(arena: Arena) -> None:
-    engine = CudaExporter(CUDA_VISIBLE_DEVICES=f"GPU-{device_uuid(0)}")
-    try:
-        layout, handles = engine.share()
-        device = CudaDevice([layout], handles)
-        slots = slots_of(arena, layout.block_bytes)
-        device.gather([2], slots, STRIPE)
-        assert b"".join(slots) == engine.chunk([2])
-        device.close()
-    finally:
-        engine.kill()
-
-
-def test_registering_again_with_the_same_handles(engine: CudaExporter, arena: Arena) -> None:
-    """As after a restart of the agent: the engine sends the same handles again."""
-    layout, handles = engine.share()
-    for _ in range(3):
-        device = CudaDevice([layout], handles)
-        slots = slots_of(arena, layout.block_bytes)
-        device.gather([2], slots, STRIPE)
-        assert b"".join(slots) == engine.chunk([2])
-        device.close()
-
-
-def test_an_engine_that_is_killed(engine: CudaExporter) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    engine.kill()
-    with pytest.raises(DeviceError, match="has ended"):
-        device.gather([0], empty_slots(layout.block_bytes, STRIPE), STRIPE)
-    device.close()
-    with pytest.raises(DeviceError):
-        CudaDevice([layout], handles)
-
-
-def test_expandable_segments_name_the_setting() -> None:
-    engine = CudaExporter(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    try:
-        with pytest.raises(DeviceError, match="expandable_segments:True"):
-            engine.share()
-    finally:
-        engine.kill()
-
-
-def test_cuda_malloc_async_names_the_setting() -> None:
-    engine = CudaExporter(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
-    try:
-        with pytest.raises(DeviceError, match="cudaMallocAsync"):
-            engine.share()
-    finally:
-        engine.kill()
-
-
-def test_several_chunks_in_a_call(engine: CudaExporter, arena: Arena) -> None:
-    """One launch each way; what is skipped counts from the first block of the first chunk."""
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    chunks = [[3, 4], [0, 11], [7, 5]]
-    ids = [block for chunk in chunks for block in chunk]
-    stripes = -(-2 * layout.block_bytes // STRIPE)
-    blocks = [tuple(range(n * stripes, (n + 1) * stripes)) for n in range(3)]
-    slots = [slot for b in blocks for slot in arena.views(b, 2 * layout.block_bytes, STRIPE)]
-    device.gather(ids, slots, STRIPE, chunks=3)
-    for number, chunk in enumerate(chunks):
-        part = slots[number * stripes : (number + 1) * stripes]
-        assert b"".join(part) == engine.chunk(chunk)
-    before = {block: engine.chunk([block]) for block in range(BLOCKS)}
-    # Each chunk goes where the next one came from, but for the first three blocks.
-    to = [0, 11, 7, 5, 3, 4]
-    device.scatter(to, slots, STRIPE, skip_blocks=3, chunks=3)
-    device.close()
-    moved = dict(list(zip(to, ids, strict=True))[3:])
-    for block in range(BLOCKS):
-        assert engine.chunk([block]) == before[moved.get(block, block)]
-
-
-def test_the_blocks_may_be_reused_before_the_return(engine: CudaExporter, arena: Arena) -> None:
-    layout, handles = engine.share()
-    device = CudaDevice([layout], handles)
-    ids = list(range(BLOCKS))
-    slots = slots_of(arena, BLOCKS * layout.block_bytes)
-    want, told = engine.chunk(ids), []
-    device.gather(ids, slots, STRIPE, on_blocks_read=lambda: told.append(True))
-    device.close()
-    assert told == [True]
-    assert b"".join(slots) == want
+def test_a_claim_beyond_the_allocation_is_refused(engine: GpuExporter) -> None:
+    if not isinstance(engine.memory, CudaIPCHandle):
+        pytest.skip("pieces are mapped by their size")
+    claimed = msgspec.structs.replace(
+        engine.memory, allocation_bytes=engine.size_bytes + (64 << 20)
+    )
+    with pytest.raises(DeviceError, match="of GPU memory, which has"):
+        CudaDevice([plain(2048, 8, 1)], [claimed], Gpus())
 
 
 def test_no_memory_of_a_dead_engine_stays_held() -> None:
     """CUDA keeps what was exported until the last process that opened it has closed it."""
-    engine = CudaExporter(EXTRA_MIB="512")
+    engine = GpuExporter(512 * MIB)
     try:
-        layout, handles = engine.share()
-        device = CudaDevice([layout], handles)
+        layout = plain(MIB, 512, 1)
+        device = CudaDevice([layout], [range_of(engine, 512 * MIB)], Gpus())
     finally:
         engine.kill()
-    held = torch.cuda.mem_get_info()[0]
+    held = driver.free_memory()[0]
+    with pytest.raises(DeviceError, match="has ended"):
+        device.gather([0], [memoryview(bytearray(MIB))], MIB)
     device.close()
-    assert torch.cuda.mem_get_info()[0] - held >= 500 << 20
-
-
-def test_a_forged_handle(engine: CudaExporter) -> None:
-    layout, handles = engine.share()
-    forged = msgspec.structs.replace(handles[0], memory_handle=os.urandom(64))
-    with pytest.raises(DeviceError):
-        CudaDevice([layout], [forged, *handles[1:]])
-    CudaDevice([layout], handles).close()
-
-
-def test_wrappers_of_parts_are_refused() -> None:
-    tensor = torch.zeros(8, 8, device="cuda")
-    for part in (tensor.t(), tensor[1:]):
-        with pytest.raises(DeviceError, match="only contiguous tensors at the start"):
-            CudaIPCWrapper(part)
-    with pytest.raises(DeviceError, match="process that made it"):
-        CudaIPCWrapper(tensor).to_tensor()
+    assert driver.free_memory()[0] - held >= 500 * MIB

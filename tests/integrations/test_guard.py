@@ -235,7 +235,7 @@ def test_settings_reach_the_link(tmp_path: Path) -> None:
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         made = connector(tmp_path, role, agent_dead_after_s=3.5)
         assert made._adapter is not None
-        assert made._adapter.link._dead_after_s == 3.5
+        assert made._adapter.link._patience.usual_s == 3.5
         made.shutdown()
 
 

@@ -12,14 +12,14 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id as id_of
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.worker import ConnectorWorker, EventRing, WorkerReport
+from lmcache_redis.integrations.vllm.worker import ConnectorWorker, WorkerReport
 
 HERE, THERE = RankPlace("here", ()), RankPlace("there", ())
 
 
 def test_a_worker_reports_its_agent_when_that_changes() -> None:
     client: Any = SimpleNamespace(place=None)
-    worker = ConnectorWorker(client, 3, Recorder(), EventRing(dict), reallocates=True)
+    worker = ConnectorWorker(client, 3, Recorder(), reallocates=True)
 
     def places() -> list[RankPlace | None] | None:
         report = worker.report(0)

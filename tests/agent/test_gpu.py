@@ -1,0 +1,441 @@
+"""Whole agents over the driver of the tests: what they keep when either side dies, hangs or fails.
+
+Delays are random; the seed is in the name of each test, or printed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_redis.agent.main import EXIT_GPU_LOST
+from lmcache_redis.client.control import ControlClient
+from lmcache_redis.device import driver
+from tests import cuda_driver
+from tests.cuda_driver.engine import GpuEngine, Host, gpus
+from tests.cuda_driver.played import PlayerProcess
+from tests.harness import WAIT_S, AgentServer, StartedAgent, block_hashes, wait_until
+from tests.servers import RedisServer
+
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.cuda_stub,
+    pytest.mark.skipif(cuda_driver.missing() is not None, reason=f"{cuda_driver.missing()}"),
+]
+
+HASHES = block_hashes("a prompt", 16)
+SOURCE, TARGET = range(16), range(24, 40)
+TOKENS = 256
+DIRECT, BY_KERNELS = 4096, 1 << 20  # bytes: the harness's pages have 8192
+either_way = pytest.mark.parametrize("direct", [DIRECT, BY_KERNELS], ids=["direct", "kernels"])
+
+
+def in_agents() -> dict[str, str]:
+    """The settings of the driver in agents, not in this process."""
+    return dict(os.environ)
+
+
+def set_in_agents(name: str, value: int) -> None:
+    cuda_driver.set(name, value, in_agents())
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with gpus(devices=2, delay_us=300) as host:
+        yield host
+
+
+@pytest.fixture
+def agent(host: Host, tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
+    """By kernels."""
+    with new_agent(tmp_path, redis_server) as agent:
+        yield agent
+
+
+@pytest.fixture
+def engine(agent: AgentServer, host: Host) -> Iterator[GpuEngine]:
+    with GpuEngine(agent.endpoint, host) as engine:
+        engine.randomize(SOURCE)
+        yield engine
+
+
+def new_agent(
+    tmp_path: Path, redis_server: RedisServer, direct: int = BY_KERNELS, **settings: object
+) -> AgentServer:
+    settings = {"canary_every": 0, "direct_copy_bytes": direct, **settings}
+    return AgentServer(tmp_path / "agent", redis_server.unix_url, **settings)
+
+
+def blocks_of(engine: GpuEngine, blocks: Sequence[int]) -> list[torch.Tensor]:
+    return [
+        tensor[list(blocks)] for caches in engine.snapshot() for tensor in caches.values()
+    ]  # fmt: skip
+
+
+def assert_hit(engine: GpuEngine, request: str) -> None:
+    """What was stored of SOURCE is loaded into TARGET, and nothing else changes."""
+    engine.randomize(range(40, 48))
+    around = [*range(24), *range(40, 48)]
+    expected, others = blocks_of(engine, SOURCE), blocks_of(engine, around)
+    assert engine.lookup(request, HASHES) == TOKENS
+    engine.zero(TARGET)
+    assert engine.retrieve(request, HASHES, TARGET) == set()
+    for found, wanted in zip(blocks_of(engine, TARGET), expected, strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(blocks_of(engine, around), others, strict=True):
+        assert torch.equal(found, wanted)
+    engine.scheduler.end_session(request)
+
+
+def wait_exit(agent: AgentServer) -> int:
+    return agent.process.wait(WAIT_S)
+
+
+# ------------------------------------------------------------- the path of a chunk
+
+
+@either_way
+def test_chunks_come_from_the_pool_and_from_redis(
+    direct: int, host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with (
+        new_agent(tmp_path, redis_server, direct) as agent,
+        GpuEngine(agent.endpoint, host, world_size=2, gpus=(0, 1)) as engine,
+    ):
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert_hit(engine, "pool")
+        agent.wait_idle()
+        agent.restart()
+        engine.wait_ready()
+        assert_hit(engine, "redis")
+        assert agent.counter("hit_chunks_redis") == 4
+
+
+def test_an_agent_needs_no_torch(
+    host: Host, tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As users start it: other agents of the tests are forked where more has been imported."""
+    with (
+        StartedAgent(tmp_path / "agent", redis_server.unix_url, canary_every=0) as agent,
+        GpuEngine(agent.endpoint, host) as engine,
+    ):
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert_hit(engine, "load")
+        mapped = Path(f"/proc/{agent.pid}/maps").read_text()
+        assert "libcuda.so.1" in mapped
+        assert not [name for name in ("torch", "triton", "cudart") if name in mapped]
+
+
+def test_engines_play_on_shared_gpus(host: Host, tmp_path: Path, redis_server: RedisServer) -> None:
+    """Two on one GPU, and one on two GPUs, with a pool that evicts."""
+    with new_agent(tmp_path, redis_server, DIRECT, pool_bytes=8 << 20) as agent:
+        with (
+            PlayerProcess(agent.endpoint, 1, tmp_path) as one,
+            PlayerProcess(agent.endpoint, 2, tmp_path, memory="pieces") as two,
+            PlayerProcess(agent.endpoint, 3, tmp_path, world_size=2, memory="segment") as three,
+        ):
+            for player in (one, two, three):
+                player.wait_for("loaded", 100)
+                player.wait_for("checks")
+        wait_until(lambda: not agent.status()["engines"], "players that have left")
+        assert agent.status()["pool"]["evictions"] > 0
+
+
+# ------------------------------------------------------------------------- deaths
+
+
+@either_way
+def test_an_engine_that_is_killed_leaves_nothing(
+    direct: int, host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with new_agent(tmp_path, redis_server, direct) as agent:
+        for seed in (11, 12):
+            with (
+                PlayerProcess(agent.endpoint, seed, tmp_path, delay_us=2000) as dies,
+                PlayerProcess(agent.endpoint, seed + 10, tmp_path) as lives,
+            ):
+                dies.wait_for("loaded", 8)
+                dies.kill()
+                lives.wait_for("loaded", 40)
+                wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
+        wait_until(lambda: not agent.status()["engines"], "no engine")
+        wait_until(lambda: "opened" not in cuda_driver.counts(in_agents()), "closed handles")
+        counts = cuda_driver.counts(in_agents())
+        assert set(counts) <= {"contexts", "modules", "pinned"}, counts
+        # The scheduler of a killed engine is missed when it has been silent for long enough.
+        wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0, "unpinned slots")
+        assert agent.terminate() == 0
+
+
+@either_way
+def test_an_agent_that_is_killed_is_replaced(
+    direct: int, host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with (
+        new_agent(tmp_path, redis_server, direct) as agent,
+        PlayerProcess(agent.endpoint, 21, tmp_path, delay_us=2000) as player,
+    ):
+        for _ in range(3):
+            player.wait_for("loaded", 20)
+            agent.kill()
+            player.wait_for("requests", 3)
+            agent.start()
+
+
+# ---------------------------------------------------------------------- lost GPUs
+
+
+def test_a_lost_gpu_ends_the_agent_and_costs_only_hits(
+    agent: AgentServer, engine: GpuEngine
+) -> None:
+    engine.store("store", HASHES, SOURCE)
+    cuda_driver.fail("cuLaunchKernel", 700, environment=in_agents())
+    assert engine.lookup("lost", HASHES) == TOKENS
+    failed = engine.retrieve("lost", HASHES, TARGET)
+    assert failed == set(TARGET)
+    assert wait_exit(agent) == EXIT_GPU_LOST
+    assert agent.log.count("a GPU is lost") == 1
+    assert "CUDA error 700" in agent.log
+    assert "were not written" not in agent.log
+    assert "Traceback" not in agent.log
+    cuda_driver.fail("cuLaunchKernel", 0, environment=in_agents())
+    assert engine.lookup("offline", HASHES) == 0
+    agent.start()
+    engine.wait_ready()
+    assert_hit(engine, "again")
+    assert agent.counter("hit_chunks_redis") == 4
+
+
+def test_a_load_is_over_when_the_agent_that_lost_the_gpu_has_ended(
+    agent: AgentServer, engine: GpuEngine, redis_server: RedisServer
+) -> None:
+    """Until then the GPU may write to its blocks. Queued chunks take their time meanwhile."""
+    engine.store("store", HASHES, SOURCE)
+    assert engine.lookup("lost", HASHES) == TOKENS
+    agent.wait_idle()
+    redis_server.stop()
+    more = block_hashes("more", 16)
+    engine.store("queued", more, SOURCE)
+    cuda_driver.fail("cuLaunchKernel", 719, environment=in_agents())
+    (load,) = engine.begin_retrieves("lost", HASHES, TARGET)
+    wait_until(lambda: "stopping:" in agent.log, "an agent that ends")
+    began_s = time.monotonic()
+    assert engine.lookup("meanwhile", HASHES) == 0
+    assert agent.running
+    assert not load.over
+    redis_server.cont()
+    assert wait_exit(agent) == EXIT_GPU_LOST
+    assert time.monotonic() - began_s < 5
+    wait_until(lambda: load.over, "the end of the load")
+    assert load.failed_blocks == set(TARGET)
+    cuda_driver.fail("cuLaunchKernel", 0, environment=in_agents())
+    agent.start()
+    engine.wait_ready()
+    assert engine.lookup("written", more) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("function", "code"),
+    [
+        ("cuIpcOpenMemHandle_v2", 999),
+        ("cuDevicePrimaryCtxRetain", 214),
+        ("cuMemHostRegister_v2", 702),
+        ("cuModuleLoadData", 715),
+    ],
+)
+def test_a_gpu_that_is_lost_while_an_engine_registers(
+    function: str, code: int, agent: AgentServer, host: Host
+) -> None:
+    """The answer may or may not have been sent: the engine registers with the next agent."""
+    cuda_driver.fail(function, code, environment=in_agents())
+    with GpuEngine(agent.endpoint, host, wait=False) as engine:
+        assert wait_exit(agent) == EXIT_GPU_LOST
+        assert agent.log.count("a GPU is lost") == 1
+        assert f"CUDA error {code}" in agent.log
+        cuda_driver.fail(function, 0, environment=in_agents())
+        agent.start()
+        engine.wait_ready()
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert_hit(engine, "load")
+
+
+@pytest.mark.parametrize("function", ["cuIpcCloseMemHandle", "cuMemFree_v2", "cuStreamDestroy_v2"])
+def test_a_gpu_that_is_lost_while_an_engine_leaves(
+    function: str, agent: AgentServer, host: Host
+) -> None:
+    with GpuEngine(agent.endpoint, host) as engine:
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        cuda_driver.fail(function, 714, environment=in_agents())
+    assert wait_exit(agent) == EXIT_GPU_LOST
+    assert agent.log.count("a GPU is lost") == 1
+
+
+def test_players_outlive_lost_gpus(host: Host, tmp_path: Path, redis_server: RedisServer) -> None:
+    with (
+        new_agent(tmp_path, redis_server, DIRECT) as agent,
+        PlayerProcess(agent.endpoint, 31, tmp_path, delay_us=1000) as one,
+        PlayerProcess(agent.endpoint, 32, tmp_path, world_size=2) as two,
+    ):
+        for code in (700, 719, 214):
+            one.wait_for("loaded", 20)
+            two.wait_for("loaded", 20)
+            set_in_agents("lose", code)
+            assert wait_exit(agent) == EXIT_GPU_LOST
+            agent.start()
+        one.wait_for("loaded", 20)
+        two.wait_for("loaded", 20)
+
+
+# ------------------------------------------------------------- GPUs that hang or refuse
+
+
+def test_a_gpu_that_hangs_delays_no_other_and_not_the_end(
+    host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with (
+        new_agent(tmp_path, redis_server) as agent,
+        GpuEngine(agent.endpoint, host, gpus=(0,), model_name="hung") as hung,
+        GpuEngine(agent.endpoint, host, gpus=(1,), model_name="other") as other,
+    ):
+        for engine in (hung, other):
+            engine.randomize(SOURCE)
+            engine.store("store", HASHES, SOURCE)
+        assert hung.lookup("hung", HASHES) == TOKENS
+        set_in_agents("hang_gpu", 1)
+        (load,) = hung.begin_retrieves("hung", HASHES, TARGET)
+        assert_hit(other, "meanwhile")
+        assert not load.over
+        agent.process.terminate()
+        assert wait_exit(agent) == 0
+        assert "does not answer" in agent.log
+        wait_until(lambda: load.over, "the end of the load")
+        set_in_agents("hang_gpu", 0)
+        agent.start()
+        hung.wait_ready()
+        assert_hit(hung, "again")
+
+
+def test_a_dead_engines_signals_block_nobody(
+    agent: AgentServer, host: Host, tmp_path: Path
+) -> None:
+    """Its stores wait for a signal that never comes, and end with it, not with their leases."""
+    with (
+        PlayerProcess(agent.endpoint, 41, tmp_path, delay_us=500_000) as dies,
+        GpuEngine(agent.endpoint, host) as engine,
+    ):
+        dies.wait_for("requests", 3)
+        time.sleep(0.5)
+        dies.kill()
+        began_s = time.monotonic()
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert_hit(engine, "load")
+        wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
+        assert time.monotonic() - began_s < 5
+
+
+def test_a_pool_that_cannot_be_pinned_serves(
+    host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    set_in_agents("pin_most_mib", 1)
+    with (
+        new_agent(tmp_path, redis_server) as agent,
+        GpuEngine(agent.endpoint, host) as engine,
+    ):
+        wait_until(lambda: agent.status()["pool"]["lock_failure"], "a failure")
+        assert "CUDA error 2" in agent.status()["pool"]["lock_failure"]
+        assert agent.status()["pool"]["locked_bytes"] == 0
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert_hit(engine, "load")
+        assert agent.log.count("are pinned, and the rest") == 1
+
+
+def test_the_answer_comes_before_the_pool_is_pinned(
+    host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """And the copies of the first requests do not wait for it; nor does the end of the agent."""
+    set_in_agents("pin_us_per_mib", 50_000)  # 3 s for the pool
+    with (
+        new_agent(tmp_path, redis_server) as agent,
+        GpuEngine(agent.endpoint, host) as engine,
+    ):
+        assert agent.status()["pool"]["locked_bytes"] == 0
+        engine.randomize(SOURCE)
+        engine.store("store", HASHES, SOURCE)
+        assert_hit(engine, "load")
+        assert agent.status()["pool"]["locked_bytes"] == 0
+        assert agent.terminate() == 0
+    assert cuda_driver.counts(in_agents()).keys() <= {"contexts", "modules"}
+
+
+def test_a_slow_registration_is_told(agent: AgentServer, host: Host) -> None:
+    cuda_driver.set("cuIpcOpenMemHandle_v2.takes_us", 300_000, in_agents())
+    client = ControlClient(agent.endpoint, timeout_s=10.0)
+    assert not client.ping()[0].mapping
+    with GpuEngine(agent.endpoint, host, wait=False) as engine:
+        wait_until(lambda: client.ping()[0].mapping, "a registration in progress")
+        engine.wait_ready()
+        assert not client.ping()[0].mapping
+        assert "lost the agent" not in agent.log
+
+
+def test_instances_of_mig_have_agents_of_their_own(
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = f"MIG-{'1' * 32}", f"MIG-{'2' * 32}"
+    with gpus() as host:
+        assert driver.device_uuids()  # this process has its GPU, and the agent has others
+        seen = cuda_driver.environment(uuids=f"{mine},{other}")
+        for name, value in seen.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", other)
+        with (
+            new_agent(tmp_path, redis_server) as agent,
+            GpuEngine(agent.endpoint, host, wait=False) as engine,
+        ):
+            wait_until(lambda: "is not visible here" in agent.log, "a refusal")
+            assert not engine.workers[0].ready
+            assert engine.lookup("miss", HASHES) == 0
+            assert agent.running
+
+
+def test_other_workers_keep_what_they_have(agent: AgentServer, host: Host, tmp_path: Path) -> None:
+    with GpuEngine(agent.endpoint, host) as stays:
+        stays.randomize(SOURCE)
+        stays.store("store", HASHES, SOURCE)
+        wait_until(lambda: agent.status()["pool"]["locked_bytes"] == 64 << 20, "a pinned pool")
+        before = cuda_driver.counts(in_agents())
+        stopping = threading.Event()
+
+        def loads() -> None:
+            number = 0
+            while not stopping.is_set():
+                assert_hit(stays, f"load {number}")
+                number += 1
+
+        thread = threading.Thread(target=loads)
+        thread.start()
+        try:
+            for number in range(3):
+                with PlayerProcess(agent.endpoint, 50 + number, tmp_path) as goes:
+                    goes.wait_for("loaded", 8)
+        finally:
+            stopping.set()
+            thread.join()
+        wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
+        assert cuda_driver.get("opened", in_agents()) == before["opened"], agent.log
+        after = cuda_driver.counts(in_agents())
+        for name in ("allocations", "pinned"):  # what streams have grows with their calls
+            assert after.pop(name) >= before.pop(name)
+        assert after == before

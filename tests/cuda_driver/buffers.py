@@ -1,0 +1,52 @@
+"""Memory of the GPU and of the host that tests write and read, and what tests expect."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lmcache_redis.device import driver
+from lmcache_redis.errors import DriverError
+
+PAGE = 4096
+FRESH = 0xDB
+Bytes = npt.NDArray[np.uint8]
+
+
+def bytes_at(address: int, size_bytes: int) -> Bytes:
+    """What is in memory of the GPU, or of the host, without a call to the driver."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+
+def on_gpu(size_bytes: int) -> tuple[int, Bytes]:
+    address = driver.allocate(size_bytes)
+    return address, bytes_at(address, size_bytes)
+
+
+def pinned(size_bytes: int) -> tuple[int, Bytes]:
+    address = driver.allocate_pinned(size_bytes)
+    return address, bytes_at(address, size_bytes)
+
+
+def pageable(size_bytes: int) -> tuple[int, Bytes]:
+    """Whole pages."""
+    room = np.zeros(size_bytes + PAGE, np.uint8)
+    start = -room.ctypes.data % PAGE
+    found = room[start : start + size_bytes]
+    return found.ctypes.data, found
+
+
+def refused(code: int) -> pytest.RaisesExc[DriverError]:
+    return pytest.raises(DriverError, match=rf"error {code} ")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)

@@ -1,0 +1,227 @@
+"""Copies: when sources are read and destinations written, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from lmcache_redis.device import driver
+from tests import cuda_driver
+from tests.cuda_driver.buffers import FRESH, PAGE, on_gpu, pageable, pinned, refused, wait_until
+
+STREAM, DURING_CALL, ANY = 1, 2, 3  # when a copy of a batch reads its source
+NONE = 2**64 - 1
+
+
+def batch(
+    copies: list[tuple[int, int, int]],
+    stream: int | None,
+    orders: tuple[int, ...] = (STREAM,),
+    firsts: tuple[int, ...] = (0,),
+) -> tuple[int, int]:
+    """cuMemcpyBatchAsync of (to, from, size): its error, or 0, and which copy is wrong."""
+    to, sources, sizes = (np.array(each, np.uint64) for each in zip(*copies, strict=True))
+    attributes = np.zeros((len(orders), 6), np.uint32)
+    attributes[:, 0] = orders
+    failed, starts = ctypes.c_size_t(), np.array(firsts, np.uint64)
+    code: int = driver._library().cuMemcpyBatchAsync(
+        to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(copies),
+        attributes.ctypes.data, starts.ctypes.data, len(orders), ctypes.byref(failed), stream,
+    )  # fmt: skip
+    return code, failed.value
+
+
+def test_a_copy_is_made_after_the_call(stream: int) -> None:
+    """From and to pinned memory: the host must wait, and must leave the source alone."""
+    address, _ = on_gpu(PAGE)
+    source, written = pinned(PAGE)
+    target, read = pinned(PAGE)
+    cuda_driver.set("hang", -1)
+    written[:] = 1
+    driver.enqueue_copy_in(address, source, PAGE, stream)
+    driver.enqueue_copy_out(target, address, PAGE, stream)
+    written[:] = 2
+    assert (read == FRESH).all()
+    cuda_driver.set("hang", 0)
+    driver.synchronize_stream(stream)
+    assert (read == 2).all()
+
+
+def test_a_copy_is_made_in_pieces(stream: int) -> None:
+    size = 256 * PAGE
+    address, memory = on_gpu(size)
+    source, written = pinned(size)
+    written[:] = 5
+    cuda_driver.set("piece_bytes", 512)
+    cuda_driver.set("delay_us", 20_000)
+    driver.enqueue_copy_in(address, source, size, stream)
+    wait_until(lambda: len(np.unique(memory)) == 2)
+    cuda_driver.set("delay_us", 0)
+    driver.synchronize_stream(stream)
+    assert (memory == 5).all()
+
+
+def test_pageable_memory_is_staged(stream: int) -> None:
+    """The source is read, and the destination complete, when the call returns."""
+    address, memory = on_gpu(PAGE)
+    source, written = pageable(PAGE)
+    target, read = pageable(PAGE)
+    cuda_driver.set("delay_us", 10_000)
+    late = 0
+    for value in range(1, 30):
+        written[:] = value
+        driver.enqueue_copy_in(address, source, PAGE, stream)
+        written[:] = 0
+        late += memory[0] != value
+        driver.enqueue_copy_out(target, address, PAGE, stream)
+        assert (read == value).all()
+    assert 0 < late < 29, "the GPU's memory is sometimes written later"
+
+
+def test_the_plain_copy_does_not_write_before_it_returns(context: int) -> None:
+    """Of the driver's own: `driver.copy_in` waits."""
+    address, memory = on_gpu(PAGE)
+    source, written = pageable(PAGE)
+    written[:] = 3
+    cuda_driver.set("hang", -1)
+    driver._call("cuMemcpyHtoD_v2", address, source, PAGE)
+    written[:] = 4
+    assert (memory == FRESH).all()
+    cuda_driver.set("hang", 0)
+    driver.synchronize()
+    assert (memory == 3).all()
+    cuda_driver.set("delay_us", 5000)
+    driver.copy_in(address, source, PAGE)
+    assert (memory == 4).all()
+
+
+def test_a_copy_lies_in_one_memory(stream: int) -> None:
+    address, _ = on_gpu(4 * PAGE)
+    host, _ = pageable(4 * PAGE)
+    driver.pin(host, PAGE)
+    driver.pin(host + PAGE, PAGE)
+    driver.enqueue_copy_in(address, host, PAGE, stream)
+    driver.enqueue_copy_in(address, host + 2 * PAGE, 2 * PAGE, stream)  # Pageable.
+    for first, pages in ((0, 2), (1, 2), (0, 4)):
+        with refused(1):
+            driver.enqueue_copy_in(address, host + first * PAGE, pages * PAGE, stream)
+    with refused(1):
+        driver.enqueue_copy_in(address + 3 * PAGE, host + 2 * PAGE, 2 * PAGE, stream)
+    with refused(1):
+        driver.enqueue_copy_out(address, address + PAGE, PAGE, stream)
+    with refused(1):
+        driver.enqueue_copy_in(host, host + PAGE, PAGE, stream)
+    with refused(1):
+        driver.enqueue_copy_in(address, 4096, PAGE, stream)
+    assert cuda_driver.get("refusals") == 7
+
+
+def test_a_copy_of_rows_leaves_the_gaps(stream: int) -> None:
+    address, memory = on_gpu(32 * PAGE)
+    host, read = pinned(32 * PAGE)
+    memory[:] = np.arange(32 * PAGE) % 251
+    driver.enqueue_copy_2d(host, 1000, address, 3000, 700, 20, stream)
+    driver.synchronize_stream(stream)
+    for row in range(20):
+        found = read[row * 1000 : row * 1000 + 1000]
+        assert (found[:700] == memory[row * 3000 : row * 3000 + 700]).all()
+        assert (found[700:] == FRESH).all()
+    driver.enqueue_copy_2d(address, 700, host, 1000, 700, 20, stream)
+    driver.synchronize_stream(stream)
+    assert (memory[700:1400] == read[1000:1700]).all()
+
+
+@pytest.mark.parametrize(
+    ("to_pitch", "pitch", "width", "rows"),
+    [(99, 200, 100, 2), (200, 99, 100, 2), (200, 200, 0, 2), (1 << 31, 200, 100, 1)],
+)
+def test_impossible_rows_are_refused(
+    stream: int, to_pitch: int, pitch: int, width: int, rows: int
+) -> None:
+    address, host = driver.allocate(PAGE), driver.allocate_pinned(PAGE)
+    with refused(1):
+        driver.enqueue_copy_2d(host, to_pitch, address, pitch, width, rows, stream)
+
+
+def test_rows_lie_in_one_registration(stream: int) -> None:
+    address = driver.allocate(2 * PAGE)
+    host, _ = pageable(2 * PAGE)
+    driver.pin(host, PAGE)
+    driver.pin(host + PAGE, PAGE)
+    with refused(1):
+        driver.enqueue_copy_2d(address, PAGE, host, PAGE, 64, 2, stream)
+
+
+def test_a_batch_moves_each_of_its_copies(stream: int) -> None:
+    address, memory = on_gpu(64 * PAGE)
+    host, read = pinned(64 * PAGE)
+    memory[:] = np.random.default_rng(1).integers(0, 256, len(memory), np.uint8)
+    order = np.random.default_rng(2).permutation(64)
+    to = host + np.arange(64, dtype=np.uint64) * PAGE
+    sources = address + order.astype(np.uint64) * PAGE
+    sizes = np.full(64, PAGE - 100, np.uint64)
+    driver.enqueue_copies(to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, 64, stream)
+    driver.synchronize_stream(stream)
+    pages = read.reshape(64, PAGE)
+    assert (pages[:, :-100] == memory.reshape(64, PAGE)[order, :-100]).all()
+    assert (pages[:, -100:] == FRESH).all()
+
+
+@pytest.mark.parametrize("order", [STREAM, DURING_CALL, ANY])
+def test_attributes_say_when_a_source_is_read(stream: int, order: int) -> None:
+    host, written = pinned(64 * PAGE)
+    address, memory = on_gpu(64 * PAGE)
+    written[:] = 1
+    cuda_driver.set("hang", -1)
+    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(64)]
+    assert batch(copies, stream, (order,)) == (0, NONE)
+    written[:] = 2
+    cuda_driver.set("hang", 0)
+    driver.synchronize_stream(stream)
+    found = set(memory.reshape(64, PAGE)[:, 0].tolist())
+    assert found == {STREAM: {2}, DURING_CALL: {1}, ANY: {1, 2}}[order]
+
+
+def test_attributes_hold_from_a_copy_on(stream: int) -> None:
+    host, written = pinned(3 * PAGE)
+    address, memory = on_gpu(3 * PAGE)
+    written[:] = 1
+    cuda_driver.set("hang", -1)
+    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(3)]
+    assert batch(copies, stream, (STREAM, DURING_CALL), (0, 2)) == (0, NONE)
+    written[:] = 2
+    cuda_driver.set("hang", 0)
+    driver.synchronize_stream(stream)
+    assert memory.reshape(3, PAGE)[:, 0].tolist() == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("orders", "firsts"),
+    [((0,), (0,)), ((4,), (0,)), ((1,), (1,)), ((1, 1), (0, 0)), ((1, 1), (0, 3)), ((), ())],
+)
+def test_wrong_attributes_are_refused(
+    stream: int, orders: tuple[int, ...], firsts: tuple[int, ...]
+) -> None:
+    host, address = driver.allocate_pinned(3 * PAGE), driver.allocate(3 * PAGE)
+    copies = [(address + page * PAGE, host + page * PAGE, PAGE) for page in range(3)]
+    assert batch(copies, stream, orders, firsts) == (1, NONE)
+
+
+def test_copies_of_a_batch_are_independent(stream: int) -> None:
+    host, address = driver.allocate_pinned(3 * PAGE), driver.allocate(3 * PAGE)
+    for copies in (
+        [(address, host, PAGE), (address + PAGE - 1, host + PAGE, PAGE)],
+        [(address, host, PAGE), (host + 2 * PAGE, address + 8, 8)],
+    ):
+        assert batch(copies, stream) == (1, NONE)
+    one_source = [(address, host, PAGE), (address + PAGE, host, PAGE)]
+    assert batch(one_source, stream) == (0, NONE)
+
+
+def test_a_wrong_copy_of_a_batch_is_named(stream: int) -> None:
+    host, address = driver.allocate_pinned(PAGE), driver.allocate(PAGE)
+    assert batch([(address, host, 8), (address + PAGE, host, 8)], stream) == (1, 1)
+    on_the_default_stream = batch([(address, host, 8)], None)
+    assert on_the_default_stream == (1, NONE)

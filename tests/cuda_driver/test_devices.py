@@ -1,0 +1,209 @@
+"""GPUs, errors on demand, and what a process sees of them."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from lmcache_redis.device import driver
+from lmcache_redis.errors import GpuLost
+from tests import cuda_driver
+from tests.cuda_driver.buffers import PAGE, refused
+
+SECOND = "22222222-2222-2222-2222-222222222222"
+FIRST, THIRD = SECOND.replace("2", "1"), SECOND.replace("2", "3")
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (None, [FIRST, SECOND, THIRD]),
+        ("2,0", [THIRD, FIRST]),
+        (f"GPU-{SECOND}", [SECOND]),
+        ("GPU-3,GPU-22", [THIRD, SECOND]),
+        ("1,7,0", [SECOND]),
+        ("0,0", []),
+        ("", []),
+        ("-1", []),
+        ("MIG-2", []),
+    ],
+)
+def test_visible_devices_are_chosen(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: list[str]
+) -> None:
+    cuda_driver.set("devices", 3)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if seen:
+        assert driver.device_uuids() == seen
+    else:
+        with refused(100):
+            driver.device_uuids()
+
+
+def test_devices_have_names_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = ["01234567-89ab-cdef-0123-456789abcdef", SECOND]
+    monkeypatch.setenv("CUDA_STUB_UUIDS", ",".join(f"GPU-{uuid}" for uuid in uuids))
+    monkeypatch.setenv("CUDA_STUB_NAMES", "H100,H200")
+    cuda_driver.set("capability", 100)
+    assert driver.device_uuids() == uuids
+    assert [driver.device_name(ordinal) for ordinal in range(2)] == ["H100", "H200"]
+    major, minor = driver.Attribute.MAJOR, driver.Attribute.MINOR
+    assert (driver.device_attribute(0, major), driver.device_attribute(1, minor)) == (10, 0)
+    with refused(101):
+        driver.device_name(2)
+
+
+def test_a_process_sees_one_instance_of_mig(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_STUB_UUIDS", f"MIG-{FIRST},MIG-{SECOND}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"MIG-{SECOND},MIG-{FIRST}")
+    assert driver.device_uuids() == [SECOND]
+
+
+def test_memory_belongs_to_the_gpu_of_the_context() -> None:
+    cuda_driver.set("devices", 2)
+    contexts = [driver.retain_context(ordinal) for ordinal in range(2)]
+    driver.set_context(contexts[1])
+    assert driver.current_device() == 1
+    driver.allocate(PAGE)
+    free = []
+    for context in contexts:
+        driver.set_context(context)
+        free.append(driver.free_memory()[0])
+    assert free[0] - free[1] == PAGE
+    driver.release_context(1)
+    assert cuda_driver.counts() == {"contexts": 1}
+    driver.set_context(contexts[0])
+    with refused(201):
+        driver.set_context(contexts[1])
+
+
+def test_a_gpu_may_be_prohibited() -> None:
+    cuda_driver.set("compute_mode", 2)
+    assert driver.device_attribute(0, driver.Attribute.COMPUTE_MODE) == 2
+    with refused(46):
+        driver.retain_context(0)
+
+
+def test_a_call_fails_as_often_as_asked(context: int) -> None:
+    def code() -> int:
+        try:
+            driver.free(driver.allocate(PAGE))
+        except driver.DriverError as error:
+            return error.code
+        return 0
+
+    cuda_driver.fail("cuMemAlloc_v2", 2, at=3, times=2)
+    assert [code() for _ in range(6)] == [0, 0, 2, 2, 0, 0]
+    cuda_driver.fail("cuMemAlloc_v2", 801, times=0)
+    assert [code() for _ in range(3)] == [801] * 3
+    cuda_driver.set("cuMemAlloc_v2.code", 0)
+    assert code() == 0
+    assert cuda_driver.get("cuMemAlloc_v2.called") == 10
+    with pytest.raises(KeyError):
+        cuda_driver.fail("cuMemAlloc", 2)
+
+
+def test_a_call_may_take_long(context: int) -> None:
+    cuda_driver.set("cuMemGetInfo_v2.takes_us", 50_000)
+    began = time.monotonic()
+    driver.free_memory()
+    assert time.monotonic() - began >= 0.05
+
+
+def test_a_hung_gpu_leaves_others_alone() -> None:
+    cuda_driver.set("devices", 2)
+    streams = []
+    for ordinal in range(2):
+        driver.set_context(driver.retain_context(ordinal))
+        streams.append(driver.create_stream())
+    page = driver.allocate_pinned(PAGE)
+    cuda_driver.set("hang_gpu", 1)
+    for stream in streams:
+        driver.write_value(stream, page, 1)
+    driver.synchronize_stream(streams[1])
+    event = driver.create_event()
+    driver.record_event(event, streams[1])
+    driver.wait_for(event)
+    busy = cuda_driver.load().cuStreamQuery(driver.c_void_p(streams[0]))
+    assert busy == driver.NOT_READY
+    cuda_driver.set("hang_gpu", 0)
+    driver.synchronize_stream(streams[0])
+
+
+def test_a_sticky_error_stays(context: int) -> None:
+    cuda_driver.fail("cuMemGetInfo_v2", 700, at=2)
+    driver.free_memory()
+    for use in (driver.free_memory, driver.synchronize, lambda: driver.retain_context(0)):
+        with pytest.raises(GpuLost, match="error 700 "):
+            use()
+    assert driver.driver_version() == 12080
+
+
+def in_a_fork(do: Callable[[], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Threads, of which the child uses none.
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            do()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_has_no_gpu(context: int) -> None:
+    def use() -> None:
+        with refused(3):
+            driver.allocate(PAGE)
+        driver._library.cache_clear()
+        with refused(3):
+            driver.device_uuids()
+
+    in_a_fork(use)
+    driver.allocate(PAGE)
+
+
+def test_a_fork_before_the_first_call_has_its_own() -> None:
+    in_a_fork(lambda: driver.set_context(driver.retain_context(0)))
+    assert cuda_driver.counts() == {}
+
+
+def test_a_process_is_without_the_library_again(context: int) -> None:
+    driver.create_stream()
+    cuda_driver.unload()
+    if "LD_LIBRARY_PATH" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+        with pytest.raises(driver.DriverError, match="no NVIDIA driver here"):
+            driver.device_uuids()
+    cuda_driver.load()
+    assert driver.device_uuids() == [FIRST]
+    assert cuda_driver.counts() == {}
+
+
+def test_a_reset_process_begins_anew(stream: int) -> None:
+    cuda_driver.set("devices", 2)
+    cuda_driver.set("hang", -1)
+    driver.write_value(stream, driver.allocate(PAGE), 1)
+    cuda_driver.reset()
+    assert cuda_driver.counts() == {}
+    assert driver.device_uuids() == [FIRST]
+    with refused(201):
+        driver.allocate(PAGE)
+
+
+def test_the_library_has_what_the_driver_module_names() -> None:
+    library = cuda_driver.load()
+    names = [*driver._FUNCTIONS, *driver._OPTIONAL, "cuIpcOpenMemHandle_v2"]
+    assert not [name for name in names if not hasattr(library, name)]
+    assert driver.has("cuMemcpyBatchAsync")
