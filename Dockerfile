@@ -9,7 +9,8 @@ ARG PYTHON_TAG=3.12.12-slim-bookworm
 ARG VLLM_TAG=v0.32.0
 
 FROM python:${PYTHON_TAG} AS wheel
-# For the native extension; one wheel serves every Python from 3.11 on.
+# For the native extension; one wheel serves every Python from 3.11 on. The GPU kernels are compiled
+# by Triton, which pip fetches for this stage alone.
 # Debian's security updates replace versions: they are not pinned.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -19,28 +20,16 @@ WORKDIR /src
 COPY pyproject.toml setup.py LICENSE *.md ./
 COPY lmcache_redis lmcache_redis
 RUN pip wheel --no-deps --no-cache-dir --wheel-dir /dist . \
-    # It is optional for those who have no compiler. Here it is not.
+    # What is compiled is optional for those who have no compiler. Here it is not.
     && python -c "import glob, zipfile; names = zipfile.ZipFile(*glob.glob('/dist/*.whl')).namelist(); \
-assert {'lmcache_redis/native/_moves.abi3.so', 'lmcache_redis/native/_guard.abi3.so'} <= {*names}, names"
+assert sum(name.endswith(('.abi3.so', '.ptx')) for name in names) == 2 + 10, names"
 
 
 FROM python:${PYTHON_TAG} AS agent
-# torch opens and copies the KV of GPU engines. An agent for CPU engines does not import it, and the
-# image is far smaller without it, and has no compiler: --build-arg EXTRAS=[seal]
-ARG EXTRAS=[torch,seal]
-# Triton compiles its binding to the driver of the GPU (one C file) when the first engine registers.
-# It looks it up by its own version, its options and the directory of libcuda, which only the running
-# container has, so it cannot be compiled here.
-# hadolint ignore=DL3008
-RUN case "${EXTRAS}" in *torch*) \
-        apt-get update \
-        && apt-get install --yes --no-install-recommends gcc libc6-dev \
-        && rm -rf /var/lib/apt/lists/* ;; \
-    esac
 # The wheel was built from this checkout; its requirements have bounds.
 # hadolint ignore=DL3013
 RUN --mount=from=wheel,source=/dist,target=/dist \
-    for wheel in /dist/*.whl; do pip install --no-cache-dir "${wheel}${EXTRAS}"; done
+    for wheel in /dist/*.whl; do pip install --no-cache-dir "${wheel}[seal]"; done
 # One uid in both images: only its owner can enter the endpoint's directory, and only the same user
 # can open an engine's memory (/proc/<pid>/fd). The directory exists here so that a new volume
 # mounted on it takes over its owner and mode.

@@ -112,7 +112,7 @@ class Engine:
         request_id = f"store-{self._numbers}"
         op = TransferOp(self.source_blocks, hashes)
         started_s = time.perf_counter()
-        (store,) = self.worker.begin_stores([request_id], [op], self._event())
+        (store,) = self.worker.begin_stores([request_id], [op], self.worker.signal())
         return Transfer(request_id, hashes, store, started_s)
 
     def store_over(self, transfer: Transfer) -> bool:
@@ -147,9 +147,9 @@ class Engine:
         request_id = f"retrieve-{self._numbers}"
         self._look_up(request_id, hashes)
         op = TransferOp(self.target_blocks, hashes)
-        event = self._event()
+        after = self.worker.signal()
         started_s = time.perf_counter()
-        (retrieve,) = self.worker.begin_retrieves([request_id], [op], event)
+        (retrieve,) = self.worker.begin_retrieves([request_id], [op], after)
         retrieve.call.wait(_TRANSFER_S)
         seconds = time.perf_counter() - started_s
         if not retrieve.over:
@@ -208,13 +208,3 @@ class Engine:
                 tail = "\n".join(refused or log[-_LOG_TAIL_LINES:])
                 raise EngineFailed(f"the agent did not map the engine's KV cache:\n{tail}")
             time.sleep(_POLL_S)
-
-    def _event(self) -> Any:
-        """An event after the work that is queued on the GPU; None on the CPU."""
-        if self.device.type == "cpu":
-            return None
-        import torch
-
-        event = torch.cuda.Event(interprocess=True)
-        event.record()
-        return event

@@ -29,6 +29,8 @@ _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
 _IPC = "ipc://"
 SEAL_KEY_FILE_VARIABLE = "LMCACHE_REDIS_SEAL_KEY_FILE"
+# vLLM's names of those in which the layers of a block are one piece of memory.
+KV_CACHE_LAYOUTS = ("BLNHC", "BLHNC")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 MIN_SLOT_BYTES = 4096
@@ -256,6 +258,11 @@ class AgentConfig(TierSettings):
         2,
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
+    direct_copy_bytes: int = setting(
+        "pages of so many bytes and more are copied between a GPU and the host pool without a "
+        "kernel",
+        64 << 10,
+    )
     canary_every: int = setting(
         "one hit in this many is computed and compared with the cached KV; 0: never", 1000
     )
@@ -275,6 +282,7 @@ class AgentConfig(TierSettings):
         check_redis(self)
         check_between("copy_threads", self.copy_threads, 1, 64)
         check_one_of("device", self.device, ("auto", "cpu", "cuda"))
+        check_between("direct_copy_bytes", self.direct_copy_bytes, 1, 1 << 50)
         check_between("canary_every", self.canary_every, 0, 1_000_000_000)
 
     @property
@@ -293,6 +301,7 @@ class ClientConfig:
     weights_run: str | None = None
     check_weights: bool = True
     load_always: bool = False
+    kv_cache_layout: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.endpoint, str):
@@ -306,6 +315,11 @@ class ClientConfig:
         for option in ("check_weights", "load_always"):
             if not isinstance(value := getattr(self, option), bool):
                 raise ConfigError(f"{option} is {value!r}: write true or false")
+        if self.kv_cache_layout not in (None, *KV_CACHE_LAYOUTS):
+            raise ConfigError(
+                f"kv_cache_layout is {self.kv_cache_layout!r}: write one of "
+                f"{', '.join(KV_CACHE_LAYOUTS)}, or leave it out"
+            )
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:

@@ -21,7 +21,8 @@ Order of events
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
    lookups of its engine wait until their deadline; they find nothing if no registration is
-   expected.
+   expected. Memory on a GPU comes with a page of signals: the engine's GPU writes a ticket to it
+   when its queued work has come to the place that the ticket stands for (`device.signals`).
 3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
    engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
    all of them are pinned in its host pool, when computing the rest is faster than loading it, or
@@ -31,10 +32,11 @@ Order of events
    The answer also says from where each chunk comes.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
    blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
-   end of the lease. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into
-   ``hashes``).
-5. A worker sends ``STORE`` for each group: blocks are copied into slots. ``STORE_RESULT`` says
-   that the blocks are no longer read. The agent writes the parts to Redis in the background.
+   end of the lease. On a GPU, the copy begins when the ticket ``after`` is on the page.
+   ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into ``hashes``).
+5. A worker sends ``STORE`` for each group: blocks are copied into slots, on a GPU when the ticket
+   ``after`` is on the page. ``STORE_RESULT`` says that the blocks are no longer read. The agent
+   writes the parts to Redis in the background.
 
 Unnamed engines
 ---------------
@@ -68,7 +70,9 @@ Leases
 ------
 ``STORE``, ``COMPARE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which
 engine and agent share because they run on one machine. The agent starts no copy after the lease,
-and checks it before each part of a copy (1 MiB on the CPU).
+and checks it before each part of a copy (1 MiB on the CPU). A lease includes the wait for the
+ticket: the agent enqueues no copy on a GPU before it has seen the ticket, because enqueued work
+cannot be taken back.
 
 - A store or a comparison reads. The engine keeps its blocks until the answer arrives or the lease
   expires. The agent discards what it reads after the lease. So a slow or stopped agent cannot cache
@@ -126,7 +130,7 @@ ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTE
 Hashes = tuple[ChunkHash, ...]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 # See `device.signals`.
-Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -402,10 +406,11 @@ class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
 
 
 class Pong(Message, frozen=True, tag="PONG"):
-    """Answers ``PING``."""
+    """Answers ``PING``. ``mapping``: a registration is in progress, so answers may be late."""
 
     agent_pid: int
     package_version: str
+    mapping: bool = False
 
 
 class Failure(Message, frozen=True, tag="FAILURE"):

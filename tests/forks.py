@@ -6,6 +6,7 @@ of its own, with its own log, environment and signals.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -117,6 +118,9 @@ def _run(words: list[str], environment: Mapping[str, str], log: Path, errors: Pa
         target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(target, number)
         os.close(target)
+    if "CUDA_STUB_CONTROL" in environment:
+        # The loader read LD_LIBRARY_PATH when the server of the forks started.
+        ctypes.CDLL(os.path.join(environment["LD_LIBRARY_PATH"], "libcuda.so.1"))
     sys.orig_argv = [sys.executable, "-m", "lmcache_redis.cli", *words]
     sys.argv = ["lmcache-redis", *words]
     from lmcache_redis.cli import main

@@ -137,7 +137,7 @@ class Engine:
         self.caches: list[dict[str, torch.Tensor]] = []
         for rank in range(world_size):
             shape = (num_blocks, 2, self.block_size_tokens, width)
-            caches = {f"layer.{n}": torch.zeros(shape, dtype=dtype) for n in range(layers)}
+            caches = self.new_caches(rank, [f"layer.{n}" for n in range(layers)], shape, dtype)
             worker = WorkerClient(
                 endpoints[rank],
                 model_name,
@@ -156,6 +156,12 @@ class Engine:
             self.caches.append(caches)
         if wait:
             self.wait_ready()
+
+    def new_caches(
+        self, rank: int, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """The KV cache of a rank, all zero."""
+        return {name: torch.zeros(shape, dtype=dtype) for name in names}
 
     def wait_ready(self, timeout_s: float = WAIT_S) -> float:
         return wait_until(
@@ -186,14 +192,16 @@ class Engine:
     def store(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Stores, and waits until no block is read any more."""
         for worker in self.workers:
-            (store,) = worker.begin_stores([request_id], [self.op(hashes, block_ids)])
+            (store,) = worker.begin_stores(
+                [request_id], [self.op(hashes, block_ids)], worker.signal()
+            )
             wait_until(lambda store=store: store.over, what="a store")
 
     def compare(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Has blocks compared with what a lookup has pinned; waits until each was looked at."""
         for worker in self.workers:
             op = self.op(hashes, block_ids)
-            (check,) = worker.begin_stores([request_id], [op], compare=True)
+            (check,) = worker.begin_stores([request_id], [op], worker.signal(), compare=True)
             wait_until(lambda check=check: check.answered, what="a comparison")
 
     def lookup(
@@ -235,7 +243,10 @@ class Engine:
     ) -> list[RetrieveTransfer]:
         """One of every worker."""
         op = self.op(hashes, block_ids, skip_first_n_tokens)
-        return [worker.begin_retrieves([request_id], [op])[0] for worker in self.workers]
+        return [
+            worker.begin_retrieves([request_id], [op], worker.signal())[0]
+            for worker in self.workers
+        ]
 
     def close(self) -> None:
         for worker in self.workers:

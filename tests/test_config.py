@@ -251,6 +251,8 @@ def test_unknown_settings_of_an_engine_are_refused() -> None:
         {"agent_dead_after_s": "2"},
         {"agent_dead_after_s": True},
         {"agent_dead_after_s": 0},
+        {"kv_cache_layout": "LBNHC"},
+        {"kv_cache_layout": ["BLNHC"]},
     ],
 )
 def test_impossible_settings_of_an_engine_are_refused(extra: dict[str, Any]) -> None:

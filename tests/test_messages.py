@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.chunks.names import Reach
-from lmcache_redis.device.handles import SharedMemoryHandle
+from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import WireError
 
@@ -33,11 +33,17 @@ QUESTIONS: list[m.Message] = [
     m.RegisterKVCache(
         3, (m.KVGroup(7, LAYOUT, b"f" * 32),), (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)
     ),
+    m.RegisterKVCache(
+        3,
+        (m.KVGroup(7, LAYOUT, b"f" * 32),),
+        (CudaIPCHandle(1, 2, "d", b"h" * 64, 8192, 512, 4096),),
+        SharedMemoryHandle(1, 2, 3, 4, 5, 6),
+    ),
     m.UnregisterKVCache(4),
     m.Lookup(5, "r", HASHES),
     m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Watch(5, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
-    m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, b"event"),
+    m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, 7),
     m.Compare(6, "r", HASHES, (1, 2, 3, 4), 10**15, None, 1),
     m.Retrieve(7, "r", HASHES, (1, 2, 3, 4), 32, 10**15),
     m.ReleaseLocks(8, "r", HASHES),
@@ -61,6 +67,7 @@ ANSWERS: list[m.Message] = [
     m.RetrieveResult(6, (0, 5)),
     m.StatusReport(7, b"{}"),
     m.Pong(8, 1, "0.1.0"),
+    m.Pong(8, 1, "0.1.0", True),
     m.Failure(9, m.REFUSED, "because"),
 ]
 
@@ -81,7 +88,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x05",
+        b"LMCR-MP\x00\x06",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -160,7 +167,12 @@ def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.Da
 
 # Of the names, types and bounds of every message. Both sides refuse what they do not know, so any
 # change of them is another version of the protocol.
-SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "ee3b37c67e1175b8", 5: "a8ccd19ec9ce0491"}
+SCHEMAS = {
+    3: "0fb9dc40b9e5286b",
+    4: "ee3b37c67e1175b8",
+    5: "a8ccd19ec9ce0491",
+    6: "bade056af6a736fe",
+}
 
 
 def test_a_change_of_a_message_changes_the_version() -> None:

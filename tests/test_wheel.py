@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.device import kernels
 from tests.servers import RedisServer
 
 PACKAGE = "lmcache_redis"
+KERNELS = f"{PACKAGE}/device/kernels"
 ROOT = Path(__file__).parent.parent
 WAIT_S = 240
 STABLE_ABI = sys.version_info >= (3, 11)
@@ -39,7 +41,7 @@ def run(*words: object, env: dict[str, str] | None = None, **more: object) -> st
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("wheel")
     source = built / "source"
-    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.ptx")
     shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=ignored)
     for name in ("benchmarks", "demo", "deploy"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
@@ -86,7 +88,7 @@ def test_it_has_the_product_alone(wheel: Path) -> None:
         text = opened.read(metadata).decode()
         required = re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)
     assert {name.split("/")[0].split("-")[0] for name in names} == {PACKAGE}
-    assert not [name for name in names if name.endswith((".c", ".h"))]
+    assert not [name for name in names if name.endswith((".c", ".h", "compile.py", "source.py"))]
     always = {re.split(r"[<>=;, ]", each)[0] for each in required if "extra ==" not in each}
     assert always == {
         *("hiredis", "msgspec", "numpy", "prometheus-client", "pyzmq", "redis", "rich"),
@@ -104,6 +106,16 @@ def test_one_file_serves_every_python(wheel: Path) -> None:
         return
     assert "-cp311-abi3-linux_" in wheel.name
     assert sorted(native) == [f"{PACKAGE}/native/{name}.abi3.so" for name in ("_guard", "_moves")]
+
+
+def test_it_has_the_kernels_that_the_source_gives(wheel: Path, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run(sys.executable, ROOT / KERNELS / "compile.py", tmp_path)
+    made = {f"{KERNELS}/{file.name}": file.read_bytes() for file in tmp_path.iterdir()}
+    assert set(made) == {f"{KERNELS}/{name}.ptx" for name in kernels.NAMES}
+    with zipfile.ZipFile(wheel) as opened:
+        found = [name for name in opened.namelist() if name.endswith(".ptx")]
+        assert made == {name: opened.read(name) for name in found}
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no C compiler to build the wheel")
@@ -146,7 +158,8 @@ def test_it_runs_without_a_compiler(
     assert "WARNING" not in log.read_text()
 
 
-def test_wheels_are_built_for_the_pythons_that_are_supported() -> None:
+@pytest.mark.skipif(not shutil.which("gcc"), reason="no C compiler to build the wheel")
+def test_wheels_are_built_for_the_pythons_that_are_supported(clean: Path) -> None:
     """cibuildwheel's settings: a wheel for 3.10, one for all later ones, for both processors."""
     if sys.version_info < (3, 11):
         pytest.skip("needs tomllib")
@@ -157,10 +170,10 @@ def test_wheels_are_built_for_the_pythons_that_are_supported() -> None:
     assert project["project"]["requires-python"].startswith(">=3.10,")
     assert settings["build"] == ["cp310-manylinux_*", "cp311-manylinux_*"]
     assert settings["linux"]["archs"] == ["x86_64", "aarch64"]
-    # What it runs in each wheel's own environment holds here.
+    # What it runs in each wheel's own environment holds in that of this wheel.
     for command in settings["test-command"]:
         program, *words = _words(command)
-        run(Path(sys.executable).parent / program, *words, cwd=os.sep)
+        run(clean / program, *words, cwd=os.sep)
 
 
 def _words(command: str) -> list[str]:

@@ -17,13 +17,14 @@ from benchmarks.gpu.rows import GATHER, MIB, SCATTER, Options, Row, row_of
 from benchmarks.gpu.timing import Launch, Measure, captured, wait_for_all
 from benchmarks.report import rotated
 from lmcache_redis.device.layout import KVLayout, Segment
-from lmcache_redis.device.table import BlockIds, pack_ids, staging_stride_bytes
+from lmcache_redis.device.table import pack_ids, staging_stride_bytes
 from lmcache_redis.errors import LMCacheRedisError
 
 if TYPE_CHECKING:
     import torch
 
-    from lmcache_redis.device.cuda_copies import PageCopies
+    from benchmarks.gpu.launches import KernelCopies
+    from benchmarks.gpu.reference import ReferenceCopies
 
 _COPIES = 6  # of the bytes moved: a cache of two, staging, and the same again for the check
 
@@ -52,7 +53,7 @@ def measure(
         case = Case(shape, max(counts), device)
         for chunks in counts:
             size = f"{chunks * shape.chunk_bytes // MIB} MiB"
-            say(f"{shape.name}, {chunks} chunks ({size}), copied by {case.copies.name}")
+            say(f"{shape.name}, {chunks} chunks ({size}), moved by {case.copies.name}")
             rows += _measure_one(case, chunks, options, peak)
         del case  # before the next one takes its memory
     return rows
@@ -64,8 +65,8 @@ class Case:
     def __init__(self, shape: Shape, most_chunks: int, device: torch.device) -> None:
         import torch
 
+        from benchmarks.gpu.launches import KernelCopies
         from benchmarks.gpu.reference import ReferenceCopies
-        from lmcache_redis.device.cuda_copies import page_copies
 
         self.shape = shape
         self.device = device
@@ -83,19 +84,19 @@ class Case:
             for n in range(shape.segments)
         )
         self.layout = KVLayout((), "uint8", "cuda", shape.block_tokens, self.num_blocks, segments)
-        self.copies: PageCopies = page_copies(self.layout, [self.cache])
-        self.reference: PageCopies = ReferenceCopies(self.layout, [self.cache])
+        self.copies: KernelCopies | ReferenceCopies = KernelCopies(self.layout, [self.cache])
+        self.reference = ReferenceCopies(self.layout, [self.cache])
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1))
         self._chunks = order.view(self.pool_chunks, shape.blocks_per_chunk).tolist()
 
-    def ids(self, begin: int, chunks: int) -> BlockIds:
+    def ids(self, begin: int, chunks: int) -> torch.Tensor:
         """The block ids of ``chunks`` chunks in random order, from ``begin`` on."""
         import torch
 
-        host = pack_ids(self._chunks[begin : begin + chunks], self.num_blocks)
-        return BlockIds(host, torch.from_numpy(host).to(self.device))
+        packed = pack_ids(self._chunks[begin : begin + chunks], self.num_blocks)
+        return torch.from_numpy(packed).to(self.device)
 
-    def turns(self, chunks: int, cold_bytes: int) -> list[tuple[BlockIds, torch.Tensor, int]]:
+    def turns(self, chunks: int, cold_bytes: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         """Ids, staging and the source offset of a plain copy, for launches on different memory."""
         wanted = math.ceil(cold_bytes / (chunks * self.shape.chunk_bytes))
         turns = max(1, min(wanted, self.pool_chunks // chunks))

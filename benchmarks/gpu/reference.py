@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.table import SKIPPED, BlockIds, staging_stride_bytes
+from lmcache_redis.device.table import SKIPPED, staging_stride_bytes
 
 
 class ReferenceCopies:
-    """A `PageCopies` on any device.
+    """As `benchmarks.gpu.launches.KernelCopies`, on any device.
 
     layout: has passed `KVLayout.check`. storages: flat uint8, one for each that the segments name.
     """
@@ -29,25 +29,25 @@ class ReferenceCopies:
             for each in layout.segments
         ]
 
-    def gather(self, block_ids: BlockIds, staging: torch.Tensor) -> None:
-        for pages, ids, skip, part in self._parts(block_ids, staging):
-            part[skip:] = pages[ids[skip:]]
+    def gather(self, ids: torch.Tensor, staging: torch.Tensor) -> None:
+        for pages, blocks, skip, part in self._parts(ids, staging):
+            part[skip:] = pages[blocks[skip:]]
 
-    def scatter(self, block_ids: BlockIds, staging: torch.Tensor) -> None:
-        for pages, ids, skip, part in self._parts(block_ids, staging):
-            pages[ids[skip:]] = part[skip:]
+    def scatter(self, ids: torch.Tensor, staging: torch.Tensor) -> None:
+        for pages, blocks, skip, part in self._parts(ids, staging):
+            pages[blocks[skip:]] = part[skip:]
 
     def _parts(
-        self, block_ids: BlockIds, staging: torch.Tensor
+        self, ids: torch.Tensor, staging: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]]:
         """For each chunk and segment: pages, ids, blocks to skip, and where they are staged."""
-        skips = (block_ids.host == SKIPPED).sum(axis=1).tolist()  # `pack_ids` skips at the front
-        count = block_ids.host.shape[1]
+        skips = (ids == SKIPPED).sum(dim=1).tolist()  # `pack_ids` skips at the front
+        count = ids.shape[1]
         stride = staging_stride_bytes(count * self._block_bytes)
         for number, skip in enumerate(skips):
             at = number * stride
             for pages in self._pages:
                 nbytes = count * pages.shape[1]
                 part = staging[at : at + nbytes].view(count, -1)
-                yield pages, block_ids.device[number], skip, part
+                yield pages, ids[number], skip, part
                 at += nbytes

@@ -10,6 +10,7 @@ purge       selects chunks and removes them
 pace        keeps a rate, in keys a second
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why
+gpu         reads the facts of this node's GPUs, and judges them
 node        reads the facts of this node, its agent and its engines, and judges them
 doctor      facts, measurements and rules together
 report      every report as JSON and as text

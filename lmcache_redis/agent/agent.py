@@ -21,7 +21,7 @@ from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.device.context import PinnedPool
+from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import Wakeup
@@ -53,7 +53,7 @@ class Agent:
     copies: CopyThreads
     sessions: Sessions
     peers: Peers
-    pinned_pool: PinnedPool
+    pinning: PoolPinning
     trust: LayoutTrust
 
     @property
@@ -94,6 +94,7 @@ class Agent:
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)
         cache = Cache(loop, arena, backings, Metrics())
+        copies = CopyThreads(config.copy_threads, wakeup.set)
         return Agent(
             config,
             wakeup,
@@ -102,10 +103,16 @@ class Agent:
             plane,
             disk,
             cache,
-            CopyThreads(config.copy_threads),
+            copies,
             Sessions(cache.pool, config.session_timeout_s),
             Peers(),
-            PinnedPool(arena.base_address, arena.size_bytes),
+            PoolPinning(
+                arena.base_address,
+                arena.capacity,
+                arena.slot_stride_bytes,
+                lambda: arena.prefaulted_bytes,
+                copies.lose,
+            ),
             LayoutTrust(),
         )
 
@@ -126,6 +133,8 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "pinned_slots": pool.pinned,
             "chunks": len(pool),
             "evictions": pool.evictions,
+            "locked_bytes": agent.pinning.pinned_bytes,
+            "lock_failure": agent.pinning.failure,
         },
         "queues": {
             "writes": len(queues[-1]),

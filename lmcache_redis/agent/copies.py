@@ -3,7 +3,8 @@
 Each place (a GPU, or the CPU's memory) has its own threads, so GPUs are copied in parallel and do
 not delay each other. CUDA calls have no deadline: a GPU that hangs keeps its threads and the slots
 of their copies. Copies queued behind them are cancelled when their lease expires (`drop_late`), and
-the agent stops without waiting for them.
+the agent stops without waiting for them. A GPU that is lost (`CopyThreads.lose`) ends the agent,
+because the driver refuses its process everything that follows.
 
 A request waits for its scatters but not for its gathers, so each kind has its own threads. Gathers
 from CPU memory run at nice 10, because the engine computes on the same cores: they get about a
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.threads import WorkerThreads
-from lmcache_redis.errors import DeviceError
+from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class CopyOutcome(Enum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    LOST = "lost"  # the GPU is lost, and may touch the blocks until this process has ended
 
 
 Copy = Callable[[], CopyOutcome]
@@ -52,10 +55,15 @@ class CopyThreads:
 
     Owned by the loop thread. Threads start with the first copy of their place. Each outcome is
     reported once, by the thread that copied or cancelled; a report must only enqueue.
+
+    wake: called on any thread when `lost` is set.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, wake: Callable[[], None] = lambda: None) -> None:
+        self.lost: GpuLost | None = None
         self._threads = threads
+        self._wake = wake
+        self._losing = threading.Lock()
         self._started: dict[str, WorkerThreads] = {}
         self._closed = False
 
@@ -80,6 +88,16 @@ class CopyThreads:
         now_s = time.monotonic()
         for threads in self._started.values():
             threads.drop(now_s)
+
+    def lose(self, error: GpuLost) -> None:
+        """A GPU is lost, which is said once: the agent has to end. From any thread."""
+        with self._losing:
+            is_first, self.lost = self.lost is None, self.lost or error
+        if is_first:
+            logger.error(
+                "a GPU is lost, so this agent ends, and the next one can use it again: %s", error
+            )
+            self._wake()
 
     @property
     def backlog(self) -> int:
@@ -112,16 +130,19 @@ class CopyThreads:
             if self._closed:
                 threads.stop()
         until_s = math.inf if until_ns is None else until_ns / 1e9
-        threads.put(partial(_run, copy, report), partial(report, CopyOutcome.CANCELLED), until_s)
+        run = partial(self._run, copy, report)
+        threads.put(run, partial(report, CopyOutcome.CANCELLED), until_s)
 
-
-def _run(copy: Copy, report: Report) -> None:
-    outcome = CopyOutcome.FAILED
-    try:
-        outcome = copy()
-    except DeviceError as error:
-        logger.warning("a copy failed: %s", error)
-    except Exception:
-        logger.exception("a copy failed")  # our own bug: only this copy fails
-    finally:
-        report(outcome)
+    def _run(self, copy: Copy, report: Report) -> None:
+        outcome = CopyOutcome.FAILED
+        try:
+            outcome = copy()
+        except GpuLost as error:
+            outcome = CopyOutcome.LOST
+            self.lose(error)
+        except DeviceError as error:
+            logger.warning("a copy failed: %s", error)
+        except Exception:
+            logger.exception("a copy failed")  # our own bug: only this copy fails
+        finally:
+            report(outcome)

@@ -54,6 +54,11 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
         pool["pinned_slots"] * slot_bytes,
     )
     yield gauge(
+        "pool_locked_bytes",
+        "bytes of the host pool that are page-locked for GPUs",
+        pool["locked_bytes"],
+    )
+    yield gauge(
         "queue_bytes",
         "chunks that wait to be written to Redis",
         status["queues"]["write_bytes"],

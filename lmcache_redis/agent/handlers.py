@@ -48,7 +48,9 @@ class Handlers:
         self._registering = Registering(agent)
         self._watches = Watches(agent)
         self._of_tools: Mapping[type, Callable[[Reply], None]] = {
-            m.Ping: lambda reply: reply(m.Pong(0, os.getpid(), __version__)),
+            m.Ping: lambda reply: reply(
+                m.Pong(0, os.getpid(), __version__, self._registering.is_mapping)
+            ),
             m.GetChunkSize: lambda reply: reply(m.ChunkSize(0, agent.config.chunk_size_tokens)),
             m.Status: self._status,
             m.Trust: lambda reply: reply(m.Done(0, agent.trust.restore())),

@@ -2,7 +2,8 @@
 
 A job is split into device calls of one or more chunks. Every chunk of a job ends exactly once, even
 after a bug of ours. The engine is answered when the last chunk has ended or, for a store, when the
-last block has been read: an earlier answer would free blocks that are still in use.
+last block has been read: an earlier answer would free blocks that are still in use. A retrieve
+whose GPU is lost is never answered: the end of the agent's process frees the blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.peers import Group, ModelUse, Registration, Reply
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.cache.pool import Entry, EntryState
-from lmcache_redis.errors import DeviceError
+from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class CopyJob(ABC):
         self._begin_calls(chunks)
 
     def _begin_calls(self, chunks: Sequence[int]) -> None:
-        per_call = max(1, self._registration.device.call_bytes // self._form.chunk_bytes)
+        per_call = max(1, -(-self._registration.device.call_bytes // self._form.chunk_bytes))
         for first in range(0, len(chunks), per_call):
             self._begin_call(chunks[first : first + per_call])
 
@@ -175,6 +176,8 @@ class CopyJob(ABC):
         try:
             if self._move(chunks, block_ids, slots):
                 return CopyOutcome.DONE
+        except GpuLost:
+            raise
         except DeviceError:
             if time.monotonic_ns() <= self._question.lease_ns:
                 raise

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +36,8 @@ from lmcache_redis.transport import bind_router
 
 logger = logging.getLogger(__name__)
 
+# Of an agent that ends because a GPU is lost: EX_TEMPFAIL of sysexits.h, "try again later".
+EXIT_GPU_LOST = 75
 _FIRST_PROBE_S = 1.5
 _GC_THRESHOLDS = (50_000, 20, 100)
 _STOP_GRACE_S = 10.0
@@ -53,7 +57,7 @@ RELOADABLE = (
 
 
 def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = None) -> int:
-    """Runs an agent until SIGTERM or SIGINT; returns the exit status.
+    """Runs an agent until SIGTERM or SIGINT, or until a GPU is lost; returns the exit status.
 
     again: the settings as they are at SIGHUP; raises ``ConfigError``. Without it, SIGHUP ends the
     process as usual: the terminal is closed.
@@ -97,8 +101,18 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
             service.serve()
         finally:
             manager.stopping(service.shutdown_deadline_s + _STOP_GRACE_S)
-            _stop(service, agent)
-    return 0
+            can_exit = _stop(service, agent)
+    exit_status = EXIT_GPU_LOST if agent.copies.lost is not None else 0
+    if not can_exit:
+        _end_process(exit_status)
+    return exit_status
+
+
+def _end_process(exit_status: int) -> None:
+    """Without what the driver's library does at exit, which a GPU that hangs would hold up."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(exit_status)
 
 
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
@@ -231,19 +245,23 @@ def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None
         logger.warning("Redis is not available yet: %s", state.reason)
 
 
-def _stop(service: Service, agent: Agent) -> None:
+def _stop(service: Service, agent: Agent) -> bool:
+    """Returns whether the process can exit as usual: the GPUs answer."""
     shutdown_s = service.shutdown_deadline_s
     logger.info("stopping: loads and writes have %.1f s to finish", shutdown_s)
     deadline_s = service.drain(time.monotonic() + shutdown_s)
     copied = agent.copies.close(max(0.1, deadline_s - time.monotonic()))
     agent.cache.close(max(0.1, deadline_s - time.monotonic()))
     agent.loop.run_posted()
-    if copied:
-        try:
-            agent.pinned_pool.unpin()
-        except DeviceError as error:
-            logger.error("the host pool stays pinned until the process ends: %s", error)
-    else:  # a device may still be copying to or from it
-        logger.error("a device does not answer: the host pool stays pinned until the process ends")
+    answers = copied and agent.copies.lost is None
+    if not copied:
+        logger.error("a device does not answer")
+    try:
+        # Without an answer, a device may still be copying to or from the pool.
+        agent.pinning.close(unpin=answers)
+    except DeviceError as error:
+        logger.error("the host pool stays pinned until the process ends: %s", error)
+        answers = False
     agent.wakeup.close()
     logger.info("stopped")
+    return answers

@@ -16,7 +16,7 @@ from lmcache_redis.agent.copies import CPU
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
-from lmcache_redis.device.handles import CudaIPCHandle
+from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.processes import has_ended
 
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
@@ -57,7 +57,7 @@ class Registration:
     def place(self) -> str:
         """Where its memory is; copies of different places do not wait for each other."""
         storage = self.storages[0]
-        return storage.device_uuid if isinstance(storage, CudaIPCHandle) else CPU
+        return CPU if isinstance(storage, SharedMemoryHandle) else storage.device_uuid
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """Registrations: mapping and unmapping engines' memory, on threads because it may take seconds.
 
 The answer to a registration tells the engine that every copy through its former mapping has ended,
-so a former mapping is closed before the answer.
+so a former mapping is closed before the answer. What can wait comes after the answer: the host pool
+is pinned for GPUs then.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.context import open_device
+from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import check_exporter
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
-from lmcache_redis.errors import ConfigError, DeviceError, FormatError, WireError
+from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +57,18 @@ class Registering:
         self._cache = agent.cache
         self._copies = agent.copies
         self._peers = agent.peers
-        self._pinned_pool = agent.pinned_pool
+        self._pinning = agent.pinning
+        self._gpus = Gpus(
+            agent.config.copy_threads, agent.config.direct_copy_bytes, agent.pinning.pieces_of
+        )
+        self._mapping = 0  # registrations in progress
         self._closing: dict[_Worker, int] = {}  # former mappings that are still open
         self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether a registration is in progress: its driver may hold up this process."""
+        return self._mapping > 0
 
     def register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
         """Maps a worker's memory and answers, or refuses with a reason.
@@ -74,13 +85,15 @@ class Registering:
             chunk_tokens = self._chunk_tokens(question)
             groups = self._groups(peer, question, chunk_tokens)
             # There is often one storage per layer, all of one process.
-            for handle in {(each.pid, each.pid_start_time): each for each in storages}.values():
+            handles = storages if question.signals is None else (*storages, question.signals)
+            for handle in {(each.pid, each.pid_start_time): each for each in handles}.values():
                 check_exporter(handle)
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
         self.unregister(peer, "it registers again")
         peer.mapping = True
+        self._mapping += 1
         opened: list[DeviceContext | DeviceError] = []
         self._copies.scatter(
             REGISTERING,
@@ -123,18 +136,20 @@ class Registering:
     def _open(
         self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError]
     ) -> CopyOutcome:
-        # On a copy thread: mapping a KV cache and pinning the host pool take seconds.
+        # On a copy thread: mapping a KV cache takes seconds.
+        layouts = [group.layout for group in question.groups]
         try:
-            layouts = [group.layout for group in question.groups]
-            device = open_device(layouts, question.storages, self._config.device)
+            opened.append(
+                open_device(
+                    layouts, question.storages, self._config.device, question.signals, self._gpus
+                )
+            )
+        except GpuLost as error:
+            opened.append(error)
+            raise
         except DeviceError as error:
             opened.append(error)
             return CopyOutcome.FAILED
-        opened.append(device)
-        try:
-            self._pinned_pool.pin(device)
-        except DeviceError as error:
-            logger.warning("%s", error)
         return CopyOutcome.DONE
 
     def _mapped(
@@ -147,9 +162,11 @@ class Registering:
         reply: Reply,
     ) -> None:
         peer.mapping = False
+        self._mapping -= 1
         device = opened[0] if opened else DeviceError("the agent could not map the KV cache")
         if isinstance(device, DeviceError):
-            logger.warning("refused the KV cache of %s: %s", _name(peer), device)
+            if not isinstance(device, GpuLost):
+                logger.warning("refused the KV cache of %s: %s", _name(peer), device)
             reply(m.Failure(0, m.REFUSED, str(device)))
             return
         worker_id = peer.hello.worker_id
@@ -165,6 +182,8 @@ class Registering:
         logger.info("registered %s: %s", _name(peer), "; ".join(map(_sentence, groups)))
         # This tells the engine that every copy through a former mapping has ended.
         self.when_unmapped(peer, lambda: reply(m.Done(0)))
+        if device.layouts[0].device == "cuda":
+            self._pinning.begin(device.use_context)
 
     def unregister(self, peer: Peer, why: str) -> None:
         """Unmaps a worker's memory once its copies have ended. Does nothing if none is mapped."""

@@ -35,6 +35,7 @@ class RetrieveJob(CopyJob):
     def __init__(self, agent: Agent, request: CopyRequest) -> None:
         super().__init__(agent, request)
         self._failed: list[int] = []
+        self._lost = False  # the GPU: it may still write to the blocks
         self._entries: dict[int, Entry] = {}  # pinned, until their copies take over the pins
         self._missing: list[int] = []  # chunks that are not in memory, and are not being loaded
 
@@ -107,7 +108,7 @@ class RetrieveJob(CopyJob):
         per_chunk = self._request.group.blocks_per_part
         skip = sum(min(max(0, self._skip_blocks - c * per_chunk), per_chunk) for c in chunks)
         self._registration.device.scatter(
-            block_ids, slots, self._form.stripe_payload_bytes, skip, self._question.event,
+            block_ids, slots, self._form.stripe_payload_bytes, skip, self._question.after,
             self._question.lease_ns, len(chunks), self._question.group,
         )  # fmt: skip
         return True
@@ -118,6 +119,7 @@ class RetrieveJob(CopyJob):
     def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:
             self._failed.append(chunk)
+        self._lost = self._lost or outcome is CopyOutcome.LOST
 
     def _finish(self) -> None:
         copied = len(self._hashes) - len(self._failed)
@@ -134,6 +136,7 @@ class RetrieveJob(CopyJob):
             because(self._reasons),
         )  # fmt: skip
         try:
-            self._request.reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
+            if not self._lost:
+                self._request.reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
         finally:
             self._agent.sessions.finish(self._request.session)

@@ -5,6 +5,8 @@ timers and sends answers. ``handlers`` decides what to do with each question.
 
     serving ──stop──▶ draining ──nothing in flight, or the deadline, or a second stop──▶ ended
 
+A lost GPU stops it too.
+
 While it drains, lookups are misses, stores are dropped and no HELLO is answered. Lookups, retrieves
 and stores in flight end, hits that engines were just told of are loaded into their blocks, and
 queued chunks are written.
@@ -79,8 +81,8 @@ class Service:
         self._agent.wakeup.set()
 
     def serve(self) -> None:
-        """Serves until `stop`."""
-        while not self._stopping:
+        """Serves until `stop`, or until a GPU is lost."""
+        while not self._stopping and self._agent.copies.lost is None:
             self._turn(math.inf)
 
     def drain(self, deadline_s: float) -> float:

@@ -22,6 +22,7 @@ _FIRST_TOKEN_FIRST_S = 0.1
 
 _DROPS = {
     CopyOutcome.FAILED: ("drop_device_error", "blocks could not be read"),
+    CopyOutcome.LOST: ("drop_device_error", "the GPU is lost"),
     CopyOutcome.CANCELLED: ("drop_lease", "the agent was too slow to read the blocks"),
 }
 
@@ -86,7 +87,7 @@ class StoreJob(CopyJob):
                 self._cache.owner.post(partial(self._blocks_read, chunks))
 
         self._registration.device.gather(
-            block_ids, slots, self._form.stripe_payload_bytes, self._question.event,
+            block_ids, slots, self._form.stripe_payload_bytes, self._question.after,
             on_blocks_read, lease_ns, len(chunks), self._question.group,
         )  # fmt: skip
         return read_in_time or time.monotonic_ns() <= lease_ns

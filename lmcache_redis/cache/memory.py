@@ -87,6 +87,7 @@ class Arena:
         self.base_address = address + start
         ask_for_huge_pages(self.base_address, self.size_bytes)
         self.numa_nodes = numa.spread(self.base_address, self.size_bytes)
+        self.prefaulted_bytes = 0  # from the start on; all when `prefault` has ended, however
         self._view = memoryview(mapped)[start : start + self.size_bytes]
 
     def prefault(self, stop: threading.Event) -> bool:
@@ -99,13 +100,18 @@ class Arena:
         a kernel before 5.14, which cannot do this safely (the arena is then faulted in by use).
         Raises MemoryError if the machine does not have enough memory.
         """
-        for offset in range(0, self.size_bytes, _PREFAULT_STEP_BYTES):
-            started_s = time.monotonic()
-            nbytes = min(_PREFAULT_STEP_BYTES, self.size_bytes - offset)
-            if stop.is_set() or not fault_in(self.base_address + offset, nbytes, for_write=True):
-                return False
-            stop.wait(time.monotonic() - started_s)
-        return True
+        try:
+            for offset in range(0, self.size_bytes, _PREFAULT_STEP_BYTES):
+                started_s = time.monotonic()
+                step = self.base_address + offset
+                nbytes = min(_PREFAULT_STEP_BYTES, self.size_bytes - offset)
+                if stop.is_set() or not fault_in(step, nbytes, for_write=True):
+                    return False
+                self.prefaulted_bytes = offset + nbytes
+                stop.wait(time.monotonic() - started_s)
+            return True
+        finally:
+            self.prefaulted_bytes = self.size_bytes
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
         """See `PoolMemory`. One slot per stripe."""

@@ -42,6 +42,9 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent.add_row("Redis", f"{redis['server']}: {'up' if redis['up'] else redis['reason']}")
     agent.add_row("host pool", f"{used:.2f} of {whole:.2f} GiB, {pool['chunks']} chunks")
     agent.add_row("pinned", f"{pool['pinned_slots'] * pool['slot_bytes'] / 2**30:.2f} GiB")
+    if pool.get("locked_bytes") or pool.get("lock_failure"):
+        locked = f"{pool['locked_bytes'] / 2**30:.2f} GiB"
+        agent.add_row("locked for GPUs", ", ".join(filter(None, (locked, pool["lock_failure"]))))
     agent.add_row("to be written", f"{queues['writes']} chunks")
     for name, tier in report["loads"]["tiers"].items():
         agent.add_row(f"loads from {name}", _load_rate(tier))

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -32,6 +33,8 @@ _TICK_S = 0.2
 _HEARTBEAT_S = 0.5
 _REFUSED_TICK_S = 5.0
 _GOODBYE_S = 0.5
+# To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
+_MAPPING_S = 10.0
 
 
 class LinkState(Enum):
@@ -64,6 +67,18 @@ def next_duty(
     return Duty.HELLO if now_s - sent_s >= pause_s else Duty.NOTHING
 
 
+@dataclass
+class Patience:
+    """How long the agent may be silent: longer while it maps memory, as it said last."""
+
+    usual_s: float
+    mapping: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return max(self.usual_s, _MAPPING_S) if self.mapping else self.usual_s
+
+
 class AgentLink:
     """The connection of one scheduler, worker or tool to the agent at ``endpoint``.
 
@@ -90,7 +105,7 @@ class AgentLink:
             0, engine_id, model_name, world_size, worker_id, __version__, unnamed=unnamed
         )
         self._greeting = self._hello  # as it was sent last
-        self._dead_after_s = dead_after_s
+        self._patience = Patience(dead_after_s)
         self._on_welcome = on_welcome
         self._logged: str | None = None
         self._stop = False
@@ -134,6 +149,12 @@ class AgentLink:
             if not self._stop or self._thread.is_alive():
                 return calls
         lose(calls)  # no agent, or the thread ended before it saw the call
+        return calls
+
+    def lost(self, count: int) -> list[AgentCall]:
+        """Calls that are LOST and were never sent."""
+        calls = self._calls.new(count, None)
+        lose(calls)
         return calls
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -183,14 +204,14 @@ class AgentLink:
             now_s=time.monotonic(),
             heard_s=self._socket.heard_s,
             sent_s=self._socket.sent_s,
-            dead_after_s=self._dead_after_s,
+            dead_after_s=self._patience.seconds,
         )
         if duty is Duty.HELLO:
             self._greet()
         elif duty is Duty.PING:
             self._send(m.Ping(0))
         elif duty is Duty.RECONNECT:
-            self._reconnect(f"it has been silent for {self._dead_after_s:g} s")
+            self._reconnect(f"it has been silent for {self._patience.seconds:g} s")
         elif self._greeting.engine_id != self._hello.engine_id:
             self._greeting = self._hello
             self._send(m.Goodbye(0))
@@ -247,7 +268,9 @@ class AgentLink:
             self._welcomed(answer)
             return
         self._calls.answered(answer)
-        if isinstance(answer, m.Failure):
+        if isinstance(answer, m.Pong):
+            self._patience.mapping = answer.mapping
+        elif isinstance(answer, m.Failure):
             if answer.code == m.UNKNOWN_PEER and self.online:
                 self._go_offline("it was restarted")
                 self._greet()
@@ -259,6 +282,7 @@ class AgentLink:
         if self.online:
             return
         self._logged = self.refusal = None
+        self._patience.mapping = False
         logger.info(
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,

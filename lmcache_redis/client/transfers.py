@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
@@ -26,6 +26,8 @@ STEP_S = 5.0
 # A retrieve also has the time that its bytes take at this rate: the agent may have to load them.
 RETRIEVE_LEASE_S = 5.0
 LEAST_RETRIEVE_RATE = 100e6
+# In the place of a ticket that could not be recorded: what comes after it is lost at once.
+NEVER = 0
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,6 @@ class TransferOp:
         )
 
 
-class InterprocessEvent(Protocol):
-    """A ``torch.cuda.Event(interprocess=True)`` that has been recorded."""
-
-    def ipc_handle(self) -> bytes:
-        """The handle by which another process opens it."""
-
-    def synchronize(self) -> None:
-        """Waits until the work before it has ended."""
-
-
 class AgentProcess:
     """The process of the agent that sent a WELCOME.
 
@@ -134,14 +126,12 @@ class BlockTransfer:
     """An operation, the call that carries it, and its deadline.
 
     lease_ns: on CLOCK_MONOTONIC. agent: None if there was none.
-    event: kept alive until the agent has waited for it.
     """
 
     call: AgentCall
     op: TransferOp
     lease_ns: int
     agent: AgentProcess | None
-    event: InterprocessEvent | None
 
     @property
     def chunks(self) -> int:

@@ -19,18 +19,20 @@ from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     LEAST_RETRIEVE_RATE,
+    NEVER,
     RETRIEVE_LEASE_S,
     STEP_S,
     STORE_LEASE_S,
     AgentProcess,
     CacheGroup,
-    InterprocessEvent,
     RetrieveTransfer,
     StoreTransfer,
     TransferOp,
 )
+from lmcache_redis.device import export
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
+from lmcache_redis.device.signals import Signals
 from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -41,11 +43,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _ExportedMemory:
-    """What is registered with each agent. groups: the tensors, which keep the memory alive."""
+    """What is registered with each agent. groups: the tensors, which keep the memory alive.
+
+    signals: of the GPU that the memory is on; None on the CPU.
+    """
 
     groups: Sequence[CacheGroup] = ()
     layouts: Sequence[KVLayout] = ()
     storages: tuple[m.StorageHandle, ...] = ()
+    signals: Signals | None = None
 
 
 class _Registered(NamedTuple):
@@ -131,7 +137,7 @@ class WorkerClient:
             long. CPU tensors move into shared memory, in place.
         identity: everything else that decides the bytes of a chunk (model revision, backend, ...).
         block_strides: bytes between blocks, by tensor, if the engine knows them.
-        Raises ``DeviceError`` if the memory cannot be exported.
+        Raises ``DeviceError`` if the memory cannot be exported, or its GPU cannot signal.
         """
         tensors = [group.tensors for group in groups]
         exported = export_kv_caches(tensors, num_blocks, block_strides)
@@ -150,7 +156,11 @@ class WorkerClient:
             )
             for group, pages in zip(groups, exported.groups, strict=True)
         ]
-        self._memory = _ExportedMemory(groups, layouts, exported.storages)
+        former, self._memory = (
+            self._memory,
+            _ExportedMemory(groups, layouts, exported.storages, exported.signals),
+        )
+        export.withdraw(former.storages)
         if self.link.welcome is not None:
             self._register(self.link.welcome)
 
@@ -185,7 +195,7 @@ class WorkerClient:
 
     @property
     def on_cuda(self) -> bool:
-        return any(layout.device == "cuda" for layout in self._memory.layouts)
+        return self._memory.signals is not None
 
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 before the first WELCOME."""
@@ -228,6 +238,7 @@ class WorkerClient:
             partial(self._on_registered, welcome, self._registrations, place),
             groups=tuple(registered),
             storages=memory.storages,
+            signals=None if memory.signals is None else memory.signals.handle,
         )
 
     def _on_registered(
@@ -251,36 +262,54 @@ class WorkerClient:
 
     # Transfers
 
+    def signal(self, event: torch.cuda.Event | None = None) -> int | None:
+        """A ticket for what is queued by now on torch's current stream; None on the CPU.
+
+        event: the stream waits for it first. `NEVER` if the GPU hangs or is lost, which is logged:
+        then nothing is stored and no load succeeds.
+        """
+        signals = self._memory.signals
+        if signals is None:
+            return None
+        stream = export.current_stream(signals.gpu)
+        if event is not None:
+            event.wait(stream)
+        try:
+            return signals.record(stream.cuda_stream)
+        except DeviceError as error:
+            logger.error("stores are dropped and loads fail: %s", error)
+            return NEVER
+
     def begin_stores(
         self,
         request_ids: Sequence[str],
         ops: Sequence[TransferOp],
-        event: InterprocessEvent | None = None,
+        after: int | None = None,
         *,
         compare: bool = False,
     ) -> list[StoreTransfer]:
         """Starts a store of each op's chunks for its request, all in one message.
 
-        The agent reads the blocks after ``event`` (CUDA). Starts all of them or, if it raises
-        ``ValueError`` because the lists have different lengths, none.
+        after: of `signal`; the agent reads the blocks when the GPU has come to it.
 
         compare: the agent compares the blocks with what it has, and stores nothing. Each replica
-        compares all chunks, because its own bytes may be wrong.
+            compares all chunks, because its own bytes may be wrong.
+        Starts all of them or, if it raises ``ValueError`` because the lists have different lengths,
+        none.
         """
         _check_lengths(request_ids, ops)
         if self._memory.groups and not compare:
             ops = [op.share(*self._memory.groups[op.group].replica) for op in ops]
-        lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
-        handle = None if event is None else event.ipc_handle()
+        lease_ns = _lease(STORE_LEASE_S if after is None else STEP_S + STORE_LEASE_S)
         kind = m.Compare if compare else m.Store
-        calls = self.link.submit_all(
+        calls = self._submit(
             [
-                kind(0, name, tuple(op.hashes), tuple(op.block_ids), lease_ns, handle, op.group)
+                kind(0, name, tuple(op.hashes), tuple(op.block_ids), lease_ns, after, op.group)
                 for name, op in zip(request_ids, ops, strict=True)
             ]
         )
         return [
-            StoreTransfer(call, op, lease_ns, self._agent, event)
+            StoreTransfer(call, op, lease_ns, self._agent)
             for call, op in zip(calls, ops, strict=True)
         ]
 
@@ -288,28 +317,27 @@ class WorkerClient:
         self,
         request_ids: Sequence[str],
         ops: Sequence[TransferOp],
-        event: InterprocessEvent | None = None,
+        after: int | None = None,
     ) -> list[RetrieveTransfer]:
         """As `begin_stores`, for chunks that lookups have pinned: loads them into the ops' blocks.
 
-        The agent writes the blocks after ``event`` (CUDA).
+        after: of `signal`; the agent writes the blocks when the GPU has come to it.
         """
         _check_lengths(request_ids, ops)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
-        handle = None if event is None else event.ipc_handle()
         registrations = self._registrations
-        calls = self.link.submit_all(
+        calls = self._submit(
             [
                 m.Retrieve(
                     0, name, tuple(op.hashes), tuple(op.block_ids), op.skip_first_n_tokens,
-                    lease_ns, handle, op.group,
+                    lease_ns, after, op.group,
                 )
                 for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]
         )  # fmt: skip
         return [
             RetrieveTransfer(
-                call, op, lease_ns, self._agent, event,
+                call, op, lease_ns, self._agent,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
             )
@@ -322,12 +350,14 @@ class WorkerClient:
         Waits at most ``wait_s``; may be called again.
         Returns whether it is certain that no agent accesses it any more.
         """
+        former, self._registered = self._memory, None
         # The groups stay: transfers in flight ask for their block sizes.
-        self._memory, self._registered = _ExportedMemory(self._memory.groups), None
+        self._memory = _ExportedMemory(former.groups, signals=former.signals)
         call = self._unregistering
         if (call is None or call.state is CallState.LOST) and self.link.online:
             call = self._unregistering = self.link.submit(m.UnregisterKVCache)
         closed = call is not None and call.wait(wait_s) and isinstance(call.answer, m.Done)
+        export.withdraw(former.storages)
         return closed or self._agent is None or self._agent.has_ended()
 
     def shutdown(self) -> bool:
@@ -338,6 +368,12 @@ class WorkerClient:
         closed = self.unregister(1.0)
         self.link.close()
         return closed
+
+    def _submit(self, questions: Sequence[m.Store | m.Retrieve]) -> list[AgentCall]:
+        """Sends the questions. They are lost if they come after `NEVER`."""
+        if any(each.after == NEVER for each in questions):
+            return self.link.lost(len(questions))
+        return self.link.submit_all(questions)
 
     def _nbytes(self, op: TransferOp) -> int:
         layouts = self._memory.layouts

@@ -301,12 +301,12 @@ def _overlap(cluster: Sequence[Segment]) -> bool:
 
 
 def view_tensors(
-    kv_caches: Mapping[str, torch.Tensor], device_type: str
+    kv_caches: Mapping[str, torch.Tensor],
 ) -> tuple[list[TensorView], list[torch.UntypedStorage]]:
     """Each tensor as a `TensorView`, and the distinct storages in order of appearance.
 
-    Raises DeviceError if there are no tensors, if a value is not a dense tensor on ``device_type``
-    or has an unknown dtype, or if two storages cover the same memory: they cannot be shared.
+    Raises DeviceError if there are no tensors, if a value is not a dense tensor or has an unknown
+    dtype, or if two storages cover the same memory: they cannot be shared.
     """
     if not kv_caches:
         raise DeviceError("the engine registered no KV cache tensors")
@@ -319,8 +319,6 @@ def view_tensors(
                 f"KV cache {name!r} is a {type(tensor).__name__}, not one tensor: layers of this "
                 "kind (Mamba states, for instance) are not supported"
             )
-        if tensor.device.type != device_type:
-            raise DeviceError(f"KV cache {name!r} is on {tensor.device}, not on {device_type}")
         try:
             dtype = dtype_name(tensor.dtype)
         except FormatError as error:

@@ -11,7 +11,7 @@ The bytes of a chunk are segment-major: all pages of segment 0 in token order, t
 stripe ``i`` fills slot ``i`` from its start. The same plan serves both directions: a gather copies
 from the device to slots, a scatter from slots to the device.
 
-`CopyPlanner` lists the copies of a chunk for the CPU; a GPU has a table for its kernels (`table`).
+`CopyPlanner` lists the copies of a chunk. A GPU has a table for its kernels too (`table`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,16 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class CopyArrays(NamedTuple):
+    """`Copy` after `Copy`, by columns."""
+
+    storage: _Int64s
+    device_offset: _Int64s
+    slot: _Int64s
+    slot_offset: _Int64s
+    nbytes: _Int64s
+
+
 class ChunkCopy(NamedTuple):
     """One chunk of a call: its blocks in token order, its slots, and how many blocks to skip."""
 
@@ -62,7 +72,7 @@ class CopyCall(NamedTuple):
     chunks: list[ChunkCopy]
     chunk_bytes: int
     stripe_payload_bytes: int
-    event: bytes | None
+    after: int | None
     until_ns: int | None
 
 
@@ -76,7 +86,7 @@ class DeviceContext(ABC):
     byte moves: a call that refuses an argument has changed nothing.
 
     The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that waits
-    for a CUDA stream or for the engine's event until then raises without touching the blocks. On
+    for a CUDA stream or for the engine's signal until then raises without touching the blocks. On
     the CPU, a call checks the time before each MiB: a late call raises after copying a part.
 
     Attributes:
@@ -101,7 +111,7 @@ class DeviceContext(ABC):
         block_ids: Sequence[int],
         slots: Sequence[memoryview],
         stripe_payload_bytes: int,
-        event: bytes | None = None,
+        after: int | None = None,
         on_blocks_read: Callable[[], None] | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
@@ -110,13 +120,14 @@ class DeviceContext(ABC):
         """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
 
         On a GPU, ``on_blocks_read`` is called once, on the same thread, when the blocks have been
-        read and the engine may reuse them, long before the return. On the CPU it is not called.
+        read and the engine may reuse them: long before the return, if a kernel reads them. On the
+        CPU it is not called.
 
-        ``event`` is the engine's interprocess event after which the blocks may be read; None on the
-        CPU, where the engine's memory is coherent.
+        ``after`` is the ticket of the signal after which the blocks may be read (`device.signals`);
+        None on the CPU, where the engine's memory is coherent.
         """
         cut = chunks_of_call(block_ids, slots, 0, chunks)
-        self._gather(self._call(group, cut, stripe_payload_bytes, event, until_ns), on_blocks_read)
+        self._gather(self._call(group, cut, stripe_payload_bytes, after, until_ns), on_blocks_read)
 
     def scatter(
         self,
@@ -124,7 +135,7 @@ class DeviceContext(ABC):
         slots: Sequence[memoryview],
         stripe_payload_bytes: int,
         skip_blocks: int = 0,
-        event: bytes | None = None,
+        after: int | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
         group: int = 0,
@@ -133,11 +144,11 @@ class DeviceContext(ABC):
 
         The first ``skip_blocks`` blocks, counted from the first chunk on, are not written.
 
-        The blocks may be written after ``event``, because an engine on a GPU may still be zeroing
-        fresh blocks; None on the CPU. On return the engine may read the blocks.
+        The blocks may be written after the signal ``after``, because an engine on a GPU may still
+        be zeroing fresh blocks; None on the CPU. On return the engine may read the blocks.
         """
         cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        self._scatter(self._call(group, cut, stripe_payload_bytes, event, until_ns))
+        self._scatter(self._call(group, cut, stripe_payload_bytes, after, until_ns))
 
     def close(self) -> None:
         """Wait for calls in progress, then unmap. Later calls raise DeviceError. Idempotent."""
@@ -150,24 +161,24 @@ class DeviceContext(ABC):
 
     @abstractmethod
     def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
-        """See `gather`. Chunks and slots are checked, block ids and the event are not."""
+        """See `gather`. Chunks and slots are checked, block ids and the ticket are not."""
 
     @abstractmethod
     def _scatter(self, call: CopyCall) -> None:
-        """See `scatter`. Chunks and slots are checked, block ids and the event are not."""
+        """See `scatter`. Chunks and slots are checked, block ids and the ticket are not."""
 
     @abstractmethod
     def _unmap(self) -> None:
         """Release the memory."""
 
     def _call(
-        self, group: int, chunks: list[ChunkCopy], stripe_bytes: int, event: bytes | None,
+        self, group: int, chunks: list[ChunkCopy], stripe_bytes: int, after: int | None,
         until_ns: int | None,
     ) -> CopyCall:  # fmt: skip
         chunk_bytes = len(chunks[0].block_ids) * self._block_bytes[group]
         for chunk in chunks:
             check_slots(chunk.slots, chunk_bytes, stripe_bytes)
-        return CopyCall(group, chunks, chunk_bytes, stripe_bytes, event, until_ns)
+        return CopyCall(group, chunks, chunk_bytes, stripe_bytes, after, until_ns)
 
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[None]:
@@ -191,10 +202,10 @@ _copy = functools.partial(tuple.__new__, Copy)
 class _Shape(NamedTuple):
     """A plan without block ids: copy ``i`` begins at ``base + ids[block] * stride``."""
 
-    storage: list[int]
-    slot: list[int]
-    slot_offset: list[int]
-    nbytes: list[int]
+    storage: _Int64s
+    slot: _Int64s
+    slot_offset: _Int64s
+    nbytes: _Int64s
     base: _Int64s
     block: _Int64s
     stride: _Int64s
@@ -217,6 +228,14 @@ class CopyPlanner:
     def copies(
         self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
     ) -> list[Copy]:
+        """As `arrays`, one by one."""
+        arrays = self.arrays(block_ids, stripe_payload_bytes, skip_blocks)
+        columns = [column.tolist() for column in arrays]
+        return list(map(_copy, zip(*columns, strict=True)))
+
+    def arrays(
+        self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
+    ) -> CopyArrays:
         """The copies of one chunk, in chunk order.
 
         A run of adjacent blocks is one copy if their pages are adjacent. No copy crosses the end of
@@ -236,11 +255,8 @@ class CopyPlanner:
             raise DeviceError(f"{skip_blocks} of {len(ids)} blocks to skip")
         follows = (ids[1:] == ids[:-1] + 1).tobytes()
         shape = self._shape(len(ids), follows, stripe_payload_bytes, skip_blocks)
-        offsets: list[int] = (shape.base + ids[shape.block] * shape.stride).tolist()
-        columns = zip(
-            shape.storage, offsets, shape.slot, shape.slot_offset, shape.nbytes, strict=True
-        )
-        return list(map(_copy, columns))
+        offsets = shape.base + ids[shape.block] * shape.stride
+        return CopyArrays(shape.storage, offsets, shape.slot, shape.slot_offset, shape.nbytes)
 
     def _make_shape(
         self, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
@@ -279,10 +295,10 @@ class CopyPlanner:
         left = begin[piece] + nbytes[piece] - lower
         segment, block = segment[piece], block[piece]
         return _Shape(
-            storage=self._segments[segment, 0].tolist(),
-            slot=slot.tolist(),
-            slot_offset=slot_offset.tolist(),
-            nbytes=np.minimum(stripe_payload_bytes - slot_offset, left).tolist(),
+            storage=self._segments[segment, 0],
+            slot=slot,
+            slot_offset=slot_offset,
+            nbytes=np.minimum(stripe_payload_bytes - slot_offset, left),
             base=self._segments[segment, 1] + lower - begin[piece],
             block=block,
             stride=block_stride[segment],

@@ -6,28 +6,34 @@ Only this module chooses between devices. It imports torch only for tensors and 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from lmcache_redis.device import export
 from lmcache_redis.device.blocks import PagedSegments, find_segments, view_tensors
 from lmcache_redis.device.calls import DeviceContext
-from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle, StorageHandle
+from lmcache_redis.device.cpu import CpuDevice, share_storages
+from lmcache_redis.device.cuda import CudaDevice
+from lmcache_redis.device.gpu import Gpus
+from lmcache_redis.device.handles import SharedMemoryHandle, StorageHandle
 from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.device.signals import Signals, signals_of
 from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
 
-    from lmcache_redis.device.cuda import PinnedMemory
-
 
 class ExportedCaches(NamedTuple):
-    """What a registration needs of an engine's KV cache: the memory, and each group's pages."""
+    """What a registration needs of an engine's KV cache.
+
+    groups: each group's pages. signals: of the GPU; None on the CPU.
+    """
 
     device: str
     storages: tuple[StorageHandle, ...]
     groups: tuple[PagedSegments, ...]
+    signals: Signals | None
 
 
 def export_kv_caches(
@@ -43,34 +49,35 @@ def export_kv_caches(
     device, or cannot be exported.
     """
     tensors = {name: tensor for group in groups for name, tensor in group.items()}
-    devices = {tensor.device.type for tensor in tensors.values() if hasattr(tensor, "device")}
-    if len(devices) > 1 or not devices <= {"cpu", "cuda"}:
-        raise DeviceError(f"a KV cache on {sorted(devices)}: only one of cpu and cuda is supported")
-    device = next(iter(devices), "cpu")
-    views, storages = view_tensors(tensors, device)
+    views, storages = view_tensors(tensors)
+    gpus = {export.gpu_of(tensor) for tensor in tensors.values()}
+    if len(gpus) > 1:
+        on = sorted({str(tensor.device) for tensor in tensors.values()})
+        raise DeviceError(f"a KV cache on {' and '.join(on)}: only one device is supported")
+    gpu = gpus.pop()
     found = iter(views)
     pages = tuple(
         find_segments(list(itertools.islice(found, len(group))), num_blocks, block_strides)
         for group in groups
     )
-    handles: tuple[StorageHandle, ...]
-    if device == "cpu":
-        from lmcache_redis.device.cpu import share_storages
-
-        handles = share_storages(storages)
-    else:
-        from lmcache_redis.device.cuda_ipc import export_storages
-
-        handles = export_storages(storages)
-    return ExportedCaches(device, handles, pages)
+    if gpu is None:
+        return ExportedCaches("cpu", share_storages(storages), pages, None)
+    signals = signals_of(gpu)
+    return ExportedCaches("cuda", export.export_storages(storages, gpu), pages, signals)
 
 
 def open_device(
-    layouts: Sequence[KVLayout], storages: Sequence[StorageHandle], allowed: str = "auto"
+    layouts: Sequence[KVLayout],
+    storages: Sequence[StorageHandle],
+    allowed: str = "auto",
+    signals: SharedMemoryHandle | None = None,
+    gpus: Gpus | None = None,
 ) -> DeviceContext:
     """Map a worker's KV cache, which has a layout for each group.
 
-    Raises DeviceError if that fails or is not ``allowed``.
+    signals: the page of an engine on a GPU, see `device.signals`. gpus: those of this agent, which
+    workers share; by default they are this mapping's own. Raises DeviceError if the memory cannot
+    be mapped, or the device is not ``allowed``.
     """
     device = " and ".join(sorted({layout.device for layout in layouts}))
     if allowed not in ("auto", device):
@@ -79,44 +86,9 @@ def open_device(
             f"--device {allowed}"
         )
     shared = [storage for storage in storages if isinstance(storage, SharedMemoryHandle)]
-    cuda = [storage for storage in storages if isinstance(storage, CudaIPCHandle)]
+    cuda = [storage for storage in storages if not isinstance(storage, SharedMemoryHandle)]
     if device == "cpu" and not cuda:
-        from lmcache_redis.device.cpu import CpuDevice
-
         return CpuDevice(layouts, shared)
     if device == "cuda" and not shared:
-        from lmcache_redis.device.cuda import CudaDevice
-
-        return CudaDevice(layouts, cuda)
+        return CudaDevice(layouts, cuda, gpus or Gpus(), signals)
     raise DeviceError(f"the handles do not fit a layout on {device!r}")
-
-
-class PinnedPool:
-    """The host pool's memory, pinned when the first GPU is registered. Thread-safe."""
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self._address = address
-        self._size_bytes = size_bytes
-        self._lock = threading.Lock()
-        self._pinned: PinnedMemory | None = None
-
-    def pin(self, device: DeviceContext) -> None:
-        """Pins the memory, which takes seconds; does nothing for a CPU device.
-
-        Raises DeviceError if the memory cannot be locked. Copies also work with unpinned memory.
-        """
-        if device.layouts[0].device != "cuda":
-            return
-        from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
-
-        assert isinstance(device, CudaDevice)
-        with self._lock:
-            if self._pinned is None:
-                self._pinned = PinnedMemory(self._address, self._size_bytes, device.device)
-
-    def unpin(self) -> None:
-        """Unpins the memory. Call it before the memory is unmapped. Raises DeviceError."""
-        with self._lock:
-            pinned, self._pinned = self._pinned, None
-            if pinned is not None:
-                pinned.close()

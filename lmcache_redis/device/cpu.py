@@ -222,8 +222,8 @@ class CpuDevice(DeviceContext):
 
     def _plans(self, call: CopyCall) -> list[tuple[ChunkCopy, list[Copy]]]:
         """Each chunk's copies, all bounds checked."""
-        if call.event is not None:
-            raise DeviceError("a CUDA event for a KV cache in CPU memory")
+        if call.after is not None:
+            raise DeviceError("a signal of a GPU for a KV cache in CPU memory")
         planner, stripe_bytes = self._planners[call.group], call.stripe_payload_bytes
         return [
             (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))

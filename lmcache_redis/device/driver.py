@@ -13,9 +13,10 @@ Source: "CUDA Driver API" of NVIDIA, 12.0; `memcpy_batch` is of 12.8.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import (
     POINTER,
     byref,
@@ -68,6 +69,7 @@ _CAUSES = {
 class Attribute:
     """Of ``CUdevice_attribute``."""
 
+    MAX_PITCH = 11  # of enqueue_copy_2d
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
     MAJOR = 75
     MINOR = 76
@@ -94,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (_OUT_PTR, c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxGetCurrent": (_OUT_PTR,),
     "cuCtxGetDevice": (_OUT_INT,),
     "cuCtxSynchronize": (),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
@@ -171,12 +174,20 @@ class _BatchAttributes(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Access(ctypes.Structure):
+    """``CUmemAccessDesc``: a ``CUmemLocation``, and what it may do."""
+
+    _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
+
+
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NON_BLOCKING = 1
 _EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
 _LAZY_PEER_ACCESS = 1
 _PORTABLE, _DEVICE_MAP = 1, 2
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_ON_DEVICE, _READ_WRITE = 1, 3
 
 
 @functools.cache
@@ -280,6 +291,29 @@ def set_context(context: int) -> None:
     _call("cuCtxSetCurrent", context)
 
 
+@contextlib.contextmanager
+def on_gpu(ordinal: int) -> Iterator[None]:
+    """This thread's context is that of a GPU, and after it the former one again."""
+    context = retain_context(ordinal)
+    try:
+        with in_context(context):
+            yield
+    finally:
+        release_context(ordinal)
+
+
+@contextlib.contextmanager
+def in_context(context: int) -> Iterator[None]:
+    """As `on_gpu`, of a GPU whose context is retained."""
+    former = c_void_p()
+    _call("cuCtxGetCurrent", byref(former))
+    set_context(context)
+    try:
+        yield
+    finally:
+        _call("cuCtxSetCurrent", former)
+
+
 def current_device() -> int:
     """The GPU of this thread's context."""
     ordinal = c_int()
@@ -371,6 +405,58 @@ def close_memory(address: int) -> None:
     _call("cuIpcCloseMemHandle", address)
 
 
+def retain_allocation(address: int) -> int:
+    """The allocation that is mapped at an address (``cuMemCreate``), until it is released."""
+    allocation = c_uint64()
+    _call("cuMemRetainAllocationHandle", byref(allocation), address)
+    return allocation.value
+
+
+def export_allocation(allocation: int) -> int:
+    """A file descriptor of an allocation. The allocation lives while one is open."""
+    fd = c_int()
+    _call("cuMemExportToShareableHandle", byref(fd), allocation, _FILE_DESCRIPTOR, 0)
+    return fd.value
+
+
+def release_allocation(allocation: int) -> None:
+    """Once for each handle of it. What is mapped stays."""
+    _call("cuMemRelease", allocation)
+
+
+def import_allocation(fd: int) -> int:
+    """The allocation that a descriptor names, which may be closed; until it is released."""
+    allocation = c_uint64()
+    _call("cuMemImportFromShareableHandle", byref(allocation), fd, _FILE_DESCRIPTOR)
+    return allocation.value
+
+
+def reserve_addresses(size_bytes: int) -> int:
+    """Where nothing else is mapped."""
+    address = c_uint64()
+    _call("cuMemAddressReserve", byref(address), size_bytes, 0, 0, 0)
+    return address.value
+
+
+def free_addresses(address: int, size_bytes: int) -> None:
+    _call("cuMemAddressFree", address, size_bytes)
+
+
+def map_allocation(address: int, size_bytes: int, allocation: int) -> None:
+    """At reserved addresses. Not accessible before `allow_access`."""
+    _call("cuMemMap", address, size_bytes, 0, allocation, 0)
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    _call("cuMemUnmap", address, size_bytes)
+
+
+def allow_access(address: int, size_bytes: int, ordinal: int) -> None:
+    """Let a GPU read and write mapped memory."""
+    access = _Access(_ON_DEVICE, ordinal, _READ_WRITE)
+    _call("cuMemSetAccess", address, size_bytes, byref(access), 1)
+
+
 # Streams and events
 
 
@@ -429,8 +515,11 @@ def destroy_event(event: int) -> None:
 
 
 def copy_in(address: int, host: int, size_bytes: int) -> None:
-    """From host memory of any kind to the GPU; complete on return."""
+    """From host memory of any kind to the GPU; complete on return, for every stream."""
     _call("cuMemcpyHtoD_v2", address, host, size_bytes)
+    # From pageable memory it returns when the source was read, and other streams do not wait for
+    # the rest ("API synchronization behavior" of the manual).
+    _call("cuStreamSynchronize", None)
 
 
 def enqueue_copy_in(address: int, host: int, size_bytes: int, stream: int) -> None:

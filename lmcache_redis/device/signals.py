@@ -18,8 +18,10 @@ Source: "Stream Memory Operations" in the CUDA driver API.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import threading
 
 import numpy as np
 
@@ -35,17 +37,17 @@ _PAGE_BYTES = SLOTS * _SLOT_BYTES
 
 
 class Signals:
-    """The engine's side, for one GPU. `record` is for one thread.
+    """The engine's side, for the GPU with this number. Thread-safe.
 
-    Creates the page and pins it in the context of this thread. It lives as long as the process,
-    because the GPU may write to it at any time. Raises DeviceError if the GPU cannot write values.
+    There is one for each GPU of a process (`signals_of`), which lives as long as the process:
+    the GPU may write to the page at any time. Raises DeviceError if the GPU cannot write values.
     """
 
-    def __init__(self) -> None:
-        ordinal = driver.current_device()
-        if not driver.device_attribute(ordinal, driver.Attribute.WRITES_64_BIT_VALUES):
+    def __init__(self, gpu: int) -> None:
+        self.gpu = gpu
+        if not driver.device_attribute(gpu, driver.Attribute.WRITES_64_BIT_VALUES):
             raise DeviceError(
-                f"{driver.device_name(ordinal)} with this driver does not write 64-bit values from "
+                f"{driver.device_name(gpu)} with this driver does not write 64-bit values from "
                 "a stream (cuStreamWriteValue64), by which the engine tells the agent that blocks "
                 "are ready: a driver from 525 on, without vGPU or WSL, does"
             )
@@ -53,8 +55,11 @@ class Signals:
         os.ftruncate(fd, _PAGE_BYTES)
         self._memory = mmap.mmap(fd, _PAGE_BYTES)
         address = address_of(self._memory)
-        driver.pin(address, _PAGE_BYTES)
-        self._address = driver.device_address(address)
+        self._context = driver.retain_context(gpu)
+        with driver.in_context(self._context):
+            driver.pin(address, _PAGE_BYTES)
+            self._address = driver.device_address(address)
+        self._lock = threading.Lock()
         self._slots = np.frombuffer(self._memory, dtype=np.uint64)
         self._last = 0
         found = os.fstat(fd)
@@ -63,17 +68,24 @@ class Signals:
         )
 
     def record(self, stream: int) -> int:
-        """A ticket for the place at the end of the stream's queue.
+        """A ticket for the place at the end of the queue of a stream of this GPU.
 
         Raises DeviceError if the GPU is 512 tickets behind, which means that it hangs.
         """
-        ticket = self._last + 1
-        slot = ticket % SLOTS
-        if ticket > SLOTS and int(self._slots[slot]) != ticket - SLOTS:
-            raise DeviceError(f"the GPU has not reached the last {SLOTS} signals: it hangs")
-        driver.write_value(stream, self._address + slot * _SLOT_BYTES, ticket)
-        self._last = ticket
+        with self._lock, driver.in_context(self._context):
+            ticket = self._last + 1
+            slot = ticket % SLOTS
+            if ticket > SLOTS and int(self._slots[slot]) != ticket - SLOTS:
+                raise DeviceError(f"the GPU has not reached the last {SLOTS} signals: it hangs")
+            driver.write_value(stream, self._address + slot * _SLOT_BYTES, ticket)
+            self._last = ticket
         return ticket
+
+
+@functools.cache
+def signals_of(gpu: int) -> Signals:
+    """The signals of a GPU of this process. Raises DeviceError as `Signals` does."""
+    return Signals(gpu)
 
 
 class SignalPage:

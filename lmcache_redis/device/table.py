@@ -7,16 +7,18 @@ on. Its work is cut into *tiles*, one for each program of the kernel:
     a page larger than a tile    is cut into equal parts, one tile each
     smaller pages                share a tile if they are adjacent in the chunk
 
-A tile is a row of `COLUMNS` numbers. It moves ``units`` units of ``width`` bytes. Unit ``u``
-belongs to the chunk's block ``b = first_block + u // period`` and is
+A tile is a row of `ROW_NUMBERS` numbers, of which `COLUMNS` names the first. It moves ``units``
+units of the width of its kernel (`lmcache_redis.device.kernels`). Unit ``u`` belongs to the chunk's
+block ``b = first_block + u // period`` and is
 
     at address + ids[b] * block_stride + (u % period) * width    in the paged cache
     at staged + u * width                                        in the chunk's staging
 
 The width is the largest of 16, 8, 4, 2 and 1 bytes that divides the segment's address, its stride,
 its page size and the offset of its pages in the chunk. So every access is aligned, and no unit is
-cut. The rows depend on the layout and on the number of blocks in a chunk, which is the same for all
-chunks of a worker, so they are computed once.
+cut. A chunk whose segments differ in width takes a launch for each width. The rows depend on the
+layout and on the number of blocks in a chunk, which is the same for all chunks of a worker, so they
+are computed once.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +35,8 @@ from lmcache_redis.device.calls import checked_ids
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 
-if TYPE_CHECKING:
-    import torch
-
-COLUMNS = ("address", "block_stride", "staged", "first_block", "period", "units", "width", "spare")
+COLUMNS = ("address", "block_stride", "staged", "first_block", "period", "units")
+ROW_NUMBERS = 8  # the last two are 0: a row is 64 bytes
 SKIPPED = -1  # in place of a block id: the page is neither read nor written
 WIDEST_BYTES = 16
 # 8 KiB per tile at the largest width: four 16-byte loads for each of 128 threads. Sixteen such
@@ -49,16 +49,6 @@ _MAX_BYTES = 2**62
 _Int64s = npt.NDArray[np.int64]
 
 
-class BlockIds(NamedTuple):
-    """Block ids, ``[chunks, n_blocks]`` int64: as `pack_ids` made them, and a copy on the GPU.
-
-    The copy to ``device`` may still be in flight on the current CUDA stream.
-    """
-
-    host: _Int64s
-    device: torch.Tensor
-
-
 class Storage(NamedTuple):
     """Mapped memory."""
 
@@ -66,21 +56,26 @@ class Storage(NamedTuple):
     size_bytes: int
 
 
+class Launch(NamedTuple):
+    """What one launch moves of each chunk: ``[tiles, ROW_NUMBERS]``, a row a tile, of one width."""
+
+    width: int
+    rows: _Int64s
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """The tiles of one chunk.
 
     Attributes:
-        rows: ``[tiles, len(COLUMNS)]``, one row per tile.
+        launches: one for each width that occurs, widest first. Together they move all of a chunk.
         chunk_bytes: size of a chunk without padding.
         staging_stride_bytes: from chunk to chunk in staging, so that each begins aligned.
-        widths: the widths that occur, largest first; at most two.
     """
 
-    rows: _Int64s
+    launches: tuple[Launch, ...]
     chunk_bytes: int
     staging_stride_bytes: int
-    widths: tuple[int, ...]
 
 
 class SegmentTable:
@@ -111,10 +106,6 @@ class SegmentTable:
             raise DeviceError(f"a chunk of {n_blocks} blocks, {chunk_bytes} bytes")
         staged = self._before * n_blocks
         width = _widths(self._address, self._block_stride, self._page_bytes, staged)
-        widest = int(width.max())
-        narrower = width[width < widest]
-        if narrower.size:
-            width = np.where(width < widest, narrower.min(), width)
         tile_bytes = self.units_per_tile * width
 
         # A page is cut into parts of whole units, or several pages make one tile.
@@ -137,19 +128,21 @@ class SegmentTable:
         first_unit = part * part_units[segment]
         units = blocks * np.minimum(part_units[segment], page_units[segment] - first_unit)
         into_page = first_unit * width[segment]
-        rows = np.zeros((total, len(COLUMNS)), dtype=np.int64)
+        rows = np.zeros((total, ROW_NUMBERS), dtype=np.int64)
         rows[:, 0] = self._address[segment] + into_page
         rows[:, 1] = self._block_stride[segment]
         rows[:, 2] = staged[segment] + first_block * self._page_bytes[segment] + into_page
         rows[:, 3] = first_block
         rows[:, 4] = part_units[segment]
         rows[:, 5] = units
-        rows[:, 6] = width[segment]
+        width_of_row = width[segment]
         return Tiles(
-            rows=rows,
+            launches=tuple(
+                Launch(each, rows[width_of_row == each])
+                for each in sorted(set(width.tolist()), reverse=True)
+            ),
             chunk_bytes=chunk_bytes,
             staging_stride_bytes=staging_stride_bytes(chunk_bytes),
-            widths=tuple(sorted({int(each) for each in width}, reverse=True)),
         )
 
 

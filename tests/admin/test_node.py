@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.node import NodeFacts, Process, judge_node, read_process
+from lmcache_redis.admin.node import NodeFacts, Process, judge_node, read_process, shm_of
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header, stripe_payload_bytes
 from lmcache_redis.chunks.names import opaque_pages
 from tests.harness import wait_until
 
 GIB = 1 << 30
-AGENT = Process(10, 1000, {"pid": "p", "ipc": "i", "time": "t"}, -1, 65536)
+AGENT = Process(10, 1000, {"pid": "p", "time": "t"}, 65536)
 ENGINE = replace(AGENT, pid=20)
 REPORT: Mapping[str, Any] = {
     "version": "1.0",
@@ -41,7 +41,7 @@ WELL = NodeFacts(
     report=REPORT,
     version="1.0",
     vllm_version="0.32.0",
-    has_gpu=True,
+    gpus=None,
     agent=AGENT,
     engines=(ENGINE,),
     shm_bytes=16 * GIB,
@@ -76,15 +76,14 @@ def test_a_node_as_it_should_be() -> None:
     found = judge_node(WELL)
     assert {finding.severity for finding in found} == {OK}
     assert {finding.topic for finding in found} == {
-        "Redis", "versions", "vLLM", "clocks", "engines", "/dev/shm", "locked memory",
-        "open files", "namespaces", "chunk size",
+        "Redis", "versions", "vLLM", "clocks", "engines", "/dev/shm", "open files",
+        "namespaces", "chunk size",
     }  # fmt: skip
 
 
-OTHER_IPC = replace(ENGINE, namespaces={**ENGINE.namespaces, "ipc": "x"})
 OTHER_PID = replace(ENGINE, namespaces={**ENGINE.namespaces, "pid": "x"})
 OTHER_TIME = replace(ENGINE, namespaces={**ENGINE.namespaces, "time": "x"})
-HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "ipc", "time")))
+HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "time")))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +101,8 @@ HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "ipc", "time")))
         (replace(WELL, shm_bytes=64 << 20), WARNING, "/dev/shm", "64 MiB"),
         (replace(WELL, shm_free_bytes=1 << 20), WARNING, "/dev/shm", "1 MiB of 16 GiB are free"),
         (replace(WELL, agent=None), HINT, "processes", "cannot be seen"),
-        (
-            replace(WELL, agent=replace(AGENT, locked_bytes=8 << 20)),
-            WARNING, "locked memory", "8 MiB",
-        ),
         (replace(WELL, agent=replace(AGENT, open_files=256)), WARNING, "open files", "256"),
-        (replace(WELL, engines=(OTHER_IPC,)), CRITICAL, "namespaces", "20 is in another ipc"),
-        (replace(WELL, engines=(OTHER_PID,)), CRITICAL, "namespaces", "another pid namespace"),
+        (replace(WELL, engines=(OTHER_PID,)), CRITICAL, "namespaces", "20 is in another pid"),
         (replace(WELL, engines=(OTHER_TIME,)), CRITICAL, "namespaces", "another time namespace"),
         (replace(WELL, engines=(replace(ENGINE, uid=1001),)), CRITICAL, "users", "as user 1001"),
         (
@@ -139,7 +133,7 @@ def test_what_is_fine() -> None:
     for facts in (
         replace(WELL, engines=(HIDDEN,)),
         replace(WELL, agent=replace(AGENT, uid=0)),
-        replace(WELL, has_gpu=False, agent=replace(AGENT, locked_bytes=0)),
+        replace(WELL, shm_bytes=None, shm_free_bytes=None),
         replace(WELL, clock_ahead_s=None, vllm_version=None),
         stored(4 << 20),
     ):
@@ -151,21 +145,32 @@ def test_processes_are_read() -> None:
     ours = read_process(os.getpid())
     assert ours is not None
     assert ours.uid == os.getuid()
-    assert ours.namespaces["ipc"] == os.readlink("/proc/self/ns/ipc")
+    assert ours.namespaces["pid"] == os.readlink("/proc/self/ns/pid")
     assert ours.open_files
-    with subprocess.Popen(["unshare", "--ipc", "sleep", "60"]) as apart:
+    words = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c")
+    small = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec sleep 60"
+    with subprocess.Popen([*words, small]) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+
+        def asleep() -> int | None:
+            for pid in children.read_text().split():
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
+                    return int(pid)
+            return None
+
         try:
-            command = Path(f"/proc/{apart.pid}/cmdline")
             wait_until(
-                lambda: apart.poll() is not None or command.read_bytes().startswith(b"sleep"),
-                what="a process in its own namespace",
+                lambda: parent.poll() is not None or asleep(), "a process in its own namespaces"
             )
-            if apart.poll() is not None:
+            if parent.poll() is not None:
                 pytest.skip("this user cannot make namespaces")
-            other = read_process(apart.pid)
+            pid = asleep()
+            assert pid is not None
+            other, shm = read_process(pid), shm_of(pid)
         finally:
-            apart.kill()
+            parent.kill()
     assert other is not None
-    assert other.namespaces["ipc"] != ours.namespaces["ipc"]
-    assert other.namespaces["pid"] == ours.namespaces["pid"]
-    assert read_process(apart.pid) is None
+    assert other.namespaces["pid"] != ours.namespaces["pid"]
+    assert other.namespaces["time"] == ours.namespaces["time"]
+    assert shm == (1 << 20, 1 << 20), "what the engine sees, not this process"
+    assert read_process(parent.pid) is None

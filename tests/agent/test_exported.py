@@ -123,7 +123,7 @@ def test_idle_scrapers_do_not_take_the_agent_its_descriptors(
 
 STATUS: dict[str, Any] = {
     "version": "1",
-    "pool": {"slots": 4, "slot_bytes": 10, "used_slots": 3, "pinned_slots": 2},
+    "pool": {"slots": 4, "slot_bytes": 10, "used_slots": 3, "pinned_slots": 2, "locked_bytes": 30},
     "disk": {"up": True, "used_bytes": 7},
     "loads": {"waiting": 1, "tiers": {"Redis": {"bytes_per_s": 5, "is_slow": True}}},
     "queues": {"write_bytes": 9},
@@ -155,6 +155,7 @@ def test_values_of_a_status() -> None:
         ("pool_size_bytes",): 40,
         ("pool_used_bytes",): 30,
         ("pool_pinned_bytes",): 20,
+        ("pool_locked_bytes",): 30,
         ("queue_bytes",): 9,
         ("waiting_lookups",): 1,
         ("sessions",): 6,

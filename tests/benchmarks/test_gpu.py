@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.engine import Engine, EngineFailed, Shape
-from benchmarks.gpu import decode, kernels, run, transfers
+from benchmarks.gpu import decode, kernels, launches, run, transfers
 from benchmarks.gpu.plot import write_plot
 from benchmarks.gpu.reference import ReferenceCopies
 from benchmarks.gpu.rows import (
@@ -36,7 +36,6 @@ from benchmarks.gpu.rows import (
 )
 from benchmarks.gpu.timing import captured
 from benchmarks.report import percentile
-from lmcache_redis.device import cuda_copies
 from lmcache_redis.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -113,8 +112,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernels of Triton: outside its interpreter they take a GPU."""
-    monkeypatch.setattr(cuda_copies, "page_copies", ReferenceCopies)
+    """The kernels take a GPU."""
+    monkeypatch.setattr(launches, "KernelCopies", ReferenceCopies)
 
 
 def measured(*shapes: Shape, room: int = 1 << 30, say: Callable[[str], None] = print) -> list[Row]:
@@ -139,7 +138,7 @@ class TestKernels:
             assert 0 < row.worst <= row.ratio
             assert row.value > 0
             assert row.target == 0.6
-        assert sum("copied by torch" in line for line in said) == 6
+        assert sum("moved by torch" in line for line in said) == 6
 
     def test_what_does_not_fit_is_left_out(self) -> None:
         said: list[str] = []
@@ -153,7 +152,7 @@ class TestKernels:
         case = kernels.Case(SMALL, 4, CPU)
         turns = case.turns(2, cold_bytes=100 * MIB)
         assert len(turns) == 4  # of 8 chunks
-        blocks = [block for ids, _, _ in turns for block in ids.host.ravel().tolist()]
+        blocks = [block for ids, _, _ in turns for block in ids.ravel().tolist()]
         assert sorted(blocks) == list(range(case.num_blocks))
         assert len({staging.data_ptr() for _, staging, _ in turns}) == 2
         ends = [source + 2 * SMALL.chunk_bytes for _, _, source in turns]
@@ -166,15 +165,15 @@ class TestKernels:
         case.check(2)
 
         class Wrong(ReferenceCopies):
-            def gather(self, block_ids: Any, staging: torch.Tensor) -> None:
-                super().gather(block_ids, staging)
+            def gather(self, ids: Any, staging: torch.Tensor) -> None:
+                super().gather(ids, staging)
                 staging[5] ^= wrong == GATHER
 
-            def scatter(self, block_ids: Any, staging: torch.Tensor) -> None:
+            def scatter(self, ids: Any, staging: torch.Tensor) -> None:
                 if wrong == SCATTER:
                     staging = staging.roll(1)
                 if wrong != "nothing scattered":
-                    super().scatter(block_ids, staging)
+                    super().scatter(ids, staging)
                 case.cache[-1] += wrong == "more scattered"
 
         case.copies = Wrong(case.layout, [case.cache])
@@ -249,7 +248,7 @@ class TestRun:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("matplotlib")
-        monkeypatch.setattr(cuda_copies, "page_copies", ReferenceCopies)
+        monkeypatch.setattr(launches, "KernelCopies", ReferenceCopies)
         monkeypatch.setattr(run, "find_gpu", lambda: CPU)
         monkeypatch.setattr(run, "room_bytes", lambda device: 64 * MIB)
         plot, rows = tmp_path / "plot.png", tmp_path / "rows.json"
@@ -272,7 +271,7 @@ class TestRun:
         def fail(*_: Any) -> list[Row]:
             raise EngineFailed("the agent did not map the engine's KV cache")
 
-        monkeypatch.setattr(cuda_copies, "page_copies", ReferenceCopies)
+        monkeypatch.setattr(launches, "KernelCopies", ReferenceCopies)
         monkeypatch.setattr(run, "_beside_agent", fail)
         said: list[str] = []
         rows = run.measure(self.OPTIONS, CPU, 64 * MIB, said.append)

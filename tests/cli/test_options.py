@@ -78,6 +78,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "copy_threads": "4",
         "device": "cpu",
         "canary_every": "50",
+        "direct_copy_bytes": "4096",
         "log_level": "warning",
         "metrics": "[::1]:9464",
     }
@@ -112,6 +113,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             copy_threads=4,
             device="cpu",
             canary_every=50,
+            direct_copy_bytes=4096,
             log_level="warning",
             metrics="[::1]:9464",
         )

@@ -12,7 +12,7 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.calls import AgentCall, CallState
-from lmcache_redis.client.link import AgentLink, Duty, LinkState, next_duty
+from lmcache_redis.client.link import AgentLink, Duty, LinkState, Patience, next_duty
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
@@ -40,6 +40,14 @@ def test_next_duty(state: LinkState, heard_ago_s: float, sent_ago_s: float, duty
         dead_after_s=1.5,
     )
     assert found is duty
+
+
+def test_an_agent_that_maps_memory_may_be_silent_longer() -> None:
+    patience = Patience(1.5)
+    assert patience.seconds == 1.5
+    patience.mapping = True
+    assert patience.seconds == 10.0
+    assert Patience(20.0, mapping=True).seconds == 20.0
 
 
 class Agent:
@@ -139,6 +147,26 @@ def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink)
     began_s = time.monotonic()
     assert link.wait_for(lambda: changed == [call], WAIT_S)
     assert time.monotonic() - began_s < WAIT_S / 2
+
+
+def test_the_link_waits_for_an_agent_that_says_it_maps(agent: Agent, tmp_path: Path) -> None:
+    """Until it says that it has ended."""
+    link = AgentLink(
+        agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0, dead_after_s=0.6
+    )
+    (hello,) = agent.receive()
+    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
+    agent.answer(m.Pong(0, 1, "0", mapping=True))
+    assert not link.wait_for(lambda: link.state is LinkState.OFFLINE, 1.5)
+    assert link.online
+    agent.answer(m.Pong(0, 1, "0"))
+    assert link.wait_for(lambda: link.state is LinkState.OFFLINE, WAIT_S)
+    link.close()
+
+
+def test_a_call_can_be_lost_before_it_is_sent(agent: Agent, link: AgentLink) -> None:
+    lost = link.lost(2)
+    assert [(call.state, call.sent) for call in lost] == [(CallState.LOST, False)] * 2
 
 
 def test_why_an_agent_cannot_be_used(agent: Agent) -> None:

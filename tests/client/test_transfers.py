@@ -41,7 +41,7 @@ def test_blocks_of_a_store(
     state: CallState, sent: bool, lease_passed: bool, ended: bool, released: bool
 ) -> None:
     call, agent = played(state, sent, ended)
-    assert StoreTransfer(call, OP, lease(lease_passed), agent, None).over is released
+    assert StoreTransfer(call, OP, lease(lease_passed), agent).over is released
 
 
 @pytest.mark.parametrize("lease_passed", [False, True])
@@ -64,14 +64,14 @@ def test_blocks_of_a_retrieve(
 ) -> None:
     call, agent = played(state, sent, ended)
     retrieve = RetrieveTransfer(
-        call, OP, lease(lease_passed), agent, None, skip_blocks=0, remapped=lambda: remapped
+        call, OP, lease(lease_passed), agent, skip_blocks=0, remapped=lambda: remapped
     )
     assert retrieve.over is released
 
 
 def test_an_unknown_agent_is_not_known_to_have_ended() -> None:
     call, _ = played(L, True, False)
-    assert not StoreTransfer(call, OP, lease(False), None, None).over
+    assert not StoreTransfer(call, OP, lease(False), None).over
 
 
 def test_the_end_of_an_invisible_agent_is_never_known() -> None:
@@ -85,9 +85,7 @@ def test_the_end_of_an_invisible_agent_is_never_known() -> None:
 def test_failed_blocks_are_those_of_the_operation(answer: m.Answer | None) -> None:
     call: Any = SimpleNamespace(state=A if answer else L, sent=True, answer=answer)
     op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 16)
-    load = RetrieveTransfer(
-        call, op, lease(False), None, None, skip_blocks=1, remapped=lambda: False
-    )
+    load = RetrieveTransfer(call, op, lease(False), None, skip_blocks=1, remapped=lambda: False)
     chosen = isinstance(answer, m.RetrieveResult)
     assert load.failed_blocks == ({12, 13} if chosen else set(range(11, 16)))
 

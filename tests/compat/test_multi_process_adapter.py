@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from lmcache_redis.compat.multi_process_adapter import (
     LoadStoreOp,
 )
 from lmcache_redis.config import ConfigError
+from lmcache_redis.device import export
 from lmcache_redis.errors import DeviceError
 from tests.compat.adapters import (
     BLOCK,
@@ -678,22 +680,27 @@ class TestBatches:
             submit([], [], None)
         assert pair.worker.get_finished({"a"}) == ({"a"}, set())
 
-    def test_the_event_is_exported_once(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With memory that passes for a GPU's; the agent, which has none, refuses the event."""
-        exported: list[bytes] = []
+    def test_the_stream_waits_for_the_event_once(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With memory that passes for a GPU's; the agent, which has none, refuses the tickets."""
+        queued: list[str] = []
+        stream = SimpleNamespace(cuda_stream=5)
 
-        class Event:
-            def ipc_handle(self) -> bytes:
-                exported.append(b"e" * 64)
-                return exported[-1]
+        def record(number: int) -> int:
+            queued.append(f"signal on {number}")
+            return 9
 
-        monkeypatch.setattr(LMCacheMPWorkerAdapter, "on_cuda", True)
-        event: Any = Event()
+        monkeypatch.setattr(export, "current_stream", lambda gpu: {3: stream}[gpu])
+        signals = SimpleNamespace(gpu=3, record=record)
+        memory = replace(pair.worker._memory, signals=signals)  # type: ignore[arg-type]
+        monkeypatch.setattr(pair.worker, "_memory", memory)
+        event: Any = SimpleNamespace(
+            wait=lambda on: queued.append(f"event on {on.cuda_stream}"), synchronize=None
+        )
         ops = [LoadStoreOp(list(range(4)), None, block_hashes(str(n), 4)) for n in range(3)]
         pair.worker.batched_submit_store_requests(["a", "b", "c"], ops, event)
-        assert len(exported) == 1
-        stores = [each for group in pair.worker._requests.stores.values() for each in group]
-        assert [store.event for store in stores] == [event] * 3  # kept alive
+        assert queued == ["event on 5", "signal on 5"]
         with pytest.raises(ValueError, match="the KV cache is on a GPU"):
             pair.worker.submit_store_request("d", ops[0], None)
 
@@ -701,9 +708,7 @@ class TestBatches:
         self, pair: Pair, agent: AgentServer
     ) -> None:
         waited: list[str] = []
-        event: Any = SimpleNamespace(
-            ipc_handle=lambda: b"e" * 64, synchronize=lambda: waited.append("stored")
-        )
+        event: Any = SimpleNamespace(wait=None, synchronize=lambda: waited.append("stored"))
         op = LoadStoreOp(list(range(4)), None, HASHES[:4])
         pair.worker.submit_store_request("a", op, event)
         assert waited == ["stored"]

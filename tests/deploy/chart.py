@@ -23,7 +23,7 @@ Document = dict[str, Any]
 PLAIN: Mapping[str, tuple[str, Document]] = {
     "daemonset.yaml": (
         "Valkey, an agent on each GPU node, and an example of vLLM. Its namespace must admit\n"
-        "# privileged pods: agents and engines share the PID and IPC namespaces of their node.",
+        "# privileged pods: agents and engines share the PID namespace of their node.",
         {"vllm": {"enabled": True}},
     ),
     "sidecar.yaml": (

@@ -195,7 +195,7 @@ def test_every_container_is_bounded_and_has_no_rights(values: Document) -> None:
 
 @releases
 def test_agent_and_engine_meet(values: Document) -> None:
-    """In the namespaces, directories and /dev/shm that the agent needs of an engine."""
+    """In the namespaces and directories that the agent needs of an engine."""
     text = chart.render(values)
     found = pods(text)
     settings = find(text, "ConfigMap", "-agent")["data"]["agent.conf"]
@@ -208,19 +208,19 @@ def test_agent_and_engine_meet(values: Document) -> None:
         agent, vllm = containers(pod)["agent"], containers(pod)["vllm"]
         assert agent["restartPolicy"] == "Always", "a native sidecar"
         assert "readinessProbe" not in agent, "vLLM serves without it"
-        for path in ("/dev/shm", WHERE):
-            (of_agent,) = (m["name"] for m in agent["volumeMounts"] if m["mountPath"] == path)
-            (of_vllm,) = (m["name"] for m in vllm["volumeMounts"] if m["mountPath"] == path)
-            assert of_agent == of_vllm
-            (volume,) = (each for each in pod["volumes"] if each["name"] == of_agent)
-            assert volume["emptyDir"]["medium"] == "Memory"
+        (of_agent,) = (m["name"] for m in agent["volumeMounts"] if m["mountPath"] == WHERE)
+        (of_vllm,) = (m["name"] for m in vllm["volumeMounts"] if m["mountPath"] == WHERE)
+        assert of_agent == of_vllm
+        (volume,) = (each for each in pod["volumes"] if each["name"] == of_agent)
+        assert volume["emptyDir"]["medium"] == "Memory"
         engines = [vllm]
     else:
         pod = found["agent"]
         agent = containers(pod)["agent"]
         engines = [containers(found["vllm"])["vllm"]] if "vllm" in found else []
         for each in (found[name] for name in ("agent", "vllm") if name in found):
-            assert each["hostPID"] is each["hostIPC"] is True
+            assert each["hostPID"] is True
+            assert "hostIPC" not in each
             (volume,) = (v for v in each["volumes"] if v["name"] == "endpoint")
             assert volume["hostPath"]["path"] == WHERE
         assert containers(pod)["endpoint"]["command"] == [
@@ -229,6 +229,10 @@ def test_agent_and_engine_meet(values: Document) -> None:
     (endpoint,) = re.findall(r"^endpoint = (\S+)$", settings, re.MULTILINE)
     assert endpoint.startswith(f"ipc://{WHERE}/")
     for engine in engines:
+        # Its workers communicate through /dev/shm. The agent needs none.
+        (shm,) = (m["name"] for m in engine["volumeMounts"] if m["mountPath"] == "/dev/shm")
+        (volume,) = (v for v in found["vllm"]["volumes"] if v["name"] == shm)
+        assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
         words = engine["args"]
         transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
         assert transfer["kv_connector"] == "LMCacheRedisConnector"

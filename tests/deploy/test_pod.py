@@ -1,7 +1,7 @@
 """An agent and an engine as the chart runs them: its user, rights, directories and settings.
 
-Not in a cluster: in namespaces of their own for mounts, processes and IPC, as the containers of a
-pod share them, with another /dev/shm and another /run. Needs root, to make these.
+Not in a cluster: in namespaces of their own, of which they share that of processes and nothing
+else but a directory. Needs root, to make these.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ pytest.importorskip("helm_python", reason="needs helm-python-sdk, which has a wh
 pytestmark = pytest.mark.servers
 
 NAMESPACES = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
+CONTAINER = (
+    "unshare --mount --ipc bash -c 'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; exec \"$@\"' -"
+)
 PASSWORD = "a password"
 WAIT_S = 120
 
@@ -92,7 +95,6 @@ def test_agent_and_engine_meet(mode: str, tmp_path: Path) -> None:
         (tmp_path / "agent.conf").write_text(settings)
         lines = [
             "set -e",
-            "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
             "mount -t tmpfs -o mode=0755 tmpfs /run",
             f"mkdir -p /run/secrets/redis {WHERE} /run/pod",
             *(
@@ -113,8 +115,8 @@ def test_agent_and_engine_meet(mode: str, tmp_path: Path) -> None:
             "export PYTHONPATH=/run/repository:/run/packages LD_LIBRARY_PATH=/run/python/lib",
             "export HOME=/tmp PYTHONDONTWRITEBYTECODE=1",
             "export LMCACHE_REDIS_PASSWORD_FILE=/run/secrets/redis/password",
-            f"{python} -m lmcache_redis.cli agent --config /run/pod/agent.conf &",
-            f"{python} /run/pod/engine.py {endpoint}",
+            f"{CONTAINER} {python} -m lmcache_redis.cli agent --config /run/pod/agent.conf &",
+            f"{CONTAINER} {python} /run/pod/engine.py {endpoint}",
             "kill $! && wait $!",
         ]
         done = subprocess.run(

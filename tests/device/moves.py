@@ -7,20 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from lmcache_redis.device.cuda_copies import PageCopies
+from lmcache_redis.device.blocks import find_segments, view_tensors
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.table import BlockIds, pack_ids
+from lmcache_redis.device.table import SegmentTable, Storage, pack_ids
 from tests.device.layouts import Paged, paged
 
 GUARD_BYTES = 64
 GUARD, BLANK = 0xC3, 0xA5
+BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 6, 2, 4, 8, 3  # of `caches`
+KINDS = (
+    "k and v apart",
+    "k and v together",
+    "head-major",
+    "token-major in memory, head-major to look at",
+    "mla",
+    "fp8",
+    "bytes of odd pages",
+    "one storage, blocks outermost",
+    "one storage, layers outermost",
+    "groups of different pages in one storage",
+)
 
-Make = Callable[[KVLayout, Sequence[torch.Tensor]], PageCopies]
+
+class Copies(Protocol):
+    """The kernels over one layout. ids: of `pack_ids`, on the device. staging: flat uint8 there."""
+
+    def gather(self, ids: torch.Tensor, staging: torch.Tensor) -> None: ...
+
+    def scatter(self, ids: torch.Tensor, staging: torch.Tensor) -> None: ...
+
+
+Make = Callable[[KVLayout, Sequence[torch.Tensor]], Copies]
 
 
 @dataclass
@@ -93,9 +116,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
 
 
-def ids_of(move: Move, device: str) -> BlockIds:
+def ids_of(move: Move, device: str = "cpu") -> torch.Tensor:
     packed = pack_ids(move.chunks, move.case.layout.num_blocks, move.skips)
-    return BlockIds(packed, torch.from_numpy(packed).to(device))
+    return torch.from_numpy(packed).to(device)
+
+
+def table_over(layout: KVLayout, storages: Sequence[torch.Tensor], *units: int) -> SegmentTable:
+    places = [Storage(storage.data_ptr(), storage.numel()) for storage in storages]
+    return SegmentTable(layout, places, *units)
 
 
 def check_gather(make: Make, move: Move, device: str = "cpu") -> None:
@@ -140,3 +168,69 @@ def check_scatter(make: Make, move: Move, device: str = "cpu") -> None:
     for (outer, inner), content in zip(storages, after, strict=True):
         assert bytes_of(outer) == expected(outer, inner, content.tobytes())
     assert bytes_of(around) == expected(around, staging, chunk_bytes.tobytes())
+
+
+def caches(kind: str) -> dict[str, torch.Tensor]:
+    """KV caches as engines lay them out, scaled down, of random bytes."""
+
+    def memory(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        size = int(np.prod(shape)) * dtype.itemsize
+        return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+
+    names = [f"layer.{layer}" for layer in range(LAYERS)]
+    if kind == "k and v apart":
+        return {name: memory(2, BLOCKS, TOKENS, HEADS, WIDTH) for name in names}
+    if kind == "k and v together":
+        return {name: memory(BLOCKS, 2, TOKENS, HEADS, WIDTH) for name in names}
+    if kind == "head-major":
+        return {name: memory(BLOCKS, HEADS, TOKENS, 2 * WIDTH) for name in names}
+    if kind == "token-major in memory, head-major to look at":
+        return {
+            name: memory(BLOCKS, TOKENS, HEADS, 2 * WIDTH).transpose(1, 2) for name in names
+        }  # fmt: skip
+    if kind == "mla":
+        return {name: memory(BLOCKS, TOKENS, 36) for name in names}
+    if kind == "fp8":
+        return {
+            name: memory(BLOCKS, TOKENS, HEADS, WIDTH, dtype=torch.float8_e4m3fn) for name in names
+        }
+    if kind == "bytes of odd pages":
+        return {name: memory(BLOCKS, TOKENS, 33, dtype=torch.uint8) for name in names}
+    if kind == "one storage, blocks outermost":
+        whole = memory(BLOCKS, LAYERS, TOKENS, HEADS, WIDTH)
+        return {name: whole[:, layer] for layer, name in enumerate(names)}
+    if kind == "one storage, layers outermost":
+        whole = memory(LAYERS, BLOCKS, TOKENS, HEADS, WIDTH)
+        return {name: whole[layer] for layer, name in enumerate(names)}
+    if kind == "groups of different pages in one storage":
+        small, large = BLOCKS * TOKENS * 4, BLOCKS * TOKENS * 24
+        whole = memory(2 * small + large)
+        return {
+            "index.0": whole[:small].view(BLOCKS, TOKENS, 4),
+            "layer.0": whole[small : small + large].view(BLOCKS, TOKENS, 24),
+            "index.1": whole[small + large :].view(BLOCKS, TOKENS, 4),
+        }
+    raise AssertionError(kind)
+
+
+def check_engine(make: Make, kind: str) -> None:
+    """Two chunks move to other blocks, in two launches; compared in the tensors' own terms."""
+    tensors = caches(kind)
+    views, storages = view_tensors(tensors)
+    segments, page_format, _ = find_segments(views, BLOCKS)
+    layout = KVLayout((), "float16", "cuda", TOKENS, BLOCKS, segments, page_format)
+    flat = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
+    case = Paged(layout, [each.numpy() for each in flat])
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    copies = make(layout, flat)
+    out = Move(case, [[5, 1], [2, 5]], [0, 0], 0)
+    back = Move(case, [[3, 0], [4, 1]], [0, 1], 0)
+    staging = torch.full((2 * out.stride,), BLANK, dtype=torch.uint8)
+    copies.gather(ids_of(out), staging)
+    copies.scatter(ids_of(back), staging)
+    moved = {3: 5, 0: 1, 1: 5}  # 4 is skipped
+    for name, tensor in tensors.items():
+        dim = 1 if kind == "k and v apart" else 0
+        for block in range(BLOCKS):
+            want = before[name].select(dim, moved.get(block, block))
+            assert tensor.select(dim, block).view(torch.uint8).equal(want.view(torch.uint8))

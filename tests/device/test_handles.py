@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from lmcache_redis.device.handles import (
+    CudaFdHandle,
     CudaIPCHandle,
     SharedMemoryHandle,
     StorageHandle,
@@ -20,17 +21,22 @@ CUDA = CudaIPCHandle(
     pid_start_time=2,
     device_uuid="d",
     memory_handle=bytes(64),
-    storage_size_bytes=8,
-    storage_offset_bytes=0,
-    ref_counter_handle=b"/torch_1_2_3",
-    ref_counter_offset=0,
-    dtype="uint8",
-    shape=(8,),
-    stride=(1,),
+    allocation_bytes=4096,
+    offset_bytes=0,
+    size_bytes=8,
+)
+PIECES = CudaFdHandle(
+    pid=1,
+    pid_start_time=2,
+    device_uuid="d",
+    fds=(7, 9),
+    piece_bytes=4096,
+    offset_bytes=512,
+    size_bytes=4096,
 )
 
 
-@pytest.mark.parametrize("handle", [SHARED, CUDA])
+@pytest.mark.parametrize("handle", [SHARED, CUDA, PIECES])
 def test_round_trip_in_a_union(handle: StorageHandle) -> None:
     encoded = msgspec.msgpack.encode(handle)
     assert msgspec.msgpack.decode(encoded, type=StorageHandle) == handle

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.table import (
     COLUMNS,
+    ROW_NUMBERS,
     SKIPPED,
     UNITS_PER_TILE,
     SegmentTable,
@@ -41,16 +42,27 @@ class Unit(NamedTuple):
 
 def units_of(tiles: Tiles) -> Iterator[Unit]:
     """What the kernel does with the rows, as their description says it."""
-    for values in tiles.rows.tolist():
-        row = dict(zip(COLUMNS, values, strict=True))
-        for unit in range(row["units"]):
-            yield Unit(
-                base=row["address"] + unit % row["period"] * row["width"],
-                stride=row["block_stride"],
-                block=row["first_block"] + unit // row["period"],
-                staged=row["staged"] + unit * row["width"],
-                width=row["width"],
-            )
+    for width, rows in tiles.launches:
+        for values in rows.tolist():
+            row = dict(zip(COLUMNS, values, strict=False))
+            for unit in range(row["units"]):
+                yield Unit(
+                    base=row["address"] + unit % row["period"] * width,
+                    stride=row["block_stride"],
+                    block=row["first_block"] + unit // row["period"],
+                    staged=row["staged"] + unit * width,
+                    width=width,
+                )
+
+
+def widths_of(tiles: Tiles) -> list[int]:
+    return [launch.width for launch in tiles.launches]
+
+
+def only_rows(tiles: Tiles) -> np.ndarray:
+    """Of tiles that take one launch."""
+    (launch,) = tiles.launches
+    return launch.rows
 
 
 def table_of(case: Paged, first_address: int, units: int) -> SegmentTable:
@@ -83,20 +95,22 @@ def test_each_byte_of_a_chunk_moves_once_between_its_two_places(
 
 
 @given(GRANULES.flatmap(paged), BLOCKS, UNITS, st.integers(0, 64))
-def test_accesses_are_aligned_and_at_most_two_widths(
+def test_a_launch_has_one_width_and_its_accesses_are_aligned(
     case: Paged, n_blocks: int, units: int, first_address: int
 ) -> None:
     tiles = table_of(case, first_address, units).tiles(n_blocks)
-    assert 1 <= len(tiles.widths) <= 2
-    assert set(tiles.rows[:, 6].tolist()) == set(tiles.widths)
-    assert sorted(tiles.widths, reverse=True) == list(tiles.widths)
+    widths = widths_of(tiles)
+    assert widths == sorted(set(widths), reverse=True)
+    for launch in tiles.launches:
+        assert launch.rows.shape[1] == ROW_NUMBERS
+        assert 0 < int(launch.rows[:, 5].max()) <= units
+        assert not launch.rows[:, len(COLUMNS) :].any()
     assert tiles.staging_stride_bytes % 16 == 0
     assert 0 <= tiles.staging_stride_bytes - tiles.chunk_bytes < 16
     for unit in units_of(tiles):
         for block in range(case.layout.num_blocks):
             assert (unit.base + block * unit.stride) % unit.width == 0
         assert unit.staged % unit.width == 0
-    assert int(tiles.rows[:, 5].max()) <= units
 
 
 def table(units: int = UNITS_PER_TILE, blocks: int = 64, *segments: Segment) -> SegmentTable:
@@ -110,24 +124,24 @@ class TestTiles:
     def test_large_pages_are_cut_evenly(self) -> None:
         """40 KiB are five full tiles; 16 bytes more are six of nearly one size."""
         whole = table(512, 4, Segment(0, 0, 40960, 40960)).tiles(1)
-        assert whole.rows[:, 5].tolist() == [512] * 5
+        assert only_rows(whole)[:, 5].tolist() == [512] * 5
         more = table(512, 4, Segment(0, 0, 40976, 40976)).tiles(1)
-        assert more.rows[:, 5].tolist() == [427] * 5 + [426]
+        assert only_rows(more)[:, 5].tolist() == [427] * 5 + [426]
 
     def test_small_pages_share_a_tile(self) -> None:
         """2 KiB: four of a segment's pages in each, and what is left in the last."""
         tiles = table(512, 64, Segment(0, 0, 2048, 4096)).tiles(10)
-        assert tiles.rows[:, 3].tolist() == [0, 4, 8]
-        assert tiles.rows[:, 4].tolist() == [128] * 3
-        assert tiles.rows[:, 5].tolist() == [512, 512, 256]
+        assert only_rows(tiles)[:, 3].tolist() == [0, 4, 8]
+        assert only_rows(tiles)[:, 4].tolist() == [128] * 3
+        assert only_rows(tiles)[:, 5].tolist() == [512, 512, 256]
 
     def test_a_70b_of_eight_ranks_fills_its_tiles(self) -> None:
         """80 layers, K and V apart, pages of 4 KiB: 16 blocks are 8 tiles of 2 pages a segment."""
         segments = tuple(Segment(n, 0, 4096, 4096) for n in range(160))
         tiles = table(512, 64, *segments).tiles(16)
-        assert len(tiles.rows) == 160 * 8
-        assert set(tiles.rows[:, 5].tolist()) == {512}
-        assert tiles.widths == (16,)
+        assert len(only_rows(tiles)) == 160 * 8
+        assert set(only_rows(tiles)[:, 5].tolist()) == {512}
+        assert widths_of(tiles) == [16]
 
     @pytest.mark.parametrize(
         ("address", "segment", "n_blocks", "width"),
@@ -144,17 +158,20 @@ class TestTiles:
     ) -> None:
         layout = KVLayout((), "uint8", "cuda", 16, 4, (segment,))
         tiles = SegmentTable(layout, [Storage(address, 1024)]).tiles(n_blocks)
-        assert tiles.widths == (width,)
+        assert widths_of(tiles) == [width]
 
     def test_a_segment_behind_an_odd_one_is_as_wide_as_it_can(self) -> None:
         odd, wide = Segment(0, 0, 4, 4), Segment(0, 256, 64, 64)
         both = table(512, 64, odd, wide)
-        assert both.tiles(16).widths == (16, 4)
-        assert both.tiles(3).widths == (4,)
+        assert widths_of(both.tiles(16)) == [16, 4]
+        assert widths_of(both.tiles(3)) == [4]
 
-    def test_more_than_two_widths_become_two(self) -> None:
+    def test_each_width_has_its_launch(self) -> None:
         segments = Segment(0, 0, 64, 64), Segment(0, 4096, 8, 8), Segment(0, 5000, 2, 2)
-        assert table(512, 64, *segments).tiles(16).widths == (16, 2)
+        tiles = table(512, 64, *segments).tiles(16)
+        assert widths_of(tiles) == [16, 8, 2]
+        addresses = [launch.rows[0, 0] - 4096 for launch in tiles.launches]
+        assert addresses == [0, 4096, 5000]
 
     @pytest.mark.parametrize("n_blocks", [0, -1, 2**60])
     def test_chunks_of_no_sense(self, n_blocks: int) -> None:

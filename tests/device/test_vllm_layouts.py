@@ -58,7 +58,7 @@ def test_a_chunk_moves_between_blocks(name: str, padding: int, kernel_block: int
     hints = dict.fromkeys(caches, block_stride)
     before = {layer: tensor.view(torch.int16).clone() for layer, tensor in caches.items()}
 
-    _, handles, (pages,) = export_kv_caches([caches], BLOCKS, hints)
+    _, handles, (pages,), _ = export_kv_caches([caches], BLOCKS, hints)
     layout = KVLayout((), "float16", "cpu", TOKENS, BLOCKS, pages.segments, pages.page_format)
     assert layout.block_bytes >= sum(tensor[:rows].nbytes for tensor in caches.values())
     device = CpuDevice([layout], handles)

@@ -24,7 +24,6 @@ from lmcache_redis.integrations.vllm.loads import AwaitedLoads
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
-    EventRing,
     Planned,
     StepMetadata,
     register,
@@ -35,9 +34,6 @@ OPS = tuple(
     TransferOp(block_ids=[10 * group, 10 * group + 1], hashes=[b"hash"], group=group)
     for group in range(3)
 )
-
-
-RING = EventRing(dict)  # not asked on the CPU
 
 
 @dataclass
@@ -65,53 +61,40 @@ class Transfer:
 class Client:
     """Begins transfers, which the test ends."""
 
-    on_cuda = False
     place = None
 
     def __init__(self) -> None:
         self.begun: list[Transfer] = []
 
+    def signal(self) -> int | None:
+        return None
+
     def begin_retrieves(
-        self, request_ids: Sequence[str], ops: Sequence[TransferOp], event: Any
+        self, request_ids: Sequence[str], ops: Sequence[TransferOp], after: int | None
     ) -> list[Transfer]:
         assert len(request_ids) == len(ops)
         self.begun += (begun := [Transfer(op) for op in ops])
         return begun
 
     def begin_stores(
-        self, request_ids: Sequence[str], ops: Sequence[TransferOp], event: Any, *, compare: bool
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[TransferOp],
+        after: int | None,
+        *,
+        compare: bool,
     ) -> list[Transfer]:
-        begun = self.begin_retrieves(request_ids, ops, event)
+        begun = self.begin_retrieves(request_ids, ops, after)
         for each in begun:
             each.compared = compare
         return begun
-
-
-class FakeEvent:
-    """Says what was queued when it was recorded last."""
-
-    made = 0
-
-    def __init__(self, queued: list[str]) -> None:
-        FakeEvent.made += 1
-        self._handle = f"handle {FakeEvent.made}".encode()
-        self._queued = queued
-        self.after: list[str] = []
-
-    def ipc_handle(self) -> bytes:
-        return self._handle
-
-    def record(self) -> None:
-        self.after = list(self._queued)
-
-    def synchronize(self) -> None: ...
 
 
 def begun(
     recorder: Recorder | None = None, *, reallocates: bool = True
 ) -> tuple[ConnectorWorker, list[Transfer]]:
     client, recorder = Client(), recorder or Recorder()
-    worker = ConnectorWorker(client, 0, recorder, RING, reallocates=reallocates)  # type: ignore[arg-type]
+    worker = ConnectorWorker(client, 0, recorder, reallocates=reallocates)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_loads(StepMetadata(loads=[Planned(7, "r", OPS)]))
     assert [each.op.group for each in client.begun] == [0, 1, 2]
@@ -188,7 +171,7 @@ def test_a_lost_load_into_the_same_blocks_is_awaited() -> None:
 
 def test_a_store_ends_when_all_its_parts_are_over() -> None:
     client, recorder = Client(), Recorder()
-    worker = ConnectorWorker(client, 0, recorder, RING, reallocates=True)  # type: ignore[arg-type]
+    worker = ConnectorWorker(client, 0, recorder, reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_stores(StepMetadata(stores=[Planned(9, "r", OPS)]))
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
@@ -240,34 +223,34 @@ def test_memory_of_left_out_groups_is_not_registered(
     assert found == registered
 
 
-# ------------------------------------------------------- events
+# ------------------------------------------------------- signals
 
 
 class CudaClient(Client):
-    """Notes what precedes each transfer."""
+    """Notes what is queued before each transfer. A ticket counts what was queued at its signal."""
 
-    on_cuda = True
-
-    def __init__(self) -> None:
+    def __init__(self, queued: list[str]) -> None:
         super().__init__()
         self.after: list[list[str]] = []
+        self._queued = queued
+
+    def signal(self) -> int | None:
+        return len(self._queued)
 
     def begin_retrieves(
-        self, request_ids: Sequence[str], ops: Sequence[TransferOp], event: Any
+        self, request_ids: Sequence[str], ops: Sequence[TransferOp], after: int | None
     ) -> list[Transfer]:
-        self.after.append(event._event.after)
-        return super().begin_retrieves(request_ids, ops, event)
+        self.after.append(self._queued[:after])
+        return super().begin_retrieves(request_ids, ops, after)
 
 
 def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     """A worker's connector, as vLLM calls it, over a stream on which ``queued`` is."""
-    client = CudaClient()
+    client: Any = CudaClient(queued)
     connector = object.__new__(LMCacheRedisConnector)
     connector._connector_metadata = connector._ended_step = connector._closing = None
     connector._awaited = AwaitedLoads()
-    connector._worker = ConnectorWorker(
-        client, 0, Recorder(), EventRing(lambda: FakeEvent(queued)), reallocates=True
-    )
+    connector._worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)
     return connector, client
 
 
@@ -345,23 +328,9 @@ def test_stores_of_a_step_that_fails_end_before_they_begin() -> None:
     assert [each.op for each in client.begun] == [OPS[0]]
 
 
-def test_events_are_used_again_in_turn_and_none_is_destroyed() -> None:
-    made: list[FakeEvent] = []
-
-    def make() -> FakeEvent:
-        made.append(FakeEvent([]))
-        return made[-1]
-
-    ring = EventRing(make)
-    recorded = [ring.record() for _ in range(200)]
-    assert len(made) == 64
-    assert recorded[:64] == recorded[64:128]
-    assert [each.ipc_handle() for each in recorded[:64]] == [each._handle for each in made]
-
-
 def test_the_chunks_of_a_canary_are_compared() -> None:
     client = Client()
-    worker = ConnectorWorker(client, 0, Recorder(), RING, reallocates=True)  # type: ignore[arg-type]
+    worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_stores(
         StepMetadata(stores=[Planned(1, "r", OPS[:1])], checks=[Planned(2, "r", OPS)])

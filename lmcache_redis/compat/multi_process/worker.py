@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from lmcache_redis.client.transfers import InterprocessEvent, TransferOp
+from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.compat.multi_process.engine import (
     TIMEOUT_S,
@@ -121,7 +121,7 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         self,
         request_id: str,
         op: LoadStoreOp,
-        event: InterprocessEvent | None = None,
+        event: torch.cuda.Event | None = None,
         *,
         cache_salt: str | bytes = "",
     ) -> None:
@@ -132,7 +132,7 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         self,
         request_id: str,
         op: LoadStoreOp,
-        event: InterprocessEvent | None = None,
+        event: torch.cuda.Event | None = None,
         *,
         cache_salt: str | bytes = "",
     ) -> None:
@@ -143,20 +143,21 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         self,
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
-        event: InterprocessEvent | None = None,
+        event: torch.cuda.Event | None = None,
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
         """Starts the store of each op for its request, all in one message.
 
         The agent reads the blocks after ``event``, which the engine has recorded after the work
-        that uses them; it may be None in CPU memory. A salt stands for everything else that the KV
+        that uses them: what is queued from now on, on torch's current stream, waits for it too. It
+        may be None in CPU memory. A salt stands for everything else that the KV
         of an op's token ids depends on (salt, LoRA, images); block hashes cover it. Raises
         TypeError, also for what is no operation or no event, and ValueError, also for lists of
         different lengths, and starts nothing.
         """
-        event, whole = self._prepared(request_ids, ops, event, cache_salts)
-        stores = self.begin_stores(request_ids, whole, event)
+        after, whole = self._prepared(request_ids, ops, event, cache_salts)
+        stores = self.begin_stores(request_ids, whole, after)
         for request_id, store in zip(request_ids, stores, strict=True):
             self._requests.add_store(request_id, store)
 
@@ -164,13 +165,13 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         self,
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
-        event: InterprocessEvent | None = None,
+        event: torch.cuda.Event | None = None,
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
         """As `batched_submit_store_requests`, for retrieves of chunks that lookups have pinned."""
-        event, whole = self._prepared(request_ids, ops, event, cache_salts)
-        retrieves = self.begin_retrieves(request_ids, whole, event)
+        after, whole = self._prepared(request_ids, ops, event, cache_salts)
+        retrieves = self.begin_retrieves(request_ids, whole, after)
         for request_id, op, retrieve in zip(request_ids, ops, retrieves, strict=True):
             skip_blocks = op.skip_first_n_tokens // self._block_size_tokens
             asked = frozenset(op.block_ids[skip_blocks:])
@@ -182,12 +183,12 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         self,
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
-        event: InterprocessEvent | None,
+        event: torch.cuda.Event | None,
         cache_salts: Sequence[str | bytes] | None,
-    ) -> tuple[InterprocessEvent | None, list[TransferOp]]:
-        """The event that the agent waits for, and the whole chunks of each operation.
+    ) -> tuple[int | None, list[TransferOp]]:
+        """The ticket of a signal after the event, and the whole chunks of each operation.
 
-        There is no event for CPU memory, where this waits for it.
+        There is no ticket for CPU memory, where this waits for the event.
         """
         salts = [""] * len(ops) if cache_salts is None else cache_salts
         if not len(request_ids) == len(ops) == len(salts):
@@ -199,20 +200,19 @@ class LMCacheMPWorkerAdapter(WorkerClient):
             if not isinstance(op, LoadStoreOp):
                 raise TypeError(f"an operation is a LoadStoreOp, not {type(op).__name__}")
             check_names(op.token_ids, op.block_hashes, salt)
-        if event is not None and not hasattr(event, "ipc_handle"):
+        if event is not None and not (hasattr(event, "wait") and hasattr(event, "synchronize")):
             raise TypeError(f"an event is a torch.cuda.Event, not {type(event).__name__}")
         if self.on_cuda and event is None:
             raise ValueError(
-                "the KV cache is on a GPU: pass a torch.cuda.Event(interprocess=True) that is "
-                "recorded after the work that uses the blocks"
+                "the KV cache is on a GPU: pass a torch.cuda.Event that is recorded after the work "
+                "that uses the blocks"
             )
         size = self.num_blocks_per_chunk()
         pairs = zip(ops, salts, strict=True)
         whole = [op.whole_chunks(size, self._block_size_tokens, salt) for op, salt in pairs]
         if event is not None and not self.on_cuda:
             event.synchronize()
-            event = None
-        return event, whole
+        return self.signal(event), whole
 
     def get_finished(
         self, finished_req_ids_from_engine: Iterable[str]

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -51,17 +50,18 @@ from lmcache_redis.integrations.vllm.support import (
     SetUp,
     may_load,
     supported_groups,
+    wanted_layout,
 )
 from lmcache_redis.integrations.vllm.updates import UpdateHooks
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
-    EventRing,
     StepMetadata,
     WorkerReport,
     register,
 )
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
@@ -129,10 +129,8 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             self._adapter = client = WorkerClient(
                 **engine, worker_id=parallel.rank, on_registered=self._registered
             )
-            # Here, because no event is destroyed while an agent may ask for it.
-            self._events = EventRing(lambda: torch.cuda.Event(interprocess=True))
             self._worker = ConnectorWorker(
-                client, parallel.rank, self._recorder, self._events, reallocates=by_request
+                client, parallel.rank, self._recorder, reallocates=by_request
             )
             listen_in_worker(self)
 
@@ -355,6 +353,11 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         Where its allocator's memory cannot be exported, it runs without the cache.
         """
         return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The order of the KV cache in memory that a setting asks for."""
+        return wanted_layout(vllm_config)
 
     @guarded(nothing)
     def unregister_kv_caches(self) -> None:

@@ -81,11 +81,19 @@ _workers: weakref.WeakSet[Any] = weakref.WeakSet()  # connectors of the workers 
 
 def on_the_stack(kind: type[_T]) -> Iterator[_T]:
     """The objects of ``kind`` with a method that is running on this thread, innermost first."""
+    return (found for found in _on_the_stack("self") if isinstance(found, kind))
+
+
+def is_asked_by(kind: type) -> bool:
+    """Whether a class method of ``kind`` is running on this thread."""
+    return any(isinstance(each, type) and issubclass(each, kind) for each in _on_the_stack("cls"))
+
+
+def _on_the_stack(name: str) -> Iterator[Any]:
+    """The values of a name in the functions that are running on this thread, innermost first."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, kind):
-            yield found
+        yield frame.f_locals.get(name)
         frame = frame.f_back
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_redis.config import ClientConfig
+from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.integrations.vllm.engine import is_asked_by
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,
     Unsupported,
@@ -90,6 +92,27 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
             "--enable-return-routed-experts needs the experts of every token; a loaded prefix has "
             "none, and this vLLM version would end with an error"
         )
+
+
+def wanted_layout(vllm_config: VllmConfig) -> str | None:
+    """The order of the KV cache in memory that the engine asks vLLM for, if this vLLM has it.
+
+    vLLM drops the wish with a warning where an attention backend cannot take it. It ends the engine
+    for a name that it does not know, and if the children of a MultiConnector differ.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    assert vllm_config.kv_transfer_config is not None
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout  # vLLM 0.29 or newer
+
+        layout = ClientConfig.from_extra_config(extra).kv_cache_layout
+    except (ImportError, LMCacheRedisError):
+        return None  # a wrong setting is reported where the cache stays off
+    if layout not in KVCacheLayout.__members__ or is_asked_by(MultiConnector):
+        return None
+    return layout
 
 
 def may_load(vllm_config: VllmConfig) -> bool:

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -21,7 +20,6 @@ from lmcache_redis.chunks.dtypes import dtype_name
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     CacheGroup,
-    InterprocessEvent,
     RetrieveTransfer,
     StoreTransfer,
     TransferOp,
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 TransferT = TypeVar("TransferT", StoreTransfer, RetrieveTransfer)
-# More than the transfers that an agent works on at a time.
-_EVENTS = 64
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
 
@@ -111,42 +107,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
 
-class RecordedEvent:
-    """An interprocess event of torch, with its handle."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-        self._handle = bytes(event.ipc_handle())
-        self.record = event.record
-        self.synchronize = event.synchronize
-
-    def ipc_handle(self) -> bytes:
-        return self._handle
-
-
-class EventRing:
-    """Events that mark a place in the queued work of a device, used again in turn.
-
-    To create one and its handle takes longer than to record it. None is destroyed: an agent that
-    was stopped may ask for one long after its transfer is over. An agent that asks for an event
-    which was recorded again waits longer than it has to.
-    """
-
-    def __init__(self, new_event: Callable[[], Any]) -> None:
-        self._new_event = new_event
-        self._events: deque[RecordedEvent] = deque()
-
-    def record(self) -> RecordedEvent:
-        """Records the next event on the current stream."""
-        if len(self._events) < _EVENTS:
-            event = RecordedEvent(self._new_event())
-        else:
-            event = self._events.popleft()
-        self._events.append(event)
-        event.record()
-        return event
-
-
 @dataclass(slots=True)
 class _Begun(Generic[TransferT]):
     """One transfer of vLLM's: an operation for each group of layers."""
@@ -173,13 +133,11 @@ class ConnectorWorker:
         client: WorkerClient,
         rank: int,
         recorder: Recorder,
-        events: EventRing,
         *,
         reallocates: bool,
     ) -> None:
         self._recorder = recorder
-        self._events = events
-        self._loads_after: InterprocessEvent | None = None
+        self._loads_after: int | None = None
         self._stored_step: StepMetadata | None = None  # the last whose stores have begun
         self._client = client
         self._rank = rank
@@ -195,15 +153,14 @@ class ConnectorWorker:
 
         vLLM calls `begin_loads` after it has launched the forward, which uses other blocks.
         """
-        self._loads_after = self._recorded_event() if metadata.loads else None
+        self._loads_after = self._client.signal() if metadata.loads else None
 
     def begin_loads(self, metadata: StepMetadata) -> None:
-        event = self._loads_after
         for transfer_id, request_id, ops in metadata.loads:
             self._awaited[request_id] = transfer_id
             self._loads[transfer_id] = _Begun(
                 time.monotonic(),
-                self._client.begin_retrieves([request_id] * len(ops), ops, event),
+                self._client.begin_retrieves([request_id] * len(ops), ops, self._loads_after),
             )
 
     def begin_stores(self, metadata: StepMetadata) -> None:
@@ -212,11 +169,11 @@ class ConnectorWorker:
             return
         self._stored_step = metadata
         begun = [*zip(metadata.stores, repeat(False)), *zip(metadata.checks, repeat(True))]
-        event = self._recorded_event() if begun else None
+        after = self._client.signal() if begun else None
         for (transfer_id, request_id, ops), compare in begun:
             self._stores[transfer_id] = _Begun(
                 time.monotonic(),
-                self._client.begin_stores([request_id] * len(ops), ops, event, compare=compare),
+                self._client.begin_stores([request_id] * len(ops), ops, after, compare=compare),
             )
 
     def drop_stores(self, metadata: StepMetadata) -> None:
@@ -273,10 +230,6 @@ class ConnectorWorker:
         report.step = step
         self._places = places
         return report
-
-    def _recorded_event(self) -> InterprocessEvent | None:
-        """An event after the queued work of the current stream; None on the CPU."""
-        return self._events.record() if self._client.on_cuda else None
 
     @property
     def _ended(self) -> list[int]:

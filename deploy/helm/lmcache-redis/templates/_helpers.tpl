@@ -59,8 +59,6 @@ args: [agent, --config, /etc/lmcache-redis/agent.conf]
 env:
   - name: LMCACHE_REDIS_PASSWORD_FILE
     value: /run/secrets/redis/password
-  - name: TRITON_CACHE_DIR
-    value: /tmp/triton
   {{- if .Values.agent.gpu }}
   - name: NVIDIA_VISIBLE_DEVICES
     value: all

@@ -1,0 +1,206 @@
+"""The GPUs of this node as its driver shows them, and what an agent needs of them.
+
+The driver is asked by this process, which sees what its container sees, and makes no context on a
+GPU. That a process is a client of MPS is read from its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.admin.names import shown_bytes
+from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding
+from lmcache_redis.device import driver
+from lmcache_redis.errors import DriverError
+
+_CONTROL = Path("/dev/nvidiactl")
+_DRIVER_DEADLINE_S = 15.0
+_OLDEST_CUDA, _BATCHES_CUDA = 12000, 12080
+_COMPUTE_MODES = {2: "prohibited", 3: "exclusive"}
+_MPS_DIRECTORY = "/tmp/nvidia-mps"
+# Of these kernels a registration of more than 2 GiB fails.
+_SMALL_PINS = ((6, 11), (6, 13))
+
+# As `rules.ADVICE`.
+GPU_ADVICE: dict[str, tuple[str, ...]] = {
+    "GPU driver": (
+        "the agent maps KV caches on GPUs through the driver, and needs 525 (CUDA 12.0) or newer",
+        "install a newer driver; containers: --gpus all, or the runtime class nvidia",
+    ),
+    "GPUs": (
+        "KV caches on GPUs are mapped only by an agent that sees these GPUs",
+        "containers: --gpus all; CUDA_VISIBLE_DEVICES as for the engines",
+    ),
+    "compute mode": (
+        "only one process may use such a GPU: the agent cannot map what the engine has there",
+        "as root: nvidia-smi --compute-mode=DEFAULT",
+    ),
+    "stream writes": (
+        "the engine's GPU tells the agent by such a write that blocks are ready",
+        "a driver from 525 on, without vGPU or WSL",
+    ),
+    "batch copies": (
+        "without cuMemcpyBatchAsync (570, CUDA 12.8) the agent enqueues copies one by one",
+        "install a newer driver",
+    ),
+    "MIG": (
+        "a process sees one instance, and CUDA IPC does not cross to another",
+        "run one agent for each instance, with the CUDA_VISIBLE_DEVICES of its engines and an "
+        "endpoint of its own",
+    ),
+    "MPS": (
+        "memory is shared between clients of one MPS server, or between processes without MPS",
+        "give agent and engines one CUDA_MPS_PIPE_DIRECTORY (a shared volume in containers), or "
+        "none",
+    ),
+    "pinned pool": (
+        "GPUs copy to and from slots that are not pinned at a fraction of the speed",
+        "a smaller --pool-bytes, if memory is short",
+        "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleGpu:
+    """compute_mode: 0 is the default. writes_values: cuStreamWriteValue64 works."""
+
+    uuid: str
+    name: str
+    compute_mode: int
+    writes_values: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """problem: why the driver cannot be used; empty if it can.
+
+    cuda_version: as 12040. mps_clients: by process, whether it is one; those that can be told.
+    kernel: its version.
+    """
+
+    problem: str = ""
+    cuda_version: int = 0
+    copies_in_batches: bool = False
+    gpus: tuple[VisibleGpu, ...] = ()
+    mps_clients: Mapping[int, bool] = field(default_factory=dict)
+    kernel: tuple[int, ...] = ()
+
+
+def look_at_gpus(pids: Iterable[int]) -> GpuFacts | None:
+    """The facts; None if this is no GPU node. pids: of the agent and the engines."""
+    found: list[GpuFacts] = []
+    # A GPU that hangs may hold the driver's first call for ever.
+    thread = threading.Thread(target=lambda: found.append(_ask_driver(pids)), daemon=True)
+    thread.start()
+    thread.join(_DRIVER_DEADLINE_S)
+    if not found:
+        return GpuFacts(f"the driver has not answered within {_DRIVER_DEADLINE_S:g} s")
+    return found[0] if not found[0].problem or _CONTROL.exists() else None
+
+
+def _ask_driver(pids: Iterable[int]) -> GpuFacts:
+    try:
+        return GpuFacts(
+            "",
+            driver.driver_version(),
+            driver.has("cuMemcpyBatchAsync"),
+            tuple(map(_gpu, range(len(driver.device_uuids())))),
+            {pid: is_client for pid in pids if (is_client := uses_mps(pid)) is not None},
+            tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])),
+        )
+    except DriverError as error:
+        return GpuFacts(str(error))
+
+
+def _gpu(ordinal: int) -> VisibleGpu:
+    attribute = driver.Attribute
+    return VisibleGpu(
+        driver.device_uuid(ordinal),
+        driver.device_name(ordinal),
+        driver.device_attribute(ordinal, attribute.COMPUTE_MODE),
+        bool(driver.device_attribute(ordinal, attribute.WRITES_64_BIT_VALUES)),
+    )
+
+
+def uses_mps(pid: int) -> bool | None:
+    """Whether a process finds an MPS server where it looks for one; None if it cannot be seen."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        settings = dict(word.split(b"=", 1) for word in words if b"=" in word)
+        where = os.fsdecode(settings.get(b"CUDA_MPS_PIPE_DIRECTORY", b"")) or _MPS_DIRECTORY
+        return Path(f"/proc/{pid}/root", where.lstrip("/"), "control").exists()
+    except OSError:
+        return None
+
+
+# --------------------------------------------------------------------- the rules
+
+
+def judge_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> Iterator[Finding]:
+    """report: the agent's STATUS. Pure."""
+    if facts is None:
+        return
+    if facts.problem:
+        yield Finding(CRITICAL, "GPU driver", facts.problem)
+        return
+    major, minor = divmod(facts.cuda_version // 10, 100)
+    too_old = facts.cuda_version < _OLDEST_CUDA
+    yield Finding(CRITICAL if too_old else OK, "GPU driver", f"it serves CUDA {major}.{minor}")
+    if not facts.gpus:
+        yield Finding(WARNING, "GPUs", "none is visible here")
+        return
+    yield Finding(OK, "GPUs", ", ".join(f"{gpu.name} ({gpu.uuid})" for gpu in facts.gpus))
+    if facts.copies_in_batches and facts.cuda_version >= _BATCHES_CUDA:
+        yield Finding(OK, "batch copies", "the driver has them")
+    else:
+        yield Finding(HINT, "batch copies", "the driver has none")
+    for gpu in facts.gpus:
+        yield from _of_gpu(gpu)
+    yield from _mps(facts.mps_clients)
+    yield from _pool(facts.kernel, report)
+
+
+def _of_gpu(gpu: VisibleGpu) -> Iterator[Finding]:
+    if gpu.compute_mode in _COMPUTE_MODES:
+        seen = f"{gpu.uuid} is {_COMPUTE_MODES[gpu.compute_mode]}"
+        yield Finding(CRITICAL, "compute mode", seen)
+    if not gpu.writes_values:
+        yield Finding(CRITICAL, "stream writes", f"{gpu.uuid} does not write 64-bit values")
+    if " MIG " in gpu.name:
+        yield Finding(HINT, "MIG", f"{gpu.uuid} is an instance of a GPU: {gpu.name}")
+
+
+def _mps(clients: Mapping[int, bool]) -> Iterator[Finding]:
+    inside = [pid for pid, is_client in clients.items() if is_client]
+    outside = [pid for pid, is_client in clients.items() if not is_client]
+    if inside and outside:
+        seen = f"clients of MPS: {_pids(inside)}; not: {_pids(outside)}"
+        yield Finding(CRITICAL, "MPS", seen)
+    elif inside:
+        yield Finding(OK, "MPS", "agent and engines are clients: a fatal fault of one ends all")
+
+
+def _pids(pids: Iterable[int]) -> str:
+    return "process " + ", ".join(map(str, pids))
+
+
+def _pool(kernel: tuple[int, ...], report: Mapping[str, Any]) -> Iterator[Finding]:
+    pool = report["pool"]
+    if "locked_bytes" not in pool:  # an agent of an older version
+        return
+    pool_bytes = pool["slots"] * pool["slot_bytes"]
+    seen = f"{shown_bytes(pool['locked_bytes'])} of {shown_bytes(pool_bytes)}"
+    if pool["lock_failure"]:
+        yield Finding(WARNING, "pinned pool", f"{seen}: {pool['lock_failure']}")
+        return
+    first, last = _SMALL_PINS
+    if first <= kernel <= last:
+        seen += f"; kernel {kernel[0]}.{kernel[1]} pins 2 GiB at once, and the agent pins less"
+    yield Finding(OK, "pinned pool", seen)

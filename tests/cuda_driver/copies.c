@@ -1,0 +1,407 @@
+/* Copies: in pieces, in the order of their stream, and as the kind of host memory says. */
+#include "stub.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum { OF_GPU, OF_PINNED, OF_PAGEABLE, OF_NOTHING } Place;
+
+typedef struct {
+    Address to, from;
+    size_t size;
+    Place to_place, from_place;
+    char *taken; /* The source's bytes, if they were read early. */
+} Copy;
+
+/* What a copy between two places is, beside one with the GPU. */
+static bool has_pageable(const Copy *copy)
+{
+    return copy->to_place == OF_PAGEABLE || copy->from_place == OF_PAGEABLE;
+}
+
+/* Where a range is. Of nothing, after a refusal, if it lies only in part in one memory. */
+static Place place_of(Address address, size_t size, bool to_write)
+{
+    const Address host = address >= DISTINCT_OFFSET ? address - DISTINCT_OFFSET : address;
+    const Context *context = stub_context();
+    Place place = OF_NOTHING;
+    pthread_rwlock_rdlock(&stub_memory_lock);
+    if (stub_reach_for_copy(address, size, to_write) != NULL) {
+        const Region *region = stub_region_of(host);
+        const bool pinned_here = region->everywhere || region->device == context->device;
+        place = stub_is_device(region) ? OF_GPU : pinned_here ? OF_PINNED : OF_PAGEABLE;
+    } else if (stub_overlap(host, size) == NULL && stub_is_in_process(address, size)) {
+        place = OF_PAGEABLE;
+    }
+    pthread_rwlock_unlock(&stub_memory_lock);
+    if (place == OF_NOTHING) {
+        stub_refuse(INVALID_VALUE, "%lu bytes at %#lx: not all in one allocation, in one "
+            "registration, or in none", size, address);
+    }
+    return place;
+}
+
+/* 0 if the copy is well defined. */
+static Result check(Copy *copy)
+{
+    if (!copy->size || copy->to + copy->size < copy->to || copy->from + copy->size < copy->from) {
+        return stub_refuse(INVALID_VALUE, "a copy of %lu bytes", copy->size);
+    }
+    copy->to_place = place_of(copy->to, copy->size, true);
+    copy->from_place = place_of(copy->from, copy->size, false);
+    if (copy->to_place == OF_NOTHING || copy->from_place == OF_NOTHING) {
+        return INVALID_VALUE;
+    }
+    if (copy->to_place != OF_GPU && copy->from_place != OF_GPU) {
+        return stub_refuse(INVALID_VALUE, "a copy from host memory to host memory");
+    }
+    if (copy->to < copy->from + copy->size && copy->from < copy->to + copy->size) {
+        return stub_refuse(INVALID_VALUE, "source and destination overlap");
+    }
+    return OK;
+}
+
+static char *reach(Address address, size_t size, Place place, bool to_write)
+{
+    return place == OF_PAGEABLE ? (char *)address : stub_reach_for_copy(address, size, to_write);
+}
+
+/* A piece of a copy. False, and the process has lost the GPU, if its memory is gone. */
+static bool move_piece(const Copy *copy, size_t at, size_t size)
+{
+    pthread_rwlock_rdlock(&stub_memory_lock);
+    const char *from = copy->taken != NULL
+        ? copy->taken + at : reach(copy->from + at, size, copy->from_place, false);
+    char *to = reach(copy->to + at, size, copy->to_place, true);
+    if (from != NULL && to != NULL) {
+        memcpy(to, from, size);
+    }
+    pthread_rwlock_unlock(&stub_memory_lock);
+    if (from == NULL || to == NULL) {
+        stub_lose(ILLEGAL_ADDRESS, "a copy of %lu bytes from %#lx to %#lx found its memory gone",
+            copy->size, copy->from, copy->to);
+    }
+    return from != NULL && to != NULL;
+}
+
+static void move(Stream *stream, const Copy *copy)
+{
+    Random *random = stub_stream_random(stream);
+    const size_t piece = SETTING(piece_bytes) > 0 ? (size_t)SETTING(piece_bytes) : copy->size;
+    const size_t pieces = (copy->size + piece - 1) / piece;
+    const bool backwards = stub_below(random, 2);
+    for (size_t i = 0; i < pieces; i++) {
+        const size_t at = (backwards ? pieces - 1 - i : i) * piece;
+        if (i && stub_below(random, 8) == 0) {
+            stub_pause(stream);
+        }
+        if (stub_lost() || !move_piece(copy, at, copy->size - at < piece ? copy->size - at : piece)) {
+            return;
+        }
+    }
+}
+
+static void run_copies(Stream *stream, Operation *operation)
+{
+    Copy *copies = operation->data;
+    for (size_t left = operation->numbers[0]; left && !stub_lost(); left--) { /* In no order. */
+        const size_t chosen = stub_below(stub_stream_random(stream), left);
+        const Copy copy = copies[chosen];
+        copies[chosen] = copies[left - 1];
+        copies[left - 1] = copy;
+        move(stream, &copy);
+    }
+}
+
+static void end_copies(Operation *operation)
+{
+    Copy *copies = operation->data;
+    for (size_t i = 0; i < operation->numbers[0]; i++) {
+        free(copies[i].taken);
+    }
+    free(copies);
+}
+
+/* Reads a source now. */
+static void take(Copy *copy)
+{
+    pthread_rwlock_rdlock(&stub_memory_lock);
+    const char *from = reach(copy->from, copy->size, copy->from_place, false);
+    if (from != NULL) {
+        copy->taken = malloc(copy->size);
+        memcpy(copy->taken, from, copy->size);
+    }
+    pthread_rwlock_unlock(&stub_memory_lock);
+}
+
+/* Enqueues copies, of which the stream takes the array. */
+static uint64_t enqueue(Stream *stream, Copy *copies, size_t count)
+{
+    return stub_enqueue(stream, (Operation){
+        .run = run_copies, .end = end_copies, .data = copies, .numbers = {count}});
+}
+
+/* Pageable memory is staged: a destination is complete on return. Of a source, the bytes are read
+ * before the return, and the GPU's memory is written then or later. */
+static Result submit(Stream *stream, Copy *copies, size_t count, bool synchronous)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (copies[i].to_place == OF_PAGEABLE) {
+            synchronous = true;
+        }
+        if (copies[i].from_place == OF_PAGEABLE) {
+            if (!synchronous && stub_any(2)) {
+                synchronous = true;
+            } else {
+                take(&copies[i]);
+            }
+        }
+    }
+    const uint64_t place = enqueue(stream, copies, count);
+    return synchronous ? stub_wait(stream, place) : OK;
+}
+
+static Result copy_one(void *handle, Copy copy, bool from_gpu, bool to_gpu, bool synchronous)
+{
+    Stream *stream = stub_stream(handle);
+    if (stream == NULL) {
+        return INVALID_HANDLE;
+    }
+    const Result result = check(&copy);
+    if (result) {
+        return result;
+    }
+    if ((copy.from_place == OF_GPU) != from_gpu || (copy.to_place == OF_GPU) != to_gpu) {
+        return stub_refuse(INVALID_VALUE, "an address of the host for one of the GPU, or the other "
+            "way round: %#lx to %#lx", copy.from, copy.to);
+    }
+    Copy *copies = malloc(sizeof *copies);
+    *copies = copy;
+    return submit(stream, copies, 1, synchronous);
+}
+
+/* From pageable memory it returns when the source has been read: the destination is written in the
+ * order of the default stream, of which other streams know nothing. */
+EXPORT Result cuMemcpyHtoD_v2(Address to, const void *from, size_t size)
+{
+    ENTER(cuMemcpyHtoD_v2);
+    Stream *stream = stub_stream(NULL);
+    Copy copy = {.to = to, .from = (Address)from, .size = size};
+    const Result result = check(&copy);
+    if (result || copy.from_place == OF_GPU || copy.to_place != OF_GPU) {
+        return result ? result : stub_refuse(INVALID_VALUE, "no copy from host to GPU");
+    }
+    Copy *copies = malloc(sizeof *copies);
+    if (has_pageable(&copy)) {
+        take(&copy);
+    }
+    *copies = copy;
+    const uint64_t place = enqueue(stream, copies, 1);
+    return has_pageable(&copy) ? OK : stub_wait(stream, place);
+}
+
+EXPORT Result cuMemcpyDtoH_v2(void *to, Address from, size_t size)
+{
+    ENTER(cuMemcpyDtoH_v2);
+    return copy_one(NULL, (Copy){.to = (Address)to, .from = from, .size = size}, true, false, true);
+}
+
+EXPORT Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, void *stream)
+{
+    ENTER(cuMemcpyHtoDAsync_v2);
+    const Copy copy = {.to = to, .from = (Address)from, .size = size};
+    return copy_one(stream, copy, false, true, false);
+}
+
+EXPORT Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, void *stream)
+{
+    ENTER(cuMemcpyDtoHAsync_v2);
+    const Copy copy = {.to = (Address)to, .from = from, .size = size};
+    return copy_one(stream, copy, true, false, false);
+}
+
+EXPORT Result cuMemcpyDtoDAsync_v2(Address to, Address from, size_t size, void *stream)
+{
+    ENTER(cuMemcpyDtoDAsync_v2);
+    return copy_one(stream, (Copy){.to = to, .from = from, .size = size}, true, true, false);
+}
+
+typedef struct {
+    size_t src_x, src_y;
+    unsigned src_type;
+    const void *src_host;
+    Address src_device;
+    void *src_array;
+    size_t src_pitch, dst_x, dst_y;
+    unsigned dst_type;
+    void *dst_host;
+    Address dst_device;
+    void *dst_array;
+    size_t dst_pitch, width, height;
+} Copy2D;
+
+enum { TYPE_HOST = 1, TYPE_DEVICE = 2, TYPE_UNIFIED = 4 };
+
+EXPORT Result cuMemcpy2DAsync_v2(const Copy2D *given, void *handle)
+{
+    ENTER(cuMemcpy2DAsync_v2);
+    Stream *stream = stub_stream(handle);
+    if (stream == NULL) {
+        return INVALID_HANDLE;
+    }
+    const unsigned types = given->src_type | given->dst_type;
+    if (types & ~7u || given->src_type == 3 || given->dst_type == 3 || !given->src_type ||
+        !given->dst_type) {
+        return stub_refuse(INVALID_VALUE, "memory types %u and %u", given->src_type, given->dst_type);
+    }
+    if (!given->width || !given->height || given->src_pitch < given->width ||
+        given->dst_pitch < given->width || given->src_pitch > INT32_MAX ||
+        given->dst_pitch > INT32_MAX) {
+        return INVALID_VALUE;
+    }
+    const Address from = (given->src_type == TYPE_HOST ? (Address)given->src_host
+        : given->src_device) + given->src_y * given->src_pitch + given->src_x;
+    const Address to = (given->dst_type == TYPE_HOST ? (Address)given->dst_host
+        : given->dst_device) + given->dst_y * given->dst_pitch + given->dst_x;
+    /* All of both, gaps too, is in one memory. */
+    const size_t last = given->height - 1;
+    if (place_of(from, last * given->src_pitch + given->width, false) == OF_NOTHING ||
+        place_of(to, last * given->dst_pitch + given->width, true) == OF_NOTHING) {
+        return INVALID_VALUE;
+    }
+    Copy *copies = calloc(given->height, sizeof *copies);
+    for (size_t row = 0; row < given->height; row++) {
+        copies[row] = (Copy){.to = to + row * given->dst_pitch,
+            .from = from + row * given->src_pitch, .size = given->width};
+        const Result result = check(&copies[row]);
+        if (result) {
+            free(copies);
+            return result;
+        }
+    }
+    return submit(stream, copies, given->height, false);
+}
+
+typedef struct {
+    unsigned order;
+    unsigned from_type;
+    int from_id;
+    unsigned to_type;
+    int to_id;
+    unsigned flags;
+} Attributes;
+
+enum { ORDER_STREAM = 1, ORDER_DURING_CALL = 2, ORDER_ANY = 3 };
+
+#ifndef WITHOUT_BATCH
+static int by_destination(const void *one, const void *other)
+{
+    const Copy *a = one, *b = other;
+    return a->to < b->to ? -1 : a->to > b->to;
+}
+
+/* Whether no copy writes what another reads or writes: the batch has no order. Sorts. */
+static bool are_independent(Copy *copies, size_t count)
+{
+    qsort(copies, count, sizeof *copies, by_destination);
+    for (size_t i = 0; i + 1 < count; i++) {
+        if (copies[i].to + copies[i].size > copies[i + 1].to) {
+            return false;
+        }
+    }
+    for (size_t i = 0; i < count; i++) {
+        size_t low = 0, high = count; /* The first destination that ends after the source begins. */
+        while (low < high) {
+            const size_t middle = (low + high) / 2;
+            if (copies[middle].to + copies[middle].size <= copies[i].from) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        if (low < count && copies[low].to < copies[i].from + copies[i].size) {
+            return false;
+        }
+    }
+    return true;
+}
+
+EXPORT Result cuMemcpyBatchAsync(const Address *to, const Address *from, const size_t *sizes,
+    size_t count, const Attributes *attributes, const size_t *firsts, size_t attribute_count,
+    size_t *failed, void *handle)
+{
+    ENTER(cuMemcpyBatchAsync);
+    *failed = SIZE_MAX;
+    Stream *stream = stub_stream(handle);
+    if (stream == NULL || stub_is_legacy(stream)) {
+        return stub_refuse(INVALID_VALUE, "no stream, or the default one");
+    }
+    if (!count || !attribute_count || attribute_count > count || firsts[0]) {
+        return stub_refuse(INVALID_VALUE, "%lu copies with %lu attributes", count, attribute_count);
+    }
+    for (size_t i = 0; i < attribute_count; i++) {
+        if (attributes[i].order < ORDER_STREAM || attributes[i].order > ORDER_ANY ||
+            attributes[i].flags & ~1u || firsts[i] >= count || (i && firsts[i] <= firsts[i - 1])) {
+            return stub_refuse(INVALID_VALUE, "attributes %lu: order %u, flags %#x, from copy %lu",
+                i, attributes[i].order, attributes[i].flags, firsts[i]);
+        }
+    }
+    Copy *copies = calloc(count, sizeof *copies);
+    size_t which = 0;
+    for (size_t i = 0; i < count; i++) {
+        which += which + 1 < attribute_count && firsts[which + 1] == i;
+        copies[i] = (Copy){.to = to[i], .from = from[i], .size = sizes[i]};
+        const Result result = check(&copies[i]);
+        if (result) {
+            *failed = i;
+            end_copies(&(Operation){.data = copies, .numbers = {i}});
+            return result;
+        }
+        const unsigned order = attributes[which].order;
+        if (order == ORDER_DURING_CALL || (order == ORDER_ANY && stub_any(2))) {
+            take(&copies[i]);
+        }
+    }
+    if (!are_independent(copies, count)) {
+        end_copies(&(Operation){.data = copies, .numbers = {count}});
+        return stub_refuse(INVALID_VALUE, "copies of a batch depend on each other");
+    }
+    enqueue(stream, copies, count);
+    return OK;
+}
+#endif
+
+static void fill(Stream *stream, Operation *operation)
+{
+    const Address to = operation->numbers[0];
+    const size_t size = operation->numbers[2], piece = 65536;
+    for (size_t at = 0; at < size && !stub_lost(); at += piece) {
+        const size_t here = size - at < piece ? size - at : piece;
+        pthread_rwlock_rdlock(&stub_memory_lock);
+        char *found = stub_reach(to + at, here, true);
+        if (found != NULL) {
+            memset(found, (int)operation->numbers[1], here);
+        }
+        pthread_rwlock_unlock(&stub_memory_lock);
+        if (found == NULL) {
+            stub_lose(ILLEGAL_ADDRESS, "%#lx is gone before it was filled", to);
+        }
+        if (stub_below(stub_stream_random(stream), 8) == 0) {
+            stub_pause(stream);
+        }
+    }
+}
+
+EXPORT Result cuMemsetD8Async(Address to, unsigned char value, size_t size, void *handle)
+{
+    ENTER(cuMemsetD8Async);
+    Stream *stream = stub_stream(handle);
+    if (stream == NULL) {
+        return INVALID_HANDLE;
+    }
+    if (!size || place_of(to, size, true) != OF_GPU) {
+        return INVALID_VALUE;
+    }
+    stub_enqueue(stream, (Operation){.run = fill, .numbers = {to, value, size}});
+    return OK;
+}

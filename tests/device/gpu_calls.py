@@ -1,0 +1,170 @@
+"""Calls of a `CudaDevice`, checked byte by byte: the engine's memory and the host's, all of it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_redis.device import driver
+from lmcache_redis.device.bus import UNPINNED
+from lmcache_redis.device.cuda import CudaDevice
+from lmcache_redis.device.gpu import Gpus
+from lmcache_redis.device.layout import KVLayout, Segment
+from lmcache_redis.device.mapping import EngineMemory
+from lmcache_redis.native.madvise import address_of
+from tests.device.gpu_engine import GpuEngine
+from tests.device.layouts import Call, Paged
+
+GUARD = 0xC3
+_GAP_BYTES = 48
+Int64s = npt.NDArray[np.int64]
+
+
+class View:
+    """An engine's memory as the test sees and changes it, by a mapping of its own."""
+
+    def __init__(self, engine: GpuEngine) -> None:
+        self._size_bytes = engine.size_bytes
+        self._context = driver.retain_context(0)
+        driver.set_context(self._context)
+        self._memory = EngineMemory([engine.memory], 0)
+        self._address = self._memory.storages[0].address
+        self._stream = driver.create_stream()
+
+    def read(self) -> bytes:
+        driver.set_context(self._context)
+        found = bytearray(self._size_bytes)
+        driver.enqueue_copy_out(
+            address_of(found), self._address, self._size_bytes, self._stream
+        )
+        driver.synchronize_stream(self._stream)
+        return bytes(found)
+
+    def write(self, content: bytes) -> None:
+        driver.set_context(self._context)
+        driver.copy_in(self._address, address_of(bytearray(content)), len(content))
+
+    def close(self) -> None:
+        driver.set_context(self._context)
+        driver.destroy_stream(self._stream)
+        self._memory.close()
+
+
+class Host:
+    """Host memory in pieces of `piece_bytes`, of which the first ones are pinned."""
+
+    def __init__(self, piece_bytes: int, pieces: int, pinned: int) -> None:
+        self.piece_bytes = piece_bytes
+        self.pinned = pinned
+        self._mapped = mmap.mmap(-1, piece_bytes * pieces)
+        self.memory = np.frombuffer(self._mapped, dtype=np.uint8)
+        self.address = int(self.memory.ctypes.data)
+        driver.set_context(driver.retain_context(0))
+        for piece in range(pinned):
+            driver.pin(self.address + piece * piece_bytes, piece_bytes)
+
+    def pieces_of(self, addresses: Int64s) -> Int64s:
+        pieces = (addresses - self.address) // self.piece_bytes
+        return np.where(pieces < self.pinned, pieces, UNPINNED)
+
+    def slots(self, sizes: Sequence[int], gap_bytes: int, first: int = 0) -> list[memoryview]:
+        """From the offset ``first`` on. None lies in two pieces."""
+        found, at = [], first
+        for size in sizes:
+            if at // self.piece_bytes != (at + size - 1) // self.piece_bytes:
+                at = -(-at // self.piece_bytes) * self.piece_bytes
+            found.append(memoryview(self._mapped)[at : at + size])
+            at += size + gap_bytes
+        assert at - gap_bytes <= self.memory.size
+        return found
+
+    def close(self) -> None:
+        for piece in range(self.pinned):
+            driver.unpin(self.address + piece * self.piece_bytes)
+
+
+def handles_of(engine: GpuEngine, case: Paged, shift: int) -> tuple[list[Any], list[int]]:
+    """A handle of each storage, and where it begins: one after the other, with gaps."""
+    handles, starts, at = [], [], _GAP_BYTES + shift
+    for storage in case.storages:
+        starts.append(at)
+        handles.append(
+            msgspec.structs.replace(
+                engine.memory,
+                offset_bytes=engine.memory.offset_bytes + at,
+                size_bytes=storage.size,
+            )
+        )
+        at += storage.size + _GAP_BYTES
+    assert at <= engine.size_bytes
+    return handles, starts
+
+
+def laid_out(storages: Sequence[np.ndarray], starts: Sequence[int], size_bytes: int) -> bytes:
+    whole = np.full(size_bytes, GUARD, np.uint8)
+    for storage, start in zip(storages, starts, strict=True):
+        whole[start : start + storage.size] = storage
+    return whole.tobytes()
+
+
+def stripe_sizes(call: Call) -> list[int]:
+    stripe = call.stripe_payload_bytes
+    begins = range(0, call.chunk_bytes, stripe)
+    return [min(stripe, call.chunk_bytes - begin) for begin in begins] * len(call.chunks)
+
+
+def check_on_gpu(
+    engine: GpuEngine, view: View, host: Host, gpus: Gpus, call: Call, *, shift: int, gap: int
+) -> None:
+    """Both directions, against the reference gather and scatter."""
+    case, stripe, count = call.case, call.stripe_payload_bytes, len(call.chunks)
+    handles, starts = handles_of(engine, case, shift)
+    view.write(laid_out(case.storages, starts, engine.size_bytes))
+    host.memory[:] = GUARD
+    device = CudaDevice([case.layout], handles, gpus, engine.signals)
+    try:
+        slots = host.slots(stripe_sizes(call), gap)
+        told: list[bytes] = []
+        device.gather(
+            call.block_ids, slots, stripe, on_blocks_read=lambda: told.append(b""), chunks=count
+        )
+        assert told == [b""]
+        want = host.memory.copy()
+        want[:] = GUARD
+        expected = iter(
+            chunk[begin : begin + stripe]
+            for chunk in call.gathered()
+            for begin in range(0, call.chunk_bytes, stripe)
+        )
+        for slot, bytes_of in zip(slots, expected, strict=True):
+            at = address_of(slot) - host.address
+            want[at : at + len(bytes_of)] = np.frombuffer(bytes_of, np.uint8)
+        assert np.array_equal(host.memory, want)
+        assert view.read() == laid_out(case.storages, starts, engine.size_bytes)
+
+        chunks = [np.random.default_rng(n).bytes(call.chunk_bytes) for n in range(count)]
+        parts = iter(
+            chunk[begin : begin + stripe]
+            for chunk in chunks
+            for begin in range(0, call.chunk_bytes, stripe)
+        )
+        for slot, part in zip(slots, parts, strict=True):
+            slot[:] = part
+        before = host.memory.copy()
+        device.scatter(call.block_ids, slots, stripe, call.skip_blocks, chunks=count)
+        assert view.read() == laid_out(call.scattered(chunks), starts, engine.size_bytes)
+        assert np.array_equal(host.memory, before)
+    finally:
+        device.close()
+
+
+def plain(page_bytes: int, blocks: int, segments: int, stride: int | None = None) -> KVLayout:
+    """Segments side by side in one storage, of adjacent pages unless they are a stride apart."""
+    step = stride or page_bytes
+    places = tuple(Segment(0, n * blocks * step, page_bytes, step) for n in range(segments))
+    return KVLayout((), "uint8", "cuda", 16, blocks, places)

@@ -1,0 +1,149 @@
+"""A stand-in for an engine on a GPU, without torch; with NVIDIA's driver or that of the tests.
+
+It has one range of GPU memory, of equal pieces that are mapped side by side or of one allocation.
+Each line in is a JSON array, a command and its arguments; each line out is the answer. Ends when
+its standard input does.
+
+    share              the handle of its memory, and that of its signals
+    write, seed        fills the memory with `content`, waits, and answers nothing
+    write late, seed   enqueues other bytes several times, `content` and then a signal: its ticket
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from lmcache_redis.device import driver, export
+from lmcache_redis.device.handles import CudaHandle, SharedMemoryHandle
+from lmcache_redis.device.signals import signals_of
+
+PIECE_BYTES = 2 << 20
+JUNK = 0x77
+_JUNK_COPIES = 4
+
+
+def content(seed: int, size_bytes: int) -> bytes:
+    return np.random.default_rng(seed).bytes(size_bytes)
+
+
+class GpuEngine:
+    """A child process that runs `main`. pieces: of its memory; None: one allocation."""
+
+    def __init__(
+        self,
+        size_bytes: int,
+        pieces: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.size_bytes = size_bytes
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.device.gpu_engine", str(size_bytes), str(pieces or 0)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **(environment or {})},
+            text=True,
+        )
+        memory, signals = self.ask("share")
+        self.memory: CudaHandle = msgspec.convert(memory, CudaHandle)
+        self.signals = msgspec.convert(signals, SharedMemoryHandle)
+
+    def ask(self, *command: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def write(self, seed: int) -> bytes:
+        self.ask("write", seed)
+        return content(seed, self.size_bytes)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class _Memory(NamedTuple):
+    """What `export_storages` asks of a storage."""
+
+    address: int
+    size_bytes: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.size_bytes
+
+
+class _Properties(ctypes.Structure):
+    """``CUmemAllocationProp``."""
+
+    _fields_ = [
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int), ("location", ctypes.c_int),
+        ("metadata", ctypes.c_void_p), ("flags", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+def mapped_pieces(count: int) -> int:
+    """The address of so many pieces of `PIECE_BYTES`, as an engine with expandable segments has."""
+    base = driver.reserve_addresses(count * PIECE_BYTES)
+    create = driver._library().cuMemCreate
+    properties = _Properties(type=1, handle_types=1, location_type=1)
+    for number in range(count):
+        piece = ctypes.c_uint64()
+        code = create(
+            ctypes.byref(piece), ctypes.c_size_t(PIECE_BYTES), ctypes.byref(properties),
+            ctypes.c_ulonglong(0),
+        )  # fmt: skip
+        assert code == 0, code
+        driver.map_allocation(base + number * PIECE_BYTES, PIECE_BYTES, piece.value)
+        driver.release_allocation(piece.value)
+    driver.allow_access(base, count * PIECE_BYTES, 0)
+    return base
+
+
+def main() -> None:
+    size_bytes, pieces = map(int, sys.argv[1:])
+    driver.set_context(driver.retain_context(0))
+    stream = driver.create_stream()
+    address = mapped_pieces(pieces) if pieces else driver.allocate(size_bytes)
+    host = driver.allocate_pinned(2 * size_bytes)
+    right = (ctypes.c_uint8 * size_bytes).from_address(host)
+    junk = host + size_bytes
+    ctypes.memset(junk, JUNK, size_bytes)
+    signals = signals_of(0)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        answer: Any = None
+        if command == "share":
+            (memory,) = export.export_storages([_Memory(address, size_bytes)], 0)
+            answer = msgspec.to_builtins([memory, signals.handle])
+        else:
+            driver.synchronize_stream(stream)
+            right[:] = content(arguments[0], size_bytes)
+            if command == "write late":
+                for _ in range(_JUNK_COPIES):
+                    driver.enqueue_copy_in(address, junk, size_bytes, stream)
+            driver.enqueue_copy_in(address, host, size_bytes, stream)
+            if command == "write late":
+                answer = signals.record(stream)
+            else:
+                driver.synchronize_stream(stream)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
