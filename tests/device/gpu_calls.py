@@ -39,9 +39,7 @@ class View:
     def read(self) -> bytes:
         driver.set_context(self._context)
         found = bytearray(self._size_bytes)
-        driver.enqueue_copy_out(
-            address_of(found), self._address, self._size_bytes, self._stream
-        )
+        driver.enqueue_copy_out(address_of(found), self._address, self._size_bytes, self._stream)
         driver.synchronize_stream(self._stream)
         return bytes(found)
 

@@ -36,7 +36,7 @@ class Memory:
         self._size_bytes = size_bytes
         self._address = driver.allocate(size_bytes)
         self._stream = driver.create_stream()
-        self._signals = Signals()
+        self._signals = Signals(0)
         self._pinned = driver.allocate_pinned(min(_FILLED_BYTES, size_bytes) * 2)
 
     def share(self) -> dict[str, Any]:
@@ -85,7 +85,8 @@ class Exporter:
     process: subprocess.Popen[str]
 
     def ask(self, *words: str | int) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
