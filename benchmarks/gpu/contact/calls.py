@@ -80,7 +80,7 @@ def calls_on(other: Exporter, layout: KVLayout, arena: Arena, way: str) -> Itera
     memory, signals = other.share()
     with ExitStack() as stack:
         if way == UNBATCHED:
-            stack.enter_context(mock.patch.object(driver, "has", lambda name: False))
+            stack.enter_context(mock.patch.object(driver, "has", return_value=False))
         device = CudaDevice([layout], [memory], gpus, signals)
         stack.callback(device.close)
         yield Calls(device, layout, arena)
