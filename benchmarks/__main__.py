@@ -158,6 +158,10 @@ def gpu(
     parts: Annotated[
         str, typer.Option(help="A list of kernels, agent and decode.")
     ] = "kernels,agent,decode",
+    first_contact: Annotated[
+        str | None,
+        typer.Option(help="1, 2 or 3: a call of at most nine minutes; list: what it needs."),
+    ] = None,
     plot: Annotated[Path, typer.Option(help="File of the plot.")] = Path("bench-output/gpu.png"),
     json: JsonOption = None,
 ) -> None:
@@ -174,13 +178,30 @@ def gpu(
                 memory; and RETRIEVE's median and 99th percentile
 
       decode    a loop of matrix products with stores beside it: at most 2 % slower
+
+    With --first-contact it says what holds on a GPU that this package has not met: memory between
+    processes, bytes, stalls, and the way to copy that is the fastest beside an engine.
     """
+    if first_contact is not None:
+        _first_contact(first_contact, json)
+        return
     from benchmarks.gpu import run as benchmark
     from benchmarks.gpu.rows import QUICK, Options
 
     chosen = QUICK if quick else Options()
     words = parts.replace(",", " ").split()
     benchmark.run(replace(chosen, parts=words, rounds=rounds or chosen.rounds), plot, json)
+
+
+def _first_contact(call: str, json: Path | None) -> None:
+    from benchmarks.gpu.contact import run as contact
+
+    if call == "list":
+        print(contact.explain())
+    elif call not in ("1", "2", "3"):
+        raise typer.BadParameter(f"--first-contact {call}: it is 1, 2, 3 or list")
+    elif not contact.run(int(call), json):
+        raise typer.Exit(1)
 
 
 @app.command(name="main-job")
