@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.gpu.contact.exporter import Exporter
-from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.pool import Arena
 from lmcache_redis.device import driver
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
