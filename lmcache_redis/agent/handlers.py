@@ -204,6 +204,9 @@ def check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> 
     expected = chunks * registration.groups[group].blocks_per_part
     if len(block_ids) != expected:
         raise WireError(f"{len(block_ids)} block ids for {chunks} chunks: expected {expected}")
-    num_blocks = registration.device.layouts[group].num_blocks
+    layout = registration.device.layouts[group]
+    if layout.device != "cpu" and question.after is None:
+        raise WireError("a copy on a GPU without a ticket: its blocks may still be written")
+    num_blocks = layout.num_blocks
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise WireError(f"a block id is outside the {num_blocks} blocks of the KV cache")

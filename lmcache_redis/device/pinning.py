@@ -7,7 +7,7 @@ its pages are present, and pauses after each for as long as it took. Slots that 
 the driver copies them through a buffer of its own, at a fraction of the speed.
 
 Pieces end on slots, because a copy must not cross from one registration to the next
-(`PoolPinning.piece_end`). The first piece that cannot be pinned is the last one tried.
+(`PoolPinning.pieces_of`). The first piece that cannot be pinned is the last one tried.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PoolPinning:
         self.pinned_bytes = 0  # from the start of the pool on
         self.failure = ""  # why the rest is not pinned
 
-    def piece_end(self, address: int) -> int:
+    def _piece_end(self, address: int) -> int:
         """Where the piece ends in which a slot's address lies."""
         piece = (address - self._address) // self._piece_bytes
         return min(self._address + (piece + 1) * self._piece_bytes, self._end)
@@ -117,7 +117,7 @@ class PoolPinning:
     def _pin(self) -> None:
         """Until all is pinned, a piece cannot be, or `close`."""
         address = self._address
-        while address < self._end and self._is_present(end := self.piece_end(address)):
+        while address < self._end and self._is_present(end := self._piece_end(address)):
             started_s = time.monotonic()
             try:
                 fault_in(address, end - address, for_write=True)

@@ -24,6 +24,7 @@ from lmcache_redis.admin.gpu import (
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
 from lmcache_redis.device import driver
 from tests import cuda_driver
+from tests.servers import wait_until
 
 MIB = 1 << 20
 H100 = VisibleGpu("b0c5", "NVIDIA H100 80GB HBM3", 0, True)
@@ -138,11 +139,12 @@ def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 @pytest.mark.usefixtures("stub")
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = threading.Event()
+    answer, before = threading.Event(), threading.active_count()
     monkeypatch.setattr(gpu, "_DRIVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(driver, "driver_version", lambda: answer.wait(10))
     found = look_at_gpus([])
     answer.set()
+    wait_until(lambda: threading.active_count() == before, "the end of its thread")
     assert found is not None
     assert "has not answered" in found.problem
 
@@ -154,7 +156,8 @@ def test_clients_of_mps_are_told_by_their_directory(tmp_path: Path) -> None:
         try:
             assert uses_mps(client.pid) is False, "nothing serves there"
             (tmp_path / "control").touch()
-            assert uses_mps(client.pid) is True
+            # A process that has just started has no environment yet.
+            wait_until(lambda: uses_mps(client.pid), "a client of MPS")
             assert uses_mps(os.getpid()) is False
         finally:
             client.kill()

@@ -6,8 +6,10 @@ import os
 import threading
 import time
 
+import pytest
+
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome, CopyThreads
-from lmcache_redis.errors import DeviceError
+from lmcache_redis.errors import DeviceError, GpuLost
 
 
 def test_every_copy_is_reported_once_whatever_it_does() -> None:
@@ -42,6 +44,31 @@ def test_every_copy_is_reported_once_whatever_it_does() -> None:
         "done": CopyOutcome.DONE,
         "late": CopyOutcome.CANCELLED,
     }
+
+
+def test_a_lost_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    woken: list[bool] = []
+    copies = CopyThreads(2, lambda: woken.append(True))
+    outcomes: list[CopyOutcome] = []
+    reported = threading.Semaphore(0)
+
+    def report(outcome: CopyOutcome) -> None:
+        outcomes.append(outcome)
+        reported.release()
+
+    def lost(code: int) -> CopyOutcome:
+        raise GpuLost(code, f"CUDA error {code}")
+
+    assert copies.lost is None
+    for place in ("GPU-1", "GPU-1", "GPU-2"):
+        copies.scatter(place, lambda: lost(700), report)
+        assert reported.acquire(timeout=10)
+    assert copies.close(10)
+    assert outcomes == [CopyOutcome.LOST] * 3
+    assert (copies.lost.code, woken) == (700, [True])
+    (said,) = caplog.records
+    assert said.levelname == "ERROR"
+    assert "CUDA error 700" in said.message
 
 
 def test_a_scatter_never_waits_for_gathers() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -118,9 +119,7 @@ def test_chunks_come_from_the_pool_and_from_redis(
         assert agent.counter("hit_chunks_redis") == 4
 
 
-def test_an_agent_needs_no_torch(
-    host: Host, tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_needs_no_torch(host: Host, tmp_path: Path, redis_server: RedisServer) -> None:
     """As users start it: other agents of the tests are forked where more has been imported."""
     with (
         StartedAgent(tmp_path / "agent", redis_server.unix_url, canary_every=0) as agent,
@@ -214,7 +213,7 @@ def test_a_lost_gpu_ends_the_agent_and_costs_only_hits(
     assert agent.counter("hit_chunks_redis") == 4
 
 
-def test_a_load_is_over_when_the_agent_that_lost_the_gpu_has_ended(
+def test_a_load_ends_with_the_agent_that_lost_its_gpu(
     agent: AgentServer, engine: GpuEngine, redis_server: RedisServer
 ) -> None:
     """Until then the GPU may write to its blocks. Queued chunks take their time meanwhile."""
@@ -376,7 +375,7 @@ def test_the_answer_comes_before_the_pool_is_pinned(
         assert_hit(engine, "load")
         assert agent.status()["pool"]["locked_bytes"] == 0
         assert agent.terminate() == 0
-    assert cuda_driver.counts(in_agents()).keys() <= {"contexts", "modules"}
+    assert "stays pinned" not in agent.log
 
 
 def test_a_slow_registration_is_told(agent: AgentServer, host: Host) -> None:
@@ -391,16 +390,14 @@ def test_a_slow_registration_is_told(agent: AgentServer, host: Host) -> None:
 
 
 def test_instances_of_mig_have_agents_of_their_own(
-    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_server: RedisServer
 ) -> None:
     mine, other = f"MIG-{'1' * 32}", f"MIG-{'2' * 32}"
     with gpus() as host:
         assert driver.device_uuids()  # this process has its GPU, and the agent has others
         seen = cuda_driver.environment(uuids=f"{mine},{other}")
-        for name, value in seen.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", other)
         with (
+            mock.patch.dict(os.environ, {**seen, "CUDA_VISIBLE_DEVICES": other}),
             new_agent(tmp_path, redis_server) as agent,
             GpuEngine(agent.endpoint, host, wait=False) as engine,
         ):

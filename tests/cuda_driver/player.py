@@ -172,8 +172,9 @@ class Player:
                     expected = kv_of(held[0], rank, layer, held[1], tensor.shape[1:])
                 if not torch.equal(tensor[block], expected):
                     wrong = int((tensor[block] != expected).sum())
+                    held_name = "zeros" if held is None else f"{held[0].hex()[:16]}/{held[1]}"
                     raise WrongBytes(
-                        f"rank {rank}, layer {layer}, block {block} with {held}: {wrong} of "
+                        f"rank {rank}, layer {layer}, block {block} of {held_name}: {wrong} of "
                         f"{expected.numel()} numbers are wrong, the first is "
                         f"{tensor[block].flatten()[:4].tolist()}"
                     )

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.device import driver, pinning
+from lmcache_redis.device.bus import UNPINNED
 from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.errors import DeviceError, GpuLost
 from lmcache_redis.native.madvise import PAGE_SIZE_BYTES
@@ -80,11 +82,18 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 
 
 def test_pieces_end_on_slots(pool: Pool) -> None:
-    base = pool.arena.base_address
-    ends = [pool.pinning.piece_end(base + slot * SLOT_BYTES) - base for slot in range(7)]
-    assert ends == [2 * SLOT_BYTES] * 2 + [4 * SLOT_BYTES] * 2 + [6 * SLOT_BYTES] * 2 + [
-        7 * SLOT_BYTES
-    ]
+    """Known are those that are pinned: copies of others go one by one."""
+    slots = pool.arena.base_address + SLOT_BYTES * np.arange(7)
+    assert pool.pinning.pieces_of(slots).tolist() == [UNPINNED] * 7
+    pool.prefaulted_bytes = 2 * PIECE_BYTES
+    pool.begin()
+    pool.wait(2)
+    assert pool.pinning.pieces_of(slots).tolist() == [0, 0, 1, 1, *[UNPINNED] * 3]
+    pool.prefaulted_bytes = pool.arena.size_bytes
+    pool.wait(4)
+    assert pool.pinning.pieces_of(slots + SLOT_BYTES - 1).tolist() == [0, 0, 1, 1, 2, 2, 3]
+    elsewhere = slots[[0, 0]] + (-1, 7 * SLOT_BYTES)
+    assert pool.pinning.pieces_of(elsewhere).tolist() == [UNPINNED] * 2
 
 
 def test_everything_is_pinned_once_and_unpinned(pool: Pool) -> None:
