@@ -6,6 +6,8 @@
     engine    starts a real vLLM
     matrix    does so for every vLLM version, model and server: scripts/test --matrix
 
+    cuda_stub  beside one of these: over the driver of the tests (`tests/cuda_driver`)
+
 A test without these marks that uses no server fixture is a unit test, and fails if it starts a
 process.
 """
@@ -73,12 +75,20 @@ def _execute_child_of_its_layer(
 subprocess.Popen._execute_child = _execute_child_of_its_layer  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _loads_the_tests_driver(path: Path) -> bool:
+    imports = "from tests import cuda_driver" in path.read_text()
+    return imports or path.parent.name == "cuda_driver"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(layer) for layer in LAYERS):
             fixtures = set(getattr(item, "fixturenames", ()))
             item.add_marker("unit" if SERVERS.isdisjoint(fixtures) else "servers")
+        if _loads_the_tests_driver(item.path):
+            item.add_marker("cuda_stub")
     # They take the longest, so in parallel runs they start first.
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
 

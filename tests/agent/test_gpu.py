@@ -26,7 +26,6 @@ from tests.servers import RedisServer
 
 pytestmark = [
     pytest.mark.servers,
-    pytest.mark.cuda_stub,
     pytest.mark.skipif(cuda_driver.missing() is not None, reason=f"{cuda_driver.missing()}"),
 ]
 

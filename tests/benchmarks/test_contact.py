@@ -35,7 +35,6 @@ HOLDS = {
 
 
 @pytest.mark.servers
-@pytest.mark.cuda_stub
 @pytest.mark.parametrize("part", HOLDS)
 def test_a_part_runs_over_the_tests_driver(part: str) -> None:
     environment = {**os.environ, **cuda_driver.environment(delay_us=50)}
