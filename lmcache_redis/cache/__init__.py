@@ -61,6 +61,8 @@ the meaning of the bytes differs)::
     for entry in held.values():
         payload = b"".join(cache.views(form, entry))
         cache.pool.unpin(entry)
+
+    plane.close(1.0)
 """
 
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
