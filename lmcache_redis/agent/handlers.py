@@ -96,8 +96,11 @@ class Handlers:
         reply(m.StatusReport(0, msgspec.json.encode(status_report(self._agent))))
 
     def _unregister(self, peer: Peer, question: m.UnregisterKVCache, reply: Reply) -> None:
-        self._registering.unregister(peer, "it asked for that")
-        self._registering.when_unmapped(peer, lambda: reply(m.Done(0)))
+        def unregister() -> None:
+            self._registering.unregister(peer, "it asked for that")
+            self._registering.when_unmapped(peer, lambda: reply(m.Done(0)))
+
+        self._registering.when_mapped(peer, unregister)
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
         if self._agent.peers.layouts_differ(peer):

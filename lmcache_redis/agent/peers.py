@@ -71,6 +71,7 @@ class Peer:
     welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
+    after_mapping: list[Callable[[], None]] = field(default_factory=list)  # what waits for that
     elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
     warned: bool = False  # that its lookups miss because layouts differ
     computing: Computing = field(default_factory=Computing)  # what a scheduler's engine computes

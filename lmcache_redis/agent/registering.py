@@ -92,16 +92,44 @@ class Registering:
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
+        self.when_mapped(peer, lambda: self._map(peer, chunk_tokens, groups, question, reply))
+
+    def when_mapped(self, peer: Peer, action: Callable[[], None]) -> None:
+        """Runs ``action`` once no registration of this peer is in progress.
+
+        What a peer asks for takes effect in its order. Does nothing if the peer leaves before.
+        """
+        if peer.mapping:
+            peer.after_mapping.append(action)
+        else:
+            action()
+
+    def _map(
+        self,
+        peer: Peer,
+        chunk_tokens: int,
+        groups: tuple[Group, ...],
+        question: m.RegisterKVCache,
+        reply: Reply,
+    ) -> None:
         self.unregister(peer, "it registers again")
         peer.mapping = True
         self._mapping += 1
         opened: list[DeviceContext | DeviceError] = []
+
+        def ended() -> None:
+            peer.mapping = False
+            self._mapping -= 1
+            self._mapped(peer, chunk_tokens, groups, question, opened, reply)
+            actions, peer.after_mapping = peer.after_mapping, []
+            for action in actions:
+                if self._peers.get(peer.identity) is peer:
+                    self.when_mapped(peer, action)
+
         self._copies.scatter(
             REGISTERING,
             partial(self._open, question, opened),
-            lambda outcome: self._cache.owner.post(
-                partial(self._mapped, peer, chunk_tokens, groups, question, opened, reply)
-            ),
+            lambda outcome: self._cache.owner.post(ended),
         )
 
     def _chunk_tokens(self, question: m.RegisterKVCache) -> int:
@@ -162,8 +190,6 @@ class Registering:
         opened: list[DeviceContext | DeviceError],
         reply: Reply,
     ) -> None:
-        peer.mapping = False
-        self._mapping -= 1
         device = opened[0] if opened else DeviceError("the agent could not map the KV cache")
         if isinstance(device, DeviceError):
             if not isinstance(device, GpuLost):

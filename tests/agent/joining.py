@@ -49,12 +49,17 @@ class Joining:
         self.answers: list[m.Answer] = []
         self.map_memory = threading.Event()
         self.broken = False
+        self.opened: list[str] = []  # and closed, in order
 
     def open_device(self, layouts: Sequence[KVLayout], *_: object) -> Any:
         assert self.map_memory.wait(30)
         if self.broken:
             raise DeviceError("this memory cannot be mapped")
-        return SimpleNamespace(layouts=layouts, close=lambda: None)
+        number = sum(each.startswith("opened") for each in self.opened) + 1
+        self.opened.append(f"opened {number}")
+        return SimpleNamespace(
+            layouts=layouts, close=lambda: self.opened.append(f"closed {number}")
+        )
 
     def join(self, worker_id: int | None, ago_s: float = LONG_AGO_S, unnamed: bool = False) -> Peer:
         """A peer whose HELLO came that many seconds ago."""
@@ -65,7 +70,7 @@ class Joining:
         self.peers.add(peer)
         return peer
 
-    def register(self, peer: Peer) -> None:
+    def register(self, peer: Peer, told: Callable[[m.Answer], None] = lambda answer: None) -> None:
         worker_id = peer.hello.worker_id
         assert worker_id is not None
         question = m.RegisterKVCache(
@@ -79,7 +84,7 @@ class Joining:
             ),
             (SharedMemoryHandle(os.getpid(), process_start_time(os.getpid()), 0, 0, 0, 64000),),
         )
-        self.handlers.answer(peer, question, lambda answer: None)
+        self.handlers.answer(peer, question, told)
 
     def hold_a_chunk(self) -> None:
         """Puts each rank's part of a chunk into the host pool."""
