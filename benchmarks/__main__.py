@@ -149,6 +149,21 @@ def gateway(
     _report("lm:// servers, chunks in memory; ours keeps them in Redis as well", rows, json)
 
 
+@app.command(name="lmcache-door")
+def lmcache_door(
+    rounds: RoundsOption = 7,
+    object_mib: Annotated[str, typer.Option(help="A list of object sizes.")] = "0.25,16",
+    moved_mib: Annotated[int, typer.Option(min=1, help="Moved per measurement.")] = 256,
+    json: JsonOption = None,
+) -> None:
+    """Our adapter in LMCache's server beside its own `resp` and `valkey`, by the same calls."""
+    from benchmarks import lmcache_door as benchmark
+
+    sizes = [round(mib * (1 << 20)) for mib in _sizes(object_mib)]
+    rows = benchmark.run(rounds, sizes, moved_mib << 20)
+    _report("L2 adapters of LMCache; ratios to resp, above 1 is faster", rows, json)
+
+
 @app.command()
 def gpu(
     rounds: Annotated[

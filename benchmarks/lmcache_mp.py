@@ -66,6 +66,11 @@ class LMCacheServer:
         """Nothing: they come with its observability."""
         return {}
 
+    def adapter_status(self) -> dict[str, Any]:
+        """What its L2 adapter reports."""
+        reported: dict[str, Any] = self._storage()["l2_adapters"][0]
+        return reported
+
     def _settled(self) -> bool:
         # Chunks pass from one queue to the next: idle once may be between two queues.
         if not self._idle():
@@ -74,27 +79,37 @@ class LMCacheServer:
         return self._idle()
 
     def _idle(self) -> bool:
-        url = f"http://127.0.0.1:{self.http_port}/status"
-        with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as answer:
-            storage = json.load(answer)["storage_manager"]
+        storage = self._storage()
         stores = storage["store_controllers"].values()
         waiting = sum(each["pending_keys_count"] + each["in_flight_task_count"] for each in stores)
         return not waiting and not storage["prefetch_controller"]["in_flight_request_count"]
 
+    def _storage(self) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.http_port}/status"
+        with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as answer:
+            storage: dict[str, Any] = json.load(answer)["storage_manager"]
+        return storage
+
 
 @contextlib.contextmanager
 def running_lmcache(
-    redis_port: int, pool_bytes: int, log: Path, *, chunk_tokens: int = 256, buffer: bool = False
+    redis_port: int,
+    pool_bytes: int,
+    log: Path,
+    *,
+    chunk_tokens: int = 256,
+    buffer: bool = False,
+    adapter: Mapping[str, Any] | None = None,
 ) -> Iterator[LMCacheServer]:
     """`lmcache server` during the block. Raises ServerFailed if there is none, or it fails.
 
-    buffer: see the module.
+    buffer: see the module. adapter: its L2 adapter; None: its own for Redis.
     """
     package = find_package()
     if package is None:
         raise ServerFailed(HOW_TO_FETCH)
     port, http_port = free_port(), free_port()
-    adapter = {"type": "resp", "host": "127.0.0.1", "port": redis_port}
+    adapter = adapter or {"type": "resp", "host": "127.0.0.1", "port": redis_port}
     words = ["lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--chunk-size", str(chunk_tokens)]
     words += ["--http-port", str(http_port), "--disable-observability"]

@@ -18,7 +18,7 @@ LAYERS = (
     {"compat"},
     {"integrations"},
     {"client"},
-    {"agent", "admin"},
+    {"agent", "admin", "regions"},
     {"messages", "transport"},
     {"cache"},
     {"device", "resp"},
@@ -267,7 +267,7 @@ def test_one_name_is_one_class() -> None:
 
 def test_no_class_holds_many_things() -> None:
     """Beside settings, and the record of a server's."""
-    records = {"AgentConfig", "RedisOptions", "Facts"}
+    records = {"AgentConfig", "RedisOptions", "DoorSettings", "Facts"}
     assert not {
         f"{module.path}: {node.name}": len(_attributes(node))
         for module, node in _classes_of_the_core()

@@ -1,0 +1,343 @@
+"""Chunks in memory that another cache owns, stored in Redis and loaded from it: what all doors do.
+
+A *door* (`integrations`) lets the cache of another host use Redis: LMCache's, SGLang's, vLLM's own.
+It translates calls and types. It owns no memory, and what follows is not its business:
+
+    names     the host's keys, in a namespace that stands for all else that decides the bytes
+    stores    leave out what Redis has; a chunk becomes visible whole
+    loads     are checked (layout, size, shapes, dtypes, checksum), and fail on any doubt
+    time      every call is answered by its deadline, at once while Redis is down
+
+    settings = DoorSettings.of({"url": "redis://cache.example:6379"})
+    store = RegionStore(settings)
+    form = form_of({"weights": "v2"}, "org/model", 0, metadata, settings)
+    store.store([RegionChunk(form, key, [view])], stored.append)      # [[True]], in a moment
+    store.load([RegionChunk(form, key, [other])], loaded.append)
+    store.close(5.0)
+
+The views of a chunk belong to the store from the call until its answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from lmcache_redis.cache.backing import REDIS_COUNTERS
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES
+from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.resp.options import load_provider
+from lmcache_redis.seal import read_seal_keys
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    ReadOutcome,
+    RemoveResult,
+    WriteOutcome,
+)
+
+# Told once for each chunk of a call in order: on a thread of the plane, or before the call returns.
+Answer = Callable[[list[bool]], None]
+
+_DIGEST_BYTES = 32
+_MOST_DISTRUSTED = 65_536
+# A chunk read with one of these is there, and is not what its key says.
+_BAD = frozenset(
+    {
+        ReadOutcome.TORN,
+        ReadOutcome.INCOMPLETE,
+        ReadOutcome.CORRUPT,
+        ReadOutcome.FOREIGN,
+        ReadOutcome.NOT_OPENED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """What users may set in a door's configuration, with its defaults; see docs/doors.md.
+
+    Times are seconds: of a lookup, and of all chunks of a load or a store together. Raises
+    ConfigError, which names the setting, for an impossible value.
+    """
+
+    url: str = ""
+    username: str | None = None
+    password_file: str | None = None
+    credential_provider: str | None = None
+    key_prefix: str = ""
+    seal_key_file: str | None = None
+    weights_id: str = ""
+    ttl_s: int = 0
+    slot_bytes: int = DEFAULT_SLOT_BYTES
+    connections: int = 4
+    network_threads: int = 1
+    lookup_timeout_s: float = 1.0
+    load_timeout_s: float = 10.0
+    store_timeout_s: float = 30.0
+
+    @staticmethod
+    def of(given: Mapping[str, Any], known_to_host: Sequence[str] = ()) -> DoorSettings:
+        """The settings in a mapping, without the names that the host reads itself."""
+        own = {name: value for name, value in given.items() if name not in known_to_host}
+        unknown = sorted(own.keys() - DoorSettings.__slots__)
+        if unknown:
+            raise ConfigError(
+                f"{', '.join(unknown)}: no setting of lmcache_redis; there are "
+                f"{', '.join(DoorSettings.__slots__)}"
+            )
+        return DoorSettings(**own)
+
+    def __post_init__(self) -> None:
+        for name in ("url", "key_prefix", "weights_id"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: write text")
+        if not self.url:
+            raise ConfigError('no server is named: set "url" to redis://HOST:PORT')
+        for name in ("lookup_timeout_s", "load_timeout_s", "store_timeout_s"):
+            seconds = getattr(self, name)
+            if type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600:
+                raise ConfigError(f"{name} is {seconds!r}: set it to 0.001 to 3600 seconds")
+        if type(self.slot_bytes) is not int or not 4096 <= self.slot_bytes <= 512 << 20:
+            raise ConfigError(f"slot_bytes is {self.slot_bytes!r}: set it to 4096 to 536870912")
+
+    def redis(self) -> RedisOptions:
+        """The options of the plane. The password is that of the environment, as for an agent.
+
+        Raises ConfigError, also for files that cannot be read.
+        """
+        provider = self.credential_provider
+        return RedisOptions(
+            self.url,
+            self.key_prefix.encode(),
+            self.username,
+            os.environ.get("LMCACHE_REDIS_PASSWORD"),
+            self.password_file,
+            None if provider is None else load_provider(provider),
+            get_connections=self.connections,
+            set_connections=self.connections,
+            network_threads=self.network_threads,
+            ttl_s=self.ttl_s,
+            seal_keys=read_seal_keys(self.seal_key_file),
+        )
+
+
+class RegionChunk(NamedTuple):
+    """A chunk of a call. key: the host's, of any length. views: its bytes, in order.
+
+    One view is cut into stripes; several are equally long, and a stripe each.
+    """
+
+    form: ChunkForm
+    key: bytes
+    views: Sequence[memoryview] = ()
+
+
+def form_of(
+    identity: Mapping[str, str],
+    model_name: str,
+    kv_rank: int,
+    metadata: RemoteMetadata,
+    settings: DoorSettings,
+    views: int = 1,
+) -> ChunkForm:
+    """The form of chunks of one identity, shape and dtype: their namespace and their stripes.
+
+    identity: pairs of text for everything that decides the bytes and is not in the host's keys.
+    Other pairs, sizes, shapes or dtypes are another namespace, so such chunks are misses. views: in
+    how many pieces the host has a chunk. Raises FormatError for a chunk that cannot be encoded.
+    """
+    described = [sorted(identity.items()), metadata.serialize().hex(), views]
+    text = json.dumps(described, separators=(",", ":"))
+    layout = hashlib.blake2b(
+        text.encode(), digest_size=_DIGEST_BYTES, person=b"lmcr1.region"
+    ).digest()
+    slot_bytes = settings.slot_bytes if views == 1 else metadata.length // views
+    names = ChunkNames(layout, settings.key_prefix.encode())
+    return ChunkForm.of(names, model_name, kv_rank, metadata, slot_bytes)
+
+
+class RegionStore:
+    """Stores and loads chunks of any form in Redis. Thread-safe; no call waits.
+
+    Connects in the background: while Redis cannot be reached, lookups and loads are misses, and
+    stores are dropped. Raises ConfigError for impossible settings.
+    """
+
+    def __init__(self, settings: DoorSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self._plane = RedisPlane(settings.redis())
+        self._lock = threading.Lock()
+        self._distrusted: dict[bytes, None] = {}  # what was read of them is not what it should be
+        self._plane.start()
+
+    @property
+    def why_down(self) -> str:
+        """Why Redis cannot be used now; empty if it can."""
+        state = self._plane.state
+        return "" if state.up else state.reason
+
+    def wait_probed(self, timeout_s: float) -> bool:
+        """Wait until Redis was probed; whether it can be used."""
+        return self._plane.wait_probed(timeout_s).up
+
+    def lookup(self, chunks: Sequence[RegionChunk], done: Answer) -> None:
+        """Which of the chunks are there. Views are not needed."""
+        deadline = time.monotonic() + self.settings.lookup_timeout_s
+        keys = [_chunk_key(chunk) for chunk in chunks]
+
+        def found(result: ExistsResult) -> None:
+            there = result.present if result.outcome is CallOutcome.DONE else [False] * len(keys)
+            done(
+                [
+                    each and key not in self._distrusted
+                    for key, each in zip(keys, there, strict=True)
+                ]
+            )
+
+        self._plane.exists(keys, deadline, found)
+
+    def store(
+        self, chunks: Sequence[RegionChunk], done: Answer, present: Answer | None = None
+    ) -> None:
+        """Store those that are not there. True: it is there now.
+
+        present: told first, of each whether it was there and is not written.
+        """
+        now = time.monotonic()
+        deadline = now + self.settings.store_timeout_s
+        jobs = [_job(chunk, deadline) for chunk in chunks]
+        for job in jobs:
+            job.check(writable=False)
+
+        def missing(result: ExistsResult) -> None:
+            there = result.present or [False] * len(jobs)
+            pairs = zip(jobs, there, strict=True)
+            skipped = {job for job, each in pairs if each and job.key not in self._distrusted}
+            self.metrics.count("skipped_chunks", len(skipped))
+            if present is not None:
+                present([job in skipped for job in jobs])
+            answer = _Answers(jobs, done, skipped)
+            try:
+                self._plane.store_all(
+                    answer.open, lambda job, how: answer.ended(job, self._wrote(job, how))
+                )
+            except RuntimeError:  # the plane was closed in the meantime
+                for job in answer.open:
+                    answer.ended(job, self._wrote(job, WriteOutcome.CANCELLED))
+
+        asked_until = min(deadline, now + self.settings.lookup_timeout_s)
+        self._plane.exists([job.key for job in jobs], asked_until, missing)
+
+    def load(self, chunks: Sequence[RegionChunk], done: Answer) -> None:
+        """Load chunks into their views, which hold undefined bytes where a load fails."""
+        deadline = time.monotonic() + self.settings.load_timeout_s
+        answer = _Answers([_job(chunk, deadline) for chunk in chunks], done)
+        self._plane.load_all(answer.open, lambda job, how: answer.ended(job, self._read(job, how)))
+
+    def keep(self, chunks: Sequence[RegionChunk]) -> None:
+        """Count as a use of chunks that the host serves from its own memory."""
+        asked = [(_chunk_key(chunk), chunk.form.stripe_count) for chunk in chunks]
+        deadline = time.monotonic() + self.settings.lookup_timeout_s
+        self._plane.refresh(asked, deadline, lambda result: None)
+
+    def remove(self, chunks: Sequence[RegionChunk], done: Answer) -> None:
+        """Remove chunks. True: it is not there any more, or was not."""
+        deadline = time.monotonic() + self.settings.lookup_timeout_s
+        answer = _Answers([_job(chunk, deadline) for chunk in chunks], done)
+        for job in answer.open:
+            self._plane.remove(job.key, deadline, partial(_removed, answer, job))
+
+    def close(self, deadline_s: float) -> bool:
+        """Finish stores for so long and answer everything. Idempotent."""
+        return self._plane.close(deadline_s)
+
+    def _read(self, job: ChunkIO, how: ReadOutcome) -> bool:
+        if how is ReadOutcome.LOADED:
+            self.metrics.count(REDIS_COUNTERS.loaded_chunks)
+            self.metrics.count(REDIS_COUNTERS.loaded_bytes, job.frame.chunk_bytes)
+            return True
+        self.metrics.count(REDIS_COUNTERS.misses[how])
+        if how in _BAD:
+            with self._lock:
+                while len(self._distrusted) >= _MOST_DISTRUSTED:
+                    del self._distrusted[next(iter(self._distrusted))]
+                self._distrusted[job.key] = None
+        return False
+
+    def _wrote(self, job: ChunkIO, how: WriteOutcome) -> bool:
+        if how is not WriteOutcome.STORED:
+            self.metrics.count(REDIS_COUNTERS.drops[how])
+            return False
+        self.metrics.count(REDIS_COUNTERS.stored_chunks)
+        self.metrics.count(REDIS_COUNTERS.stored_bytes, job.frame.chunk_bytes)
+        with self._lock:
+            self._distrusted.pop(job.key, None)
+        return True
+
+
+class _Answers:
+    """The jobs of one call, and how each ended; `done` is called after the last.
+
+    at_once: those that need no work, which are good.
+    """
+
+    def __init__(
+        self, jobs: Sequence[ChunkIO], done: Answer, at_once: Collection[ChunkIO] = ()
+    ) -> None:
+        self.open = [job for job in jobs if job not in at_once]
+        self._jobs = jobs
+        self._done = done
+        self._lock = threading.Lock()
+        self._left = len(self.open)
+        self._good = set(at_once)
+        if not self.open:
+            done([True] * len(jobs))
+
+    def ended(self, job: ChunkIO, is_good: bool) -> None:
+        with self._lock:
+            self._left -= 1
+            if is_good:
+                self._good.add(job)
+            is_last = not self._left
+        if is_last:
+            self._done([each in self._good for each in self._jobs])
+
+
+def _removed(answer: _Answers, job: ChunkIO, result: RemoveResult) -> None:
+    answer.ended(job, result.outcome is CallOutcome.DONE)
+
+
+def _chunk_key(chunk: RegionChunk) -> bytes:
+    return chunk.form.key(_name(chunk.key))
+
+
+def _name(key: bytes) -> bytes:
+    """The host's key as a chunk hash, whose length is limited."""
+    if len(key) <= MAX_HASH_BYTES:
+        return key
+    return hashlib.blake2b(key, digest_size=_DIGEST_BYTES, person=b"lmcr1.key").digest()
+
+
+def _job(chunk: RegionChunk, deadline: float) -> ChunkIO:
+    """Raises ValueError unless the views are those of the form."""
+    form, name = chunk.form, _name(chunk.key)
+    slots = chunk.views
+    if len(slots) == 1:
+        size, whole = form.stripe_payload_bytes, slots[0]
+        slots = [whole[at : at + size] for at in range(0, form.chunk_bytes, size)]
+    return ChunkIO(form.key(name), form.frame(name), slots, deadline)

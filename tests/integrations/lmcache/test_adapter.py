@@ -1,0 +1,259 @@
+"""The door between LMCache's classes and a real Redis."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lmcache_l2 import PLUGIN, L2Caller, create_adapter, layouts_of, memory_object
+from tests.servers import RedisServer, wait_until
+
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.usefixtures("lmcache"),
+    pytest.mark.filterwarnings("ignore:.*LoggingHandler:DeprecationWarning"),
+]
+
+ROOT = Path(__file__).parents[3]
+SHAPE = (2, 4, 64, 256)
+BYTES = 2 * 4 * 64 * 256 * 2
+# Above what an unreachable server may cost a caller, far below every deadline.
+AT_ONCE_S = 0.5
+
+Open = Callable[..., L2Caller]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def open_door(redis: RedisServer) -> Iterator[Open]:
+    opened: list[Any] = []
+
+    def make(**settings: Any) -> L2Caller:
+        params = {"url": redis.unix_url, "slot_bytes": 65536, **settings}
+        adapter = create_adapter({**PLUGIN, "adapter_params": params})
+        opened.append(adapter)
+        wait_until(lambda: adapter.report_status()["is_healthy"], "Redis")
+        return L2Caller(adapter)
+
+    yield make
+    for adapter in opened:
+        adapter.close()
+
+
+@pytest.fixture
+def door(open_door: Open) -> L2Caller:
+    return open_door()
+
+
+def keys(*numbers: int, **more: Any) -> list[Any]:
+    from lmcache.v1.distributed.api import ObjectKey
+
+    given = {"model_name": "org/model", "kv_rank": 0x01000100, **more}
+    return [ObjectKey(number.to_bytes(32, "big"), **given) for number in numbers]
+
+
+def filled(*numbers: int, dtype: str = "bfloat16", shape: Sequence[int] = SHAPE) -> list[Any]:
+    return [memory_object(shape, dtype, number) for number in numbers]
+
+
+def content(some: Any) -> set[int]:
+    return {*bytes(memoryview(some.byte_array).cast("B"))}
+
+
+def layouts(**more: Any) -> dict[int, Any]:
+    """As a lookup of such objects gives them."""
+    return layouts_of(filled(0, **more)[0])
+
+
+def damage(redis: RedisServer) -> None:
+    with redis.client() as client:
+        for key in client.scan_iter():
+            client.setrange(key, client.strlen(key) // 2, b"!")
+
+
+def test_stored_objects_are_found_and_loaded(door: L2Caller, open_door: Open) -> None:
+    result = door.store(keys(1, 2, 3), filled(1, 2, 3))
+    assert (result.is_successful(), result.bytes_transferred()) == (True, 3 * BYTES)
+    other = open_door()  # has seen nothing but the lookup's layout
+    assert other.lookup(keys(1, 9, 3), layouts()) == [True, False, True]
+    into = filled(0, 0, 0)
+    assert other.load(keys(1, 9, 3), into) == [True, False, True]
+    assert [content(each) for each in into[::2]] == [{1}, {3}]
+    task = other.adapter.submit_lookup_and_lock_task(keys(1), layouts())
+    wait_until(lambda: other.adapter.query_lookup_and_lock_result(task) is not None)
+    assert other.adapter.query_lookup_and_lock_result(task) is None, "a result is told once"
+
+
+def test_whatever_decides_the_bytes_makes_a_miss(door: L2Caller, open_door: Open) -> None:
+    door.store(keys(1), filled(1))
+    for other in ({"dtype": "float16"}, {"shape": (*SHAPE[:3], 255)}, {"shape": SHAPE[1:]}):
+        assert door.lookup(keys(1), layouts(**other)) == [False], other
+        # A load without a lookup is one as well.
+        assert door.load(keys(1), filled(0, **other)) == [False], other
+    for other in ({"kv_rank": 1}, {"model_name": "org/x"}, {"cache_salt": "x"}):
+        assert door.lookup(keys(1, **other), layouts()) == [False], other
+    assert door.lookup(keys(1, object_group_id=1), layouts_of(filled(0)[0], 1)) == [False]
+    assert open_door(weights_id="v2").lookup(keys(1), layouts()) == [False]
+    assert open_door(key_prefix="x:").lookup(keys(1), layouts()) == [False]
+    assert door.lookup(keys(1), layouts()) == [True]
+
+
+def test_a_lookup_needs_a_layout_once(door: L2Caller, open_door: Open) -> None:
+    door.store(keys(1), filled(1))
+    assert door.lookup(keys(1), {}) == [True]
+    other = open_door()
+    assert other.lookup(keys(1), {}) == [False]
+    assert other.lookup(keys(1), layouts()) == [True]
+
+
+@pytest.mark.parametrize("harm", ["flip", "evict"])
+def test_a_harmed_object_is_a_miss_and_stored_again(
+    door: L2Caller, redis: RedisServer, harm: str
+) -> None:
+    door.store(keys(1, 2), filled(1, 2))
+    if harm == "flip":
+        damage(redis)
+    else:
+        with redis.client() as client:
+            stripes = sorted(client.scan_iter())
+            client.delete(*stripes[1::2])
+    assert door.load(keys(1, 2), filled(0, 0)) == [False, False]
+    assert door.store(keys(1, 2), filled(1, 2)).is_successful()
+    into = filled(0, 0)
+    assert door.load(keys(1, 2), into) == [True, True]
+    assert [content(each) for each in into] == [{1}, {2}]
+
+
+def test_a_dead_redis_is_misses_at_once(door: L2Caller, redis: RedisServer) -> None:
+    door.store(keys(1), filled(1))
+    redis.kill()
+    wait_until(lambda: not door.adapter.report_status()["is_healthy"], "the loss to be seen")
+    started_s = time.monotonic()
+    assert door.lookup(keys(1), layouts()) == [False]
+    assert door.load(keys(1), filled(0)) == [False]
+    assert not door.store(keys(2), filled(2)).is_successful()
+    door.adapter.delete(keys(1))
+    assert time.monotonic() - started_s < AT_ONCE_S
+    assert door.adapter.get_usage().total_bytes_used == BYTES, "nothing was deleted"
+    assert door.adapter.report_status()["reason"]
+    redis.start()
+    wait_until(lambda: door.adapter.report_status()["is_healthy"], "the return to be seen")
+    assert door.lookup(keys(1), layouts()) == [False]
+    assert door.store(keys(1), filled(1)).is_successful()
+    assert door.load(keys(1), filled(0)) == [True]
+
+
+def test_a_stopped_redis_blocks_no_caller(open_door: Open, redis: RedisServer) -> None:
+    door = open_door(lookup_timeout_s=0.2, load_timeout_s=0.2, store_timeout_s=0.2)
+    door.store(keys(1), filled(1))
+    redis.stop()
+    started_s = time.monotonic()
+    door.adapter.submit_lookup_and_lock_task(keys(1), layouts())
+    door.adapter.submit_load_task(keys(1), filled(0))
+    door.adapter.submit_store_task(keys(2), filled(2))
+    assert time.monotonic() - started_s < 0.1, "a controller was blocked"
+    assert door.lookup(keys(1), layouts()) == [False]
+    redis.cont()
+
+
+def test_usage_is_charged_once_and_given_back(door: L2Caller) -> None:
+    told: list[tuple[str, list[int]]] = []
+
+    class Listener:
+        def on_l2_keys_stored(self, keys: Any, sizes: list[int]) -> None:
+            told.append(("stored", sizes))
+
+        def on_l2_keys_accessed(self, keys: Any) -> None:
+            told.append(("accessed", [len(keys)]))
+
+        def on_l2_keys_deleted(self, keys: Any) -> None:
+            told.append(("deleted", [len(keys)]))
+
+    door.adapter.register_listener(Listener())
+    door.store(keys(1, 2, cache_salt="a"), filled(1, 2))
+    again = door.store(keys(2, 3, cache_salt="a"), filled(2, 3))
+    assert again.bytes_transferred() == BYTES, "what is there is not written again"
+    assert told == [("stored", [BYTES, BYTES]), ("stored", [0, BYTES])]
+    usage = door.adapter.get_usage()
+    assert (usage.total_bytes_used, dict(usage.bytes_by_cache_salt)) == (
+        3 * BYTES,
+        {"a": 3 * BYTES},
+    )
+    told.clear()
+    door.load(keys(1, 9, cache_salt="a"), filled(0, 0))
+    door.adapter.submit_touch(keys(2, cache_salt="a"))
+    # What Redis has evicted is given back as well: LMCache would ask for it for ever.
+    door.adapter.delete(keys(1, 2, 3, 9, cache_salt="a"))
+    assert told == [("accessed", [1]), ("accessed", [1]), ("deleted", [4])]
+    assert door.adapter.get_usage().total_bytes_used == 0
+    assert door.lookup(keys(1, 2, 3, cache_salt="a"), layouts()) == [False] * 3
+
+
+def test_objects_of_a_serde_are_refused_with_a_reason(
+    door: L2Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert door.lookup(keys(1, 2), layouts()) == [False, False]
+    encoded = filled(1, dtype="uint8", shape=(BYTES // 2 + 64,))
+    with caplog.at_level(logging.WARNING):
+        assert not door.store(keys(1), encoded).is_successful()
+        assert not door.store(keys(2), encoded).is_successful()
+    assert [record.getMessage().count("serde is on") for record in caplog.records] == [1]
+    assert door.load(keys(1), encoded) == [False]
+
+
+def test_objects_without_a_name_are_refused(door: L2Caller) -> None:
+    many = filled(0, dtype="uint8", shape=(1,) * 9)
+    assert not door.store(keys(1), many).is_successful()
+    assert door.lookup(keys(1), layouts_of(many[0])) == [False]
+    unknown = filled(0, dtype="complex64", shape=(4,))
+    assert not door.store(keys(1), unknown).is_successful()
+    assert door.lookup(keys(1), layouts_of(unknown[0])) == [False]
+    assert door.store(keys(1), filled(1)).is_successful()
+
+
+def test_what_is_remembered_is_bounded(door: L2Caller) -> None:
+    small = memory_object((2, 8))
+    for number in range(3):
+        door.store(keys(number, model_name=f"m{number}"), [small])
+    for kept in (door.adapter._layouts, door.adapter._charges):
+        kept._most = 3
+    door.store(keys(3, model_name="m3"), [small])
+    assert [len(kept._values) for kept in (door.adapter._layouts, door.adapter._charges)] == [3, 3]
+    like = layouts_of(small)
+    found = [door.lookup(keys(n, model_name=f"m{n}"), like) for n in range(4)]
+    assert found == [[True]] * 4
+
+
+OTHER_PROCESS = """
+import sys
+from benchmarks.lmcache_l2 import *
+import_lmcache()
+from tests.integrations.lmcache.test_adapter import layouts, content, filled, keys
+door = L2Caller(create_adapter({**PLUGIN, "adapter_params": {"url": sys.argv[1]}}))
+while not door.adapter.report_status()["is_healthy"]: pass
+into = filled(0)
+print(door.lookup(keys(1, 2), layouts()), door.load(keys(1), into), content(into[0]))
+door.store(keys(2), filled(2))
+door.adapter.close()
+"""
+
+
+def test_two_servers_share_their_objects(open_door: Open, redis: RedisServer) -> None:
+    door = open_door(slot_bytes=1 << 20)
+    door.store(keys(1), filled(1))
+    words = [sys.executable, "-c", OTHER_PROCESS, redis.unix_url]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[True, False] [True] {1}", done.stderr
+    assert door.load(keys(2), filled(0)) == [True]

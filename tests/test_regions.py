@@ -1,0 +1,234 @@
+"""The core of the doors, over a real server."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import ChunkForm
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, form_of
+from tests.servers import WAIT_S, RedisServer
+
+pytestmark = pytest.mark.servers
+
+SIZE = 300_000
+IDENTITY = {"weights": "v1"}
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def settings(redis: RedisServer) -> DoorSettings:
+    return DoorSettings.of({"url": redis.unix_url, "slot_bytes": 65536})
+
+
+@pytest.fixture
+def store(settings: DoorSettings) -> Iterator[RegionStore]:
+    opened = RegionStore(settings)
+    assert opened.wait_probed(WAIT_S)
+    yield opened
+    opened.close(1.0)
+
+
+def metadata(dtype: str = "bfloat16") -> RemoteMetadata:
+    return RemoteMetadata(SIZE, [(2, SIZE // 4)], [dtype], MemoryFormat.UNDEFINED)
+
+
+def form(settings: DoorSettings, dtype: str = "bfloat16", views: int = 1, **more: str) -> ChunkForm:
+    return form_of({**IDENTITY, **more}, "org/model", 0, metadata(dtype), settings, views)
+
+
+def answer(call: Callable[[Answer], None]) -> list[bool]:
+    told: list[list[bool]] = []
+    ended = threading.Event()
+
+    def done(result: list[bool]) -> None:
+        told.append(result)
+        ended.set()
+
+    call(done)
+    assert ended.wait(WAIT_S)
+    return told[0]
+
+
+def chunk(of: ChunkForm, key: bytes, content: bytes | None = None, views: int = 1) -> RegionChunk:
+    memory = memoryview(bytearray(content or bytes(SIZE)))
+    size = SIZE // views
+    return RegionChunk(of, key, [memory[at : at + size] for at in range(0, SIZE, size)])
+
+
+def content_of(some: RegionChunk) -> bytes:
+    return b"".join(some.views)
+
+
+def stored(store: RegionStore, *chunks: RegionChunk) -> list[bool]:
+    return answer(lambda done: store.store(chunks, done))
+
+
+def loaded(store: RegionStore, *chunks: RegionChunk) -> list[bool]:
+    return answer(lambda done: store.load(chunks, done))
+
+
+def there(store: RegionStore, *chunks: RegionChunk) -> list[bool]:
+    return answer(lambda done: store.lookup(chunks, done))
+
+
+@pytest.mark.parametrize("views", [1, 4])
+def test_what_was_stored_is_loaded_byte_for_byte(
+    store: RegionStore, settings: DoorSettings, views: int
+) -> None:
+    of = form(settings, views=views)
+    content = bytes(range(250)) * (SIZE // 250)
+    assert stored(store, chunk(of, b"k", content, views)) == [True]
+    assert there(store, chunk(of, b"k"), chunk(of, b"other")) == [True, False]
+    into = chunk(of, b"k", views=views)
+    assert loaded(store, into, chunk(of, b"other", views=views)) == [True, False]
+    assert content_of(into) == content
+
+
+def test_other_weights_dtypes_or_pieces_are_misses(
+    store: RegionStore, settings: DoorSettings
+) -> None:
+    stored(store, chunk(form(settings), b"k"))
+    others = [
+        form(settings, "float16"),
+        form(settings, weights="v2"),
+        form(settings, views=4),
+        form_of(IDENTITY, "org/other", 0, metadata(), settings),
+        form_of(IDENTITY, "org/model", 1, metadata(), settings),
+    ]
+    assert there(store, *[chunk(of, b"k") for of in others]) == [False] * len(others)
+
+
+def test_keys_of_any_length_stay_apart(store: RegionStore, settings: DoorSettings) -> None:
+    of = form(settings)
+    long = b"a" * 200
+    assert stored(store, chunk(of, long, b"x" * SIZE)) == [True]
+    assert there(store, chunk(of, long), chunk(of, long + b"a")) == [True, False]
+
+
+def test_a_present_chunk_is_not_written_again(
+    store: RegionStore, settings: DoorSettings, redis: RedisServer
+) -> None:
+    of = form(settings)
+    stored(store, chunk(of, b"k", b"x" * SIZE))
+    present: list[bool] = []
+    again = [chunk(of, b"k", b"y" * SIZE), chunk(of, b"new")]
+    assert answer(lambda done: store.store(again, done, present.extend)) == [True, True]
+    assert present == [True, False]
+    into = chunk(of, b"k")
+    loaded(store, into)
+    assert content_of(into) == b"x" * SIZE
+    counted = store.metrics.snapshot()
+    assert (counted["stored_chunks"], counted["skipped_chunks"]) == (2, 1)
+
+
+def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(
+    store: RegionStore, settings: DoorSettings, redis: RedisServer
+) -> None:
+    of = form(settings)
+    good = chunk(of, b"k", b"x" * SIZE)
+    stored(store, good)
+    with redis.client() as client:
+        for key in client.scan_iter():
+            client.setrange(key, 5000, b"!")
+    assert loaded(store, chunk(of, b"k")) == [False]
+    assert there(store, chunk(of, b"k")) == [False]
+    assert stored(store, good) == [True]
+    into = chunk(of, b"k")
+    assert loaded(store, into) == [True]
+    assert content_of(into) == b"x" * SIZE
+
+
+def test_an_evicted_stripe_is_a_miss(
+    store: RegionStore, settings: DoorSettings, redis: RedisServer
+) -> None:
+    of = form(settings)
+    stored(store, chunk(of, b"k"))
+    with redis.client() as client:
+        client.delete(max(client.scan_iter(), key=lambda key: key[-2:]))
+    assert loaded(store, chunk(of, b"k")) == [False]
+
+
+def test_a_removed_chunk_is_gone(
+    store: RegionStore, settings: DoorSettings, redis: RedisServer
+) -> None:
+    of = form(settings)
+    stored(store, chunk(of, b"k"))
+    chunks = [chunk(of, b"k"), chunk(of, b"x")]
+    assert answer(lambda done: store.remove(chunks, done)) == [True, True]
+    with redis.client() as client:
+        assert client.dbsize() == 0
+
+
+def test_a_lost_server_answers_misses_at_once(
+    store: RegionStore, settings: DoorSettings, redis: RedisServer
+) -> None:
+    of = form(settings)
+    stored(store, chunk(of, b"k"))
+    redis.stop()
+    deadline_s = time.monotonic() + WAIT_S
+    while not store.why_down:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert there(store, chunk(of, b"k")) == [False]
+    assert loaded(store, chunk(of, b"k")) == [False]
+    assert stored(store, chunk(of, b"k")) == [False]
+    assert answer(lambda done: store.remove([chunk(of, b"k")], done)) == [False]
+
+
+def test_views_of_another_size_are_refused(store: RegionStore, settings: DoorSettings) -> None:
+    short = RegionChunk(form(settings), b"k", [memoryview(bytearray(SIZE - 1))])
+    with pytest.raises(ValueError, match="slot"):
+        store.store([short], lambda answers: None)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "url"),
+        ({"url": "redis://h", "host": "x"}, "host"),
+        ({"url": 5}, "url"),
+        ({"url": "redis://h", "load_timeout_s": 0}, "load_timeout_s"),
+        ({"url": "redis://h", "slot_bytes": 1}, "slot_bytes"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DoorSettings.of(given)
+
+
+@pytest.mark.unit
+def test_settings_of_the_host_are_left_to_it() -> None:
+    given = {"url": "redis://h", "interface_v1": 1}
+    assert DoorSettings.of(given, ["interface_v1"]).url == "redis://h"
+
+
+def settings_table() -> str:
+    """The settings in docs/doors.md, as a table of Markdown."""
+    rows = [
+        f"| `{field.name}` | {'required' if field.name == 'url' else f'`{field.default!r}`'} |"
+        for field in dataclasses.fields(DoorSettings)
+    ]
+    return "\n".join(["| setting | default |", "| --- | --- |", *rows])
+
+
+@pytest.mark.unit
+def test_the_page_of_doors_has_every_setting() -> None:
+    page = Path(__file__).parent.parent / "docs" / "doors.md"
+    assert settings_table() in page.read_text(), (
+        "print the table with: "
+        "python -c 'from tests.test_regions import settings_table; print(settings_table())'"
+    )
