@@ -22,13 +22,22 @@ reports         statistics and events
 from __future__ import annotations
 
 CONNECTOR_NAME = "LMCacheRedisConnector"
+TIER_TYPE = "redis"
 
 
 def register() -> None:
-    """Registers the connector with vLLM, once per process."""
+    """Registers the connector, and the tier of vLLM's own (`vllm_tier`), once per process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "lmcache_redis.integrations.vllm.connector", CONNECTOR_NAME
+        )
+    try:
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    except ImportError:  # a vLLM that has moved it: the connector needs none of it
+        return
+    if TIER_TYPE not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(
+            TIER_TYPE, "lmcache_redis.integrations.vllm_tier", "RedisTierManager"
         )

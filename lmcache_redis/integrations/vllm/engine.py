@@ -32,6 +32,7 @@ from lmcache_redis.integrations.vllm.parameters import parameters_digest
 if TYPE_CHECKING:
     from types import FrameType
 
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
@@ -112,6 +113,19 @@ class Engine:
 
         return cls(next(on_the_stack(EngineCore), None), next(on_the_stack(Scheduler), None))
 
+    @property
+    def vllm_config(self) -> VllmConfig | None:
+        """None if no engine is being made."""
+        return getattr(self._core(), "vllm_config", None)
+
+    def in_workers(self, function: Callable[[Any], _T]) -> list[_T]:
+        """What a function of a module returns for each rank's worker, in order of the ranks."""
+        return list(self._core().model_executor.collective_rpc(function))
+
+    def block_pool(self) -> BlockPool | None:
+        """Of the scheduler, once it is made; None if it has none."""
+        return getattr(getattr(self._scheduler(), "kv_cache_manager", None), "block_pool", None)
+
     def parameters(self) -> bytes | None:
         """A digest of the parameters of all ranks, read now; None if they cannot be read.
 
@@ -121,7 +135,7 @@ class Engine:
         try:
             if getattr(core.model_executor, "is_sleeping", False):
                 return None
-            digests = core.model_executor.collective_rpc(parameters_digest)
+            digests = self.in_workers(parameters_digest)
             return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
         except Exception as error:  # whatever an executor or a model raises
             logger.warning(

@@ -78,10 +78,8 @@ def supported_groups(
 
 def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
     yield from _wrong_groups(vllm_config, groups)
-    yield from _wrong_hashes(vllm_config)
     yield from _wrong_ranks(vllm_config)
-    yield from _wrong_model(vllm_config)
-    yield from refusals(vllm_config)
+    yield from unfit_settings(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
@@ -115,6 +113,13 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     return layout
 
 
+def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
+    """Why KV must not be cached by its block hash, whoever moves it: a sentence for each."""
+    yield from _wrong_hashes(vllm_config)
+    yield from _wrong_model(vllm_config)
+    yield from refusals(vllm_config)
+
+
 def may_load(vllm_config: VllmConfig) -> bool:
     """Whether the engine may load prefixes, and not only store them."""
     if not _returns_experts(vllm_config):
@@ -137,7 +142,7 @@ class MediaNames:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         media = getattr(vllm_config.model_config, "multimodal_config", None)
-        self._are_counted = (
+        self.are_counted = (
             media is not None
             and media.mm_processor_cache_gb == 0
             and not vllm_config.cache_config.enable_prefix_caching
@@ -147,7 +152,7 @@ class MediaNames:
     def are_of_content(self, request: Request) -> bool:
         """True also for a request without media."""
         named = all(_is_digest(each.identifier) for each in request.mm_features)
-        if named and not (self._are_counted and request.mm_features):
+        if named and not (self.are_counted and request.mm_features):
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -155,7 +160,7 @@ class MediaNames:
                 "prompts with media are not cached where these are not named by a digest of their "
                 "content: %s",
                 "vLLM counts media without --enable-prefix-caching and --mm-processor-cache-gb"
-                if self._are_counted
+                if self.are_counted
                 else "a client has named one by a uuid of its own",
             )
         return False
