@@ -262,6 +262,15 @@ class RegionStore:
         for job in answer.open:
             self._plane.remove(job.key, deadline, partial(_removed, answer, job))
 
+    def clear(self, form: ChunkForm, timeout_s: float, done: Answer) -> None:
+        """Remove every chunk of this form. True: none is left of those that were there."""
+        deadline = time.monotonic() + timeout_s
+
+        def cleared(result: RemoveResult) -> None:
+            done([result.outcome is CallOutcome.DONE])
+
+        self._plane.clear(form.names.common, deadline, cleared)
+
     def close(self, deadline_s: float) -> bool:
         """Finish stores for so long and answer everything. Idempotent."""
         return self._plane.close(deadline_s)

@@ -1,0 +1,417 @@
+"""Redis behind SGLang's HiCache: a storage backend of its type ``dynamic``.
+
+    python -m sglang.launch_server ... --enable-hierarchical-cache \
+        --hicache-mem-layout page_first --hicache-storage-backend dynamic \
+        --hicache-storage-backend-extra-config '{"backend_name": "redis", "interface_v1": 1,
+        "module_path": "lmcache_redis.integrations.sglang", "class_name": "RedisHiCache",
+        "url": "redis://cache.example:6379"}'
+
+A page of a host pool is a chunk. Its pieces (K and V, or one for each layer) go straight between
+the pool's memory and sockets. Pieces of another size, as of Mamba states, are chunks of their own.
+
+SGLang's keys are hashes of tokens, LoRA adapter and salt. `RedisHiCache._identity` adds whatever
+else decides the bytes, so a page of another model, dtype, layout or rank is a miss.
+
+Every call waits for its answer, on a thread of SGLang that is there for it; the memory of pages
+belongs to the store until then. `RegionStore` answers by its deadlines.
+
+Interface: SGLang 0.5.23, ``sglang/srt/mem_cache/hicache_storage.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.version import __version__ as sglang_version
+
+from lmcache_redis.chunks.dtypes import dtype_name
+from lmcache_redis.chunks.names import ChunkForm, opaque_pages
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, form_of
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[Sequence[RegionChunk], Answer], None]
+
+# What the extra config may hold for SGLang.
+_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
+# They arrange what lies on a device, and so in a host pool, and are in no attribute of a pool.
+_DEVICE_LAYOUTS = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
+_DTYPES = ("dtype", "conv_dtype", "temporal_dtype", "indexer_dtype")
+_CONNECT_S = 2.0
+_CLEAR_S = 30.0
+_CLOSE_S = 5.0
+
+
+class RedisHiCache(HiCacheStorage):
+    """See the module. Raises ConfigError, a ValueError, for settings and pools it cannot serve."""
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        given = dict(storage_config.extra_config or {})
+        self._config = storage_config
+        self._is_zero_copy = bool(given.get("interface_v1"))
+        self._kv_dtype = str(given.pop("kv_dtype", ""))
+        self._settings = DoorSettings.of(given, _OF_SGLANG)
+        self._pools: dict[str, HostPages] = {}
+        if not storage_config.model_name:
+            raise ConfigError("SGLang names no model: start it with --served-model-name")
+        self._store = RegionStore(self._settings)
+
+    # Pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(PoolName.KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(host_pool_name, host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        if not self._store.wait_probed(_CONNECT_S):
+            why = self._store.why_down
+            logger.warning("Redis cannot be used yet, so every page is a miss: %s", why)
+
+    def _register(self, name: str, pool: Any) -> None:
+        sizes = _piece_bytes(name, pool)
+        try:
+            self._pools[name] = HostPages(pool, sizes, partial(self._form, name, pool))
+            if name == PoolName.KV:
+                total = [sum(sizes)] if sizes else []
+                self._flat = HostPages(pool, total, partial(self._form, name, pool, of="flat"))
+        except FormatError as error:
+            raise ConfigError(f"pages of SGLang's pool {name} have no names: {error}") from None
+
+    def _form(
+        self, name: str, pool: Any, part: str, nbytes: int, views: int, of: str = "pieces"
+    ) -> ChunkForm:
+        # Pieces and a flat page may have another order of layers.
+        identity = {**self._identity(name, pool), "part": f"{of} {part}"}
+        model = self._config.model_name
+        return form_of(identity, model, 0, opaque_pages(nbytes), self._settings, views)
+
+    def _identity(self, name: str, pool: Any) -> dict[str, str]:
+        config = self._config
+        # Such pools are replicated if the model is MLA's; all others are divided between ranks.
+        is_whole = config.is_mla_model and name != PoolName.MAMBA and not hasattr(pool, "head_num")
+        layers = [getattr(pool, each, None) for each in ("start_layer", "end_layer", "layer_num")]
+        return {
+            "door": "sglang",
+            "version": sglang_version,
+            "weights": self._settings.weights_id,
+            "pool": f"{name} {type(pool).__name__} {getattr(pool, 'storage_format_tag', None)}",
+            "layout": f"{_layout(name, pool)} {[os.environ.get(each) for each in _DEVICE_LAYOUTS]}",
+            "dtype": _dtype(name, pool, self._kv_dtype),
+            "page_size": f"{pool.page_size} {config.logical_page_size}",
+            "layers": str(layers),
+            "tp": "whole" if is_whole else f"{config.tp_rank} {config.tp_size}",
+            "pp": f"{config.pp_rank} {config.pp_size}",
+            "cp": f"{config.attn_cp_rank} {config.attn_cp_size}",
+            "dcp": f"{config.dcp_rank} {config.dcp_size}",
+        }
+
+    # v1: pages of the KV pool
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        pages = self._kv
+        return 0 if pages.is_logical else _leading(self._present(keys, [pages])[0])
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self.batch_get_v2([PoolTransfer(PoolName.KV, host_indices, keys=keys)])[PoolName.KV]
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self.batch_set_v2([PoolTransfer(PoolName.KV, host_indices, keys=keys)])[PoolName.KV]
+
+    # v2: pages of several pools
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        # Groups of blocks never gate the hit, and a pool without a verdict is none.
+        transfers = [
+            each for each in pool_transfers or [] if each.hit_policy != PoolHitPolicy.BLOCK_GROUPS
+        ]
+        if any(each.name not in self._pools for each in transfers):
+            return PoolTransferResult.empty()
+        pools = [self._kv, *(self._pools[each.name] for each in transfers)]
+        in_kv, *in_others = self._present(keys, pools)
+        # The other pools alone decide where the KV pool has no memory.
+        kv_pages = 0 if pools[0].is_logical and not transfers else _leading(in_kv)
+        ends = {PoolName.KV: {*range(1, kv_pages + 1)}}
+        for transfer, present in zip(transfers, in_others, strict=True):
+            ends[transfer.name] = _restorable(transfer, present[:kv_pages])
+        restorable = sorted(set.intersection(*ends.values()))
+        hits = {name: max(each) for name, each in ends.items() if each}
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return self._move(transfers, self._store.load)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return self._move(transfers, self._store.store)
+
+    def _move(self, transfers: Sequence[PoolTransfer], call: Call) -> dict[str, list[bool]]:
+        """A page is good if all of its chunks are."""
+        chunks: list[RegionChunk] = []
+        moved: list[tuple[PoolTransfer, int, int]] = []
+        results = {each.name: [False] * len(each.keys or ()) for each in transfers}
+        for transfer in transfers:
+            try:
+                pages = self._pools[transfer.name]
+                some = pages.chunks(transfer.keys or (), transfer.host_indices)
+            except (AssertionError, KeyError, ValueError) as error:
+                logger.error("pages of SGLang's pool %s are not cached: %r", transfer.name, error)
+                continue
+            moved.append((transfer, len(chunks), len(pages.parts)))
+            chunks += some
+        good = _answered(partial(call, chunks))
+        for transfer, at, parts in moved:
+            results[transfer.name] = _by_page(good[at:], parts, len(transfer.keys or ()))
+        return results
+
+    def _present(self, keys: Sequence[str], pools: Sequence[HostPages]) -> list[list[bool]]:
+        """Of each pool, which keys have a page."""
+        names = [pages.names(keys) for pages in pools]
+        there = _answered(partial(self._store.lookup, [chunk for some in names for chunk in some]))
+        found = []
+        for pages, some in zip(pools, names, strict=True):
+            mine, there = there[: len(some)], there[len(some) :]
+            found.append(_by_page(mine, len(pages.parts), len(keys)))
+        return found
+
+    @property
+    def _kv(self) -> HostPages:
+        """The pages that SGLang stores: without `interface_v1` it has them flattened, by v0."""
+        return self._pools[PoolName.KV] if self._is_zero_copy else self._flat
+
+    # v0: pages of the KV pool in tensors of their own
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        targets = list(target_locations or ())
+        good = self._move_flat(keys, targets, self._store.load)
+        return [each if is_good else None for each, is_good in zip(targets, good, strict=True)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        return all(self._move_flat(keys, list(values or ()), self._store.store))
+
+    def exists(self, key: str) -> bool:
+        """As it was stored by v0, or by v1."""
+        pools = [self._flat, self._pools[PoolName.KV]]
+        found = self._present([key], [pages for pages in pools if not pages.is_logical])
+        return [True] in found
+
+    def _move_flat(self, keys: Sequence[str], tensors: Sequence[Any], call: Call) -> list[bool]:
+        """False for what is no page in contiguous memory of the host."""
+        nbytes = sum(form.chunk_bytes for form, _ in self._flat.parts)
+        fit = [
+            index
+            for index, each in enumerate(tensors)
+            if isinstance(each, torch.Tensor)
+            and each.device.type == "cpu"
+            and each.is_contiguous()
+            and each.nbytes == nbytes > 0
+        ]
+        named = self._flat.names([keys[index] for index in fit])
+        views = [[_memory(tensors[index].data_ptr(), nbytes)] for index in fit]
+        chunks = [chunk._replace(views=view) for chunk, view in zip(named, views, strict=True)]
+        good = dict(zip(fit, _answered(partial(call, chunks)), strict=True))
+        return [good.get(index, False) for index in range(len(keys))]
+
+    # The rest
+
+    def clear(self) -> None:
+        """Removes every page of this rank's pools. Raises RuntimeError if any may be left."""
+        for pages in (*self._pools.values(), self._flat):
+            for form, _ in pages.parts:
+                if _answered(partial(self._store.clear, form, _CLEAR_S)) != [True]:
+                    why = self._store.why_down or "it did not answer in time"
+                    raise RuntimeError(f"Redis may still hold pages: {why}")
+
+    def close(self) -> None:
+        self._store.close(_CLOSE_S)
+
+
+class HostPages:
+    """The pages of a host pool. parts: of each chunk of a page its form, and which pieces it has.
+
+    sizes: bytes of each piece of a page, none for a pool without memory. make_form: of a part by
+    name, bytes and number of pieces. Pieces of one size are a chunk together.
+    """
+
+    def __init__(
+        self, pool: Any, sizes: Sequence[int], make_form: Callable[[str, int, int], ChunkForm]
+    ) -> None:
+        self.parts: list[tuple[ChunkForm, list[int]]] = []
+        self._pool = pool
+        self._sizes = list(sizes)
+        for size in dict.fromkeys(sizes):
+            places = [place for place, each in enumerate(sizes) if each == size]
+            form = make_form(f"{places} of {len(sizes)}", size * len(places), len(places))
+            self.parts.append((form, places))
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether it only counts pages, whose bytes are in other pools."""
+        return not self.parts
+
+    def names(self, keys: Sequence[str]) -> list[RegionChunk]:
+        """All chunks of the first page, then of the next."""
+        return [RegionChunk(form, key.encode()) for key in keys for form, _ in self.parts]
+
+    def chunks(self, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[RegionChunk]:
+        """As `names`, with their memory. Raises ValueError if the pool's pages have changed."""
+        tokens = 0 if host_indices is None else len(host_indices)
+        if tokens != len(keys) * self._pool.page_size:
+            raise ValueError(f"{tokens} host indices for {len(keys)} pages")
+        if self.is_logical:
+            return []
+        addresses, sizes = self._pool.get_page_buffer_meta(host_indices)
+        if [*sizes] != self._sizes * len(keys):
+            raise ValueError("pages of other sizes than when the pool was registered")
+        pieces = [_memory(*each) for each in zip(addresses, sizes, strict=True)]
+        each_page = range(0, len(pieces), len(self._sizes))
+        return [
+            RegionChunk(form, key.encode(), [pieces[first + place] for place in places])
+            for key, first in zip(keys, each_page, strict=True)
+            for form, places in self.parts
+        ]
+
+
+def _piece_bytes(name: str, pool: Any) -> list[int]:
+    """The sizes of the pieces of a page. Raises ConfigError for a pool that does not tell them."""
+    try:
+        meta = pool.get_page_buffer_meta(torch.zeros(pool.page_size, dtype=torch.int64))
+        return [int(size) for size in meta[1]] if meta else []
+    except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the layout {getattr(pool, 'layout', None)} of SGLang's pool {name} does not tell "
+            f"where a page lies ({error}): start SGLang with --hicache-mem-layout page_first"
+        ) from error
+
+
+def _layout(name: str, pool: Any) -> str:
+    layout = getattr(pool, "layout", None)
+    if not isinstance(layout, str) or not layout:
+        raise ConfigError(f"SGLang's pool {name} does not tell its layout: it cannot be cached")
+    return layout
+
+
+def _dtype(name: str, pool: Any, kv_dtype: str) -> str:
+    """What decides the meaning of the bytes of a pool. Raises ConfigError if that is not known."""
+    try:
+        names = [dtype_name(getattr(pool, each)) for each in _DTYPES if hasattr(pool, each)]
+    except FormatError as error:
+        raise ConfigError(f"the dtype of SGLang's pool {name} is not known: {error}") from None
+    if not names:
+        raise ConfigError(f"SGLang's pool {name} does not tell its dtype: it cannot be cached")
+    # SGLang keeps floats of 8 bits and packed formats as bytes.
+    if "uint8" in names:
+        told = kv_dtype or _published_dtype()
+        if not told:
+            raise ConfigError(
+                f"SGLang's pool {name} holds bytes and does not tell their dtype: set "
+                '"kv_dtype" to the dtype of its KV cache, as "fp8_e4m3"'
+            )
+        names.append(told)
+    return " ".join(names)
+
+
+def _published_dtype() -> str:
+    """``--kv-cache-dtype`` of this server, empty where it does not say all.
+
+    On ROCm one name stands for two formats, which depend on the GPU.
+    """
+    if torch.version.hip:
+        return ""
+    from sglang.srt.runtime_context import get_model, get_spec
+
+    try:
+        drafts = get_spec().speculative_draft_kv_cache_dtype
+        return f"{get_model().kv_cache_dtype} {drafts}"
+    except (AttributeError, ValueError):  # not published: there is no server
+        return ""
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def _answered(call: Callable[[Answer], None]) -> list[bool]:
+    """Waits for the answer of a store, which comes by its deadline."""
+    answers: SimpleQueue[list[bool]] = SimpleQueue()
+    call(answers.put)
+    return answers.get()
+
+
+def _by_page(good: Sequence[bool], parts: int, pages: int) -> list[bool]:
+    return [all(good[page * parts : (page + 1) * parts]) for page in range(pages)]
+
+
+def _leading(present: Sequence[bool]) -> int:
+    return [*present, False].index(False)
+
+
+def _restorable(transfer: PoolTransfer, present: Sequence[bool]) -> set[int]:
+    """After how many pages a request can go on, as far as this pool decides it."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return {*range(1, _leading(present) + 1)}
+    if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+        return set()
+    window = max(1, len(transfer.keys or ()))
+    ends = range(1, len(present) + 1)
+    return {end for end in ends if all(present[max(0, end - window) : end])}
