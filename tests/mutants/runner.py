@@ -61,8 +61,8 @@ def path_of(module: str) -> Path:
 def nearest_tests(root: Path, module: str) -> list[str]:
     """The test files of the module's folder that mirror its name or import it, in this order.
 
-    A file imports it too if a helper that it imports does. Where there is none of them: all of the
-    folder. Those that mention no servers come before others: they are faster.
+    Where there is none of them: those that import a helper which does, else all of the folder.
+    Those that mention no servers come before others: they are faster.
     """
     folder, _, name = module.rpartition(".")
     home = Path(root, "tests", *folder.split("."))
@@ -81,13 +81,9 @@ def nearest_tests(root: Path, module: str) -> list[str]:
     ]
     top = Path(root, "tests", folder.split(".")[0])
     near = [path for path in texts if path.name[:5] == "test_" and path.is_relative_to(top)]
-    chosen = [
-        path
-        for path in near
-        if path.name == f"test_{name}.py"
-        or imports.search(texts[path])
-        or any(each in texts[path] for each in through)
-    ] or [path for path in near if path.is_relative_to(home)]
+    direct = [p for p in near if p.name == f"test_{name}.py" or imports.search(texts[p])]
+    indirect = [p for p in near if any(each in texts[p] for each in through)]
+    chosen = direct or indirect or [path for path in near if path.is_relative_to(home)]
     chosen.sort(key=lambda path: (path.name != f"test_{name}.py", "server" in texts[path]))
     return [str(path.relative_to(root)) for path in chosen]
 

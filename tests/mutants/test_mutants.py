@@ -90,13 +90,13 @@ def test_the_nearest_tests(tmp_path: Path) -> None:
     (folder / "test_keys.py").write_text("")
     (folder / "test_all.py").write_text("from lmcache_redis.chunks.keys import ObjectKey\n")
     (folder / "test_none.py").write_text("from lmcache_redis.chunks.frame import Frame\n")
-    (folder / "made.py").write_text("from lmcache_redis.chunks import keys\n")
-    (folder / "test_made.py").write_text("from tests.chunks.made import key  # needs a server\n")
+    (folder / "made.py").write_text("from lmcache_redis.chunks import names\n")
+    (folder / "test_made.py").write_text("from tests.chunks.made import name  # needs a server\n")
     assert nearest_tests(tmp_path, "chunks.keys") == [
         "tests/chunks/test_keys.py",
         "tests/chunks/test_all.py",
-        "tests/chunks/test_made.py",
     ]
+    assert nearest_tests(tmp_path, "chunks.names") == ["tests/chunks/test_made.py"]
     assert nearest_tests(tmp_path, "chunks.dtypes") == [
         "tests/chunks/test_all.py",
         "tests/chunks/test_keys.py",
