@@ -61,7 +61,8 @@ def path_of(module: str) -> Path:
 def nearest_tests(root: Path, module: str) -> list[str]:
     """The test files of the module's folder that mirror its name or import it, in this order.
 
-    Where there is none of them: those that import a helper which does, else all of the folder.
+    Where there is none of them: those that import a helper which does, else all of the folder. Of a
+    folder within a folder, as cache/disk: all of it, too.
     Those that mention no servers come before others: they are faster.
     """
     folder, _, name = module.rpartition(".")
@@ -83,7 +84,9 @@ def nearest_tests(root: Path, module: str) -> list[str]:
     near = [path for path in texts if path.name[:5] == "test_" and path.is_relative_to(top)]
     direct = [p for p in near if p.name == f"test_{name}.py" or imports.search(texts[p])]
     indirect = [p for p in near if any(each in texts[p] for each in through)]
-    chosen = direct or indirect or [path for path in near if path.is_relative_to(home)]
+    # In a folder of its own, as cache/disk, the tests of one module run the others.
+    around = [p for p in near if p.is_relative_to(home) and (home != top or not direct + indirect)]
+    chosen = [*dict.fromkeys(direct or indirect), *(p for p in around if p not in direct)]
     chosen.sort(key=lambda path: (path.name != f"test_{name}.py", "server" in texts[path]))
     return [str(path.relative_to(root)) for path in chosen]
 

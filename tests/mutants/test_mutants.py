@@ -139,7 +139,7 @@ def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.Monke
         "    [item.add_marker('unit') for item in items]\n"
     )
     monkeypatch.setattr(runner, "ROOT", root)
-    monkeypatch.setattr(runner, "_MORE_S", 1.0)
+    monkeypatch.setattr(runner, "_MORE_S", 4.0)
     said: list[str] = []
     with Tree(tmp_path) as tree:
         found = judge(tree, "small", 2.0, 1, said.append)
