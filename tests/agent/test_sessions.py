@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lmcache_redis import messages as m
 from lmcache_redis.agent import sessions as sessions_module
-from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peers
+from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peer, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.errors import WireError
@@ -45,6 +46,44 @@ def test_sessions_give_every_pin_back_once() -> None:
     audit(pool)
 
 
+def test_parts_of_a_chunk_are_taken_one_by_one() -> None:
+    pool = HostPool(slots(4))
+    session = Sessions(pool, timeout_s=10).open(("engine", "request"), 0.0)
+    for group in range(2):
+        entry = pool.reserve(bytes([group]), 2)
+        assert entry is not None
+        pool.publish(entry)
+        session.hold(b"chunk", (0, group), entry)
+    for group in range(2):
+        assert session.has_pins
+        taken = session.take(b"chunk", (0, group))
+        assert taken is not None
+        pool.unpin(taken)
+    assert not session.has_pins
+    assert session.take(b"chunk", (0, 0)) is None
+
+
+def test_a_lookup_keeps_a_session_until_its_engine_ends_it() -> None:
+    sessions = Sessions(HostPool(slots(1)), timeout_s=10)
+
+    def work(request: str) -> None:
+        session = sessions.open(("engine", request), 0.0, for_lookup=False)
+        session.busy += 1
+        sessions.finish(session)
+
+    work("stored")
+    assert len(sessions) == 0
+    looked_up = sessions.open(("engine", "looked up"), 0.0)
+    work("looked up")
+    looked_up.busy = 1
+    sessions.end(looked_up)
+    assert sessions.open(looked_up.key, 5.0) is looked_up, "looked up again while a copy runs"
+    sessions.finish(looked_up)
+    assert [*sessions] == [looked_up]
+    assert sessions.expired(14.9) == []
+    assert sessions.expired(15.0) == [looked_up]
+
+
 def test_a_session_cancels_its_lookup_when_it_ends() -> None:
     sessions = Sessions(HostPool(slots(1)), timeout_s=10)
     session = sessions.open(("engine", "request"), now_s=0.0)
@@ -65,6 +104,17 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sessions.open(("e", "1"), 0.0) is first
     sessions.end(first)
     sessions.open(("e", "3"), 0.0)
+
+
+def test_a_peer_is_removed_unless_another_has_its_connection() -> None:
+    peers = Peers()
+    first, second = (Peer(b"1", m.Hello(0, "e", "m", 1, None, "0"), 0.0, 0.0) for _ in range(2))
+    peers.add(first)
+    assert peers.add(second) == [first]
+    peers.remove(first)
+    assert peers.get(b"1") is second
+    peers.remove(second)
+    assert (len(peers), peers.get(b"1")) == (0, None)
 
 
 def test_models_are_bounded() -> None:

@@ -16,7 +16,14 @@ from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
-from lmcache_redis.tiers import CallOutcome, ChunkIO, ExistsResult, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    ReadOutcome,
+    RemoveResult,
+    WriteOutcome,
+)
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 from tests.harness import block_hashes
 
@@ -96,6 +103,38 @@ def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
     queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
     queue.loop.run_posted()
     assert len(queue.writes) == 0
+
+
+def test_a_chunk_in_the_queue_is_not_enqueued_again(queue: Queue) -> None:
+    queue.enqueue(delay_s=60.0)
+    assert not any(queue.writes.admits(entry, 1) for entry in queue.entries)
+    queue.enqueue()
+    assert len(queue.writes) == len(HASHES)
+    queue.writes.begin_all()
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
+
+
+def test_a_removal_waits_for_the_write_of_its_key(queue: Queue) -> None:
+    results: list[RemoveResult] = []
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    key = FORM.key(HASHES[0])
+    queue.writes.remove(key, math.inf, results.append)
+    assert queue.tier.cancelled == queue.tier.written[:1]
+    assert (queue.tier.removed, queue.writes.is_removing(key)) == ([], True)
+    for job in queue.tier.written:
+        queue.tier.write_done(job, WriteOutcome.CANCELLED)
+    queue.run(lambda: queue.tier.removed)
+    ((removed, done),) = queue.tier.removed
+    assert (removed, results, len(queue.writes)) == (key, [], 1)
+    done(RemoveResult(CallOutcome.DONE, 1))
+    queue.loop.run_posted()
+    assert results == [RemoveResult(CallOutcome.DONE, 1)]
+    assert (len(queue.writes), queue.writes.is_removing(key)) == (0, False)
+    queue.writes.remove(key, math.inf, results.append)
+    assert len(queue.tier.removed) == 2, "nothing waits for a change that has ended"
+    queue.tier.removed[1][1](RemoveResult(CallOutcome.DONE, 0))
+    queue.loop.run_posted()
 
 
 @pytest.mark.parametrize("outcome", [CallOutcome.TIMED_OUT, CallOutcome.UNAVAILABLE])

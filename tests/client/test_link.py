@@ -169,12 +169,23 @@ def test_a_call_can_be_lost_before_it_is_sent(agent: Agent, link: AgentLink) -> 
     assert [(call.state, call.sent) for call in lost] == [(CallState.LOST, False)] * 2
 
 
-def test_why_an_agent_cannot_be_used(agent: Agent) -> None:
+def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once, until the agent can be used."""
     link = AgentLink(agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0)
     (hello,) = agent.receive()
-    agent.answer(m.Failure(hello.call_id, m.REFUSED, "it is full"))
+    refusal = m.Failure(hello.call_id, m.REFUSED, "it is full")
+    why = f"the agent at {agent.endpoint} cannot be used: it is full"
+    for _ in range(2):
+        agent.answer(refusal)
     assert link.wait_for(lambda: link.state is LinkState.REFUSED, WAIT_S)
-    assert link.refusal == f"the agent at {agent.endpoint} cannot be used: it is full"
+    assert link.refusal == why
+    agent.answer(welcome(hello))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    assert caplog.messages.count(why) == 1
+    assert link.refusal is None
+    agent.answer(refusal)
+    assert link.wait_for(lambda: link.state is LinkState.REFUSED, WAIT_S)
+    assert caplog.messages.count(why) == 2
     link.close()
 
 

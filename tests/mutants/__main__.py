@@ -1,10 +1,11 @@
 """Spoils modules of the package, one small fault at a time, and counts those that no test sees.
 
 Each mutant is the module with one fault (`mutation` lists the kinds), judged in a copy of the tree
-by the nearest tests: those in the module's folder that mirror its name or import it. It is killed
-if one of them fails, or if they take three times as long as without it and ten seconds more. One
-that survives is a gap of the tests, or no fault at all: read its diff, then write the test or let
-it be.
+by the nearest tests: those in the module's folder that mirror its name or import it; else those
+that do through a helper; else all. Of these, the tests that run the lines of the mutant; all, where
+none does in its own process. It is killed if one of them fails, or if they take three times as long
+as without it and ten seconds more. One that survives is a gap of the tests, or no fault at all:
+read its diff, then write the test or let it be.
 
   scripts/mutate --modules chunks.keys cache.pool --minutes 5
   scripts/mutate --modules resp.maps --minutes 2 --seed 7
@@ -50,8 +51,7 @@ def main() -> int:
         parser.error(f"there is no module {unknown[0]}: write chunks.keys for chunks/keys.py")
     print(f"{'module':<24}{'killed':>8}{'judged':>8}{'of':>8}   tests", flush=True)
     totals = [0, 0]
-    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        tree = Tree(Path(directory))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name, Tree(Path(name)) as tree:
         for module in options.modules:
             said: list[str] = []
             found = judge(tree, module, options.minutes, options.seed, said.append)

@@ -62,6 +62,23 @@ def mutants_of(source: str) -> list[Mutant]:
     return sorted({m for m in _Finder(source).found() if _compiles(m.applied(source))})
 
 
+def lines_of(source: str, mutant: Mutant) -> range:
+    """The lines of the innermost statement that the mutant changes, without the body of a block.
+
+    For a default of a parameter: those of the whole function.
+    """
+    around = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0)
+    ]
+    innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
+    body = getattr(innermost, "body", None)
+    if body and not isinstance(innermost, ast.FunctionDef | ast.AsyncFunctionDef):
+        return range(innermost.lineno, max(body[0].lineno, innermost.lineno + 1))
+    return range(innermost.lineno, (innermost.end_lineno or 0) + 1)
+
+
 def _compiles(source: str) -> bool:
     try:
         compile(source, "mutant", "exec")

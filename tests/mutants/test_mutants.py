@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.mutants import runner
-from tests.mutants.mutation import mutants_of
+from tests.mutants.mutation import lines_of, mutants_of
 from tests.mutants.runner import Tree, judge, nearest_tests
 
 SOURCE = '''\
@@ -89,10 +90,29 @@ def test_the_nearest_tests(tmp_path: Path) -> None:
     (folder / "test_keys.py").write_text("")
     (folder / "test_all.py").write_text("from lmcache_redis.chunks.keys import ObjectKey\n")
     (folder / "test_none.py").write_text("from lmcache_redis.chunks.frame import Frame\n")
+    (folder / "made.py").write_text("from lmcache_redis.chunks import names\n")
+    (folder / "test_made.py").write_text("from tests.chunks.made import name  # needs a server\n")
     assert nearest_tests(tmp_path, "chunks.keys") == [
         "tests/chunks/test_keys.py",
         "tests/chunks/test_all.py",
     ]
+    assert nearest_tests(tmp_path, "chunks.names") == ["tests/chunks/test_made.py"]
+    assert nearest_tests(tmp_path, "chunks.dtypes") == [
+        "tests/chunks/test_all.py",
+        "tests/chunks/test_keys.py",
+        "tests/chunks/test_none.py",
+        "tests/chunks/test_made.py",
+    ], "none is nearer than another"
+
+
+def test_the_lines_of_a_mutant_are_those_of_its_statement() -> None:
+    source = SOURCE.splitlines()
+    for mutant in mutants_of(SOURCE):
+        lines = [source[line - 1].strip() for line in lines_of(SOURCE, mutant)]
+        if lines[0].startswith("def"):
+            assert lines[-1] == "return True", "a default is seen wherever the function is called"
+        else:
+            assert lines == [source[mutant.line - 1].strip()]
 
 
 @pytest.mark.servers
@@ -112,15 +132,17 @@ def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.Monke
         'addopts = ["--import-mode=importlib"]\n'
     )
     (root / "tests" / "mutants").mkdir()
-    (root / "tests" / "mutants" / "no_shrinking.py").write_text("")
+    for name in ("forking.py", "plugin.py"):
+        shutil.copy(Path(runner.__file__).with_name(name), root / "tests" / "mutants")
     (root / "conftest.py").write_text(
         "import pytest\ndef pytest_collection_modifyitems(items):\n"
         "    [item.add_marker('unit') for item in items]\n"
     )
     monkeypatch.setattr(runner, "ROOT", root)
-    monkeypatch.setattr(runner, "_MORE_S", 1.0)
-    tree, said = Tree(tmp_path), []
-    found = judge(tree, "small", 2.0, 1, said.append)
+    monkeypatch.setattr(runner, "_MORE_S", 4.0)
+    said: list[str] = []
+    with Tree(tmp_path) as tree:
+        found = judge(tree, "small", 2.0, 1, said.append)
     assert list(found.tests) == ["tests/test_small.py"]
     assert found.judged == found.mutants == len(mutants_of(source))
     lines = {(m.kind, m.text) for m in found.survivors}

@@ -9,12 +9,24 @@ from typing import Any, cast
 
 import pytest
 
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.errors import RedisProtocolError
+from lmcache_redis.errors import RedisProtocolError, RedisRedirect
 from lmcache_redis.resp import CallOutcome, RedisPlane, control
-from lmcache_redis.resp.control import GROUP_KEYS, Steps, count_prefix, find_present
+from lmcache_redis.resp.control import (
+    GROUP_KEYS,
+    Steps,
+    ask_each,
+    count_prefix,
+    find_present,
+    header_commands,
+    parse_count,
+    parse_header,
+    touch_chunks,
+    walk_keys,
+)
 from lmcache_redis.resp.net.connection import Pipeline
-from lmcache_redis.resp.net.wire import Reply, keys_commands
+from lmcache_redis.resp.net.wire import ASKING_COMMAND, ErrorReply, Reply, keys_commands
 from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
@@ -96,6 +108,8 @@ def test_all_or_none_cost_one_round_trip(count: int) -> None:
     assert counted(full, asked) == count
     assert counted(empty, asked) == 0
     assert full.round_trips == empty.round_trips == (1 if count else 0)
+    assert found(full, asked) == [True] * count
+    assert found(empty, asked) == [False] * count
 
 
 @pytest.mark.parametrize("length", range(0, 100, 7))
@@ -186,7 +200,107 @@ def test_ten_thousand_keys_of_differing_lengths(plane: RedisPlane, server: Redis
     assert scan(plane, asked) == (CallOutcome.DONE, 9_999)
 
 
+class Replies:
+    """The replies to one step."""
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self._replies = replies
+
+    def receive_all(self) -> Sequence[Reply]:
+        return self._replies
+
+    def receive(self, least: int) -> Sequence[Reply]:
+        assert least == len(self._replies)
+        return self._replies
+
+
+def play(steps: Steps[Any], *answers: Sequence[Reply]) -> tuple[list[bytes], Any]:
+    """What the steps of a question send, given the replies to each, and its result."""
+    sent: list[bytes] = []
+    requests, replies = next(steps)
+    for each in answers:
+        sent.append(b"".join(requests))
+        assert replies == len(each)
+        try:
+            requests, replies = steps.send(cast(Pipeline, Replies(each)))
+        except StopIteration as end:
+            assert len(sent) == len(answers)
+            return sent, end.value
+    raise AssertionError("more is asked")
+
+
+def test_a_touch_of_many_stripes_takes_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "STEP_KEYS", 4)
+    chunks = [(b"a", 3), (b"b", 1), (b"c", 2), (b"d", 9)]
+    sent, present = play(touch_chunks(chunks), [3, 0], [1], [9])
+    assert present == [True, False, False, True]
+    touches = [
+        keys_commands(b"TOUCH", [stripe_key(key, index) for index in range(stripes)], stripes)
+        for key, stripes in chunks
+    ]
+    assert sent == [touches[0] + touches[1], touches[2], touches[3]]
+    for reply in (b"OK", None, -1, 3, [1]):
+        with pytest.raises(RedisProtocolError, match="TOUCH"):
+            play(touch_chunks([(b"a", 2)]), [reply])
+
+
+def test_a_walk_removes_what_is_unwanted() -> None:
+    removed: list[int] = []
+    scanned = [[b"7", [b"a", b"b", b"c"]]], [[b"0", []]]
+    steps = walk_keys(b"*", lambda keys: keys[1:], removed=removed.append, group_keys=2)
+    sent, _ = play(steps, scanned[0], [2], scanned[1])
+    assert sent[1] == keys_commands(b"UNLINK", [b"b", b"c"], 2)
+    assert removed == [2]
+    for reply in (b"OK", None, -1):
+        with pytest.raises(RedisProtocolError, match="UNLINK"):
+            play(walk_keys(b"*", lambda keys: keys[:1]), scanned[0], [reply])
+    play(walk_keys(b"*", lambda keys: keys[:1]), scanned[0], [0], scanned[1])
+
+
+def test_each_key_is_asked_about_by_itself() -> None:
+    def pack(keys: Sequence[bytes]) -> bytes:
+        return keys_commands(b"EXISTS", keys, 1)
+
+    asked = keys(3)
+    moved = ErrorReply("MOVED", "MOVED 1 127.0.0.1:7")
+    wrong = ErrorReply("WRONGTYPE", "WRONGTYPE of a string")
+    plain = play(ask_each(pack, parse_count, asked, asking=False, step_keys=2), [1, wrong], [0])
+    assert plain == ([pack(asked[:2]), pack(asked[2:])], [1, None, 0])
+    sent, result = play(ask_each(pack, parse_count, asked[:2], asking=True), [b"OK", 1, b"OK", 0])
+    assert sent == [b"".join(ASKING_COMMAND + pack([key]) for key in asked[:2])]
+    assert result == [1, 0]
+    _, (redirect,) = play(ask_each(pack, parse_count, asked[:1], asking=False), [moved])
+    assert isinstance(redirect, RedisRedirect)
+    for reply in (b"1", None, -1, 2, [1]):
+        with pytest.raises(RedisProtocolError, match="0 or 1"):
+            play(ask_each(pack, parse_count, asked[:1], asking=False), [reply])
+
+
+def test_a_header_is_read_to_its_last_byte() -> None:
+    *_, start, _, end = header_commands([b"key"]).split(b"\r\n")[:-1]
+    assert (int(start), int(end)) == (0, HEADER_BYTES - 1)
+    assert parse_header(b"no header") is None
+    with pytest.raises(RedisProtocolError, match="GETRANGE"):
+        parse_header(None)
+
+
 # ------------------------------------------------------------ the connection
+
+
+def test_replies_that_are_not_awaited_answer_no_later_question() -> None:
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] != b"EXISTS" or words[1] == stripe_key(chunk_key(100), 0):
+            return None
+        if words[1] == stripe_key(chunk_key(0), 0):
+            return b":0\r\n"
+        time.sleep(0.2)
+        return b":%d\r\n" % (len(words) - 1)
+
+    with LyingServer(answer) as server, running(server.url) as plane:
+        wait_until(lambda: plane.open_streams == 4)
+        assert scan(plane, [chunk_key(n) for n in range(2 * GROUP_KEYS)]) == (CallOutcome.DONE, 0)
+        later = [chunk_key(100 + n) for n in range(GROUP_KEYS)]
+        assert scan(plane, later) == (CallOutcome.DONE, 0)
 
 
 KEY = chunk_key(1) + bytes(2)
