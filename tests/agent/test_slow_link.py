@@ -226,7 +226,9 @@ def test_a_server_busy_with_others_costs_the_time_of_computing(
         assert engine.lookup("now", HASHES, token_s=1e-4) == 0
         assert agent.counter("lookups_cut") == 1
         busy.result()
-        wait_until(lambda: agent.status()["redis"]["up"], "a server that answers")
+        # Until the chunk that shows the rate has arrived, nothing else is loaded.
+        tier = lambda: agent.status()["loads"]["tiers"]["Redis"]  # noqa: E731
+        wait_until(lambda: not tier()["in_flight_bytes"], "a rate")
         assert engine.lookup("then", HASHES, token_s=0.1) == CHUNKS * CHUNK_TOKENS
         assert agent.counter("lookups_timed_out") == 0
 
