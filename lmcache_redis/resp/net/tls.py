@@ -24,9 +24,12 @@ def tls_context(parameters: TlsParameters) -> ssl.SSLContext:
     """The context for new connections. Raises OSError if a file cannot be read.
 
     A context takes 25 ms to make. It is made again when one of its files was replaced, as renewed
-    certificates are.
+    certificates are. Without CAs of its own, the system's are among its files.
     """
     found = [os.stat(value) for name, value in parameters if name in TLS_FILES]
+    if not any(name in ("ssl_ca_certs", "ssl_ca_path") for name, _ in parameters):
+        system = ssl.get_default_verify_paths()
+        found += [os.stat(path) for path in (system.cafile, system.capath) if path is not None]
     seen = tuple((each.st_dev, each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
     return _context(parameters, seen)
 

@@ -47,11 +47,12 @@ def test_with_a_ca_of_ones_own_the_systems_are_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, public = Authority(tmp_path / "a", "Ours"), Authority(tmp_path / "b", "Public")
-    monkeypatch.setenv("SSL_CERT_FILE", str(public.ca))
 
     def trusted(*parameters: tuple[str, str | bool]) -> list[object]:
         context = tls_context((*parameters, ("ssl_check_hostname", True)))
         return [each["subject"] for each in context.get_ca_certs()]
 
+    trusted()  # The context of before is kept; its files are others now.
+    monkeypatch.setenv("SSL_CERT_FILE", str(public.ca))
     assert trusted() == [((("commonName", "Public"),),)]
     assert trusted(("ssl_ca_certs", str(ours.ca))) == [((("commonName", "Ours"),),)]
