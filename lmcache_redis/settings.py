@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,9 +118,7 @@ class Setting:
     @property
     def shown_default(self) -> str:
         """The default as users read it."""
-        if self.shown:
-            return self.shown
-        return "none" if self.default in (None, "", b"") else self.write(self.default)
+        return self.shown or self.write(self.default)
 
     @property
     def shown_form(self) -> str:
@@ -145,6 +143,8 @@ class Setting:
 
     def write(self, value: Any) -> str:
         """A value as it can be written on a command line or in a file."""
+        if value is None or value in ("", b""):
+            return self.shown or "none"
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, bytes):
@@ -160,10 +160,15 @@ class Setting:
                 return parse_size(text)
             except ConfigError as error:
                 raise ConfigError(f"{self.option}: {error}") from error
+        kinds: dict[str, Callable[[str], Any]] = {
+            "int": int,
+            "float": float,
+            "bool": {"true": True, "false": False}.__getitem__,
+            "bytes": str.encode,
+            "str": str,
+        }
         try:
-            if self.kind == "bool":
-                return {"true": True, "false": False}[text]
-            return {"int": int, "float": float, "bytes": str.encode}.get(self.kind, str)(text)
+            return kinds[self.kind](text)
         except (KeyError, ValueError):
             what = {"int": "a whole number", "float": "a number", "bool": "true or false"}
             raise ConfigError(f"{self.option}: {text!r} is not {what[self.kind]}") from None
@@ -173,8 +178,9 @@ class Setting:
         if value is None and self.optional:
             return
         if self.between is not None:
-            is_number = type(value) is int or (self.kind == "float" and isinstance(value, float))
-            check_between(self.name, value if is_number else None, *self.between, given=value)
+            if self.kind == "int" and isinstance(value, float):
+                raise ConfigError(f"{self.option} is {value!r}: set it to a whole number")
+            check_between(self.name, value, *self.between)
         elif self.choices and value not in self.choices:
             raise ConfigError(
                 f"{self.option} is {value!r}: choose one of {', '.join(self.choices)}"
@@ -199,19 +205,14 @@ class Setting:
         return found
 
 
-def check_between(name: str, value: Any, least: float, most: float, given: Any = None) -> None:
-    """Raises ``ConfigError`` unless a setting is a number within its bounds.
-
-    given: what is shown if it is not even a number.
-    """
-    if value is not None and least <= value <= most:
-        return
-    is_size = name.endswith(("_bytes", "_size"))
-    wrong, low, high = (
-        format_size(n) if is_size and type(n) is int else repr(n)
-        for n in (given if value is None else value, least, most)
-    )
-    raise ConfigError(f"{option_name(name)} is {wrong}: set it to between {low} and {high}")
+def check_between(name: str, value: Any, least: float, most: float) -> None:
+    """Raises ``ConfigError`` unless a setting is a number within its bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        is_size = name.endswith(("_bytes", "_size"))
+        given, low, high = (
+            format_size(n) if is_size and type(n) is int else repr(n) for n in (value, least, most)
+        )
+        raise ConfigError(f"{option_name(name)} is {given}: set it to between {low} and {high}")
 
 
 def settings_of(config: Any) -> dict[str, Setting]:

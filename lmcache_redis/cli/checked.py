@@ -80,7 +80,7 @@ def _check_disk(directory: Path) -> None:
     there = next(each for each in (directory, *directory.parents) if each.exists())
     unsafe = why_unsafe(there) if there == directory else None
     if unsafe is None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        unsafe = f"{there} cannot be written to"
+        unsafe = f"{there} is no directory, or cannot be written to"
     if unsafe is not None:
         raise ConfigError(f"--disk-path {directory} cannot be used: {unsafe}, or choose another")
 

@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lmcache_redis.cli", *words],
+        [sys.executable, "-m", "lmcache_redis", *words],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -50,8 +50,31 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedAgent]:
 
 
 @pytest.mark.servers
-def test_version() -> None:
-    assert run("version").stdout == f"{__version__}\n"
+def test_the_package_runs_and_completes_words() -> None:
+    assert run("--version").stdout == f"{__version__}\n"
+    completed = run(
+        _LMCACHE_REDIS_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS="lmcache-redis agent --pool-b"
+    )
+    assert "--pool-bytes" in completed.stdout
+    assert "--slot-bytes" not in completed.stdout
+
+
+@pytest.mark.servers
+def test_the_log_can_be_read_by_programs(tmp_path: Path) -> None:
+    settings = {"log_format": "json", "pool_bytes": 16 << 20}
+    with StartedAgent(tmp_path / "agent", "unix:///nowhere.sock", **settings) as agent:
+        wait_until(lambda: " serves " in agent.log, what="a start")
+        variable = {"LMCACHE_REDIS_ENDPOINT": agent.endpoint}
+        assert json.loads(run("ping", "--json", **variable).stdout)["pid"] == agent.pid
+        assert json.loads(run("trust", "--json", **variable).stdout) == {"layouts": 0}
+        assert json.loads(run("status", "--json", **variable).stdout)["pid"] == agent.pid
+        lines = [json.loads(line) for line in agent.log.splitlines()]
+    assert all({"time", "level", "logger", "message"} == set(line) for line in lines)
+    (ready,) = (line for line in lines if " serves " in line["message"])
+    assert ready["level"] == "info"
+    assert "host pool of 16MiB" in ready["message"]
+    # A server that is down is one warning, not two.
+    assert sum("nowhere.sock" in line["message"] for line in lines if line != ready) == 1
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -75,19 +98,10 @@ def test_the_agent_sets_the_copies_setting_unless_it_is_set(
 @pytest.mark.servers
 def test_the_help_says_what_to_do_first() -> None:
     done = run("--help")
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
     for command in ("agent", "status", "ping", "version"):
         assert re.search(rf"^\W*{command} ", done.stdout, flags=re.MULTILINE), command
     assert '{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}' in done.stdout
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize("command", ["agent", "status", "ping", "version"])
-def test_every_command_has_help(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert f"lmcache-redis {command}" in done.stdout or f"cli {command}" in done.stdout
 
 
 def test_ping(agent: StartedAgent) -> None:
