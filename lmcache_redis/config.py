@@ -279,7 +279,7 @@ class AgentConfig(TierSettings):
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
-        _check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint)
         check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
         check_redis(self)
 
@@ -323,7 +323,7 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
-        _check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint)
         for name in ("weights_id", "weights_run"):
             if (given := getattr(self, name)) is not None and not 1 <= len(given) <= 256:
                 raise ConfigError(f"{option_name(name)} is {given!r}: write 1 to 256 characters")
@@ -340,19 +340,21 @@ class ClientConfig:
         return Given(dict(extra), {name: name for name in extra}).config(ClientConfig)
 
 
-def _check_endpoint(endpoint: str) -> None:
+def check_endpoint(endpoint: str) -> None:
+    """Raises ``ConfigError`` unless it is the absolute path of a socket."""
+    problem = ""
     if endpoint.startswith("tcp://"):
-        raise ConfigError(
-            f"--endpoint {endpoint}: tcp:// is not served, because any user of the machine could "
-            "connect to it; write ipc://PATH"
+        problem = (
+            "tcp:// is not served, because any user of the machine could connect to it; write "
+            "ipc://PATH"
         )
-    if not endpoint.startswith(_IPC):
-        raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH")
-    path = endpoint_path(endpoint)
-    if not path.is_absolute() or len(os.fsencode(path)) > 100:
-        raise ConfigError(
-            f"--endpoint {endpoint}: an ipc:// endpoint is an absolute path of at most 100 bytes"
-        )
+    elif not endpoint.startswith(_IPC):
+        problem = "write ipc://PATH"
+    elif not (path := endpoint_path(endpoint)).is_absolute() or len(os.fsencode(path)) > 100:
+        problem = "an ipc:// endpoint is an absolute path of at most 100 bytes"
+    if problem:
+        where = ENDPOINT_VARIABLE if endpoint == os.environ.get(ENDPOINT_VARIABLE) else "--endpoint"
+        raise ConfigError(f"{where} {endpoint}: {problem}")
 
 
 def parse_address(text: str, option: str = "--metrics", scheme: str = "") -> tuple[str, int]:

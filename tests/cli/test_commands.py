@@ -15,6 +15,8 @@ import pytest
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import starting
+from lmcache_redis.cli.app import app
+from lmcache_redis.errors import ConfigError
 from tests.harness import Engine, StartedAgent, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -159,6 +161,24 @@ def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
     assert f"no agent answers at {endpoint}: start one with `lmcache-redis agent`" in one_sentence(
         done
     )
+
+
+@pytest.mark.parametrize("words", [[], ["--endpoint", "tcp://127.0.0.1:7000"]])
+def test_tools_refuse_an_endpoint_like_the_agent(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_REDIS_ENDPOINT", "tcp://127.0.0.1:7000")
+    with pytest.raises(ConfigError, match=r"tcp:// is not served.*write ipc://PATH"):
+        app(["status", *words], standalone_mode=False)
+
+
+def test_tools_do_not_trust_a_default_directory_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_redis.config._SERVICE_DIRECTORY", tmp_path)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="is not trusted: others can write to"):
+        app(["ping"], standalone_mode=False)
 
 
 @pytest.mark.servers
