@@ -17,7 +17,7 @@ from lmcache_redis.cli.top import top
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, TierSettings, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
-from lmcache_redis.settings import config_from
+from lmcache_redis.sources import config_from
 
 app = typer.Typer(
     no_args_is_help=True,

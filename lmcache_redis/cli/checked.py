@@ -24,7 +24,8 @@ from lmcache_redis.config import (
 )
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import memory_limit_bytes
-from lmcache_redis.settings import format_size, given, misspelt_variables, settings_of
+from lmcache_redis.settings import format_size, settings_of
+from lmcache_redis.sources import given, misspelt_variables
 
 KINDS = {"agent": AgentConfig, "gateway": GatewayConfig, "engine": ClientConfig}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.settings import config_from
+from lmcache_redis.sources import config_from
 from tests import forks
 
 pytestmark = pytest.mark.servers

@@ -14,7 +14,8 @@ from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
 from lmcache_redis.resp.options import StaticPassword, parse_deployment
-from lmcache_redis.settings import config_from, misspelt_variables, option_name, settings_of
+from lmcache_redis.settings import option_name, settings_of
+from lmcache_redis.sources import config_from, misspelt_variables
 
 PASSWORD = "LMCACHE_REDIS_PASSWORD"
 PROVIDER = "LMCACHE_REDIS_CREDENTIAL_PROVIDER"
