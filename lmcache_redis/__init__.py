@@ -19,7 +19,32 @@ The path of a chunk, from an engine to Redis and back into another engine:
 13. vLLM computes the rest of the prompt, as if it had computed all of it
 
 Wrong KV is worse than no KV: at every step, doubt is a miss.
+
+Programs of your own use `KVStore`, or `AsyncKVStore` with asyncio.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmcache_redis.kvstore import AsyncKVStore, KVStore
+    from lmcache_redis.resp import RedisOptions
+
+__all__ = ["AsyncKVStore", "KVStore", "RedisOptions"]
 
 # `pyproject.toml` reads the version here.
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What programs use, imported when it is asked for: most of the package does without."""
+    if name == "RedisOptions":
+        from lmcache_redis.resp import RedisOptions
+
+        return RedisOptions
+    if name in __all__:
+        from lmcache_redis import kvstore
+
+        return getattr(kvstore, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
