@@ -62,7 +62,8 @@ def test_the_package_runs_and_completes_words() -> None:
 
 
 @pytest.mark.servers
-def test_the_log_can_be_read_by_programs(tmp_path: Path) -> None:
+def test_the_log_can_be_read_by_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_REDIS_POOL_BYTE", "1")
     settings = {"log_format": "json", "pool_bytes": 16 << 20}
     with StartedAgent(tmp_path / "agent", "unix:///nowhere.sock", **settings) as agent:
         wait_until(lambda: " serves " in agent.log, what="a start")
@@ -75,6 +76,7 @@ def test_the_log_can_be_read_by_programs(tmp_path: Path) -> None:
     (ready,) = (line for line in lines if " serves " in line["message"])
     assert ready["level"] == "info"
     assert "host pool of 16MiB" in ready["message"]
+    assert lines[0]["message"].startswith("LMCACHE_REDIS_POOL_BYTE sets nothing: did you mean")
     # A server that is down is one warning, not two.
     assert sum("nowhere.sock" in line["message"] for line in lines if line != ready) == 1
 
