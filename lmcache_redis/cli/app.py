@@ -98,6 +98,8 @@ def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
 
         print_checked(of, options, options["as_json"])
         raise typer.Exit
+    if options["connect"]:
+        raise ConfigError("--connect is for --check: give that as well, or leave it out")
     from lmcache_redis.cli.logs import log_to_stderr
 
     config = config_from(of, options)
