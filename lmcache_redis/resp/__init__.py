@@ -14,6 +14,7 @@ Not on the way of a chunk:
 
 options     the options of a plane, and what its URL names
 maps        the servers behind Sentinels or of a cluster, looked up again and again
+removals    what servers evict and expire, as they tell it to subscribers
 bulk        what moves stripes between sockets and slots, and one such mover in Python
 """
 
