@@ -20,18 +20,20 @@ import typer.main
 from benchmarks.__main__ import app as benchmarks
 from lmcache_redis.cli.app import app as commands
 from lmcache_redis.metrics import COUNTERS
+from tests import speed_up
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OF_PROJECT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [*OF_PROJECT, *sorted((ROOT / "docs").rglob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 # Options of other programs: vLLM, Docker, pytest, and scripts with parsers of their own.
 FOREIGN_OPTIONS = {
     *("--additional-config", "--calculate-kv-scales"),
     *("--disable-sliding-window", "--enable-prefix-caching", "--enable-return-routed-experts"),
     *("--hf-overrides", "--load-format", "--mm-processor-cache-gb", "--no-enable-prefix-caching"),
-    *("--kv-events-config", "--kv-transfer-config"),
+    *("--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config"),
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
-    *("--gpus", "--ipc", "--pid", "--shm-size", "--user"),
+    *("--gpus", "--ipc", "--no-deps", "--pid", "--shm-size", "--user"),
     "--help",
     *("--matrix", "--pythons"),  # of scripts/test
 }
@@ -170,3 +172,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
             r'<(?:script|link|img)[^>]* (?:src|href)="(https?://[^"]+)"', page.read_text()
         )
         assert not loaded, f"{page.name} loads {loaded}"
+
+
+def test_the_page_has_the_table_of_gains() -> None:
+    assert speed_up.page() == speed_up.PAGE.read_text(), "run: python -m tests.speed_up"

@@ -6,7 +6,7 @@ configuration objects and keys, and any objects with the same attributes (`compa
 whose promises hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk that
 fails raises nothing: a get is a miss, a put stores nothing, and `batched_put` returns fewer.
 
-docs/reference/compatibility.md lists what differs. What LMCache stored (pickles, safetensors) is
+docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
 not read.
 """
 
