@@ -1,4 +1,4 @@
-"""The Redis data plane. `RedisPlane` is its interface (docs/data-plane.md).
+"""The Redis data plane. `RedisPlane` is its interface (docs/internals/data-plane.md).
 
 plane       everything below, started and closed together
 calls       calls about keys, routed to the servers that have them

@@ -7,7 +7,8 @@ exactly once, on a thread of the plane, by the job's deadline (a wait on a socke
 milliseconds). A callback should only enqueue.
 
 When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
-are new ones until a probe finds it up. docs/data-plane.md lists the faults and their effects.
+are new ones until a probe finds it up. docs/internals/data-plane.md lists the faults and their
+effects.
 """
 
 from __future__ import annotations
