@@ -6,7 +6,8 @@ configuration objects and keys, and any objects with the same attributes (`compa
 whose promises hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk that
 fails raises nothing: a get is a miss, a put stores nothing, and `batched_put` returns fewer.
 
-docs/compatibility.md lists what differs. What LMCache stored (pickles, safetensors) is not read.
+docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
+not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/json.md names every field that the commands print, and no other."""
+"""docs/reference/json.md names every field that the commands print, and no other."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ HASHES = block_hashes("prompt", 8)
 
 def documented() -> list[tuple[set[str], set[str]]]:
     """The commands in the heading of each section, and its fields."""
-    (page,) = (ROOT / "docs").rglob("json.md")
     found = []
-    for section in page.read_text().split("\n## ")[1:]:
+    for section in (ROOT / "docs" / "reference" / "json.md").read_text().split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
         cells = re.findall(r"^\| (`[^|]*) \|", text, re.M)
         names = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
