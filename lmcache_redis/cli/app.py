@@ -14,6 +14,7 @@ from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
 from lmcache_redis.cli.top import top
+from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
@@ -112,6 +113,7 @@ def trust(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
 
 
 app.command()(top)
+app.command()(why)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)
