@@ -68,9 +68,7 @@ def why(
         int, typer.Option("--most", min=1, max=4096, help="Requests that --list shows.")
     ] = 20,
     endpoint: Endpoint = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", help="Deadline for the answer.")
-    ] = 5.0,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Deadline for the answer.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Say why a request missed, or why two engines do not share.
@@ -181,6 +179,9 @@ def _miss_lines(lookup: Mapping[str, Any]) -> Iterator[str]:
         yield from _place_lines(miss, lookup)
     if bet is not None:
         yield _row("the bet", _bet(bet))
+    elif miss is not None and miss["reason"] == "slower":
+        took = _seconds(lookup["took_s"])
+        yield _row("the bet", f"given up after {took}: computing takes less than the wait")
 
 
 def _place_lines(miss: Mapping[str, Any], lookup: Mapping[str, Any]) -> Iterator[str]:
@@ -215,10 +216,10 @@ def _bet(bet: Mapping[str, Any]) -> str:
 def _part_lines(parts: Mapping[str, Any], lookup: Mapping[str, Any] | None) -> Iterator[str]:
     """Parts: of each chunk one for each rank and group of layers."""
     hits = 0 if lookup is None else lookup["hit_chunks"]
-    if parts["loaded"] or parts["failed"]:
-        took = f" in {_seconds(parts['load_s'])}" if parts["loaded"] else ""
-        yield _row("loaded", f"{parts['loaded']} parts into vLLM's blocks{took}")
-    elif hits and not parts["compared"]:
+    if parts["loaded"]:
+        took = _seconds(parts["load_s"])
+        yield _row("loaded", f"{parts['loaded']} parts into vLLM's blocks in {took}")
+    elif hits and not parts["compared"] and not parts["failed"]:
         yield _row("loaded", "nothing: vLLM has not asked for the chunks that were found")
     if parts["failed"]:
         yield _row("failed", f"{parts['failed']} parts were not loaded, and computed instead")
@@ -264,7 +265,7 @@ def _only(rows: Sequence[Mapping[str, Any]], wanted: str) -> Mapping[str, Any]:
         return next(iter(found.values()))
     if found:
         raise ConfigError(f"--layouts: several layouts begin with {wanted!r}: {_layouts(found)}")
-    known = _layouts({each["layout"]: None for each in rows}) or "none"
+    known = _layouts({each["layout"]: None for each in rows}) if rows else "none"
     raise ConfigError(
         f"--layouts: no engine is registered with a layout that begins with {wanted!r}, and Redis "
         "has no description of one: agents write it a minute after an engine has registered. Known "

@@ -64,11 +64,11 @@ def attributes_of(span: ReadableSpan) -> dict[str, Any]:
 
 
 def check_parent(span: ReadableSpan) -> None:
-    assert span.parent is not None and span.context is not None
+    assert span.parent is not None
+    assert span.context is not None
     assert f"{span.parent.span_id:016x}" == PARENT_ID
     assert f"{span.context.trace_id:032x}" == TRACE_ID
-    assert span.start_time is not None and span.end_time is not None
-    assert span.start_time <= span.end_time
+    assert (span.start_time or 0) <= (span.end_time or 0) != 0
 
 
 def traced_request() -> Any:
@@ -77,9 +77,7 @@ def traced_request() -> Any:
     return request
 
 
-def test_lookups_and_loads_have_spans(
-    spans: RequestSpans, exporter: InMemorySpanExporter
-) -> None:
+def test_lookups_and_loads_have_spans(spans: RequestSpans, exporter: InMemorySpanExporter) -> None:
     adapter, pool = ScriptedAdapter(), BlockPool(128, enable_caching=True, hash_block_size=BLOCK)
     references = BlockReferences(pool, world_size=1)
     scheduler = make_scheduler(adapter, pool, references, Recorder(spans))
@@ -242,9 +240,7 @@ def test_spans_of_a_real_engine_are_siblings(
             wait_until(engine.reset_prefix_cache, what="an empty prefix cache")
             engine.step("traced")
             engine.generate([prompts.tokens(300)], 2)
-            expected = {
-                f"lmcache_redis.{name}" for name in ("lookup", "load", "retrieve", "store")
-            }
+            expected = {f"lmcache_redis.{name}" for name in ("lookup", "load", "retrieve", "store")}
             wait_until(lambda: expected <= collector.names(), what="spans of each kind")
     ours = [span for span in collector.spans if span.name in expected]
     (vllms, *_) = [span for span in collector.spans if span.name == "llm_request"]
