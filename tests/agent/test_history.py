@@ -74,7 +74,7 @@ def test_a_request_that_is_looked_up_again_keeps_the_last() -> None:
     history.looked_up(("engine", "r"), lookup(hits=(("host", 3), ("redis", 1))))
     (past,) = history
     shown = document(past)
-    assert (shown["lookups"], shown["lookup"]["hit_chunks"]) == (2, 4)
+    assert (shown["lookups"], shown["lookup"]["found_chunks"]) == (2, 4)
     assert shown["lookup"]["first_miss"] is None
 
 
