@@ -24,6 +24,7 @@ from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout, Segment, named_pairs
+from lmcache_redis.errors import FormatError
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from tests.agent.joining import HASHES, Joining
@@ -306,3 +307,18 @@ def test_a_layout_in_words() -> None:
         "page_format": "",
         "pages": "3 of 1000 bytes",
     }
+
+
+@pytest.mark.parametrize(
+    "canonical",
+    [
+        b"", b"{}", b"[]", b"[1,2,3,4,5,6]", b"\xff", b"[" * 10**5,
+        b'[[["a"]],"u",16,64,"",[1]]',
+        b'[[["a","b\\u001b[2J"]],"u",16,64,"",[1]]',
+        b'[[["a",7]],"u",16,64,"",[1]]',
+        b'[[],"u",16,64,"",[1],"window"]',
+    ],
+)  # fmt: skip
+def test_what_describes_no_layout(canonical: bytes) -> None:
+    with pytest.raises(FormatError):
+        named_pairs(canonical)
