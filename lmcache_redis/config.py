@@ -1,7 +1,7 @@
 """All settings: types, defaults, bounds and help texts.
 
 A config is built once and never changes. The options of commands and the table in
-docs/settings.md are made from its fields.
+docs/reference/settings.md are made from its fields.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
-# Why these values: docs/data-plane.md.
+# Why these values: docs/internals/data-plane.md.
 DEFAULT_GET_CONNECTIONS = 4
 DEFAULT_SET_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1

@@ -277,9 +277,9 @@ def settings_table() -> str:
 
 
 def test_the_page_of_settings_has_them_all() -> None:
-    page = Path(__file__).parent.parent / "docs" / "settings.md"
+    page = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
     assert settings_table() in page.read_text(), (
-        "the table in docs/settings.md is not that of the code; print it with: "
+        "the table in docs/reference/settings.md is not that of the code; print it with: "
         "python -c 'from tests.test_config import settings_table; print(settings_table())'"
     )
 
