@@ -266,6 +266,16 @@ class AgentConfig(TierSettings):
     canary_every: int = setting(
         "one hit in this many is computed and compared with the cached KV; 0: never", 1000
     )
+    record: str | None = setting(
+        "file to record lookups and stores in, for `lmcache-redis plan`: names, sizes and times of "
+        "chunks, no tokens",
+        None,
+    )
+    record_size: int = setting(
+        "maximum total size of --record FILE and FILE.1, which has the lines before",
+        1 << 30,
+        size=True,
+    )
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
@@ -284,6 +294,7 @@ class AgentConfig(TierSettings):
         check_one_of("device", self.device, ("auto", "cpu", "cuda"))
         check_between("direct_copy_bytes", self.direct_copy_bytes, 1, 1 << 50)
         check_between("canary_every", self.canary_every, 0, 1_000_000_000)
+        check_between("record_size", self.record_size, 64 << 10, 1 << 50)
 
     @property
     def write_queue_limit_bytes(self) -> int:

@@ -19,7 +19,7 @@ LAYERS = (
     {"integrations"},
     {"client"},
     {"agent", "admin", "regions"},
-    {"messages", "transport"},
+    {"messages", "transport", "plan"},
     {"cache"},
     {"device", "resp"},
     {"tiers", "seal"},

@@ -19,6 +19,7 @@ from lmcache_redis.agent.comparing import CompareJob
 from lmcache_redis.agent.jobs import CopyJob, CopyRequest
 from lmcache_redis.agent.lookups import LookupJob
 from lmcache_redis.agent.peers import Peer, Registration, Reply
+from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.retrieves import RetrieveJob
 from lmcache_redis.agent.stores import StoreJob
@@ -42,9 +43,10 @@ class Handlers:
     is_stopping: lookups are misses and stores are dropped.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, recorder: TraceRecorder | None = None) -> None:
         self.is_stopping = False
         self._agent = agent
+        self._recorder = recorder
         self._registering = Registering(agent)
         self._watches = Watches(agent)
         self._of_tools: Mapping[type, Callable[[Reply], None]] = {
@@ -114,6 +116,8 @@ class Handlers:
         if not question.hashes or self.is_stopping:
             reply(m.LookupResult(0, 0))
             return
+        if self._recorder is not None:
+            reply = self._recorder.looked_up(peer, question, reply)
         LookupJob(self._agent, peer, question, remote, reply).start()
 
     def _watch(self, peer: Peer, question: m.Watch, reply: Reply) -> None:
@@ -132,6 +136,8 @@ class Handlers:
         if isinstance(question, m.Retrieve) and not self._may_load(registration, hashes):
             reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
             return
+        if self._recorder is not None and isinstance(question, m.Store):
+            self._recorder.stored(question, registration.groups[question.group].form)
         session = self._agent.session_of(peer, question.request_id, for_lookup=False)
         job = _JOBS[type(question)]
         job(self._agent, CopyRequest(session, registration, question, reply)).start()
