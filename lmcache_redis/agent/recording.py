@@ -9,12 +9,10 @@ size; each file can be read alone. What a line says: `plan.records`.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -168,7 +166,8 @@ class _Writer:
             )
 
     def _open(self) -> BinaryIO:
-        file = self._path.open("ab", opener=partial(os.open, mode=0o600))
+        self._path.touch(mode=0o600)
+        file = self._path.open("ab")
         file.write(self._encode(records.StartRecord(time.time())) + b"\n")
         for layout in self._layouts.values():
             file.write(self._encode(layout) + b"\n")

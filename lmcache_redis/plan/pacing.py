@@ -160,30 +160,38 @@ def _best(
     """The length worth loading, with the seconds and the bytes of its loads."""
     none: tuple[float, ...] = (0.0,) * NOWHERE
     options: dict[int, tuple[float, tuple[float, ...]]] = {begin: (0.0, none)}
-    before, before_s, before_bytes = begin, 0.0, none
+    before, before_bytes = begin, none
     for length, tier, nbytes in runs:
         took_s = _seconds(nbytes, queues, now_s, speeds)
-        if tier != _POOL and before_s < free_in_s < took_s and length - before > 1:
-            # What is loaded just when the engine becomes free.
-            share = (free_in_s - before_s) / (took_s - before_s)
-            middle = before + int(share * (length - before))
-            part = (middle - before) / (length - before)
-            between = tuple(b + part * (n - b) for b, n in zip(before_bytes, nbytes, strict=True))
-            options[middle] = _seconds(between, queues, now_s, speeds), between
+        # What is loaded just when the engine becomes free. A load waits for those before it.
+        begun_s = _seconds(before_bytes, queues, now_s, speeds, tier)
+        if tier != _POOL and begun_s < free_in_s < took_s:
+            chunks = length - before
+            whole = int((free_in_s - begun_s) / (took_s - begun_s) * chunks)
+            for more in range(whole, min(whole + 2, chunks)):
+                part = zip(before_bytes, nbytes, strict=True)
+                between = tuple(b + more / chunks * (n - b) for b, n in part)
+                middle_s = _seconds(between, queues, now_s, speeds)
+                options.setdefault(before + more, (middle_s, between))
         options[length] = took_s, nbytes
-        before, before_s, before_bytes = length, took_s, nbytes
+        before, before_bytes = length, nbytes
     times = [(length, took_s) for length, (took_s, _) in sorted(options.items())]
     best = prefix_worth_loading(times, asked, chunk_s, free_in_s)
     return (best, *options[best])
 
 
 def _seconds(
-    nbytes: tuple[float, ...], queues: tuple[_Queue | None, ...], now_s: float, speeds: Speeds
+    nbytes: tuple[float, ...],
+    queues: tuple[_Queue | None, ...],
+    now_s: float,
+    speeds: Speeds,
+    also: int = _POOL,
 ) -> float:
+    """Until so many bytes are loaded. also: a tier that is waited for even if none are its own."""
     took_s = 0.0
     for tier in (_DISK, _REDIS):
         queue = queues[tier]
-        if nbytes[tier] and queue is not None:
+        if queue is not None and (nbytes[tier] or tier == also):
             wait_s = speeds.latency_s if tier == _REDIS else 0.0
             took_s = max(took_s, wait_s + queue.seconds(nbytes[tier], now_s))
     return took_s

@@ -131,7 +131,8 @@ class Replay:
         reuses = int(np.searchsorted(needed, NEVER))
         if not reuses or not total:
             return Curve([0], [0.0])
-        at = np.unique(np.linspace(0, reuses - 1, points).astype(int))
+        at = np.linspace(0, reuses - 1, points).astype(int)
+        at = np.unique(np.searchsorted(needed, needed[at], side="right") - 1)
         return Curve([0, *needed[at].tolist()], [0.0, *(gained[at] / total).tolist()])
 
 
