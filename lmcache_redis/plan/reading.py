@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ class _Prompt(msgspec.Struct):
     """A line of Mooncake's or another trace with ``hash_ids``. Other fields do not matter."""
 
     hash_ids: list[int | str]
-    timestamp: float | None = None
+    timestamp: Annotated[float, msgspec.Meta(ge=0)] | None = None
     input_length: int | None = None
 
 

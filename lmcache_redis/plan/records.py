@@ -14,17 +14,22 @@ with.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 NAME_DIGITS = 16
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
 
 class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """A line."""
 
-    time: float
+    time: _Seconds
 
 
 class StartRecord(Recorded, frozen=True, tag="start", kw_only=True):
@@ -37,8 +42,8 @@ class RowRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of each chunk: its bytes, what it takes of the host pool, and its `Reach`."""
 
     part: str
-    bytes: int
-    pool_bytes: int
+    bytes: _Bytes
+    pool_bytes: _Bytes
     reach: str = "all"
     reach_tokens: int = 0
 
@@ -48,7 +53,7 @@ class LayoutRecord(Recorded, frozen=True, tag="layout", kw_only=True):
 
     name: str
     model: str
-    chunk_tokens: int
+    chunk_tokens: _Tokens
     rows: tuple[RowRecord, ...]
 
 
@@ -62,9 +67,9 @@ class LookupRecord(Recorded, frozen=True, tag="lookup", kw_only=True):
     request: str
     layout: str
     chunks: str
-    first_chunk: int = 0
-    hits: str = ""
-    token_s: float = 0.0
+    first_chunk: _Count = 0
+    hits: Annotated[str, msgspec.Meta(pattern="^[hdr]*$")] = ""
+    token_s: _Seconds = 0.0
 
 
 class StoreRecord(Recorded, frozen=True, tag="store", kw_only=True):
@@ -78,7 +83,7 @@ class StoreRecord(Recorded, frozen=True, tag="store", kw_only=True):
 class DroppedRecord(Recorded, frozen=True, tag="dropped", kw_only=True):
     """lines: that the writer was too slow for."""
 
-    lines: int
+    lines: _Count
 
 
 Line = StartRecord | LayoutRecord | LookupRecord | StoreRecord | DroppedRecord
