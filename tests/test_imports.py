@@ -266,8 +266,8 @@ def test_one_name_is_one_class() -> None:
 
 
 def test_no_class_holds_many_things() -> None:
-    """Beside settings, and the record of a server's."""
-    records = {"AgentConfig", "RedisOptions", "DoorSettings", "Facts"}
+    """Beside settings, the record of a server's, and a row of a plan."""
+    records = {"AgentConfig", "RedisOptions", "DoorSettings", "Facts", "PlanRow"}
     assert not {
         f"{module.path}: {node.name}": len(_attributes(node))
         for module, node in _classes_of_the_core()

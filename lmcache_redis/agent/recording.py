@@ -45,7 +45,7 @@ class TraceRecorder:
         self._layouts: dict[tuple[bytes, ...], str] = {}
         self._queue: queue.Queue[_Item | None] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0  # since the last line that was taken
-        self._writer = _Writer(Path(path), limit_bytes // 2)
+        self._writer = _RecordWriter(Path(path), limit_bytes // 2)
         self._thread = threading.Thread(
             target=self._writer.run, args=(self._queue,), name="lmcache-redis-record", daemon=True
         )
@@ -135,7 +135,7 @@ def _digest(data: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-class _Writer:
+class _RecordWriter:
     """The file. Owned by the thread that writes."""
 
     def __init__(self, path: Path, file_bytes: int) -> None:

@@ -31,7 +31,7 @@ _SAME_REQUEST_S = 60.0
 _GPU = (None, "GPU")
 
 
-class _Event(msgspec.Struct):
+class _KvEvent(msgspec.Struct):
     """Of any kind; fields that others have do not matter."""
 
     type: str
@@ -44,12 +44,12 @@ class _Event(msgspec.Struct):
 
 class _NamedBatch(msgspec.Struct):
     ts: float
-    events: list[_Event]
+    events: list[_KvEvent]
 
 
 class _ArrayBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[_Event]
+    events: list[_KvEvent]
     data_parallel_rank: Any = None
 
 
@@ -98,7 +98,7 @@ def requests_of(lines: Iterable[tuple[str, bytes]]) -> StoredRequests:
 
 
 def _add(
-    found: list[StoredRequest], ends: dict[int | str, StoredRequest], time_s: float, event: _Event
+    found: list[StoredRequest], ends: dict[int | str, StoredRequest], time_s: float, event: _KvEvent
 ) -> None:
     parent = event.parent_block_hash
     request = None if parent is None else ends.pop(parent, None)

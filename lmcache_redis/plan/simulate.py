@@ -81,7 +81,7 @@ class Replay:
     replicas: int = 1
     router: Router = "round-robin"
     replica_of: Ints = field(init=False)
-    _streams: dict[str, _Stream] = field(init=False)
+    _streams: dict[str, _Accesses] = field(init=False)
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -90,9 +90,9 @@ class Replay:
         pool = np.array([each.pool_bytes for each in trace.layouts])[layout_of]
         redis = np.array([each.nbytes for each in trace.layouts])[layout_of]
         replica = self.replica_of[trace.request_of]
-        shared = _Stream(trace.ids, redis, np.zeros_like(replica))
+        shared = _Accesses(trace.ids, redis, np.zeros_like(replica))
         is_same = self.replicas == 1 and bool((pool == redis).all())
-        own = shared if is_same else _Stream(trace.ids, pool, replica)
+        own = shared if is_same else _Accesses(trace.ids, pool, replica)
         self._streams = {"own": own, "shared": shared}
 
     def find(self, sizes: Capacity) -> Prefixes:
@@ -137,7 +137,7 @@ class Replay:
 
 
 @dataclass
-class _Stream:
+class _Accesses:
     """Accesses to the caches of each replica."""
 
     ids: Ints

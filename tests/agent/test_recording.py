@@ -101,14 +101,14 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
     from lmcache_redis.agent import recording
     from lmcache_redis.metrics import Metrics
 
-    go, write = threading.Event(), recording._Writer._write
+    go, write = threading.Event(), recording._RecordWriter._write
 
     def stand_still(self: Any, *line: Any) -> None:
         assert go.wait(10)
         write(self, *line)
 
     monkeypatch.setattr(recording, "_QUEUE_LINES", 4)
-    monkeypatch.setattr(recording._Writer, "_write", stand_still)
+    monkeypatch.setattr(recording._RecordWriter, "_write", stand_still)
     metrics = Metrics()
     agent: Any = SimpleNamespace(cache=SimpleNamespace(metrics=metrics))
     form: Any = SimpleNamespace(stem=lambda hash_bytes: b"stem")
