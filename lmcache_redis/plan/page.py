@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
@@ -106,7 +107,7 @@ def money_plot(rows: Sequence[PlanRow]) -> str:
     if not values:
         return ""
     most = max(row.pool_bytes for row in known) / _GIB
-    y_axis = Axis("$", max(values), lambda value: f"{value:,.0f}")
+    y_axis = Axis("$", max(0.0, *values), lambda value: f"{value:,.0f}")
     title = "Dollars a month: GPU time saved, less the cache"
     return plot(title, series, Axis("GiB of host pool of each replica", most, _number), y_axis)
 
@@ -144,8 +145,11 @@ def _number(value: float) -> str:
 
 def plot(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
     """An SVG. The axes begin at 0, or at the lowest value below."""
-    lowest = min(0.0, *(y for line in series for _, y in line.points), 0.0)
-    span_x, span_y = x_axis.most or 1.0, (y_axis.most - lowest) or 1.0
+    low = min((y for line in series for _, y in line.points), default=0.0)
+    step_x, step_y = _step(x_axis.most), _step(y_axis.most - min(0.0, low))
+    span_x = math.ceil(x_axis.most / step_x) * step_x
+    lowest = math.floor(min(0.0, low) / step_y) * step_y
+    span_y = math.ceil(y_axis.most / step_y) * step_y - lowest
 
     def at(x: float, y: float) -> str:
         across = _LEFT + x / span_x * (_WIDTH - _LEFT - _RIGHT)
@@ -153,13 +157,14 @@ def plot(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> st
         return f"{across:.1f},{up:.1f}"
 
     parts = [f'<text x="{_LEFT}" y="16" font-weight="600">{escape(title)}</text>']
-    for tick in range(_TICKS + 1):
-        x, y = span_x * tick / _TICKS, lowest + span_y * tick / _TICKS
-        (left, up), (right, _) = (at(n, y).split(",") for n in (0.0, span_x))
-        across = at(x, lowest).split(",")[0]
+    for tick in range(round(span_y / step_y) + 1):
+        y = lowest + tick * step_y
+        (left, up), (right, _) = (at(x, y).split(",") for x in (0.0, span_x))
         parts.append(f'<path d="M{left},{up}H{right}" stroke="#e4e6ea"/>')
         parts.append(_text(float(left) - 6, float(up) + 4, y_axis.text(y), "end"))
-        parts.append(_text(float(across), _HEIGHT - _BOTTOM + 16, x_axis.text(x), "middle"))
+    for tick in range(round(span_x / step_x) + 1):
+        across = float(at(tick * step_x, lowest).split(",")[0])
+        parts.append(_text(across, _HEIGHT - _BOTTOM + 16, x_axis.text(tick * step_x), "middle"))
     parts.append(_text(_WIDTH - _RIGHT, _HEIGHT - _BOTTOM + 32, x_axis.name, "end"))
     for number, line in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
@@ -181,6 +186,13 @@ def plot(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> st
         f'width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(title)}">'
         f"{''.join(parts)}</svg>"
     )
+
+
+def _step(most: float) -> float:
+    """Between two marks of an axis: 1, 2 or 5 times a power of ten."""
+    rough = (most or 1.0) / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(n * power for n in (1, 2, 5, 10) if n * power >= rough * 0.999)
 
 
 def _path(line: Series, at: Callable[[float, float], str]) -> str:

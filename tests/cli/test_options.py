@@ -80,6 +80,8 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "direct_copy_bytes": "4096",
         "log_level": "warning",
         "metrics": "[::1]:9464",
+        "record": "/var/tmp/requests.jsonl",
+        "record_size": "256MiB",
     }
     words = [word for name, value in values.items() for word in (option_name(name), value)]
     assert run(*words, "--ttl-refresh") == 0
@@ -115,6 +117,8 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             direct_copy_bytes=4096,
             log_level="warning",
             metrics="[::1]:9464",
+            record="/var/tmp/requests.jsonl",
+            record_size=256 << 20,
         )
     ]
     fields = {field.name for field in dataclasses.fields(AgentConfig)}
