@@ -82,7 +82,6 @@ def test_hit_rates_are_within_two_points(tmp_path: Path) -> None:
             directory = tmp_path / str(chunks)
             found.append(serve(directory, redis.unix_url, chunks, write_queue_bytes=0, **more))
     trace = read_trace([recorded], 512, 0)
-    print([round(row.hit_rate, 4) for row in planned(trace)], found)
     for row, real in zip(planned(trace), found, strict=True):
         assert row.hit_rate == pytest.approx(real["hit_rate"], abs=0.02)
     # The sizes differ by more than is allowed, and the recording knows what was measured.
@@ -97,6 +96,5 @@ def test_what_the_pool_evicts_is_found_in_redis(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as redis:
         real = serve(tmp_path / "agent", redis.unix_url, POOLS[-1], record=recorded)
     row = planned(read_trace([recorded], 512, 0), redis_bytes=1 << 30)[-1]
-    print(row, real)
     assert row.hit_rate == pytest.approx(real["hit_rate"], abs=0.02)
     assert real["hit_rate_redis"] > 0.02 < row.hit_rate_redis
