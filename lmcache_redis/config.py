@@ -262,6 +262,18 @@ class AgentConfig(TierSettings):
         1000,
         (0, 1_000_000_000),
     )
+    record: str | None = setting(
+        "file to record lookups and stores in, for `lmcache-redis plan`: names, sizes and times of "
+        "chunks, no tokens",
+        None,
+        form="FILE",
+    )
+    record_size: int = setting(
+        "maximum total size of --record FILE and FILE.1, which has the lines before",
+        1 << 30,
+        (64 << 10, 1 << 50),
+        size=True,
+    )
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)

@@ -20,7 +20,7 @@ LAYERS = (
     {"integrations"},
     {"client"},
     {"agent", "admin", "regions"},
-    {"messages", "transport"},
+    {"messages", "transport", "plan"},
     {"cache"},
     {"device", "resp"},
     {"tiers", "seal"},
@@ -269,8 +269,9 @@ def test_one_name_is_one_class() -> None:
 
 
 def test_no_class_holds_many_things() -> None:
-    """Beside settings, and the record of a server's."""
+    """Beside settings, the record of a server's, and a row of a plan."""
     records = {"AgentConfig", "RedisOptions", "DoorSettings", "Facts", "Setting", "TierSettings"}
+    records.add("PlanRow")
     assert not {
         f"{module.path}: {node.name}": len(_attributes(node))
         for module, node in _classes_of_the_core()

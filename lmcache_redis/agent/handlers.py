@@ -21,6 +21,7 @@ from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.jobs import CopyJob, CopyRequest
 from lmcache_redis.agent.lookups import LookupJob, note_miss
 from lmcache_redis.agent.peers import Peer, Registration, Reply
+from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.retrieves import RetrieveJob
 from lmcache_redis.agent.stores import StoreJob
@@ -44,10 +45,11 @@ class Handlers:
     is_stopping: lookups are misses and stores are dropped.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, recorder: TraceRecorder | None = None) -> None:
         self.is_stopping = False
         self._agent = agent
         explanations = Explanations(agent, LayoutDescriptions(agent))
+        self._recorder = recorder
         self._registering = Registering(agent)
         self._watches = Watches(agent)
         self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
@@ -123,6 +125,8 @@ class Handlers:
             reply(m.LookupResult(0, 0))
             note_miss(self._agent, peer, question, "stopping")
             return
+        if self._recorder is not None:
+            reply = self._recorder.looked_up(peer, question, reply)
         LookupJob(self._agent, peer, question, remote, reply).start()
 
     def _watch(self, peer: Peer, question: m.Watch, reply: Reply) -> None:
@@ -144,6 +148,8 @@ class Handlers:
             parts.failed += len(hashes)
             parts.because(("a canary has found other KV in this layout",))
             return
+        if self._recorder is not None and isinstance(question, m.Store):
+            self._recorder.stored(question, registration.groups[question.group].form)
         session = self._agent.session_of(peer, question.request_id, for_lookup=False)
         job = _JOBS[type(question)]
         job(self._agent, CopyRequest(session, registration, question, reply)).start()

@@ -18,6 +18,7 @@ import zmq
 from lmcache_redis import __version__
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.embedded import embedded_redis
+from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.config import (
@@ -77,7 +78,11 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         plane.start()
         agent = Agent.of(config, arena, plane)
         stack.callback(agent.cache.close, 0.0)
-        service = Service(agent, router)
+        recorder = None
+        if config.record is not None:
+            recorder = TraceRecorder(agent, config.record, config.record_size)
+            stack.callback(recorder.close)
+        service = Service(agent, router, recorder)
         _on_signals(service.stop, signal.SIGTERM, signal.SIGINT)
         status = f"serving {config.endpoint}"
         if again is not None:

@@ -31,6 +31,7 @@ from lmcache_redis.agent.admission import Admission
 from lmcache_redis.agent.agent import Agent, summary
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.peers import Peer, Reply
+from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.errors import LMCacheRedisError, WireError
 from lmcache_redis.processes import process_start_time
 
@@ -47,7 +48,9 @@ _DRAIN_POLL_S = 0.01
 class Service:
     """Serves one bound ROUTER until ``stop``. The two settings may change at any time."""
 
-    def __init__(self, agent: Agent, router: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, agent: Agent, router: zmq.Socket[bytes], recorder: TraceRecorder | None = None
+    ) -> None:
         self.heartbeat_timeout_s = agent.config.heartbeat_timeout_s
         self.shutdown_deadline_s = agent.config.shutdown_deadline_s
         self._agent = agent
@@ -57,7 +60,7 @@ class Service:
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(agent.wakeup.fd, zmq.POLLIN)
         self._poller.register(self._admission.accepted, zmq.POLLIN)
-        self._handlers = Handlers(agent)
+        self._handlers = Handlers(agent, recorder)
         self._welcome = m.Welcome(
             0,
             agent_id=uuid.uuid4().hex,

@@ -71,6 +71,7 @@ _ALONE: Final = {
     "sessions_ended": "sessions ended by their engine",
     "sessions_timed_out": "sessions that the agent ended because their engine did not",
     "wire_errors": "messages refused because they broke the protocol",
+    "records_dropped": "lines of --record not written: the disk was too slow, or failed",
     # lookups
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for by lookups",

@@ -30,7 +30,9 @@ def test_no_help_cuts_a_name_or_a_line(command: str) -> None:
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert "…" not in shown
     for param in GROUP.commands[command].params:
-        for name in (*param.opts, *param.secondary_opts):
+        # An argument is shown by its metavar alone.
+        options = (each for each in (*param.opts, *param.secondary_opts) if each.startswith("-"))
+        for name in (*options, *([param.metavar] if param.metavar else [])):
             assert re.search(rf"(^|\W){re.escape(name)}(\W|$)", shown), name
     # Each example stays one line, and all begin in the same column.
     text = GROUP.commands[command].help

@@ -76,6 +76,8 @@ VALUES = {
     "log_level": "warning",
     "log_format": "json",
     "metrics": "[::1]:9464",
+    "record": "/var/tmp/requests.jsonl",
+    "record_size": "256MiB",
 }
 MEANT = AgentConfig(
     endpoint="ipc:///run/test/agent.sock",
@@ -109,6 +111,8 @@ MEANT = AgentConfig(
     log_level="warning",
     log_format="json",
     metrics="[::1]:9464",
+    record="/var/tmp/requests.jsonl",
+    record_size=256 << 20,
 )
 
 

@@ -1,0 +1,373 @@
+"""`plan`: what a cache of some size would save for the requests of a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from lmcache_redis.cli.options import AsJson
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import parse_size
+
+if TYPE_CHECKING:
+    from lmcache_redis.plan.figures import Figures, Grid, Prices
+    from lmcache_redis.plan.pacing import Speeds
+    from lmcache_redis.plan.traces import Trace
+
+_DEFAULT_CHUNK_TOKENS = 256
+_DEFAULT_PREFILL_TOKENS_PER_S = 10_000
+_LEAST_SIZE_BYTES = 1 << 26
+_T = TypeVar("_T")
+
+
+def plan(
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="TRACE...",
+            help="JSON lines: an agent's --record, hash_ids (Mooncake's), or vLLM's KV events.",
+            show_default=False,
+        ),
+    ] = None,
+    pool_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--pool-bytes",
+            metavar="SIZE,...",
+            help="Host pool of each replica.",
+            show_default="four sizes that suit the trace",
+        ),
+    ] = None,
+    disk_size: Annotated[
+        str, typer.Option("--disk-size", metavar="SIZE,...", help="Disk of each replica.")
+    ] = "0",
+    redis_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--redis-bytes",
+            metavar="SIZE,...",
+            help="Memory of Redis, shared by all replicas.",
+            show_default="none, and two that suit the trace",
+        ),
+    ] = None,
+    engine_bytes: Annotated[
+        str,
+        typer.Option(
+            "--engine-bytes",
+            metavar="SIZE",
+            help="KV cache of each engine's own, whose hits need none of ours. 0 for recordings "
+            "and KV events, which do not contain them.",
+        ),
+    ] = "0",
+    replicas: Annotated[
+        str, typer.Option("--replicas", metavar="N,...", help="Engines, each with its own pool.")
+    ] = "1",
+    router: Annotated[
+        str, typer.Option("--router", help="Sends requests to replicas: round-robin or prefix.")
+    ] = "round-robin",
+    chunk_size_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--chunk-size-tokens",
+            metavar="N,...",
+            help="Multiples of the trace's blocks.",
+            show_default="256, or the trace's blocks",
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            metavar="NAME,...",
+            help="What is evicted from every tier: lru as agents and Redis do; others need "
+            "libCacheSim (`pip install lmcache-redis\\[plan]`).",
+        ),
+    ] = "lru",
+    token_bytes: Annotated[
+        str,
+        typer.Option(
+            "--token-bytes",
+            metavar="SIZE",
+            help="KV of a token, if the trace does not say. Llama 3.1 8B has 128KiB.",
+        ),
+    ] = "128KiB",
+    block_tokens: Annotated[
+        int, typer.Option("--block-tokens", min=1, help="Tokens of a block with a hash id.")
+    ] = 512,
+    prefill_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--prefill-tokens-per-s",
+            min=1,
+            help="How fast a replica computes prompts.",
+            show_default="as recorded, else 10000",
+        ),
+    ] = None,
+    link_gbit: Annotated[
+        float, typer.Option("--link-gbit", min=0.001, help="Gbit/s of Redis's link.")
+    ] = 25,
+    disk_gbyte: Annotated[
+        float, typer.Option("--disk-gbyte", min=0.001, help="Gbyte/s of each replica's disk.")
+    ] = 2,
+    usd_per_gib_month: Annotated[
+        float, typer.Option(min=0, help="Of memory, in host pools and in Redis.")
+    ] = 3.0,
+    usd_per_disk_gib_month: Annotated[float, typer.Option(min=0, help="Of disk.")] = 0.1,
+    usd_per_gpu_hour: Annotated[
+        float, typer.Option(min=0, help="Of all GPUs of one replica.")
+    ] = 2.5,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with plots there.")
+    ] = None,
+    example: Annotated[
+        Path | None,
+        typer.Option("--example", metavar="FILE", help="Make a trace, write it there, and use it."),
+    ] = None,
+    example_requests: Annotated[
+        int, typer.Option("--example-requests", min=1, help="Requests of --example.")
+    ] = 2000,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a cache of some size would save: hit rates, GPU time, the link, money.
+
+    Nothing is measured and no server is asked: requests of a trace are replayed against sizes.
+
+    Examples:
+
+      lmcache-redis plan --example trace.jsonl --html plan.html
+
+      lmcache-redis plan recorded.jsonl --pool-bytes 8GiB,32GiB --redis-bytes 0,256GiB
+    """
+    from lmcache_redis.plan.figures import Prices, plan_rows
+    from lmcache_redis.plan.pacing import Speeds
+    from lmcache_redis.plan.reading import read_trace
+
+    paths = [*(traces or [])]
+    if example is not None:
+        _write(example, _example(example_requests), "--example")
+        paths.append(example)
+    if not paths:
+        raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
+    trace = read_trace(paths, block_tokens, _bytes_of("--token-bytes", token_bytes))
+    speed = prefill_tokens_per_s or (1 / trace.token_s if trace.token_s else 0)
+    speeds = Speeds(
+        1 / (speed or _DEFAULT_PREFILL_TOKENS_PER_S), link_gbit * 1e9 / 8, disk_gbyte * 1e9
+    )
+    prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
+    grid = _grid(
+        trace,
+        pool_bytes=pool_bytes,
+        disk_size=disk_size,
+        redis_bytes=redis_bytes,
+        engine_bytes=engine_bytes,
+        replicas=replicas,
+        router=router,
+        chunk_size_tokens=chunk_size_tokens,
+        policy=policy,
+    )
+    figures = plan_rows(trace, grid, speeds, prices)
+    _show(paths, trace, grid, speeds, prices, figures, html, as_json)
+
+
+def _example(requests: int) -> Iterable[str]:
+    from lmcache_redis.plan.example import example_lines
+
+    return (f"{line}\n" for line in example_lines(requests))
+
+
+def _write(path: Path, text: Iterable[str], option: str) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written ({error.strerror}): name another file"
+        ) from error
+
+
+# ---------------------------------------------------------------- options
+
+
+def _each(option: str, text: str, read: Callable[[str], _T]) -> list[_T]:
+    """The values of a list with commas, each once. Raises ``ConfigError``."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ConfigError(f"{option} is {text!r}: write values with commas between them")
+    return [*dict.fromkeys(map(read, words))]
+
+
+def _sizes(option: str, text: str) -> list[int]:
+    return _each(option, text, lambda word: _bytes_of(option, word))
+
+
+def _counts(option: str, text: str, most: int) -> list[int]:
+    def read(word: str) -> int:
+        if not word.isdecimal() or not 1 <= int(word) <= most:
+            raise ConfigError(f"{option} is {text!r}: write whole numbers from 1 to {most}")
+        return int(word)
+
+    return _each(option, text, read)
+
+
+def _grid(trace: Trace, **given: Any) -> Grid:
+    from lmcache_redis.plan.figures import Grid
+    from lmcache_redis.plan.simulate import ROUTERS, Replay, known_policies
+
+    router = given["router"]
+    if router not in ROUTERS:
+        raise ConfigError(f"--router is {router!r}: choose one of {', '.join(ROUTERS)}")
+    policies = _each("--policy", given["policy"].lower(), str)
+    if unknown := [name for name in policies if name not in known_policies()]:
+        raise ConfigError(
+            f"--policy has {', '.join(unknown)}: choose of {', '.join(known_policies())}"
+        )
+    block = trace.block_tokens
+    chunks = given["chunk_size_tokens"] or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
+    chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
+    pools, redis = given["pool_bytes"], given["redis_bytes"]
+    pool_sizes = None if pools is None else _sizes("--pool-bytes", pools)
+    redis_sizes = None if redis is None else _sizes("--redis-bytes", redis)
+    if pool_sizes is None or redis_sizes is None:
+        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens[0])).curve().enough_bytes())
+        pool_sizes = pool_sizes or [_power_of_two(whole >> shift) for shift in (4, 3, 2, 0)]
+        redis_sizes = redis_sizes or [0, _power_of_two(whole >> 1), whole]
+    return Grid(
+        replicas=_counts("--replicas", given["replicas"], 10_000),
+        chunk_tokens=chunk_tokens,
+        policies=policies,
+        pool_bytes=[*dict.fromkeys(pool_sizes)],
+        disk_bytes=_sizes("--disk-size", given["disk_size"]),
+        redis_bytes=[*dict.fromkeys(redis_sizes)],
+        engine_bytes=_bytes_of("--engine-bytes", given["engine_bytes"]),
+        router=router,
+    )
+
+
+def _power_of_two(nbytes: int) -> int:
+    """At least so many."""
+    return 1 << max(_LEAST_SIZE_BYTES - 1, nbytes - 1).bit_length()
+
+
+# ----------------------------------------------------------------- output
+
+
+def _show(
+    paths: Sequence[Path],
+    trace: Trace,
+    grid: Grid,
+    speeds: Speeds,
+    prices: Prices,
+    figures: Figures,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    from lmcache_redis.plan import shown
+    from lmcache_redis.plan.page import page
+
+    assumed = _assumed(trace, grid, speeds, prices)
+    notes = [*_notes(trace), *shown.warnings(figures.rows)]
+    name = ", ".join(path.name for path in paths)
+    if html is not None:
+        text = page(f"Plan for {name}", assumed, notes, figures.rows, figures.curves)
+        _write(html, [text], "--html")
+    if as_json:
+        document = {
+            "trace": _facts(trace),
+            "assumed": assumed,
+            "notes": notes,
+            "rows": [row._asdict() for row in figures.rows],
+            "curves": [
+                {"name": each.name, **vars(each.curve)} for each in figures.curves
+            ],
+        }  # fmt: skip
+        print(json.dumps(document, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(f"{name}: {len(trace):,} requests", figures))
+    for line in (shown.sentence(figures.rows), *notes):
+        console.print(line, highlight=False)
+    for key, value in assumed.items():
+        console.print(f"  {key}: {value}", style="dim", highlight=False)
+    if html is not None:
+        console.print(f"page: {html}", highlight=False)
+
+
+def _table(title: str, figures: Figures) -> Any:
+    """Of the columns that differ between rows, and of all that the rows have found."""
+    from rich.table import Table
+
+    from lmcache_redis.plan.figures import enough
+    from lmcache_redis.plan.shown import COLUMNS, cells
+
+    best = enough(figures.rows)
+    texts = [cells(row) for row in figures.rows]
+    always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
+    kept = [
+        index
+        for index, column in enumerate(COLUMNS)
+        if column.title in always or len({text[index] for text in texts}) > 1
+    ]
+    table = Table(title=title)
+    for index in kept:
+        table.add_column(COLUMNS[index].title, justify="right")
+    for row, text in zip(figures.rows, texts, strict=True):
+        table.add_row(*(text[index] for index in kept), style="bold" if row is best else None)
+    return table
+
+
+def _facts(trace: Trace) -> dict[str, Any]:
+    measured = trace.measured
+    return {
+        "requests": len(trace),
+        "prompt_tokens": int(trace.tokens.sum()),
+        "duration_s": trace.duration_s if trace.has_times else None,
+        "block_tokens": trace.block_tokens,
+        "measured": None
+        if measured is None
+        else {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
+    }
+
+
+def _notes(trace: Trace) -> list[str]:
+    notes = [*trace.notes]
+    if trace.measured is not None:
+        rates = trace.measured.hit_rates()
+        notes.append(
+            f"While it was recorded the agent had a hit rate of {rates['hit_rate']:.1%}: host pool "
+            f"{rates['hit_rate_pool']:.1%}, disk {rates['hit_rate_disk']:.1%}, Redis "
+            f"{rates['hit_rate_redis']:.1%}."
+        )
+    if not trace.has_times:
+        notes.append("The trace has no times: link and savings a month are not known.")
+    return notes
+
+
+def _assumed(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> dict[str, str]:
+    sizes = ", ".join(
+        f"{layout.nbytes / layout.block_tokens / 1024:.4g} KiB a token" for layout in trace.layouts
+    )
+    link = speeds.link_bytes_per_s / 1e6
+    return {
+        "KV": sizes,
+        "prefill": f"{1 / speeds.token_s:,.0f} tokens a second and replica",
+        "link to Redis": f"{link:,.0f} MB/s, {math.ceil(speeds.latency_s * 1e3)} ms for a question",
+        "disk": f"{speeds.disk_bytes_per_s / 1e6:,.0f} MB/s and replica",
+        "requests go to replicas": grid.router,
+        "prices": f"${prices.gib_month:g} a GiB of memory and month, ${prices.disk_gib_month:g} of "
+        f"disk, ${prices.gpu_hour:g} a replica's GPU hour",
+    }
+
+
+def _bytes_of(option: str, text: str | int) -> int:
+    """The bytes that an option gives. Raises ``ConfigError``, which names the option."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error

@@ -1,0 +1,212 @@
+"""Traces: the requests of an engine, as columns.
+
+A request has blocks. The first ``asked`` of them are of its prompt and are looked up; the others
+were generated, and are only stored.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_redis.chunks.names import FULL_REACH, Reach
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.plan.distances import Ints
+
+Floats = npt.NDArray[np.float64]
+
+_MOST_CHUNK_TOKENS = 1 << 20
+_NUMBERED = 1 << 62
+
+
+@dataclass(frozen=True)
+class SizedRow:
+    """Bytes of each chunk's part, what it takes of the host pool, and which parts are needed."""
+
+    nbytes: int
+    pool_bytes: int
+    reach: Reach = FULL_REACH
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The blocks of one model."""
+
+    block_tokens: int
+    rows: tuple[SizedRow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(row.pool_bytes for row in self.rows)
+
+    def times(self, blocks: int) -> BlockLayout:
+        """The layout of chunks of so many blocks."""
+        rows = [SizedRow(r.nbytes * blocks, r.pool_bytes * blocks, r.reach) for r in self.rows]
+        return BlockLayout(self.block_tokens * blocks, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a recording says of the agent: chunks asked for and found, by tier's letter."""
+
+    asked_chunks: int
+    hits: dict[str, int]
+
+    def hit_rates(self) -> dict[str, float]:
+        """All hits, and those of each tier; named as in the rows of a plan."""
+        asked = max(1, self.asked_chunks)
+        pool, disk, redis = (self.hits[letter] / asked for letter in "hdr")
+        return {
+            "hit_rate": pool + disk + redis,
+            "hit_rate_pool": pool,
+            "hit_rate_disk": disk,
+            "hit_rate_redis": redis,
+        }
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of their times.
+
+    starts: where each request's blocks begin in ``ids``; one more than there are requests. ids:
+    equal for equal prefixes only, from 0 on. tokens: of the prompt. first: the number in the prompt
+    of the first block. layout: an index into ``layouts``. token_s: of the engine; 0: not known.
+    """
+
+    times_s: Floats
+    tokens: Ints
+    asked: Ints
+    first: Ints
+    layout: Ints
+    starts: Ints
+    ids: Ints
+    layouts: tuple[BlockLayout, ...]
+    has_times: bool = True
+    token_s: float = 0.0
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.times_s)
+
+    @property
+    def block_tokens(self) -> int:
+        """Of all layouts, the least common multiple."""
+        return math.lcm(*(layout.block_tokens for layout in self.layouts))
+
+    @property
+    def request_of(self) -> Ints:
+        """The request of each block."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
+
+    @property
+    def duration_s(self) -> float:
+        return float(self.times_s[-1] - self.times_s[0]) if len(self) > 1 else 0.0
+
+    def in_chunks(self, chunk_tokens: int) -> Trace:
+        """The trace with chunks in place of blocks: each is named by its last block.
+
+        Raises ``ConfigError`` if chunks of that size do not consist of whole blocks.
+        """
+        if not 1 <= chunk_tokens <= _MOST_CHUNK_TOKENS or chunk_tokens % self.block_tokens:
+            raise ConfigError(
+                f"--chunk-size-tokens {chunk_tokens}: the trace has blocks of {self.block_tokens} "
+                f"tokens: give a multiple of that, at most {_MOST_CHUNK_TOKENS}"
+            )
+        per_layout = np.array([chunk_tokens // each.block_tokens for each in self.layouts])
+        if (per_layout == 1).all():
+            return self
+        request, per_chunk = self.request_of, per_layout[self.layout]
+        within = np.arange(len(self.ids)) - self.starts[request]
+        is_last = (within + self.first[request] + 1) % per_chunk[request] == 0
+        is_asked = is_last & (within < self.asked[request])
+        counts = np.bincount(request[is_last], minlength=len(self))
+        layouts = zip(self.layouts, per_layout.tolist(), strict=True)
+        return replace(
+            self,
+            asked=np.bincount(request[is_asked], minlength=len(self)),
+            first=self.first // per_chunk,
+            starts=np.concatenate([[0], np.cumsum(counts)]),
+            ids=_dense(self.ids[is_last]),
+            layouts=tuple(layout.times(blocks) for layout, blocks in layouts),
+        )
+
+
+class TraceColumns:
+    """A trace while it is read. Requests may come in any order."""
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        self.whole = {name: array("q") for name in ("tokens", "asked", "first", "layout")}
+        self.starts = array("q", [0])
+        self.ids = array("q")
+        self._others: dict[str | int, int] = {}  # names that are no numbers of 64 bits
+
+    def add(self, time_s: float, ids: Sequence[int | str], **whole: int) -> None:
+        """Adds a request. whole: of its columns, else 0."""
+        self.times.append(time_s)
+        for name, column in self.whole.items():
+            column.append(whole.get(name, 0))
+        end = len(self.ids)
+        try:
+            self.ids.extend(ids)  # type: ignore[arg-type]
+        except (TypeError, OverflowError):
+            del self.ids[end:]
+            self.ids.extend(map(self._number, ids))
+        self.starts.append(len(self.ids))
+
+    def _number(self, block: int | str) -> int:
+        if isinstance(block, int) and abs(block) < _NUMBERED:
+            return block
+        return -_NUMBERED - self._others.setdefault(block, len(self._others))
+
+    def trace(self, layouts: Sequence[BlockLayout], *, is_chained: bool, **more: Any) -> Trace:
+        """All of them, in order. is_chained: a block's id already says what stands before it.
+
+        Raises ``FormatError`` if there are none.
+        """
+        if not len(self.times) or not len(self.ids):
+            raise FormatError("the trace has no request with a whole block")
+        times = np.frombuffer(self.times)
+        starts, ids = np.frombuffer(self.starts, np.int64), np.frombuffer(self.ids, np.int64)
+        order = np.argsort(times, kind="stable")
+        counts = np.diff(starts)[order]
+        new = np.concatenate([[0], np.cumsum(counts)])
+        if not (np.diff(order) == 1).all():
+            ids = ids[np.arange(new[-1]) + np.repeat(starts[:-1][order] - new[:-1], counts)]
+        columns: dict[str, Any] = {
+            name: np.frombuffer(column, np.int64)[order] for name, column in self.whole.items()
+        }
+        named = _dense(ids) if is_chained else chain(_dense(ids), new)
+        columns |= {"starts": new, "ids": named, "layouts": tuple(layouts)}
+        return Trace(times[order], **columns, **more)
+
+
+def _dense(ids: Ints) -> Ints:
+    """The same, numbered from 0."""
+    return np.unique(ids, return_inverse=True)[1].astype(np.int64).reshape(-1)
+
+
+def chain(ids: Ints, starts: Ints) -> Ints:
+    """Names of prefixes: equal if a block and all before it in its request are."""
+    counts, kinds = np.diff(starts), int(ids.max(initial=0)) + 1
+    longest_first = np.argsort(-counts, kind="stable")
+    lengths = counts[longest_first]
+    names, parents, named = np.empty_like(ids), np.zeros(len(lengths), np.int64), 1
+    for depth in range(int(lengths[0]) if len(lengths) else 0):
+        active = int(np.searchsorted(-lengths, -depth))  # those with more blocks
+        at = starts[longest_first[:active]] + depth
+        unique, which = np.unique(parents[:active] * kinds + ids[at], return_inverse=True)
+        parents[:active] = names[at] = which.reshape(-1) + named
+        named += len(unique)
+    return names - 1

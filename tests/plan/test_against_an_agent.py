@@ -1,0 +1,100 @@
+"""What `plan` says of a recording is what real agents do, with host pools of other sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.plan.example import example_lines
+from lmcache_redis.plan.figures import Grid, PlanRow, Prices, plan_rows
+from lmcache_redis.plan.pacing import Speeds
+from lmcache_redis.plan.reading import read_trace
+from lmcache_redis.plan.traces import Trace
+from tests.harness import AgentServer, Engine, block_hashes
+from tests.servers import RedisServer
+
+SLOT_BYTES = 64 << 10
+BLOCKS_PER_CHUNK = 4
+# In chunks; a chunk takes a slot.
+POOLS = (60, 120, 300)
+REQUESTS = 160
+MOST_CHUNKS = 20
+
+
+def prompts() -> Iterator[list[bytes]]:
+    """The hashes of the blocks of each prompt, of an example's conversations, made smaller."""
+    for line in example_lines(REQUESTS, seed=3):
+        ids = json.loads(line)["hash_ids"][:MOST_CHUNKS]
+        chain, hashes = "", []
+        for each in ids:
+            chain += f"/{each}"
+            hashes += block_hashes(chain, BLOCKS_PER_CHUNK)
+        yield hashes
+
+
+def run(engine: Engine) -> None:
+    """Each request loads what is found, stores the rest, and ends."""
+    for number, hashes in enumerate(prompts()):
+        request_id, blocks = f"request {number}", range(len(hashes))
+        found = engine.lookup(request_id, hashes) // engine.block_size_tokens
+        if found:
+            failed = engine.retrieve(request_id, hashes[:found], blocks[:found])
+            assert not failed
+        if found < len(hashes):
+            engine.store(request_id, hashes[found:], blocks[found:])
+        engine.scheduler.end_session(request_id)
+
+
+def serve(directory: Path, url: str, chunks: int, **more: Any) -> dict[str, float]:
+    """The hit rates of an agent with a host pool of so many chunks."""
+    options = {"pool_bytes": chunks * SLOT_BYTES, "slot_bytes": SLOT_BYTES, **more}
+    with (
+        AgentServer(directory, url, **options) as agent,
+        Engine(agent.endpoint, layers=1, num_blocks=MOST_CHUNKS * BLOCKS_PER_CHUNK) as engine,
+    ):
+        run(engine)
+        counters = agent.counters()
+        assert agent.terminate() == 0  # what is queued for the file is written
+    assert counters["records_dropped"] == 0
+    asked = counters["lookup_chunks"]
+    pool, redis = counters["hit_chunks_pool"] / asked, counters["hit_chunks_redis"] / asked
+    return {"hit_rate": pool + redis, "hit_rate_pool": pool, "hit_rate_redis": redis}
+
+
+def planned(trace: Trace, redis_bytes: int = 0) -> list[PlanRow]:
+    """For each size of the host pool."""
+    grid = Grid([1], [64], ["lru"], [n * SLOT_BYTES for n in POOLS], [0], [redis_bytes])
+    speeds = Speeds(token_s=1.0, link_bytes_per_s=1e12)  # everything is worth loading
+    return plan_rows(trace, grid, speeds, Prices()).rows
+
+
+@pytest.mark.servers
+def test_hit_rates_are_within_two_points(tmp_path: Path) -> None:
+    """Recorded by the smallest host pool. Nothing is written to Redis, so each size counts."""
+    recorded, found = tmp_path / "recorded.jsonl", []
+    with RedisServer(tmp_path) as redis:
+        for chunks in POOLS:
+            more = {"record": recorded} if chunks == POOLS[0] else {}
+            directory = tmp_path / str(chunks)
+            found.append(serve(directory, redis.unix_url, chunks, write_queue_bytes=0, **more))
+    trace = read_trace([recorded], 512, 0)
+    for row, real in zip(planned(trace), found, strict=True):
+        assert row.hit_rate == pytest.approx(real["hit_rate"], abs=0.02)
+    # The sizes differ by more than is allowed, and the recording knows what was measured.
+    assert found[0]["hit_rate"] + 0.1 < found[1]["hit_rate"] < found[2]["hit_rate"] - 0.1
+    assert trace.measured is not None
+    assert trace.measured.hit_rates()["hit_rate"] == pytest.approx(found[0]["hit_rate"])
+
+
+@pytest.mark.servers
+def test_what_the_pool_evicts_is_found_in_redis(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded.jsonl"
+    with RedisServer(tmp_path) as redis:
+        real = serve(tmp_path / "agent", redis.unix_url, POOLS[-1], record=recorded)
+    row = planned(read_trace([recorded], 512, 0), redis_bytes=1 << 30)[-1]
+    assert row.hit_rate == pytest.approx(real["hit_rate"], abs=0.02)
+    assert real["hit_rate_redis"] > 0.02 < row.hit_rate_redis

@@ -1,0 +1,123 @@
+"""`lmcache-redis plan`: its table, JSON and page, and what it says of wrong options."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_redis.cli.app import app
+from lmcache_redis.errors import ConfigError
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(app, ["plan", *map(str, words)], env={"COLUMNS": "200"})
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("plan") / "trace.jsonl"
+    run("--example", path, "--example-requests", 300)
+    return path
+
+
+def test_one_command_makes_a_trace_and_plans_it(tmp_path: Path) -> None:
+    text = run("--example", tmp_path / "t.jsonl", "--example-requests", 200)
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 200
+    assert "t.jsonl: 200 requests" in text
+    assert "hit rate" in text
+    assert re.search(r"GiB of host pool.* reach a hit rate of \d+\.\d%", text)
+    assert "prefill: 10,000 tokens a second" in text
+
+
+def test_rows_have_each_size_with_each(trace: Path) -> None:
+    document = json.loads(
+        run(
+            *(trace, "--json", "--pool-bytes", "8GiB,16GiB", "--redis-bytes", "0,1TiB"),
+            *("--replicas", "1,2", "--chunk-size-tokens", "512,1024", "--disk-size", "0,100GiB"),
+            *("--prefill-tokens-per-s", 5000, "--link-gbit", 100),
+        )
+    )
+    rows: list[dict[str, Any]] = document["rows"]
+    assert len(rows) == 2**5
+    assert {row["chunk_size_tokens"] for row in rows} == {512, 1024}
+    assert {(row["pool_bytes"], row["redis_bytes"]) for row in rows} == {
+        (pool << 30, redis) for pool in (8, 16) for redis in (0, 1 << 40)
+    }
+    for row in rows:
+        tiers = sum(row[f"hit_rate_{tier}"] for tier in ("pool", "disk", "redis"))
+        assert row["hit_rate"] == pytest.approx(tiers)
+        assert 0 < row["prefill_s_saved"] <= row["gpu_s_saved"]
+        assert row["gpu_s_saved"] == pytest.approx(row["hit_tokens"] / 5000)
+    assert [each["name"] for each in document["curves"]] == [
+        "chunks of 512 tokens",
+        "chunks of 1024 tokens",
+    ]
+    assert document["trace"]["requests"] == 300
+    assert document["assumed"]["link to Redis"].startswith("12,500 MB/s")
+
+
+def test_the_page_loads_nothing_and_its_plots_are_whole(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    text = run(trace, "--html", page, "--pool-bytes", "8GiB,32GiB", "--redis-bytes", "0,256GiB")
+    assert f"page: {page}" in text
+    html = page.read_text()
+    assert "<script" not in html
+    assert not re.search(r"(src|href)\s*=|url\(|@import", html)
+    assert re.findall(r"https?://[^\"']+", html) == ["http://www.w3.org/2000/svg"] * 3
+    plots = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.S)]
+    lines = [
+        [p for p in svg.iter("{http://www.w3.org/2000/svg}path") if p.get("stroke-width")]
+        for svg in plots
+    ]
+    assert [len(each) for each in lines] == [1, 2, 2]
+    # Every point lies in its picture.
+    for svg in plots:
+        for dot in svg.iter("{http://www.w3.org/2000/svg}circle"):
+            assert 0 <= float(dot.get("cx", "-1")) <= 560
+            assert 0 <= float(dot.get("cy", "-1")) <= 300
+    assert html.count("<tr") == 1 + 4
+    assert "class=enough" in html
+
+
+def test_names_in_a_page_are_escaped(trace: Path, tmp_path: Path) -> None:
+    other = tmp_path / "<b>&.jsonl"
+    other.write_bytes(trace.read_bytes())
+    page = tmp_path / "plan.html"
+    run(other, "--html", page)
+    assert "<b>" not in page.read_text()
+    assert "&lt;b&gt;&amp;.jsonl" in page.read_text()
+
+
+def test_without_reuse_nothing_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"hash_ids": [2 * n, 2 * n + 1]}) for n in range(20)))
+    text = run(path, "--html", tmp_path / "page.html")
+    assert "saves nothing" in text
+    assert "has no times" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--example FILE"),
+        (["--pool-bytes", "8GiB,"], "--pool-bytes is '8GiB,'"),
+        (["--pool-bytes", "much"], "--pool-bytes: 'much' is not a size"),
+        (["--replicas", "0"], "--replicas is '0'"),
+        (["--router", "random"], "--router is 'random': choose one of round-robin, prefix"),
+        (["--policy", "lru,best"], "--policy has best: choose of lru, fifo"),
+        (["--chunk-size-tokens", "300"], "--chunk-size-tokens 300: .*blocks of 512"),
+        (["--html", "/nowhere/page.html"], "--html /nowhere/page.html cannot be written"),
+    ],
+)
+def test_wrong_options_are_named(trace: Path, words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run(*([trace, *words] if words else []))

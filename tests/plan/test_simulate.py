@@ -1,0 +1,256 @@
+"""The arrays of `Replay` and `decide` against plain simulations, one chunk after the other."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.cache.pacing import prefix_worth_loading
+from lmcache_redis.chunks.names import Reach
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.plan.distances import NEVER, hits_of, stack_distances
+from lmcache_redis.plan.example import example_lines
+from lmcache_redis.plan.figures import Grid, Prices, enough, plan_rows
+from lmcache_redis.plan.pacing import Speeds, decide
+from lmcache_redis.plan.reading import read_trace
+from lmcache_redis.plan.simulate import NOWHERE, Capacity, Replay
+from lmcache_redis.plan.traces import BlockLayout, SizedRow, Trace, TraceColumns
+
+CHUNK_BYTES = 100
+
+
+def trace_of(*requests: str, row: SizedRow | None = None, every_s: float = 1.0) -> Trace:
+    """A request for each word, whose letters are blocks of 10 tokens."""
+    columns = TraceColumns()
+    for number, word in enumerate(requests):
+        blocks = [ord(letter) for letter in word]
+        columns.add(number * every_s, blocks, tokens=10 * len(word), asked=len(word))
+    rows = (row or SizedRow(CHUNK_BYTES, CHUNK_BYTES),)
+    return columns.trace([BlockLayout(10, rows)], is_chained=False)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    path: Path = tmp_path_factory.mktemp("plan") / "example.jsonl"
+    path.write_text("\n".join(example_lines(400)))
+    return read_trace([path], 512, CHUNK_BYTES)
+
+
+class Lru:
+    """A cache as everyone would write it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.kept: OrderedDict[int, int] = OrderedDict()
+
+    def __contains__(self, name: int) -> bool:
+        return name in self.kept
+
+    def use(self, name: int, nbytes: int) -> None:
+        self.used += nbytes - self.kept.pop(name, 0)
+        self.kept[name] = nbytes
+        while self.used > self.capacity:
+            self.used -= self.kept.popitem(last=False)[1]
+
+
+@given(st.lists(st.integers(0, 12), max_size=80), st.integers(1, 200))
+def test_a_distance_is_the_size_of_a_cache_that_hits(names: list[int], capacity: int) -> None:
+    """Weights differ by name; a cache of whole entries is compared where all are equal."""
+    ids = np.array(names, np.int64)
+    weights = ids % 5 + 1
+    distances = stack_distances(ids, weights)
+    last: dict[int, int] = {}
+    for index, name in enumerate(names):
+        used = {*names[last[name] : index]} if name in last else set()
+        expected = sum(each % 5 + 1 for each in used) if used else NEVER
+        assert distances[index] == expected
+        last[name] = index
+    same = np.ones_like(ids)
+    cache = Lru(capacity)
+    for name, needed in zip(names, stack_distances(ids, same).tolist(), strict=True):
+        assert (name in cache) == (needed <= capacity)
+        cache.use(name, 1)
+
+
+@pytest.mark.parametrize(("replicas", "router"), [(1, "round-robin"), (3, "prefix")])
+@pytest.mark.parametrize("chunk_tokens", [512, 1024])
+def test_prefixes_are_those_of_caches_one_by_one(
+    example: Trace, replicas: int, router: str, chunk_tokens: int
+) -> None:
+    trace = example.in_chunks(chunk_tokens)
+    nbytes = trace.layouts[0].nbytes
+    replay = Replay(trace, replicas, router)  # type: ignore[arg-type]
+    sizes = Capacity(60 * nbytes, 150 * nbytes, 400 * nbytes, 20 * nbytes)
+    found = replay.find(sizes)
+    engines, pools, disks = (
+        [Lru(size) for _ in range(replicas)]
+        for size in (sizes.engine_bytes, sizes.pool_bytes, sizes.disk_bytes)
+    )
+    redis = Lru(sizes.redis_bytes)
+    for request in range(len(trace)):
+        at = int(replay.replica_of[request])
+        tiers = (pools[at], disks[at], redis)
+        begin, end = int(trace.starts[request]), int(trace.starts[request + 1])
+        leads = [True, True]  # of the engine, of all
+        lengths = [0, 0]
+        for chunk in range(begin, end):
+            name = int(trace.ids[chunk])
+            place = next((n for n, tier in enumerate(tiers) if name in tier), NOWHERE)
+            assert found.places[chunk] == place
+            assert found.written[chunk] == (name not in redis)
+            here = name in engines[at], name in engines[at] or place != NOWHERE
+            leads = [led and has for led, has in zip(leads, here, strict=True)]
+            lengths = [n + led for n, led in zip(lengths, leads, strict=True)]
+            for cache in (*tiers, engines[at]):
+                cache.use(name, nbytes)
+        assert [found.begin[request], found.end[request]] == lengths
+    assert replicas == 1 or len({*replay.replica_of.tolist()}) == replicas
+
+
+def test_the_curve_is_the_hit_rate_of_each_size(example: Trace) -> None:
+    replay, curve = Replay(example), Replay(example).curve()
+    asked = int(example.tokens.sum())
+    for size, rate in [*zip(curve.sizes_bytes, curve.hit_rates, strict=True)][::30]:
+        found = replay.find(Capacity(size))
+        assert int(found.end.sum()) * 512 / asked == pytest.approx(rate)
+    assert curve.hit_rates == sorted(curve.hit_rates)
+    assert 0.5 < curve.hit_rates[-1] < 1
+
+
+def test_a_prefix_ends_at_the_first_chunk_that_is_not_there() -> None:
+    """A pool of two chunks has the end of the first prompt only."""
+    found = Replay(trace_of("abc", "abc", "xyz", "bc")).find(Capacity(2 * CHUNK_BYTES))
+    assert found.end.tolist() == [0, 0, 0, 0]
+    found = Replay(trace_of("abc", "abd", "abc", "bc")).find(Capacity(4 * CHUNK_BYTES))
+    assert found.end.tolist() == [0, 2, 3, 0]  # "bc" begins otherwise: other chunks
+
+
+def test_larger_chunks_find_whole_chunks_only() -> None:
+    trace = trace_of("abcde", "abcxy", "abcde").in_chunks(20)
+    assert np.diff(trace.starts).tolist() == [2, 2, 2]
+    assert Replay(trace).find(Capacity(10_000)).end.tolist() == [0, 1, 2]
+    with pytest.raises(ConfigError, match="--chunk-size-tokens 25"):
+        trace_of("abc").in_chunks(25)
+
+
+# ---------------------------------------------------------------- pacing
+
+
+@pytest.mark.parametrize("gbit", [0.5, 5, 50])
+def test_loads_are_those_of_the_rule_for_every_length(example: Trace, gbit: float) -> None:
+    """The ends of runs are enough: no length between them has an earlier first token."""
+    # Bytes as of a real model. The trace in a tenth of its time: engines and link have queues.
+    layout = BlockLayout(512, (SizedRow(64 << 20, 64 << 20),))
+    trace = Trace(**{**vars(example), "layouts": (layout,), "times_s": example.times_s / 10})
+    replay = Replay(trace)
+    found = replay.find(Capacity(40 * layout.nbytes, 0, 10_000 * layout.nbytes))
+    speeds = Speeds(1e-4, gbit * 1e9 / 8, latency_s=0.0)
+    loads = decide(replay, found, speeds)
+    engine_s = link_s = 0.0
+    chunk_s = 512 * speeds.token_s
+    for request, now_s in enumerate(trace.times_s.tolist()):
+        begin, asked = int(trace.starts[request]), int(trace.asked[request])
+        free_s, busy_s = max(0.0, engine_s - now_s), max(0.0, link_s - now_s)
+        remote = np.cumsum(found.places[begin : begin + int(found.end[request])] == 2)
+        times = [(0, 0.0)]
+        for length, chunks in enumerate(remote.tolist(), start=1):
+            load_s = chunks * layout.nbytes / speeds.link_bytes_per_s
+            times.append((length, busy_s + load_s if chunks else 0.0))
+        best, got = prefix_worth_loading(times, asked, chunk_s, free_s), int(loads.end[request])
+        first_token_s = [
+            max(times[length][1], free_s) + (asked - length) * chunk_s for length in (best, got)
+        ]
+        assert first_token_s[1] == pytest.approx(first_token_s[0])
+        if loads.redis_bytes[request]:
+            link_s = max(link_s, now_s) + loads.redis_bytes[request] / speeds.link_bytes_per_s
+        engine_s = max(engine_s, now_s) + (asked - got) * chunk_s * (asked > got)
+    assert loads.redis_bytes.sum() > 0 or gbit < 1
+
+
+def test_a_slow_link_is_left_alone_and_a_fast_one_used() -> None:
+    trace = trace_of("abcd", "efgh", "abcd", every_s=100.0)
+    replay = Replay(trace)
+    found = replay.find(Capacity(CHUNK_BYTES, 0, 10_000))
+    assert found.end.tolist() == [0, 0, 4]
+    fast, slow = Speeds(1.0, 1e6, latency_s=0.001), Speeds(1.0, 1.0)
+    loads = decide(replay, found, fast)
+    assert loads.end.tolist() == [0, 0, 4]
+    assert loads.redis_bytes.tolist() == [0, 0, 400]
+    assert loads.wait_s[2] == pytest.approx(0.001 + 400 / 1e6)
+    loads = decide(replay, found, slow)  # 100 s a chunk, which takes 10 s to compute
+    assert loads.end.tolist() == [0, 0, 0]
+    assert loads.redis_bytes.sum() == loads.wait_s.sum() == 0
+
+
+def test_of_a_window_only_its_chunks_are_loaded() -> None:
+    row = SizedRow(CHUNK_BYTES, CHUNK_BYTES, Reach("window", 15))
+    trace = trace_of("abcdef", "uvwxyz", "abcdef", row=row, every_s=1000.0)
+    replay = Replay(trace)
+    found = replay.find(Capacity(CHUNK_BYTES, 0, 10_000))
+    loads = decide(replay, found, Speeds(1.0, 1e6))
+    assert loads.end.tolist() == [0, 0, 6]
+    assert loads.redis_bytes.tolist() == [0, 0, 2 * CHUNK_BYTES]  # of 60 tokens the last 14
+
+
+# --------------------------------------------------------------- figures
+
+
+def test_rows_tell_tokens_times_link_and_money() -> None:
+    trace = trace_of("abcd", "efgh", "abcd", every_s=100.0)
+    grid = Grid([1], [10], ["lru"], [CHUNK_BYTES], [0], [0, 10_000])
+    prices = Prices(gib_month=float(1 << 30), gpu_hour=3600.0)
+    without, row = plan_rows(trace, grid, Speeds(1.0, 1000.0, latency_s=0.0), prices).rows
+    assert without.hit_tokens == without.hit_rate == without.prefill_s_saved == 0
+    assert row.hit_tokens == row.gpu_s_saved == 40
+    assert row.hit_rate == row.hit_rate_redis == pytest.approx(1 / 3)
+    assert row.prefill_s_saved == pytest.approx(40 - 0.4)
+    assert row.first_token_s_saved == pytest.approx((40 - 0.4) / 3)
+    assert row.busy_share == pytest.approx(80 / 200)
+    assert row.link_bytes_per_s == pytest.approx((400 + 800) / 200)  # a load and two stores
+    assert row.link_peak_bytes_per_s == pytest.approx(400)
+    assert row.link_peak_share == pytest.approx(0.4)
+    assert row.usd_per_month == pytest.approx(CHUNK_BYTES + 10_000)
+    assert row.usd_saved_per_month == pytest.approx(40 * 30.4 * 86_400 / 200)
+    assert enough([without, row]) is row
+    assert enough([without]) is None
+
+
+def test_what_the_engine_has_is_not_asked_for() -> None:
+    grid = Grid([1], [10], ["lru"], [10_000], [0], [0], engine_bytes=5 * CHUNK_BYTES)
+    (row,) = plan_rows(trace_of("ab", "abcd", "x", "abcd"), grid, Speeds(1.0, 1e9), Prices()).rows
+    # The second prompt finds ab there, and the fourth all.
+    assert row.prompt_tokens == 110
+    assert row.asked_tokens == 110 - 20 - 40
+    assert row.hit_tokens == 0
+
+
+def test_other_policies_are_those_of_libcachesim(example: Trace) -> None:
+    pytest.importorskip("libcachesim", reason="the extra `plan` is not installed")
+    ids = np.array([1, 2, 1, 3, 1, 2], np.int64)
+    weights = np.full(6, 10, np.int64)
+    # FIFO of two: 3 evicts 1, which was used last but came first.
+    assert hits_of("fifo", ids, weights, 20).tolist() == [False, False, True, False, False, False]
+    assert not hits_of("fifo", ids, weights, 0).any()
+    rows = plan_rows(
+        example,
+        Grid([1, 2], [512], ["lru", "s3fifo", "sieve"], [300 * 512 * CHUNK_BYTES], [0], [0]),
+        Speeds(1.0, 1e9),
+        Prices(),
+    ).rows
+    assert [row.policy for row in rows] == ["lru", "s3fifo", "sieve"] * 2
+    assert len({row.hit_tokens for row in rows}) == len(rows)
+    assert all(row.hit_rate > 0.1 for row in rows)
+
+
+def test_a_policy_without_its_library_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "libcachesim", None)
+    with pytest.raises(ConfigError, match=r"pip install lmcache-redis\[plan\]"):
+        hits_of("sieve", np.array([1]), np.array([1]), 10)
