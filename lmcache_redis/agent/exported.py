@@ -19,6 +19,7 @@ _OF_MODELS: Final = {
     "hit_tokens": "prompt tokens found by lookups",
     "retrieved_bytes": "bytes scattered into blocks of its engines",
     "gathered_bytes": "bytes gathered from blocks of its engines",
+    "saved_tokens": "prompt tokens loaded into blocks of its engines instead of computed",
 }
 # Counters that the data plane keeps.
 _OF_PLANE: Final = ("redis_connects", "redis_reconnects", "redis_errors")
@@ -71,7 +72,7 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     if disk:
         yield gauge("disk_up", "1 if the disk tier answers", disk["up"])
         yield gauge("disk_used_bytes", "size of the disk tier's files", disk["used_bytes"])
-    tiers = {(name.lower(),): tier for name, tier in loads["tiers"].items()}
+    tiers = {(name,): tier for name, tier in loads["tiers"].items()}
     yield gauges(
         "load_bytes_per_second",
         "measured rate of loads, 0 before the first",

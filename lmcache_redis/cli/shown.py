@@ -18,7 +18,7 @@ _MOST_MODELS = 3
 _MOST_REASONS = 4
 _BAR = 24
 _HIT_COUNTERS = {
-    "host": "hit_chunks_pool",
+    "host": "hit_chunks_host",
     "disk": "hit_chunks_disk",
     "redis": "hit_chunks_redis",
 }
