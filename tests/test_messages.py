@@ -53,6 +53,8 @@ QUESTIONS: list[m.Message] = [
     m.Clear(11, b"e" * 8, (m.RemoteParts(1, 7, b"f" * 32, Reach()),)),
     m.Trust(11),
     m.Status(12),
+    m.Why(12, "chatcmpl-1", 1),
+    m.Layouts(12),
     m.Ping(13),
 ]
 ANSWERS: list[m.Message] = [

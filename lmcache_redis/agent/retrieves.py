@@ -80,7 +80,7 @@ class RetrieveJob(CopyJob):
         def loaded(found: PrefixLookup) -> None:
             held = found.take()
             self._entries.update((piece[index], entry) for (index, _), entry in held.items())
-            self._reasons |= found.reasons
+            self._reasons |= found.end.reasons
             self._begin_calls(piece)
             if self._failed:
                 self._give_up()
@@ -138,6 +138,7 @@ class RetrieveJob(CopyJob):
         self._cache.metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
         self._use.retrieved_bytes += copied * self._form.chunk_bytes
         self._count_saving()
+        self._note(copied, took_s)
         logger.debug(
             "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
             self._question.request_id, copied, len(self._hashes), took_s * 1e3,
@@ -166,3 +167,10 @@ class RetrieveJob(CopyJob):
             metrics.count("saved_tokens", saving.tokens)
             metrics.count("saved_untimed_tokens", 0 if saving.is_timed else saving.tokens)
             metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)
+
+    def _note(self, copied: int, took_s: float) -> None:
+        past = self._past
+        past.loaded += copied
+        past.failed += len(self._failed)
+        past.load_s = max(past.load_s, took_s)
+        past.because(self._reasons)

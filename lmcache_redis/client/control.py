@@ -1,4 +1,4 @@
-"""Requests of command-line tools to an agent: ping, status and trust."""
+"""Requests of command-line tools to an agent: ping, status, trust, and why requests missed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,16 @@ class ControlClient:
 
     def status(self) -> dict[str, Any]:
         """The agent's state and counters. Raises ``AgentUnreachable``."""
-        report: dict[str, Any] = msgspec.json.decode(self._ask(m.Status(1), m.StatusReport).report)
-        return report
+        return self._report(m.Status(1))
+
+    def why(self, request: str = "", most: int = 20) -> dict[str, Any]:
+        """What became of requests, see `messages.Why`. Raises ``AgentUnreachable``."""
+        return self._report(m.Why(1, request, most))
+
+    def layouts(self, *wanted: str) -> list[dict[str, Any]]:
+        """The layouts that the agent knows, see `messages.Layouts`. Raises ``AgentUnreachable``."""
+        rows: list[dict[str, Any]] = self._report(m.Layouts(1, wanted))["layouts"]
+        return rows
 
     def trust(self) -> int:
         """Has the agent load everything again; how many layouts it did not. See `agent.trust`.
@@ -44,6 +52,10 @@ class ControlClient:
         Raises ``AgentUnreachable``.
         """
         return self._ask(m.Trust(1), m.Done).count
+
+    def _report(self, question: m.Message) -> dict[str, Any]:
+        report: dict[str, Any] = msgspec.json.decode(self._ask(question, m.StatusReport).report)
+        return report
 
     def _ask(self, question: m.Message, expected: type[_A]) -> _A:
         with zmq.Context() as context:
