@@ -78,8 +78,8 @@ _ALONE: Final = {
     "probes": "chunks loaded to learn the rate of a tier",
     # what loads have saved (`agent.savings`)
     "saved_tokens": "prompt tokens loaded into blocks instead of computed",
-    "saved_untimed_tokens": "those of them whose seconds are not known: their engine had not "
-    "measured itself",
+    "saved_untimed_tokens": "saved tokens whose seconds are not known: their engine had not "
+    "measured its prefill",
     "saved_prefill_seconds": "prefill of saved tokens, less the wait for their loads; a loss is "
     "taken from later savings",
     # host pool to engine, and back
