@@ -279,7 +279,7 @@ class AgentConfig(TierSettings):
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
-        _check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint)
         check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
         check_redis(self)
 
@@ -323,7 +323,7 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
-        _check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint)
         for name in ("weights_id", "weights_run"):
             if (given := getattr(self, name)) is not None and not 1 <= len(given) <= 256:
                 raise ConfigError(f"{option_name(name)} is {given!r}: write 1 to 256 characters")
@@ -340,7 +340,8 @@ class ClientConfig:
         return Given(dict(extra), {name: name for name in extra}).config(ClientConfig)
 
 
-def _check_endpoint(endpoint: str) -> None:
+def check_endpoint(endpoint: str) -> None:
+    """Raises ``ConfigError`` unless agents could listen there."""
     if endpoint.startswith("tcp://"):
         raise ConfigError(
             f"--endpoint {endpoint}: tcp:// is not served, because any user of the machine could "

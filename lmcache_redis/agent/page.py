@@ -34,7 +34,6 @@ HEADERS: Final = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
 )
-_ORDER: Final = ("host", "disk", "redis")
 _TIER_NAMES: Final = {"host": "host pool", "disk": "disk", "redis": "Redis"}
 _MOST_ROWS = 20
 _LAYOUT_DIGITS = 16
@@ -199,7 +198,7 @@ def _sources(report: Mapping[str, Any]) -> Iterator[Element]:
     if not asked:
         yield _element("p", "soft", "no engine has asked for a prompt yet")
         return
-    shares = [(tier, float(rates[tier])) for tier in _ORDER]
+    shares = [(tier, float(rates[tier])) for tier in words.TIERS]
     missed = max(0.0, 1.0 - sum(share for _, share in shares))
     names = {**_TIER_NAMES, "computed": "not cached, or faster to compute"}
     legend = [*shares, ("computed", missed)]

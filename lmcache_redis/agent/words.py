@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from lmcache_redis.admin.names import shown_age
 
-NO_TOKENS = "nothing yet: no hit has been loaded"
+TIERS: Final = ("host", "disk", "redis")
+# Of an agent that was started before an update, and does not report these.
+ABSENT: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "models": {},
+        "canaries": {"every": 0, "distrusted": []},
+        "uptime_s": 0.0,
+        "hit_rate": dict.fromkeys(TIERS),
+        "tokens_saved": 0,
+        "tokens_saved_untimed": 0,
+        "prefill_s_saved": 0.0,
+    }
+)
 
 
 def percent(share: float | None) -> str:
@@ -35,21 +48,17 @@ def shown_seconds(seconds: float) -> str:
     return f"{seconds:,.{digits}f} s"
 
 
-def saved_seconds(report: Mapping[str, Any]) -> str:
-    """The seconds of prefill, or that they are not known, in a few words."""
-    seconds, untimed = report["prefill_s_saved"], report["tokens_saved_untimed"]
-    if seconds is None:
-        return "unknown until an engine has measured its prefill"
-    text = shown_seconds(seconds)
-    return f"{text}, unknown for {untimed:,} of the tokens" if untimed else text
-
-
 def saved(report: Mapping[str, Any]) -> str:
-    """One line: tokens and seconds."""
-    tokens = report["tokens_saved"]
+    """The tokens, and the seconds of prefill as far as they are known."""
+    tokens, untimed = report["tokens_saved"], report["tokens_saved_untimed"]
+    seconds = report["prefill_s_saved"]
     if not tokens:
-        return NO_TOKENS
-    return f"{tokens:,} tokens not computed; seconds of prefill: {saved_seconds(report)}"
+        return "nothing yet: no hit has been loaded"
+    text = f"{tokens:,} tokens not computed"
+    if seconds is None:
+        return f"{text}, seconds unknown: no engine has measured its prefill yet"
+    text += f", {shown_seconds(seconds)} of prefill"
+    return f"{text} (unknown for {untimed:,} of the tokens)" if untimed else text
 
 
 def load_rate(tier: Mapping[str, Any]) -> str:

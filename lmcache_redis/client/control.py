@@ -11,6 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
+from lmcache_redis.config import check_endpoint
 from lmcache_redis.errors import LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
@@ -21,9 +22,13 @@ class AgentUnreachable(LMCacheRedisError):
 
 
 class ControlClient:
-    """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``."""
+    """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``.
+
+    Raises ``ConfigError`` if no agent could listen there.
+    """
 
     def __init__(self, endpoint: str, timeout_s: float = 2.0) -> None:
+        check_endpoint(endpoint)
         self._endpoint = endpoint
         self._timeout_s = timeout_s
 
