@@ -24,7 +24,7 @@ LAYERS = (
     {"device", "resp"},
     {"tiers", "seal"},
     {"chunks"},
-    {"config", "errors", "metrics", "processes", "native", "settings", "systemd"},
+    {"config", "errors", "metrics", "native", "processes", "settings", "sources", "systemd"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -24,7 +24,8 @@ from lmcache_redis.config import (
 )
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import memory_limit_bytes
-from lmcache_redis.settings import format_size, given, misspelt_variables, settings_of
+from lmcache_redis.settings import format_size, settings_of
+from lmcache_redis.sources import given, misspelt_variables
 
 KINDS = {"agent": AgentConfig, "gateway": GatewayConfig, "engine": ClientConfig}
 
@@ -80,7 +81,7 @@ def _check_disk(directory: Path) -> None:
     there = next(each for each in (directory, *directory.parents) if each.exists())
     unsafe = why_unsafe(there) if there == directory else None
     if unsafe is None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        unsafe = f"{there} cannot be written to"
+        unsafe = f"{there} is no directory, or cannot be written to"
     if unsafe is not None:
         raise ConfigError(f"--disk-path {directory} cannot be used: {unsafe}, or choose another")
 

@@ -10,7 +10,8 @@ import typer
 
 from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, AgentConfig
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.settings import PREFIX, Setting, config_from, settings_of
+from lmcache_redis.settings import PREFIX, Setting, settings_of
+from lmcache_redis.sources import config_from
 
 if TYPE_CHECKING:
     from lmcache_redis.resp import RedisOptions

@@ -11,8 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.config import check_endpoint
-from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.config import check_endpoint, default_endpoint
+from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
 
@@ -24,11 +24,14 @@ class AgentUnreachable(LMCacheRedisError):
 class ControlClient:
     """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``.
 
-    Raises ``ConfigError`` if no agent could listen there.
+    Raises ``ConfigError`` for an endpoint that is none, and for the default one if others could
+    have put a socket there.
     """
 
     def __init__(self, endpoint: str, timeout_s: float = 2.0) -> None:
         check_endpoint(endpoint)
+        if endpoint == default_endpoint() and (why := transport.why_untrusted(endpoint)):
+            raise ConfigError(f"the agent at {endpoint} is not trusted: {why}")
         self._endpoint = endpoint
         self._timeout_s = timeout_s
 
