@@ -163,13 +163,6 @@ def test_nothing_is_cut_where_there_is_no_terminal(tmp_path: Path, columns: str)
             assert json.loads(done.stdout)["chunks"] == 1
 
 
-@pytest.mark.servers
-def test_tools_refuse_an_endpoint_as_the_agent_does() -> None:
-    done = run("status", "--endpoint", "tcp://1.2.3.4:5")
-    assert done.returncode == 2
-    assert "--endpoint tcp://1.2.3.4:5: tcp:// is not served" in one_sentence(done)
-
-
 def test_status_for_programs(agent: StartedAgent) -> None:
     done = run("status", "--endpoint", agent.endpoint, "--json")
     report = json.loads(done.stdout)
