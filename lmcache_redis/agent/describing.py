@@ -5,8 +5,9 @@ engines are made of, one small value for each, named and framed as a chunk is:
 
     namespace of `DESCRIPTIONS` | ObjectKey(fingerprint, model, kv_rank)     KVLayout.canonical
 
-So it is sealed, evicted, expired and purged as chunks are. It is written when an engine registers,
-and again now and then. The fingerprint is its digest, so nobody else's description is believed.
+So it is sealed, evicted, expired and purged as chunks are. It is written every minute, while a
+worker with the layout is registered: Redis may have been down or emptied, and may evict or expire
+what nobody reads. The fingerprint is its digest, so a wrong description is not believed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ logger = logging.getLogger(__name__)
 DESCRIPTIONS = hashlib.blake2b(b"lmcr1.layouts", digest_size=32).digest()
 MOST_LAYOUTS = 1024
 _MOST_BYTES = 1 << 20
-# Redis may have been down or emptied, and may evict or expire what nobody reads.
-_AGAIN_S = 600.0
+_EVERY_S = 60.0
 _DEADLINE_S = 5.0
 
 
@@ -41,7 +41,7 @@ class LayoutDescriptions:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
-        agent.loop.after(_AGAIN_S, self._write_again)
+        agent.loop.after(_EVERY_S, self._write_again)
 
     def write(self, registrations: Sequence[Registration]) -> None:
         """Writes those of the layouts of these workers, in the background. May fail."""
@@ -62,7 +62,7 @@ class LayoutDescriptions:
             self._agent.plane.store_all(jobs, _written)
 
     def _write_again(self) -> None:
-        self._agent.loop.after(_AGAIN_S, self._write_again)
+        self._agent.loop.after(_EVERY_S, self._write_again)
         peers = self._agent.peers
         self.write([each.registration for each in peers if each.registration is not None])
 

@@ -7,7 +7,7 @@ layouts have it, is asked when somebody wants to know.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ class Explanations:
     def why(self, question: m.Why, reply: Reply) -> None:
         history = self._agent.sessions.history
         found = history.find(question.request, question.most)
-        report = {
+        report: dict[str, Any] = {
             "kept": len(history),
             "since_s": history.since_s,
             "chunk_size_tokens": self._agent.config.chunk_size_tokens,
@@ -61,7 +61,7 @@ class Explanations:
     def _look_for(
         self,
         lookup: PastLookup,
-        answer: Any,
+        answer: Callable[[Mapping[str, Any]], None],
         deadline_s: float,
         described: Sequence[PartNames],
     ) -> None:

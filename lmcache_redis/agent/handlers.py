@@ -47,9 +47,8 @@ class Handlers:
     def __init__(self, agent: Agent) -> None:
         self.is_stopping = False
         self._agent = agent
-        descriptions = LayoutDescriptions(agent)
-        explanations = Explanations(agent, descriptions)
-        self._registering = Registering(agent, descriptions.write)
+        explanations = Explanations(agent, LayoutDescriptions(agent))
+        self._registering = Registering(agent)
         self._watches = Watches(agent)
         self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
             m.Ping: lambda question, reply: reply(

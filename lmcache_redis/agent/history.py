@@ -25,16 +25,15 @@ _MOST_REASONS = 8
 class PastLookup(NamedTuple):
     """A lookup that was answered.
 
-    at_s: `time.time()`. asked: chunks, from number ``first_chunk`` of the prompt on. hits: those of
-    them that were found, by the agent's name of the tier. reason: why not more, a counter's name
-    without ``miss_``, or one of `why.REASONS`; "" if all were found. because: for people.
-    missed: the hash of the first chunk that was not found. layouts: of its parts.
+    at_s: `time.time()`. chunks: the numbers in the prompt of those that were asked for. hits: how
+    many of them were found, by tier. reason: why not more, a counter's name without ``miss_``, or
+    another of `cli.why.REASONS`; "" if all were found. because: for people. missed: the hash of the
+    first chunk that was not found. layouts: of its parts.
     """
 
     at_s: float
     took_s: float
-    first_chunk: int
-    asked: int
+    chunks: range
     chunk_tokens: int
     model: str = ""
     hits: tuple[tuple[str, int], ...] = ()
@@ -44,6 +43,10 @@ class PastLookup(NamedTuple):
     missed: bytes = b""
     layouts: tuple[bytes, ...] = ()
     compare_only: bool = False
+
+    @property
+    def asked(self) -> int:
+        return len(self.chunks)
 
     @property
     def hit_chunks(self) -> int:
@@ -97,7 +100,7 @@ class RequestHistory:
 
     @property
     def since_s(self) -> float:
-        """When the oldest request that is kept began; when the agent did, if none is (Unix time)."""
+        """Since when every request is kept (Unix time): the agent's start, at first."""
         first = next(iter(self._requests.values()), None)
         return self._began_s if first is None or len(self) < self._most else first.began_s
 
@@ -151,7 +154,7 @@ def _lookup(lookup: PastLookup) -> dict[str, Any]:
         "at_s": lookup.at_s,
         "took_s": lookup.took_s,
         "model": lookup.model,
-        "first_chunk": lookup.first_chunk,
+        "first_chunk": lookup.chunks.start,
         "asked_chunks": lookup.asked,
         "chunk_tokens": lookup.chunk_tokens,
         "hit_chunks": lookup.hit_chunks,
@@ -166,7 +169,7 @@ def _lookup(lookup: PastLookup) -> dict[str, Any]:
 def _first_miss(lookup: PastLookup) -> dict[str, Any] | None:
     if not lookup.reason:
         return None
-    chunk = lookup.first_chunk + lookup.hit_chunks
+    chunk = lookup.chunks.start + lookup.hit_chunks
     return {
         "chunk": chunk,
         "token": chunk * lookup.chunk_tokens,

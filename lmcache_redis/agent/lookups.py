@@ -152,25 +152,24 @@ class LookupJob:
     ) -> None:
         """Keeps what was found for `lmcache-redis why`."""
         question, cache, hits = self._question, self._agent.cache, found.bound
-        reason, missed, because = "", b"", ()
+        reason, missed, words = "", b"", tuple[str, ...]()
         if hits < len(question.hashes):
             reason, missed = found.end.counter.removeprefix("miss_"), question.hashes[hits]
-            because = tuple(sorted(found.end.reasons))
+            words = tuple(sorted(found.end.reasons))
             if reason in _OF_TIERS:
                 states = [tier.state for tier in cache.tiers]
-                because += tuple(state.reason for state in states if not state.up)
+                words += tuple(state.reason for state in states if not state.up)
             if reason == "absent" and len(layouts) > 1 and found.has_some_of(hits):
                 reason = "in_part"
         past = PastLookup(
             time.time(),
             time.monotonic() - self._started_s,
-            question.first_chunk,
-            len(question.hashes),
+            chunks_of(question),
             self._agent.chunk_tokens(self._peer),
             self._peer.hello.model_name,
             tuple((m.TIER_NAMES[each], tiers.count(each)) for each in sorted(set(tiers))),
             reason,
-            because,
+            words,
             found.bet,
             missed,
             layouts,
@@ -204,10 +203,14 @@ class LookupJob:
 
 def note_miss(agent: Agent, peer: Peer, question: m.Lookup, reason: str) -> None:
     """Keeps a lookup that was a miss before anything was looked for."""
-    chunks, tokens = len(question.hashes), agent.chunk_tokens(peer)
-    model = peer.hello.model_name
-    past = PastLookup(time.time(), 0.0, question.first_chunk, chunks, tokens, model, reason=reason)
+    tokens, model = agent.chunk_tokens(peer), peer.hello.model_name
+    past = PastLookup(time.time(), 0.0, chunks_of(question), tokens, model, reason=reason)
     agent.sessions.history.looked_up((peer.engine_id, question.request_id), past)
+
+
+def chunks_of(question: m.Lookup) -> range:
+    """The numbers in the prompt of the chunks that are asked for."""
+    return range(question.first_chunk, question.first_chunk + len(question.hashes))
 
 
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:

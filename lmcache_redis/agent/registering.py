@@ -8,7 +8,7 @@ is pinned for GPUs then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from lmcache_redis import messages as m
@@ -53,10 +53,7 @@ def form_of(
 class Registering:
     """Registers and unregisters workers. Owned by the loop thread."""
 
-    def __init__(
-        self, agent: Agent, on_registered: Callable[[Sequence[Registration]], None]
-    ) -> None:
-        self._on_registered = on_registered
+    def __init__(self, agent: Agent) -> None:
         self._config = agent.config
         self._cache = agent.cache
         self._copies = agent.copies
@@ -212,7 +209,6 @@ class Registering:
         logger.info("registered %s: %s", _name(peer), "; ".join(map(_sentence, groups)))
         # This tells the engine that every copy through a former mapping has ended.
         self.when_unmapped(peer, lambda: reply(m.Done(0)))
-        self._on_registered([registration])
         if isinstance(device, CudaDevice):
             self._pinning.begin(device.use_context)
 

@@ -14,6 +14,7 @@ from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.options import AsJson, Endpoint, takes_options_of
 from lmcache_redis.cli.top import top
+from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, TierSettings, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
@@ -173,6 +174,7 @@ def trust(
 
 
 app.command()(top)
+app.command()(why)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)

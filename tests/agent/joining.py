@@ -41,7 +41,7 @@ class Joining:
             lookup_deadline_s=lookup_deadline_s,
         )
         self.arena = Arena(16 * 4096, 4096)
-        never = {"cancel": None, "clear": None, "close": None, "store_all": lambda *_: None}
+        never = {"cancel": None, "clear": None, "close": None}
         plane: Any = SimpleNamespace(state=SimpleNamespace(probed=True), **never)
         self.agent = Agent.of(config, self.arena, plane)
         self.loop, self.peers = self.agent.loop, self.agent.peers
