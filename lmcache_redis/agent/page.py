@@ -77,7 +77,7 @@ def page(report: Mapping[str, Any], misses: Sequence[Miss], now_s: float) -> str
                 _section("Chunks not loaded", _reasons(report, "miss_")),
                 _section("Chunks not stored", _reasons(report, "drop_")),
             ),
-            _section("Last misses", _misses(misses, now_s)),
+            _section("Last misses", _misses(misses, now_s), *_hint(misses)),
             _footer(),
         ]
     )  # fmt: skip
@@ -150,7 +150,7 @@ def _header(report: Mapping[str, Any], now_s: float) -> Element:
             "p", "soft about",
             f"version {report['version']}, process {report['pid']}, up for "
             f"{words.uptime(report)}, at ", _element("code", "", report["endpoint"]),
-            f". As of {at}; made anew every {REFRESH_S} seconds.",
+            f". As of {at}; it reloads every {REFRESH_S} seconds.",
         ),
     )  # fmt: skip
 
@@ -161,21 +161,21 @@ def _numbers(report: Mapping[str, Any]) -> Element:
     ready = sum(each["ready"] for each in report["engines"])
     known = "unknown" if seconds is None else words.shown_seconds(seconds)
     untimed = report["tokens_saved_untimed"]
-    less = "computing time of these tokens, less the wait for their loads"
+    less = "of computing, less the wait for loads"
     if seconds is None:
         less = "no engine has measured its prefill yet"
     elif untimed:
-        less += f"; unknown for {untimed:,} of them"
+        less += f"; unknown for {untimed:,} tokens"
     cards = (
         (
             "Hit rate", words.percent(words.hit_rate(report)),
-            f"of {counters['lookup_chunks']:,} chunks that engines asked for",
+            f"of {counters['lookup_chunks']:,} chunks asked for",
         ),
-        ("Tokens not computed", f"{tokens:,}", "prompt tokens loaded instead"),
+        ("Tokens not computed", f"{tokens:,}", "loaded from the cache instead"),
         ("Prefill saved", known, less),
         (
             "Workers ready", f"{ready} of {len(report['engines'])}",
-            f"requests now: {report['sessions']:,}; lookups so far: {counters['lookups']:,}",
+            f"lookups so far: {counters['lookups']:,}",
         ),
     )  # fmt: skip
     return _element(
@@ -198,7 +198,8 @@ def _sources(report: Mapping[str, Any]) -> Iterator[Element]:
     if not asked:
         yield _element("p", "soft", "no engine has asked for a prompt yet")
         return
-    shares = [(tier, float(rates[tier])) for tier in words.TIERS]
+    here = [tier for tier in words.TIERS if tier != "disk" or report["disk"]]
+    shares = [(tier, float(rates[tier])) for tier in here]
     missed = max(0.0, 1.0 - sum(share for _, share in shares))
     names = {**_TIER_NAMES, "computed": "not cached, or faster to compute"}
     legend = [*shares, ("computed", missed)]
@@ -318,6 +319,12 @@ def _misses(misses: Sequence[Miss], now_s: float) -> Element:
         for each in misses
     ]
     return _table(columns, rows, "none yet")
+
+
+def _hint(misses: Sequence[Miss]) -> Iterator[Element]:
+    if misses:
+        command = _element("code", "", "lmcache-redis why REQUEST")
+        yield _element("p", "soft hint", command, " says more of each.")
 
 
 def _footer() -> Element:

@@ -52,6 +52,7 @@ th, td { padding: 6px 16px 6px 0; border-bottom: 1px solid var(--line); vertical
 th:last-child, td:last-child { padding-right: 0; }
 tr:last-child td { border-bottom: 0; padding-bottom: 0; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.hint { margin-top: 10px; }
 footer { margin-top: 18px; color: var(--soft); font-size: 12.5px; }
 @media (max-width: 560px) { .wide { grid-template-columns: 1fr; } body { padding: 16px 12px; } }
 """

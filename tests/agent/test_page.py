@@ -63,7 +63,7 @@ def shown(misses: list[Miss] | None = None, **changed: Any) -> str:
 def test_it_says_what_the_cache_is_worth() -> None:
     text = shown()
     assert "Hit rate 75 % of 64 chunks" in text
-    assert "host pool 25 % disk 0 % Redis 50 % not cached, or faster to compute 25 %" in text
+    assert "host pool 25 % Redis 50 % not cached, or faster to compute 25 %" in text
     assert "Tokens not computed 12,288" in text
     assert "Prefill saved 3.46 s" in text
     assert "up for 2.0 h" in text
@@ -76,7 +76,7 @@ def test_it_says_what_the_cache_is_worth() -> None:
 def test_what_is_not_known_is_not_invented() -> None:
     unknown = shown(prefill_s_saved=None, tokens_saved_untimed=12_288)
     assert "Prefill saved unknown no engine has measured its prefill yet" in unknown
-    assert "unknown for 288 of them" in shown(tokens_saved_untimed=288)
+    assert "unknown for 288 tokens" in shown(tokens_saved_untimed=288)
     new = shown(
         hit_rate=dict.fromkeys(("host", "disk", "redis")), counters=dict.fromkeys(COUNTERS, 0)
     )
@@ -112,6 +112,7 @@ def test_names_of_others_are_text() -> None:
     assert " ".join(EVIL.split()) in found.text
     assert "90 s ago" in found.text
     assert "1 of 4" in found.text
+    assert "lmcache-redis why REQUEST says more of each." in found.text
     assert "and 3 more" in found.text  # as many models as anyone makes up
 
 
