@@ -225,7 +225,12 @@ class Exporter:
             target=self._server.serve_forever, name="lmcache-redis-metrics", daemon=True
         )
         thread.start()
-        logger.info("metrics at http://%s:%d/metrics", f"[{host}]" if is_ipv6 else host, self.port)
+        logger.info(
+            "metrics at http://%s:%d/metrics%s",
+            f"[{host}]" if is_ipv6 else host,
+            self.port,
+            "" if self.page is None else ", a page for people at /",
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
