@@ -190,5 +190,5 @@ def test_a_change_of_a_message_changes_the_version() -> None:
     digest = hashlib.sha256(msgspec.json.encode(schemas, order="sorted")).hexdigest()[:16]
     assert SCHEMAS.get(m.PROTOCOL_VERSION) == digest, (
         "messages have changed: raise PROTOCOL_VERSION, and add its digest here; "
-        "docs/operations.md says what an upgrade then means"
+        "docs/guides/node.md says what an upgrade then means"
     )

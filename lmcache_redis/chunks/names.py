@@ -69,6 +69,13 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
     return namespace, ObjectKey.from_bytes(data[object_at:index_at]), stripe_index
 
 
+def chunk_key_in(data: bytes, key_prefix: bytes) -> bytes | None:
+    """The chunk key in the Redis key of a stripe; None for a key with another prefix."""
+    if not data.startswith(key_prefix + KEY_MAGIC):
+        return None
+    return data[: -_STRIPE_INDEX.size]
+
+
 class ChunkNames:
     """Keys and frames of the chunks of one layout. Thread-safe.
 

@@ -115,7 +115,7 @@ def test_without_a_file_a_hangup_ends_the_agent(tmp_path: Path, redis_server: Re
 
 def test_the_page_names_what_is_reloaded() -> None:
     assert set(RELOADABLE) <= set(AgentConfig.__dataclass_fields__)
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "guides" / "node.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith("| reloaded |")]
     assert line.count("`") == 2 * len(RELOADABLE)
     for name in RELOADABLE:
