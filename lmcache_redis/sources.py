@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ _OF_A_SERVICE = re.compile(r"_(SERVICE_|PORT($|_))")
 class Given:
     """What was given. places: by name, how an error or a reader finds the value."""
 
-    values: dict[str, Any]
+    values: dict[str, Any] = field(repr=False)  # one may be a password
     places: dict[str, str]
 
     def config(self, of: type[_Config]) -> _Config:

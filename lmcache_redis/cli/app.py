@@ -18,7 +18,7 @@ from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, TierSettings, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
-from lmcache_redis.sources import config_from
+from lmcache_redis.sources import config_from, misspelt_variables
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -99,10 +99,14 @@ def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
 
         print_checked(of, options, options["as_json"])
         raise typer.Exit
+    if options["connect"]:
+        raise ConfigError("--connect is for --check: give that as well, or leave it out")
     from lmcache_redis.cli.logs import log_to_stderr
 
     config = config_from(of, options)
-    log_to_stderr(config.log_level, config.log_format)
+    log_to_stderr(
+        config.log_level, config.log_format, misspelt_variables(AgentConfig, GatewayConfig)
+    )
     return config
 
 

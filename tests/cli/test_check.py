@@ -12,6 +12,7 @@ import pytest
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.sources import config_from
 from tests import forks
+from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
 
@@ -71,6 +72,7 @@ def test_good_settings_are_shown_and_nothing_is_touched(tmp_path: Path) -> None:
         ("agent --disk-path /etc/passwd", "--disk-path /etc/passwd cannot be used: "),
         ("agent --redis-url redis://x --redis-password-file no", "the password file no cannot be"),
         ("agent --endpoint ipc:///tmp/agent.sock", "/tmp: run `chmod 700 /tmp`|others can enter"),
+        ("agent --redis-url redis://x --ttl-refresh", "--ttl-refresh needs a --ttl-s"),
         ("gateway --tls-cert no.pem", "--tls-cert no.pem cannot be used (No such file or"),
     ],
 )
@@ -79,6 +81,14 @@ def test_what_has_to_change_is_one_sentence(words: str, sentence: str) -> None:
     assert (status, out) == (2, "")
     (line,) = err.splitlines()
     assert any(each in line for each in sentence.split("|")), line
+
+
+def test_the_server_is_asked_only_if_that_is_wanted(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        assert check("agent", "--redis-url", server.unix_url, "--connect")[0] == 0
+    status, out, err = check("agent", "--redis-url", "unix:///nowhere.sock", "--connect")
+    assert (status, out) == (1, "")
+    assert "nowhere.sock" in err
 
 
 def test_more_memory_than_there_is_is_a_warning() -> None:
