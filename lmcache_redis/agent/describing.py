@@ -12,7 +12,6 @@ what nobody reads. The fingerprint is its digest, so a wrong description is not 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +21,12 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Registration
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.names import ChunkNames, PartNames, opaque_pages
+from lmcache_redis.chunks.names import DESCRIPTIONS, ChunkNames, PartNames, opaque_pages
 from lmcache_redis.device.layout import fingerprint_of
 from lmcache_redis.tiers import ChunkIO, FramesResult, KeysResult, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTIONS = hashlib.blake2b(b"lmcr1.layouts", digest_size=32).digest()
 MOST_LAYOUTS = 1024
 _MOST_BYTES = 1 << 20
 _EVERY_S = 60.0

@@ -6,6 +6,7 @@ layouts have it, is asked when somebody wants to know.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from lmcache_redis.agent.history import PastLookup, document
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.chunks.names import PartNames
 from lmcache_redis.device.layout import named_pairs
+from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import CallOutcome, ExistsResult
 
 # Shorter than a tool waits for its answer.
@@ -108,7 +110,8 @@ class Explanations:
                     "group": number,
                 }
                 if row["layout"].startswith(wanted):
-                    row["pairs"] = named_pairs(layout.canonical(each.chunk_tokens))
+                    with contextlib.suppress(FormatError):
+                        row["pairs"] = named_pairs(layout.canonical(each.chunk_tokens))
                 rows.append(row)
         here = {_identity(each) for each in self._registered()}
         deadline_s = time.monotonic() + _DEADLINE_S
@@ -121,9 +124,12 @@ class Explanations:
 
         def answer(others: Sequence[PartNames], described: Mapping[bytes, bytes]) -> None:
             for each in others:
+                row = _row(each)
                 canonical = described.get(each.names.fingerprint)
-                pairs = None if canonical is None else named_pairs(canonical)
-                rows.append(_row(each) | ({} if pairs is None else {"pairs": pairs}))
+                if canonical is not None:
+                    with contextlib.suppress(FormatError):  # its digest is right all the same
+                        row["pairs"] = named_pairs(canonical)
+                rows.append(row)
             reply(_json({"layouts": rows}))
 
         self._descriptions.names(listed, deadline_s)

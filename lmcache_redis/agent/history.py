@@ -157,7 +157,7 @@ def _lookup(lookup: PastLookup) -> dict[str, Any]:
         "first_chunk": lookup.chunks.start,
         "asked_chunks": lookup.asked,
         "chunk_tokens": lookup.chunk_tokens,
-        "hit_chunks": lookup.hit_chunks,
+        "found_chunks": lookup.hit_chunks,
         "hits": dict(lookup.hits),
         "compare_only": lookup.compare_only,
         "layouts": [each.hex() for each in lookup.layouts],

@@ -29,6 +29,8 @@ from lmcache_redis.errors import FormatError, check_int
 
 # The fingerprint of tensors, which have no layout.
 TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
+# That of values that describe layouts, see `agent.describing`.
+DESCRIPTIONS = hashlib.blake2b(b"lmcr1.layouts", digest_size=32).digest()
 
 MAX_REACH_TOKENS = 1 << 40
 MAX_STRIPE_INDEX = 0xFFFF

@@ -112,7 +112,7 @@ def _print(as_json: bool, report: Mapping[str, Any], lines: Iterator[str]) -> No
 def unknown(report: Mapping[str, Any], request: str | None) -> str:
     """Why nothing is known of a request."""
     tokens = report["chunk_size_tokens"]
-    kept = f"the agent keeps the last {report['kept']:,}, since {_clock(report['since_s'])}"
+    kept = f"the agent has {report['kept']:,} since {_clock(report['since_s'])}"
     what = "no request" if request is None else f"no request whose id contains {request!r}"
     return (
         f"{what} is known: {kept}. A prompt below {tokens:,} tokens is never asked, nor one of "
@@ -122,12 +122,12 @@ def unknown(report: Mapping[str, Any], request: str | None) -> str:
 
 def list_lines(report: Mapping[str, Any], now_s: float) -> Iterator[str]:
     """One line a request."""
-    yield f"{report['kept']:,} requests are kept, since {_clock(report['since_s'])}"
+    yield f"{report['kept']:,} requests since {_clock(report['since_s'])}"
     for each in report["requests"]:
         lookup = each["lookup"]
         what = "never asked"
         if lookup is not None:
-            what = f"{lookup['hit_chunks']} of {lookup['asked_chunks']} chunks hit"
+            what = f"{lookup['found_chunks']} of {lookup['asked_chunks']} chunks hit"
             if (miss := lookup["first_miss"]) is not None:
                 what += f", {miss['reason']}"
             if each["parts"]["failed"]:
@@ -163,7 +163,7 @@ def _lookup_lines(lookup: Mapping[str, Any], times: int) -> Iterator[str]:
     yield _row("model", f"{lookup['model']}, layout {_layouts(lookup['layouts'])}")
     yield _row("asked", f"{asked} chunks of {tokens:,} tokens{behind}{again}")
     hits = ", ".join(f"{n} from {_TIERS[tier]}" for tier, n in lookup["hits"].items())
-    found = f"{lookup['hit_chunks']} chunks" + (f": {hits}" if hits else "")
+    found = f"{lookup['found_chunks']} chunks" + (f": {hits}" if hits else "")
     yield _row("hit", f"{found}, known after {_seconds(lookup['took_s'])}")
     if lookup["compare_only"]:
         yield _row("", "they are only compared: a canary has found other KV in this layout")
@@ -194,7 +194,7 @@ def _place_lines(miss: Mapping[str, Any], lookup: Mapping[str, Any]) -> Iterator
         yield _row("", f"lmcache-redis why --layouts {own[0][:_SHOWN]} {others[0][:_SHOWN]}")
     there = sum(place is not None for place in miss["now"])
     if there == len(own):
-        yield _row("", "it is there now: it was stored since")
+        yield _row("", "under its own layout it is there now: stored since")
     elif there:
         yield _row("", f"{there} of its {len(own)} parts are there now")
     if not miss["redis_answered"]:
@@ -215,7 +215,7 @@ def _bet(bet: Mapping[str, Any]) -> str:
 
 def _part_lines(parts: Mapping[str, Any], lookup: Mapping[str, Any] | None) -> Iterator[str]:
     """Parts: of each chunk one for each rank and group of layers."""
-    hits = 0 if lookup is None else lookup["hit_chunks"]
+    hits = 0 if lookup is None else lookup["found_chunks"]
     if parts["loaded"]:
         took = _seconds(parts["load_s"])
         yield _row("loaded", f"{parts['loaded']} parts into vLLM's blocks in {took}")

@@ -187,18 +187,29 @@ def fingerprint_of(canonical: bytes) -> bytes:
 
 
 def named_pairs(canonical: bytes) -> dict[str, str]:
-    """What decides the bytes of parts, as names and values for people."""
-    identity, dtype, block, chunk, page_format, page_bytes, *reach = json.loads(canonical)
-    sizes = [f"{len([*alike])} of {size} bytes" for size, alike in groupby(page_bytes)]
-    pairs = dict(identity) | {
-        "dtype": dtype,
-        "block_size_tokens": str(block),
-        "chunk_size_tokens": str(chunk),
-        "page_format": page_format,
-        "pages": ", ".join(sizes),
-    }
-    if reach:
-        pairs |= {"reach": reach[0], "blocks_per_part": str(reach[1])}
+    """What decides the bytes of parts, as names and values for people.
+
+    canonical: perhaps of somebody else's. Raises FormatError if it is not `KVLayout.canonical`, or
+    holds what a terminal would not print.
+    """
+    try:
+        identity, dtype, block, chunk, page_format, page_bytes, *reach = json.loads(canonical)
+        sizes = [f"{len([*alike])} of {size} bytes" for size, alike in groupby(page_bytes)]
+        pairs = dict(identity) | {
+            "dtype": dtype,
+            "block_size_tokens": str(block),
+            "chunk_size_tokens": str(chunk),
+            "page_format": page_format,
+            "pages": ", ".join(sizes),
+        }
+        if reach:
+            pairs |= {"reach": reach[0], "blocks_per_part": str(reach[1])}
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise FormatError(f"not the description of a layout: {error}") from error
+    if not all(
+        isinstance(text, str) and text.isprintable() for each in pairs.items() for text in each
+    ):
+        raise FormatError("the description of a layout holds what cannot be printed")
     return pairs
 
 

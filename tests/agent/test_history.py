@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
+from lmcache_redis.admin.names import find_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.describing import LayoutDescriptions
@@ -23,6 +24,7 @@ from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout, Segment, named_pairs
+from lmcache_redis.errors import FormatError
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from tests.agent.joining import HASHES, Joining
@@ -73,7 +75,7 @@ def test_a_request_that_is_looked_up_again_keeps_the_last() -> None:
     history.looked_up(("engine", "r"), lookup(hits=(("host", 3), ("redis", 1))))
     (past,) = history
     shown = document(past)
-    assert (shown["lookups"], shown["lookup"]["hit_chunks"]) == (2, 4)
+    assert (shown["lookups"], shown["lookup"]["found_chunks"]) == (2, 4)
     assert shown["lookup"]["first_miss"] is None
 
 
@@ -286,6 +288,7 @@ def test_layouts_are_described_in_redis(redis_server: RedisServer) -> None:
         (key,) = (k for k in client.scan_iter() if one.fingerprint(64) in k)
         _, name, index = parse_stripe_key(key, b"p:")
         assert (name.model_name, name.kv_rank, index) == ("org/model", 7, 0)
+        assert find_name(key, b"p:")[0].layout == "(descriptions)"  # in `inspect`
         # The value of another layout under its key.
         (other, *_) = (k for k in client.scan_iter() if two.fingerprint(64) in k)
         client.set(key, client.get(other))
@@ -304,3 +307,18 @@ def test_a_layout_in_words() -> None:
         "page_format": "",
         "pages": "3 of 1000 bytes",
     }
+
+
+@pytest.mark.parametrize(
+    "canonical",
+    [
+        b"", b"{}", b"[]", b"[1,2,3,4,5,6]", b"\xff", b"[" * 10**5,
+        b'[[["a"]],"u",16,64,"",[1]]',
+        b'[[["a","b\\u001b[2J"]],"u",16,64,"",[1]]',
+        b'[[["a",7]],"u",16,64,"",[1]]',
+        b'[[],"u",16,64,"",[1],"window"]',
+    ],
+)  # fmt: skip
+def test_what_describes_no_layout(canonical: bytes) -> None:
+    with pytest.raises(FormatError):
+        named_pairs(canonical)

@@ -58,7 +58,7 @@ def lookup(reason: str = "", **changes: Any) -> dict[str, Any]:
         "first_chunk": 0,
         "asked_chunks": 20,
         "chunk_tokens": 256,
-        "hit_chunks": 4,
+        "found_chunks": 4,
         "hits": {"host": 1, "redis": 3},
         "compare_only": False,
         "layouts": [A],
@@ -104,7 +104,7 @@ def test_a_chunk_that_another_layout_has() -> None:
 @pytest.mark.parametrize(
     ("now", "answered", "expected"),
     [
-        (["redis"], True, ["it is there now: it was stored since"]),
+        (["redis"], True, ["under its own layout it is there now: stored since"]),
         ([None], True, []),
         (["host", None], True, ["1 of its 2 parts are there now"]),
         (
@@ -164,7 +164,7 @@ def test_a_list_has_one_line_a_request() -> None:
         report["requests"] += request(other)["requests"]
         report["requests"][-1]["began_s"] = NOW_S - since_s
     found = [" ".join(line.split()) for line in list_lines(report, NOW_S)]
-    assert found[0].startswith("7 requests are kept, since 20")
+    assert found[0].startswith("7 requests since 20")
     assert found[1:] == [
         "90 s ago cmpl-1 4 of 20 chunks hit, absent, 2 parts failed to load",
         "2 h ago cmpl-1 never asked",
@@ -174,8 +174,7 @@ def test_a_list_has_one_line_a_request() -> None:
 
 def test_an_unknown_request() -> None:
     text = unknown(request(), "chat-9")
-    assert text.startswith("no request whose id contains 'chat-9' is known: the agent keeps the")
-    assert "the last 7, since 20" in text
+    assert text.startswith("no request whose id contains 'chat-9' is known: the agent has 7 since")
     assert "A prompt below 256 tokens is never asked" in text
 
 

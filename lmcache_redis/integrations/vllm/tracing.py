@@ -2,8 +2,8 @@
 
 They are siblings of vLLM's ``llm_request``: children of the span that the request's trace headers
 name. vLLM sets up the exporter in each of its processes (``--otlp-traces-endpoint``); a span goes
-through it. A request without trace headers has no spans here: its ``llm_request`` cannot be known
-before it ends.
+through it. A request without trace headers has no spans here: vLLM makes a trace for it only when
+it ends.
 
     scheduler   lmcache_redis.lookup    from the question to the agent to its answer
                 lmcache_redis.load      from the allocation of its blocks to the end on all ranks
