@@ -124,7 +124,7 @@ def _row(mbit: float, times: dict[str, list[float]], agent: AgentServer) -> dict
     status = agent.status()
     row |= {name: status["counters"][name] for name in ("miss_slower", "lookups_cut", "probes")}
     # What the agent believes.
-    row["measured_mbit_per_s"] = status["loads"]["tiers"]["Redis"]["bytes_per_s"] * 8 // 1_000_000
+    row["measured_mbit_per_s"] = status["loads"]["tiers"]["redis"]["bytes_per_s"] * 8 // 1_000_000
     (row["prefill_tokens_per_s"],) = status["loads"]["prefill_tokens_per_s"].values()
     return row
 

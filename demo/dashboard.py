@@ -77,8 +77,9 @@ def variables() -> dict[str, str]:
 
 
 def filled_in(query: str, rate_interval: str) -> str:
-    """A query for all nodes and models."""
-    return re.sub(r"\$(node|model)\b", ".*", query).replace("$__rate_interval", rate_interval)
+    """A query for all nodes and models, whose whole time is one interval."""
+    query = re.sub(r"\$__(rate_interval|range)\b", rate_interval, query)
+    return re.sub(r"\$(node|model)\b", ".*", query)
 
 
 def find(program: str) -> str | None:

@@ -147,7 +147,7 @@ def test_modules_and_their_names_exist(page: Path) -> None:
 
 @each_page
 def test_counters_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:miss|drop|hit)_[a-z_]+)`", page.read_text()):
+    for name in re.findall(r"`((?:miss|drop|hit_chunks)_[a-z_]+)`", page.read_text()):
         assert name in COUNTERS, f"{page_id(page)} names the counter {name}"
 
 

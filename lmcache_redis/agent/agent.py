@@ -22,11 +22,14 @@ from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
+from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import Wakeup
 
 Line = tuple[int, str]
+
+TIERS = tuple(TIER_NAMES.values())
 
 # Normal operation, eviction included, never increments these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
@@ -123,6 +126,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
     return {
         "version": __version__,
         "pid": os.getpid(),
+        "uptime_s": round(time.monotonic() - agent.cache.metrics.since_s, 1),
         "endpoint": config.endpoint,
         "chunk_size_tokens": config.chunk_size_tokens,
         "redis": _redis(agent),
@@ -167,11 +171,33 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "models": {name: asdict(use) for name, use in peers.models.items()},
+        **_worth(agent),
         "counters": _counters(agent),
     }
 
 
-def _counters(agent: Agent) -> dict[str, int]:
+def _worth(agent: Agent) -> dict[str, Any]:
+    """What the cache is good for since the start: hit rates by tier, and what loads have saved.
+
+    A rate is None before the first lookup. The seconds are None while they are known of none of the
+    tokens; below 0, loads have taken longer than computing would have.
+    """
+    counters, uses = agent.cache.metrics.snapshot(), agent.peers.models.values()
+    asked, saved = counters["lookup_chunks"], counters["saved_tokens"]
+    untimed = sum(use.saved_untimed_tokens for use in uses)
+    is_known = not saved or untimed < saved
+    return {
+        "hit_rate": {
+            tier: round(counters[f"hit_chunks_{tier}"] / asked, 4) if asked else None
+            for tier in TIERS
+        },
+        "tokens_saved": saved,
+        "tokens_saved_untimed": untimed,
+        "prefill_s_saved": round(agent.peers.saved_prefill_s, 3) if is_known else None,
+    }
+
+
+def _counters(agent: Agent) -> dict[str, float]:
     """All counters, those that the data plane keeps included."""
     stats = agent.plane.stats()
     return agent.cache.metrics.snapshot() | {
@@ -208,7 +234,7 @@ def _loads(agent: Agent) -> dict[str, Any]:
     """What decides whether a hit is loaded, by tier; and the lookups that wait for room."""
     cache = agent.cache
     tiers = {
-        tier.name: {
+        tier.name.lower(): {
             "bytes_per_s": round(rate.per_second()),
             "in_flight_bytes": rate.in_flight_bytes,
             "is_slow": rate.is_slow,
@@ -226,7 +252,7 @@ def _loads(agent: Agent) -> dict[str, Any]:
 def _redis(agent: Agent) -> dict[str, Any]:
     state, stats = agent.plane.state, agent.plane.stats()
     return {
-        "server": agent.plane.where,
+        "server": agent.plane.deployment.url,
         "key_prefix": agent.config.key_prefix.decode("utf-8", "backslashreplace"),
         "up": state.up,
         "reason": state.reason,
@@ -242,7 +268,7 @@ def _redis(agent: Agent) -> dict[str, Any]:
     }
 
 
-def summary(before: Mapping[str, int], after: Mapping[str, int]) -> Line | None:
+def summary(before: Mapping[str, float], after: Mapping[str, float]) -> Line | None:
     """A log level and a line; None if nothing happened.
 
     before, after: two snapshots of the agent's `Metrics`.
@@ -250,10 +276,10 @@ def summary(before: Mapping[str, int], after: Mapping[str, int]) -> Line | None:
     grown = {name: n - before[name] for name, n in after.items() if n > before[name]}
     parts = []
     if "lookups" in grown:
-        hits = {place: grown.get(f"hit_chunks_{place}", 0) for place in ("pool", "disk", "redis")}
+        hits = {place: grown.get(f"hit_chunks_{place}", 0) for place in TIERS}
         parts.append(
             f"{sum(hits.values())} of {grown.get('lookup_chunks', 0)} chunks hit in "
-            f"{grown['lookups']} lookups (host pool {hits['pool']}, disk {hits['disk']}, "
+            f"{grown['lookups']} lookups (host pool {hits['host']}, disk {hits['disk']}, "
             f"Redis {hits['redis']})"
         )
     for counter, done in (
@@ -265,6 +291,8 @@ def summary(before: Mapping[str, int], after: Mapping[str, int]) -> Line | None:
     ):
         if counter in grown:
             parts.append(f"{grown[counter]} {done}")
+    if "saved_tokens" in grown:
+        parts.append(f"{grown['saved_tokens']} tokens not computed")
     parts += [
         f"{name} {n}"
         for name, n in grown.items()

@@ -1,16 +1,20 @@
-"""What an agent exposes to Prometheus beside its counters: values of its status."""
+"""What an agent exposes over HTTP beside its counters: values of its status, and its page."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmcache_redis.agent.agent import Agent, status_report
-from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled
+from lmcache_redis.agent.page import HEADERS, Miss, page
+from lmcache_redis.metrics import COUNTERS
+from lmcache_redis.metrics.exporter import HttpAnswer, OwnerCollector, gauge, labelled, read_on
 
 # Fields of `ModelUse`.
 _OF_MODELS: Final = {
@@ -19,7 +23,9 @@ _OF_MODELS: Final = {
     "hit_tokens": "prompt tokens found by lookups",
     "retrieved_bytes": "bytes scattered into blocks of its engines",
     "gathered_bytes": "bytes gathered from blocks of its engines",
+    "saved_tokens": "prompt tokens loaded into blocks of its engines instead of computed",
 }
+_MOST_MISSES = 10
 # Counters that the data plane keeps.
 _OF_PLANE: Final = ("redis_connects", "redis_reconnects", "redis_errors")
 
@@ -34,6 +40,30 @@ def collector_of(agent: Agent) -> OwnerCollector:
         return metrics_of(status)
 
     return OwnerCollector(agent.loop.post, read)
+
+
+def page_of(agent: Agent) -> HttpAnswer:
+    """The page at `/`. From any thread. Raises `NoReading`."""
+    status, misses = read_on(agent.loop.post, lambda: (status_report(agent), last_misses(agent)))
+    text = page(status, misses, time.time())
+    return HttpAnswer("200 OK", HEADERS, text.encode("utf-8", "replace"))
+
+
+def last_misses(agent: Agent) -> list[Miss]:
+    """The newest first."""
+    found = (
+        Miss(
+            lookup.at_s,
+            past.key[1],
+            lookup.model,
+            lookup.asked,
+            lookup.hit_chunks,
+            COUNTERS.get(f"miss_{lookup.reason}", ", ".join(lookup.because) or lookup.reason),
+        )
+        for past in agent.sessions.history
+        if (lookup := past.lookup) is not None and lookup.reason
+    )
+    return [*islice(found, _MOST_MISSES)]
 
 
 def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
@@ -71,7 +101,7 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     if disk:
         yield gauge("disk_up", "1 if the disk tier answers", disk["up"])
         yield gauge("disk_used_bytes", "size of the disk tier's files", disk["used_bytes"])
-    tiers = {(name.lower(),): tier for name, tier in loads["tiers"].items()}
+    tiers = {(name,): tier for name, tier in loads["tiers"].items()}
     yield gauges(
         "load_bytes_per_second",
         "measured rate of loads, 0 before the first",

@@ -18,6 +18,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.history import PastLookup
 from lmcache_redis.agent.jobs import because
 from lmcache_redis.agent.peers import Peer, Registration, Reply
+from lmcache_redis.agent.savings import HitLoad
 from lmcache_redis.agent.sessions import PartKey, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
@@ -119,6 +120,7 @@ class LookupJob:
         # First, because the engine is waiting.
         self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
         self._count(found, tiers)
+        session.load = self._load_of(found, users)
         layouts = tuple(form.fingerprint for form in forms)
         self._note(session, found, tiers, layouts)
         pool, hashes = self._agent.cache.pool, self._question.hashes
@@ -132,6 +134,18 @@ class LookupJob:
                 pool.report_again(entry)
         if session.cancel_lookup == found.cancel:
             session.cancel_lookup = None
+
+    def _load_of(self, found: PrefixLookup, users: Sequence[Sequence[PartKey]]) -> HitLoad | None:
+        """The load that the engine may begin now."""
+        if not found.bound or self._compare_only:
+            return None
+        return HitLoad(
+            {worker_id for row in users for worker_id, _ in row},
+            self._question.first_chunk,
+            self._agent.chunk_tokens(self._peer),
+            self._question.token_s,
+            waited_s=time.monotonic() - self._started_s,
+        )
 
     def _note(
         self, session: Session, found: PrefixLookup, tiers: str, layouts: tuple[bytes, ...]
@@ -170,7 +184,7 @@ class LookupJob:
         metrics.count("lookup_chunks", chunks)
         metrics.count("hit_chunks_redis", from_redis)
         metrics.count("hit_chunks_disk", from_disk)
-        metrics.count("hit_chunks_pool", found.bound - from_redis - from_disk)
+        metrics.count("hit_chunks_host", found.bound - from_redis - from_disk)
         took_s = time.monotonic() - self._started_s
         metrics.observe("lookup_seconds", took_s)
         if found.bound:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -116,11 +117,12 @@ def _end_process(exit_status: int) -> None:
 
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
     # Most agents have none: an HTTP server is not worth its imports then.
-    from lmcache_redis.agent.exported import collector_of
+    from lmcache_redis.agent.exported import collector_of, page_of
     from lmcache_redis.metrics.exporter import Exporter
 
     counted = agent.cache.metrics.registry
-    return Exporter(parse_address(address), collector_of(agent), counted)
+    owner = collector_of(agent)
+    return Exporter(parse_address(address), owner, counted, partial(page_of, agent))
 
 
 def _arena(config: AgentConfig) -> Arena:

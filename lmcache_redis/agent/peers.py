@@ -13,6 +13,7 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
+from lmcache_redis.agent.savings import Saving
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
@@ -104,13 +105,25 @@ class Peer:
 
 @dataclass
 class ModelUse:
-    """What the engines of one model have asked for and got since the agent's start."""
+    """What the engines of one model have asked for and got since the agent's start.
+
+    saved_tokens: loaded instead of computed. saved_untimed_tokens: those of them whose seconds are
+    not known. saved_prefill_s: of the others; see `savings`.
+    """
 
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
     retrieved_bytes: int = 0
     gathered_bytes: int = 0
+    saved_tokens: int = 0
+    saved_untimed_tokens: int = 0
+    saved_prefill_s: float = 0.0
+
+    def add(self, saving: Saving) -> None:
+        self.saved_tokens += saving.tokens
+        self.saved_untimed_tokens += 0 if saving.is_timed else saving.tokens
+        self.saved_prefill_s += saving.prefill_s or 0.0
 
 
 class Peers:
@@ -149,6 +162,11 @@ class Peers:
         if model_name not in self.models and len(self.models) >= MAX_MODELS:
             model_name = OTHER_MODELS
         return self.models.setdefault(model_name, ModelUse())
+
+    @property
+    def saved_prefill_s(self) -> float:
+        """Of all models, as far as it is known."""
+        return sum(use.saved_prefill_s for use in self.models.values())
 
     def remove(self, peer: Peer) -> None:
         if self._by_identity.get(peer.identity) is peer:

@@ -35,6 +35,7 @@ class RetrieveJob(CopyJob):
     def __init__(self, agent: Agent, request: CopyRequest) -> None:
         super().__init__(agent, request)
         self._failed: list[int] = []
+        self._load = request.session.load if self._hashes else None
         self._lost = False  # the GPU: it may still write to the blocks
         self._entries: dict[int, Entry] = {}  # pinned, until their copies take over the pins
         self._missing: list[int] = []  # chunks that are not in memory, and are not being loaded
@@ -44,13 +45,19 @@ class RetrieveJob(CopyJob):
         return self._agent.copies.scatter
 
     @property
+    def _skipped_tokens(self) -> int:
+        assert isinstance(self._question, m.Retrieve)
+        return self._question.skip_first_n_tokens
+
+    @property
     def _skip_blocks(self) -> int:
-        question, device = self._question, self._registration.device
-        assert isinstance(question, m.Retrieve)
-        return question.skip_first_n_tokens // device.layouts[question.group].block_size_tokens
+        layouts = self._registration.device.layouts
+        return self._skipped_tokens // layouts[self._question.group].block_size_tokens
 
     def start(self) -> None:
         """Queues the copies of the chunks in memory, and begins to load the others."""
+        if self._load is not None:
+            self._load.begun(self._started_s)
         self._missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
         self._begin([*self._entries], self._missing)
         self._load_piece()
@@ -130,6 +137,7 @@ class RetrieveJob(CopyJob):
         self._cache.metrics.count("retrieved_chunks", copied)
         self._cache.metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
         self._use.retrieved_bytes += copied * self._form.chunk_bytes
+        self._count_saving()
         self._note(copied, took_s)
         logger.debug(
             "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
@@ -141,6 +149,24 @@ class RetrieveJob(CopyJob):
                 self._request.reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
         finally:
             self._agent.sessions.finish(self._request.session)
+
+    def _count_saving(self) -> None:
+        """Counts what the load has saved, if this was its last retrieve."""
+        session, load = self._request.session, self._load
+        if load is None or session.ended:  # the request was aborted
+            return
+        worker_id, tokens = self._registration.worker_id, None
+        if not self._failed and all(each in session.positions for each in self._hashes):
+            chunks = [session.positions[each] for each in self._hashes]
+            tokens = load.tokens_of(self._form.reach, chunks, self._skipped_tokens)
+        saving = load.ended(worker_id, tokens, time.monotonic())
+        if saving is not None:
+            session.load = None
+            self._use.add(saving)
+            peers, metrics = self._agent.peers, self._cache.metrics
+            metrics.count("saved_tokens", saving.tokens)
+            metrics.count("saved_untimed_tokens", 0 if saving.is_timed else saving.tokens)
+            metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)
 
     def _note(self, copied: int, took_s: float) -> None:
         past = self._past

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lmcache_redis.agent.history import RequestHistory
+from lmcache_redis.agent.savings import HitLoad
 from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.errors import WireError
 
@@ -29,6 +30,7 @@ class Session:
         self.busy = 0  # stores and retrieves in progress
         self.cancel_lookup: Callable[[], None] | None = None
         self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
+        self.load: HitLoad | None = None  # of its last lookup, until it has ended
         self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
         self._pool = pool
         self._pins: dict[bytes, dict[PartKey, Entry]] = {}  # by chunk hash

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -83,7 +84,11 @@ def purge(
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option("--layout", help="Chunks of this layout, as `inspect` shows it; repeatable."),
+        typer.Option(
+            "--layout",
+            help="Chunks of this layout, as `status` and `inspect` show it, or its first digits; "
+            "repeatable.",
+        ),
     ] = None,
     idle_longer_than: Annotated[
         str | None,
@@ -118,14 +123,18 @@ def purge(
 
       lmcache-redis purge --idle-longer-than 7d --yes
     """
-    from lmcache_redis.admin.names import read_age, read_layout
+    from lmcache_redis.admin.names import is_whole_layout, read_age, read_layout
     from lmcache_redis.admin.pace import Pace
     from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
     from lmcache_redis.admin.report import plan_lines, removal_lines
+    from lmcache_redis.admin.survey import layouts_on
 
+    wanted = layout or []
+    begun = [each for each in wanted if not is_whole_layout(each)]
+    whole = [read_layout(each) for each in wanted if each not in begun]
     selection = Selection(
         models=frozenset(model or ()),
-        namespaces=frozenset().union(*map(read_layout, layout)) if layout else None,
+        namespaces=frozenset().union(*whole) if wanted else None,
         idle_longer_than_s=read_age("--idle-longer-than", idle_longer_than),
         stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
@@ -140,6 +149,10 @@ def purge(
             "there is no terminal to ask on: give --yes to remove without asking, or --dry-run"
         )
     with _server(redis_url, redis_username, key_prefix) as (server, prefix):
+        if begun:
+            known = layouts_on(server, prefix)
+            others = [read_layout(each, known) for each in begun]
+            selection = replace(selection, namespaces=frozenset().union(*whole, *others))
         plan = choose(server, prefix, selection)
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:

@@ -136,19 +136,17 @@ def settings(
 def status(
     endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
 ) -> None:
-    """Show what the agent holds, the state of Redis, and all counters."""
-    from rich.console import Console
-
-    from lmcache_redis.cli.shown import status_tables
+    """Show hit rates, what was saved, what the agent holds, and all counters."""
+    from lmcache_redis.cli.shown import console, status_tables
     from lmcache_redis.client.control import ControlClient
 
     report = ControlClient(endpoint or default_endpoint(), timeout_s).status()
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    console = Console()
+    out = console()
     for table in status_tables(report):
-        console.print(table)
+        out.print(table)
 
 
 @app.command()

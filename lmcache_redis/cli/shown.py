@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_redis.agent import words
 from lmcache_redis.metrics import COUNTERS
 
 _GIB = 1 << 30
@@ -17,11 +18,6 @@ _GIB = 1 << 30
 _MOST_MODELS = 3
 _MOST_REASONS = 4
 _BAR = 24
-_HIT_COUNTERS = {
-    "host": "hit_chunks_pool",
-    "disk": "hit_chunks_disk",
-    "redis": "hit_chunks_redis",
-}
 _MOVED = (
     ("to engines", "retrieved_bytes"),
     ("from engines", "gathered_bytes"),
@@ -32,14 +28,31 @@ _MOVED = (
 )
 
 
+# Where nobody sees a window's edge, nothing is cut.
+_NO_EDGE = 10_000
+
+
+def console() -> Console:
+    """Of stdout: as wide as the terminal, or as the content."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=_NO_EDGE)
+
+
 def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
-    """The agent, its engines, and every counter that is not zero."""
+    """The agent, its engines, and every counter."""
+    report = {**words.ABSENT, **report}
     pool, redis, queues = report["pool"], report["redis"], report["queues"]
     agent = Table(title=f"agent {report['pid']} ({report['version']})", show_header=False)
+    agent.add_column(no_wrap=True)
+    agent.add_column(overflow="fold")
     used = pool["used_slots"] * pool["slot_bytes"] / 2**30
     whole = pool["slots"] * pool["slot_bytes"] / 2**30
     agent.add_row("endpoint", report["endpoint"])
+    agent.add_row("up for", words.uptime(report))
     agent.add_row("Redis", f"{redis['server']}: {'up' if redis['up'] else redis['reason']}")
+    of = ", ".join(f"{tier} {words.percent(share)}" for tier, share in report["hit_rate"].items())
+    agent.add_row("hit rate", f"{words.percent(words.hit_rate(report))}: {of}")
+    agent.add_row("saved", words.saved(report))
     agent.add_row("host pool", f"{used:.2f} of {whole:.2f} GiB, {pool['chunks']} chunks")
     agent.add_row("pinned", f"{pool['pinned_slots'] * pool['slot_bytes'] / 2**30:.2f} GiB")
     if pool.get("locked_bytes") or pool.get("lock_failure"):
@@ -47,13 +60,19 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
         agent.add_row("locked for GPUs", ", ".join(filter(None, (locked, pool["lock_failure"]))))
     agent.add_row("to be written", f"{queues['writes']} chunks")
     for name, tier in report["loads"]["tiers"].items():
-        agent.add_row(f"loads from {name}", _load_rate(tier))
+        agent.add_row(f"loads from {name}", words.load_rate(tier))
     agent.add_row("lookups that wait", f"{report['loads']['waiting']} for room in the host pool")
     agent.add_row("sessions", str(report["sessions"]))
     agent.add_row("canaries", _canaries(report))
     agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
     yield agent
-    engines = Table("model", "worker", "device", "chunk", "layout", "state", title="engines")
+    engines = Table(title="engines")
+    engines.add_column("model", overflow="fold")
+    engines.add_column("worker")
+    engines.add_column("device")
+    engines.add_column("chunk")
+    engines.add_column("layout", no_wrap=True)
+    engines.add_column("state")
     for engine in report["engines"]:
         engines.add_row(
             engine["model"],
@@ -64,11 +83,18 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "ready" if engine["ready"] else "waits for its scheduler or other ranks",
         )
     yield engines
-    counters = Table("counter", "value", "what it counts", title="counters")
+    counters = Table(title="counters")
+    counters.add_column("counter", no_wrap=True)
+    counters.add_column("value", justify="right", no_wrap=True)
+    counters.add_column("what it counts", overflow="fold")
     for name, value in report["counters"].items():
-        if value:
-            counters.add_row(name, f"{value:,}", COUNTERS.get(name, ""))
+        style = None if value else "dim"
+        counters.add_row(name, _shown_count(value), COUNTERS.get(name, ""), style=style)
     yield counters
+
+
+def _shown_count(value: float) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
 
 
 @dataclass(frozen=True)
@@ -84,21 +110,14 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
 
     before: None, or of another process of the agent: what happened since the agent's start.
     """
-    if before is not None and before.report["pid"] != now.report["pid"]:
-        before = None
-    change = _CounterChange(before, now)
-    report = now.report
+    change, report = _CounterChange(before, now), now.report
     return Group(
         Text.assemble(
             ("lmcache-redis ", "bold"),
             f"{report['version']}, agent {report['pid']} at {report['endpoint']}",
             no_wrap=True, overflow="ellipsis",
         ),
-        Text(
-            f"in the last {change.seconds:.1f} s" if before else "since the start of the agent",
-            style="dim",
-        ),
-        Text(),
+        Text(f"{change.time}; up for {words.uptime(change.report)}", style="dim"),
         _overview(change),
         Text(),
         _models(change),
@@ -107,18 +126,48 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
     )  # fmt: skip
 
 
+def change_document(before: Sample | None, now: Sample) -> dict[str, Any]:
+    """What `frame` shows, for programs."""
+    return _CounterChange(before, now).document()
+
+
 class _CounterChange:
-    """What grew between two samples."""
+    """What grew between two samples of one process; since its start, if they are of two."""
 
     def __init__(self, before: Sample | None, now: Sample) -> None:
-        # An agent that was started before an update may not report these.
-        self.report = {"models": {}, "canaries": {"distrusted": []}, **now.report}
+        if before is not None and before.report["pid"] != now.report["pid"]:
+            before = None
+        self.report = {**words.ABSENT, **now.report}
         self.seconds = now.at_s - before.at_s if before else 0.0
         self._then: Mapping[str, Any] = before.report if before else {}
 
     def counter(self, name: str) -> int:
-        grown: int = self.report["counters"][name] - self._then.get("counters", {}).get(name, 0)
+        before = self._then.get("counters", {}).get(name, 0)
+        grown: int = self.report["counters"].get(name, 0) - before
         return grown
+
+    @property
+    def time(self) -> str:
+        return f"in the last {self.seconds:.1f} s" if self.seconds else "since the agent's start"
+
+    def hit_rates(self) -> dict[str, float | None]:
+        """By tier, of the chunks that were asked for."""
+        asked = self.counter("lookup_chunks")
+        hits = {tier: self.counter(f"hit_chunks_{tier}") for tier in words.TIERS}
+        return {tier: words.rate_of(count, asked) for tier, count in hits.items()}
+
+    def document(self) -> dict[str, Any]:
+        """For `top --json`."""
+        names = self.report["counters"]
+        return {
+            "pid": self.report["pid"],
+            "uptime_s": self.report["uptime_s"],
+            "seconds": round(self.seconds, 3),
+            "hit_rate": self.hit_rates(),
+            "tokens_saved": self.counter("saved_tokens"),
+            "redis_up": self.report["redis"]["up"],
+            "counters": {name: grown for name in names if (grown := self.counter(name))},
+        }
 
     def model(self, model: str, name: str) -> int:
         grown: int = self.report["models"][model][name]
@@ -139,14 +188,15 @@ class _CounterChange:
 
 def _overview(change: _CounterChange) -> RenderableType:
     report, pool, loads = change.report, change.report["pool"], change.report["loads"]
-    asked = change.counter("lookup_chunks")
-    hits = {tier: change.counter(name) for tier, name in _HIT_COUNTERS.items()}
+    rates = change.hit_rates()
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", min_width=8)
     grid.add_column(no_wrap=True, overflow="ellipsis")
-    of = ", ".join(f"{tier} {_share(count, asked)}" for tier, count in hits.items())
+    of = ", ".join(f"{tier} {words.percent(share)}" for tier, share in rates.items())
     lookups = change.happened(change.counter("lookups"), " lookups")
-    grid.add_row("hit rate", f"{_share(sum(hits.values()), asked)}: {of}; {lookups}")
+    whole_rate = words.percent(words.hit_rate({"hit_rate": rates}))
+    grid.add_row("hit rate", f"{whole_rate}: {of}; {lookups}")
+    grid.add_row("saved", words.saved(report))
     moved = [f"{change.moved(change.counter(name))} {where}" for where, name in _MOVED]
     grid.add_row("bytes", ", ".join(moved[:2]))
     grid.add_row("", ", ".join(moved[2:4]))
@@ -176,8 +226,8 @@ def _overview(change: _CounterChange) -> RenderableType:
     if distrusted := report["canaries"]["distrusted"]:
         why = f"OTHER KV was cached than is computed: {len(distrusted)} layouts are not loaded"
         grid.add_row("canaries", Text(why, "bold red"))
-    rates = [f"{name} {_load_rate(tier)}" for name, tier in loads["tiers"].items()]
-    grid.add_row("loads", ", ".join(rates))
+    speeds = [f"{name} {words.load_rate(tier)}" for name, tier in loads["tiers"].items()]
+    grid.add_row("loads", ", ".join(speeds))
     ready = sum(engine["ready"] for engine in report["engines"])
     grid.add_row(
         "engines",
@@ -197,7 +247,7 @@ def _models(change: _CounterChange) -> RenderableType:
         asked, hit = change.model(name, "lookup_tokens"), change.model(name, "hit_tokens")
         table.add_row(
             Text(name, no_wrap=True, overflow="ellipsis"),
-            _share(hit, asked),
+            words.percent(words.rate_of(hit, asked)),
             change.happened(change.model(name, "lookups")),
             change.moved(change.model(name, "retrieved_bytes")),
             change.moved(change.model(name, "gathered_bytes")),
@@ -222,9 +272,7 @@ def _reasons(change: _CounterChange) -> RenderableType:
 
 
 def _column(change: _CounterChange, kind: str) -> Iterator[tuple[str, str]]:
-    totals: dict[str, int] = {
-        name: n for name, n in change.report["counters"].items() if name.startswith(kind) and n
-    }
+    totals = {kind + name: n for name, n in words.reasons(change.report, kind).items()}
     if not totals:
         yield "none", ""
     for name in sorted(totals, key=lambda name: (-change.counter(name), -totals[name]))[
@@ -246,13 +294,3 @@ def _canaries(report: Mapping[str, Any]) -> str:
             f"\nlayout {each['layout'][:16]}{epoch} is not loaded, {each['agreed']} agreed since"
         )
     return text
-
-
-def _share(count: int, of: int) -> str:
-    return f"{100 * count / of:.0f} %" if of else "-"
-
-
-def _load_rate(tier: Mapping[str, Any]) -> str:
-    rate = tier["bytes_per_s"]
-    text = f"{rate / 1e6:,.0f} MB/s" if rate else "not measured yet"
-    return f"{text} (slower than computing)" if tier["is_slow"] else text

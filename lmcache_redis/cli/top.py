@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_redis.cli.options import Endpoint
+from lmcache_redis.cli.options import AsJson, Endpoint
 from lmcache_redis.config import default_endpoint
 
 if TYPE_CHECKING:
@@ -29,16 +30,20 @@ def top(
         typer.Option("--interval-s", min=0.1, max=60, help="Seconds between two frames."),
     ] = 1.0,
     endpoint: Endpoint = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Watch this node's agent: hit rate, bytes a second, pool, queue, Redis, models, drops.
+    """Watch this node's agent: hit rate, savings, bytes a second, pool, Redis, models, drops.
 
-    q ends it. An agent that is restarted is found again.
+    q ends it. An agent that is restarted is found again. Without a terminal, each frame is printed
+    after the one before it, and with --json as one line.
 
     Examples:
 
       lmcache-redis top
 
       lmcache-redis top --once
+
+      lmcache-redis top --json | jq .hit_rate
     """
     from rich.console import Console
     from rich.live import Live
@@ -49,9 +54,8 @@ def top(
 
     agent, console = ControlClient(endpoint or default_endpoint()), Console(highlight=False)
     before = _read(agent)  # where there is no agent, this says so
-    if once:
-        time.sleep(interval_s)
-        console.print(frame(before, _read(agent)))
+    if once or as_json or not console.is_terminal:
+        _print_frames(agent, before, interval_s, as_json=as_json, once=once)
         return
     with _keys() as pressed, Live(frame(None, before), console=console, screen=True) as live:
         while not pressed(interval_s):
@@ -62,6 +66,31 @@ def top(
                 continue
             live.update(frame(before, now), refresh=True)
             before = now
+
+
+def _print_frames(
+    agent: ControlClient, before: Sample, interval_s: float, *, as_json: bool, once: bool
+) -> None:
+    """One after the other, until Ctrl-C or until nobody reads them. Raises ``AgentUnreachable``."""
+    from lmcache_redis.cli.shown import change_document, console, frame
+
+    out = console()
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            while True:
+                time.sleep(interval_s)
+                now = _read(agent)
+                if as_json:
+                    print(json.dumps(change_document(before, now)), flush=True)
+                else:
+                    out.print(frame(before, now), end="\n" * (not once))
+                    sys.stdout.flush()
+                if once:
+                    return
+                before = now
+        except BrokenPipeError:
+            # Python would complain of what is still in the buffer.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _read(agent: ControlClient) -> Sample:

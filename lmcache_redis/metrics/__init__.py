@@ -8,6 +8,7 @@ declared where its values are: `agent.exported`, `compat.gateway.exported`, and
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -76,6 +77,12 @@ _ALONE: Final = {
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for by lookups",
     "probes": "chunks loaded to learn the rate of a tier",
+    # what loads have saved (`agent.savings`)
+    "saved_tokens": "prompt tokens loaded into blocks instead of computed",
+    "saved_untimed_tokens": "saved tokens whose seconds are not known: their engine had not "
+    "measured its prefill",
+    "saved_prefill_seconds": "prefill of saved tokens, less the wait for their loads; a loss is "
+    "taken from later savings",
     # host pool to engine, and back
     "retrieves": "retrieve jobs finished",
     "retrieves_failed": "retrieve jobs with at least one chunk not delivered",
@@ -105,7 +112,7 @@ DECLARED: Final = (
     Declared(
         Counter, "hit_chunks", "chunks found by lookups, by the tier that had them", "tier",
         {
-            "hit_chunks_pool": ("host", "chunks found in the host pool"),
+            "hit_chunks_host": ("host", "chunks found in the host pool"),
             "hit_chunks_redis": ("redis", "chunks found in Redis and loaded into the host pool"),
             "hit_chunks_disk": ("disk", "chunks found on disk and loaded into the host pool"),
         },
@@ -210,11 +217,15 @@ COUNTERS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class Metrics:
-    """The metrics of one cache. Every method may be called from any thread."""
+    """The metrics of one cache. Every method may be called from any thread.
 
-    __slots__ = ("_by_name", "registry")
+    since_s: when everything was zero (`time.monotonic()`).
+    """
+
+    __slots__ = ("_by_name", "registry", "since_s")
 
     def __init__(self) -> None:
+        self.since_s = time.monotonic()
         self.registry = CollectorRegistry()
         self._by_name: dict[str, Any] = {}
         for each in DECLARED:
@@ -230,14 +241,17 @@ class Metrics:
         """Adds a value to a histogram."""
         self._by_name[name].observe(value)
 
-    def raise_to(self, name: str, total: int) -> None:
-        """Sets a counter that something else counts. Call it on one thread."""
-        self.count(name, total - self._value(name))
+    def raise_to(self, name: str, total: float) -> None:
+        """Sets a counter that something else counts, unless it is higher. Call it on one thread."""
+        self._by_name[name].inc(max(0.0, total - self._value(name)))
 
-    def snapshot(self) -> dict[str, int]:
-        """Every counter, in the order of COUNTERS."""
-        return {name: self._value(name) for name in COUNTERS}
+    def snapshot(self) -> dict[str, float]:
+        """Every counter, in the order of COUNTERS: whole numbers, but for seconds."""
+        return {
+            name: self._value(name) if name.endswith("_seconds") else int(self._value(name))
+            for name in COUNTERS
+        }
 
-    def _value(self, name: str) -> int:
+    def _value(self, name: str) -> float:
         (metric,) = self._by_name[name].collect()
-        return int(metric.samples[0].value)
+        return float(metric.samples[0].value)

@@ -1,7 +1,8 @@
-"""`/metrics` for Prometheus and `/healthz` for probes: a small HTTP server on threads of its own.
+"""`/metrics` for Prometheus, `/healthz` for probes, `/` for people: a small HTTP server.
 
-It serves what `Metrics` has counted, and what an `OwnerCollector` reads on the loop of an agent or
-a gateway. /healthz answers 200 while that loop turns, and 503 with the reason when it does not.
+It runs on threads of its own, and serves what `Metrics` has counted and what is read on the loop of
+an agent or a gateway (`read_on`). /healthz answers 200 while that loop turns, and 503 with the
+reason when it does not. A gateway has no page at `/`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
@@ -36,6 +38,18 @@ logger = logging.getLogger(__name__)
 _MOST_CONNECTIONS = 8
 _DEADLINE_S = 5.0
 _NO_DESCRIPTOR_PAUSE_S = 0.1
+
+
+_T = TypeVar("_T")
+_Environ = dict[str, Any]
+
+
+class HttpAnswer(NamedTuple):
+    """Of an HTTP request. status: as in "200 OK"."""
+
+    status: str
+    headers: Sequence[tuple[str, str]]
+    body: bytes
 
 
 class NoReading(Exception):
@@ -61,9 +75,33 @@ def labelled(
     return family
 
 
+def read_on(
+    post: Callable[[Callable[[], None]], None], read: Callable[[], _T], answer_s: float = 2.0
+) -> _T:
+    """What `read` returns on a loop. post: runs an action there soon, from any thread.
+
+    Raises NoReading if the loop does not turn.
+    """
+    found: list[_T] = []
+    turned = threading.Event()
+
+    def act() -> None:
+        try:
+            found.append(read())
+        finally:
+            turned.set()
+
+    post(act)
+    if not turned.wait(answer_s):
+        raise NoReading(f"the loop has not turned for {answer_s:g} s")
+    if not found:
+        raise NoReading("the values could not be read; see the log")
+    return found[0]
+
+
 @dataclass(frozen=True)
 class OwnerCollector(Collector):
-    """Metrics that `read` makes on a loop. post: runs an action there soon, from any thread."""
+    """Metrics that `read` makes on a loop, see `read_on`."""
 
     post: Callable[[Callable[[], None]], None]
     read: Callable[[], Iterable[Metric]]
@@ -71,21 +109,7 @@ class OwnerCollector(Collector):
 
     def collect(self) -> list[Metric]:
         """Raises NoReading if the loop does not turn."""
-        found: list[list[Metric]] = []
-        turned = threading.Event()
-
-        def read() -> None:
-            try:
-                found.append(list(self.read()))
-            finally:
-                turned.set()
-
-        self.post(read)
-        if not turned.wait(self.answer_s):
-            raise NoReading(f"the loop has not turned for {self.answer_s:g} s")
-        if not found:
-            raise NoReading("the values could not be read; see the log")
-        return found[0]
+        return read_on(self.post, lambda: [*self.read()], self.answer_s)
 
     def describe(self) -> list[Metric]:
         """None before they are asked for."""
@@ -159,12 +183,14 @@ class _MetricsRequest(WSGIRequestHandler):
 class Exporter:
     """Serves from entry to exit. Raises ConfigError on entry if the address cannot be used.
 
-    owner: what /healthz asks. counted: the other metrics.
+    owner: what /healthz asks. counted: the other metrics. page: makes the page at `/`; None without
+    one.
     """
 
     address: tuple[str, int]
     owner: OwnerCollector
     counted: Collector
+    page: Callable[[], HttpAnswer] | None = None
     _server: _MetricsServer = field(init=False, repr=False)
 
     @property
@@ -181,19 +207,12 @@ class Exporter:
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
         metrics = make_wsgi_app(registry)
-
-        def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-            path = environ["PATH_INFO"]
-            try:
-                if path == "/metrics":
-                    answer: Iterable[bytes] = metrics(environ, start)
-                    return answer
-                if path == "/healthz":
-                    self.owner.collect()
-                    return _answer(start, "200 OK", "ok")
-            except NoReading as reason:
-                return _answer(start, "503 Service Unavailable", str(reason))
-            return _answer(start, "404 Not Found", "there are /metrics and /healthz")
+        routes: dict[str, Callable[[_Environ], HttpAnswer]] = {
+            "/metrics": lambda environ: _asked(metrics, environ),
+            "/healthz": lambda environ: self._health(),
+        }
+        if (page := self.page) is not None:
+            routes["/"] = lambda environ: page()
 
         host, _ = self.address
         is_ipv6 = ":" in host
@@ -201,19 +220,54 @@ class Exporter:
             self._server = (_MetricsServer6 if is_ipv6 else _MetricsServer)(self.address)
         except OSError as error:
             raise ConfigError(f"--metrics: {host} port {self.address[1]}: {error}") from error
-        self._server.set_app(app)
+        self._server.set_app(partial(_serve, routes))
         thread = threading.Thread(
             target=self._server.serve_forever, name="lmcache-redis-metrics", daemon=True
         )
         thread.start()
-        logger.info("metrics at http://%s:%d/metrics", f"[{host}]" if is_ipv6 else host, self.port)
+        logger.info(
+            "metrics at http://%s:%d/metrics%s",
+            f"[{host}]" if is_ipv6 else host,
+            self.port,
+            "" if self.page is None else ", a page for people at /",
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 
+    def _health(self) -> HttpAnswer:
+        self.owner.collect()
+        return _text("200 OK", "ok")
 
-def _answer(start: Any, status: str, text: str) -> list[bytes]:
-    start(status, [("Content-Type", "text/plain; charset=utf-8")])
-    return [f"{text}\n".encode()]
+
+def _serve(
+    routes: Mapping[str, Callable[[_Environ], HttpAnswer]], environ: _Environ, start: Any
+) -> list[bytes]:
+    """A WSGI application. HEAD is answered as GET, without the body."""
+    method, route = environ["REQUEST_METHOD"], routes.get(environ["PATH_INFO"])
+    if route is None:
+        answer = _text("404 Not Found", f"there are {', '.join(routes)}")
+    elif method not in ("GET", "HEAD"):
+        answer = _text("405 Method Not Allowed", "use GET or HEAD", ("Allow", "GET, HEAD"))
+    else:
+        try:
+            answer = route(environ)
+        except NoReading as reason:
+            answer = _text("503 Service Unavailable", str(reason))
+    headers = [each for each in answer.headers if each[0].lower() != "content-length"]
+    start(answer.status, [*headers, ("Content-Length", str(len(answer.body)))])
+    return [] if method == "HEAD" else [answer.body]
+
+
+def _asked(app: Any, environ: _Environ) -> HttpAnswer:
+    """What another WSGI application answers to GET."""
+    started: list[tuple[str, list[tuple[str, str]]]] = []
+    body = app({**environ, "REQUEST_METHOD": "GET"}, lambda *given: started.append(given[:2]))
+    return HttpAnswer(*started[0], b"".join(body))
+
+
+def _text(status: str, text: str, *headers: tuple[str, str]) -> HttpAnswer:
+    kind = ("Content-Type", "text/plain; charset=utf-8")
+    return HttpAnswer(status, [kind, *headers], f"{text}\n".encode())

@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
@@ -225,6 +225,17 @@ class Deployment:
             return places
         named = f" {self.service}" if self.service else ""
         return f"{self.topology.value[1:]}{named} at {places}"
+
+    @property
+    def url(self) -> str:
+        """As agents and tools take it, without credentials and other parameters."""
+        server = self.server
+        if server.transport is Transport.UNIX:
+            return f"unix://{quote(server.path)}" + (f"?db={server.db}" if server.db else "")
+        places = ",".join(seed.where for seed in self.seeds)
+        path = f"/{quote(self.service, safe='')}" if self.service else ""
+        path += f"/{server.db}" if server.db else ""
+        return f"{server.transport.value}{self.topology.value}://{places}{path}"
 
 
 def check_url(options: RedisOptions) -> None:

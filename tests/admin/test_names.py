@@ -93,7 +93,22 @@ def test_layouts() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["", "a0a1", "zz" * 8, "a0" * 17])
+def test_the_first_digits_of_a_layout() -> None:
+    fingerprint = Cached().fingerprint
+    digits = fingerprint.hex()
+    text, raw, other = digits[:16], digits[:32], "f" * 16
+    as_text, as_bytes = {text.encode()}, {fingerprint[:16]}
+    for count in (1, 5, 12, 15):
+        assert read_layout(digits[:count], [text, other]) == as_text
+    assert read_layout(digits[:20], [text, raw, other]) == as_text | as_bytes
+    near = digits[:6] + "f" * 10
+    with pytest.raises(ConfigError, match=f"begins 2: .*{near}.*give more of the digits"):
+        read_layout(digits[:6], [text, near])
+    with pytest.raises(ConfigError, match="begins none there"):
+        read_layout("abc", [text, other])
+
+
+@pytest.mark.parametrize("text", ["", "zz" * 8, "a0" * 33, "a0-a1"])
 def test_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--layout .* is not a layout"):
         read_layout(text)

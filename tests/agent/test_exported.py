@@ -32,10 +32,11 @@ def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServe
     ):
         port = port_in(agent.log)
         assert get(port, "/healthz") == (200, "ok\n")
-        assert get(port, "/")[0] == 404
+        assert get(port, "/nowhere")[0] == 404
         engine.store("r1", HASHES, range(8))
         assert engine.lookup("r2", HASHES) == 128
         engine.retrieve("r2", HASHES, range(8))
+        assert "Tokens not computed" in get(port, "/")[1]
         wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
         status, (code, text) = agent.status(), get(port, "/metrics")
         assert code == 200
@@ -57,6 +58,10 @@ def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServe
             ("lmcache_redis_model_hit_tokens_total", (model,)): 128,
             ("lmcache_redis_model_gathered_bytes_total", (model,)): counters["gathered_bytes"],
             ("lmcache_redis_model_retrieved_bytes_total", (model,)): counters["retrieved_bytes"],
+            ("lmcache_redis_saved_tokens_total", ()): 128,
+            ("lmcache_redis_saved_untimed_tokens_total", ()): 128,
+            ("lmcache_redis_saved_prefill_seconds_total", ()): 0,
+            ("lmcache_redis_model_saved_tokens_total", (model,)): 128,
             ("lmcache_redis_redis_up", ()): 1,
             ("lmcache_redis_pool_used_bytes", ()): pool["used_slots"] * pool["slot_bytes"],
             ("lmcache_redis_engines", (layout, model, "yes")): 1,
@@ -125,7 +130,7 @@ STATUS: dict[str, Any] = {
     "version": "1",
     "pool": {"slots": 4, "slot_bytes": 10, "used_slots": 3, "pinned_slots": 2, "locked_bytes": 30},
     "disk": {"up": True, "used_bytes": 7},
-    "loads": {"waiting": 1, "tiers": {"Redis": {"bytes_per_s": 5, "is_slow": True}}},
+    "loads": {"waiting": 1, "tiers": {"redis": {"bytes_per_s": 5, "is_slow": True}}},
     "queues": {"write_bytes": 9},
     "sessions": 6,
     "redis": {"up": False},
@@ -134,7 +139,7 @@ STATUS: dict[str, Any] = {
     "models": {
         "m": {
             "lookups": 1, "lookup_tokens": 2, "hit_tokens": 3, "retrieved_bytes": 4,
-            "gathered_bytes": 5,
+            "gathered_bytes": 5, "saved_tokens": 6,
         }
     },
 }  # fmt: skip
@@ -172,6 +177,7 @@ def test_values_of_a_status() -> None:
         ("model_hit_tokens_total", "m"): 3,
         ("model_retrieved_bytes_total", "m"): 4,
         ("model_gathered_bytes_total", "m"): 5,
+        ("model_saved_tokens_total", "m"): 6,
     }
 
 

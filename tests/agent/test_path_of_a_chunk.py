@@ -36,7 +36,7 @@ def test_a_chunk_comes_back_from_the_host_pool_and_from_redis(agent: AgentServer
         assert engine.lookup("r2", hashes) == 128
         assert engine.retrieve("r2", hashes, range(20, 28)) == set()
         assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
-        assert agent.counter("hit_chunks_pool") == 2
+        assert agent.counter("hit_chunks_host") == 2
         assert agent.counter("loaded_chunks") == 0
 
         agent.restart()  # the host pool is empty now

@@ -108,7 +108,7 @@ def test_a_link_that_becomes_slow_costs_one_request(link: LimitedLink, tmp_path:
         assert engine.retrieve("fast link", HASHES, range(40)) == set()
         engine.scheduler.end_session("fast link")
         assert agent.counter("miss_slower") == 0
-        assert agent.status()["loads"]["tiers"]["Redis"]["bytes_per_s"] > 0
+        assert agent.status()["loads"]["tiers"]["redis"]["bytes_per_s"] > 0
 
         agent.restart()
         engine.wait_ready()
@@ -227,7 +227,7 @@ def test_a_server_busy_with_others_costs_the_time_of_computing(
         assert agent.counter("lookups_cut") == 1
         busy.result()
         # Until the chunk that shows the rate has arrived, nothing else is loaded.
-        tier = lambda: agent.status()["loads"]["tiers"]["Redis"]  # noqa: E731
+        tier = lambda: agent.status()["loads"]["tiers"]["redis"]  # noqa: E731
         wait_until(lambda: not tier()["in_flight_bytes"], "a rate")
         assert engine.lookup("then", HASHES, token_s=0.1) == CHUNKS * CHUNK_TOKENS
         assert agent.counter("lookups_timed_out") == 0

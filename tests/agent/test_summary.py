@@ -28,7 +28,7 @@ def test_nothing_is_said_of_nothing() -> None:
 
 def test_everything_that_happened_is_one_line() -> None:
     line = grown(
-        lookups=3, lookup_chunks=10, hit_chunks_pool=4, hit_chunks_redis=2, miss_absent=3,
+        lookups=3, lookup_chunks=10, hit_chunks_host=4, hit_chunks_redis=2, miss_absent=3,
         miss_incomplete=1, retrieved_chunks=6, gathered_chunks=4, stored_chunks=2,
         drop_queue_full=2, sessions_ended=3,
     )  # fmt: skip

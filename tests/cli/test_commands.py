@@ -17,6 +17,7 @@ from lmcache_redis import __version__
 from lmcache_redis.cli import starting
 from lmcache_redis.cli.app import app
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import COUNTERS
 from tests.harness import Engine, StartedAgent, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -127,12 +128,52 @@ def test_status_for_people(agent: StartedAgent) -> None:
     assert "\x1b" not in done.stdout, "no colours where nobody sees them"
 
 
+def test_status_shows_zeros_uptime_and_the_tiers_of_the_metrics(agent: StartedAgent) -> None:
+    shown = run("status", "--endpoint", agent.endpoint).stdout
+    for name in COUNTERS:
+        assert re.search(rf"│ {name} +│ ", shown), name
+    assert re.search(r"│ drop_queue_full +│ +0 │", shown)
+    assert re.search(r"│ up for +│ \d+ (s|min) ", shown)
+    assert re.search(r"│ hit rate +│ -: host -, disk -, redis - ", shown)
+    assert re.search(r"│ saved +│ nothing yet: no hit has been loaded ", shown)
+    assert re.search(r"│ loads from redis +│ not measured yet ", shown)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("columns", ["80", "300"])
+def test_nothing_is_cut_where_there_is_no_terminal(tmp_path: Path, columns: str) -> None:
+    """The layout is what `purge` takes, and the URL what `inspect` takes."""
+    model = "an-organisation-with-a-name/and-a-model-with-a-very-long-name-of-80-letters-as-a-path"
+    with (
+        StartedAgent(tmp_path / "agent", None, embedded_memory_bytes=64 << 20) as agent,
+        Engine(agent.endpoint, model_name=model) as engine,
+    ):
+        engine.store("r", block_hashes("a prompt", 4), range(4))
+        agent.wait_idle()
+        shown = run("status", "--endpoint", agent.endpoint, COLUMNS=columns).stdout
+        assert "…" not in shown
+        assert f"│ {model} │" in shown
+        found = re.search(rf"│ {agent.status()['engines'][0]['layout'][:16]} │", shown)
+        assert found is not None
+        url = re.search(r"│ Redis +│ (unix:///\S+): up +│", shown)
+        assert url is not None
+        layout = agent.status()["engines"][0]["layout"]
+        for digits in (5, 16, 64):
+            words = ["--redis-url", url[1], "--layout", layout[:digits], "--dry-run", "--json"]
+            done = run("purge", *words)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert json.loads(done.stdout)["chunks"] == 1
+
+
 def test_status_for_programs(agent: StartedAgent) -> None:
     done = run("status", "--endpoint", agent.endpoint, "--json")
     report = json.loads(done.stdout)
     assert report["pid"] == agent.pid
     assert report["version"] == __version__
     assert report["counters"]["lookups"] == 0
+    assert report["uptime_s"] > 0
+    assert report["hit_rate"] == {"host": None, "disk": None, "redis": None}
+    assert (report["tokens_saved"], report["prefill_s_saved"]) == (0, 0.0)
 
 
 @pytest.mark.servers

@@ -67,8 +67,9 @@ def test_the_page_has_every_field(tmp_path: Path) -> None:
             "LMCACHE_REDIS_POOL_BYTE": "1",
         }
         for words in (
-            "status", "ping", "trust", "version", "inspect", "purge --everything --dry-run",
-            "purge --everything --yes", "doctor --no-bandwidth", "agent --check",
+            "status", "top --once --interval-s 0.1", "ping", "trust", "version", "inspect",
+            "purge --everything --dry-run", "purge --everything --yes", "doctor --no-bandwidth",
+            "agent --check",
         ):  # fmt: skip
             done = forks.run([*words.split(), "--json"], {**os.environ, **variables}, 30)
             printed.setdefault(words.split()[0], set()).update(fields(json.loads(done.stdout)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lmcache_redis.cli.shown import Sample, frame
+from lmcache_redis.cli.shown import Sample, change_document, frame
 from tests.cli.test_admin import COMMAND, TIMEOUT_S, environment, one_sentence, run
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
@@ -64,8 +65,10 @@ def text(before: Sample | None, now: Sample) -> str:
 @pytest.mark.servers
 def test_totals_and_rates(report: dict[str, Any]) -> None:
     whole = text(None, Sample(report, 10.0))
-    assert "since the start of the agent" in whole
+    assert "since the agent's start" in whole
+    assert "; up for " in whole
     assert "hit rate  50 %: host 50 %, disk 0 %, redis 0 %; 2 lookups" in whole
+    assert "saved     nothing yet" in whole
     assert re.search(r"meta-llama/Llama-\S+… +50 % +2 ", whole)
     assert re.search(r"absent +4 ", whole)
     assert "workers ready: 1 of 1; requests: 2" in whole
@@ -78,10 +81,20 @@ def test_totals_and_rates(report: dict[str, Any]) -> None:
     assert "hit rate  -: " in change
     assert "125 MB/s to engines" in change
     assert re.search(r"absent 0.0/s +4 +queue_full 5.0/s +10", change)
+    later |= {"tokens_saved": 12_288, "prefill_s_saved": 3.456}
+    assert "saved     12,288 tokens not computed, 3.46 s of prefill" in text(
+        None, Sample(later, 12.0)
+    )
+    later["prefill_s_saved"] = None
+    assert "12,288 tokens not computed, seconds unknown" in text(None, Sample(later, 12.0))
+    assert change_document(Sample(report, 10.0), Sample(later, 12.0))["counters"] == {
+        "retrieved_bytes": 250_000_000, "drop_queue_full": 10,
+    }  # fmt: skip
     # Counters of another process begin again.
     later["pid"] += 1
-    assert "since the start of the agent" in text(Sample(report, 10.0), Sample(later, 12.0))
-    del later["models"], later["canaries"]  # an older agent
+    assert "since the agent's start" in text(Sample(report, 10.0), Sample(later, 12.0))
+    for name in ("models", "canaries", "hit_rate", "tokens_saved", "uptime_s"):
+        del later[name]  # an older agent
     assert "none yet" in text(None, Sample(later, 12.0))
 
 
@@ -93,6 +106,9 @@ def test_trouble_is_shown_and_much_fits(report: dict[str, Any]) -> None:
     use = report["models"][MODEL]
     report["models"] = {f"{MODEL} {n}": use | {"lookup_tokens": n} for n in range(20)}
     report["canaries"] = {"every": 1000, "distrusted": [{}, {}]}
+    report["disk"] = {"up": True}
+    report["tokens_saved"] = report["tokens_saved_untimed"] = 10**12
+    report["prefill_s_saved"] = None
     shown = text(None, Sample(report, 1.0))
     assert "DOWN: Connection refused" in shown
     assert "OTHER KV was cached than is computed: 2 layouts are not loaded" in shown
@@ -106,6 +122,34 @@ def test_one_frame(agent: AgentServer, tmp_path: Path) -> None:
     assert "in the last 0.1 s" in done.stdout
     nowhere = run("top", "--endpoint", f"ipc://{tmp_path}/none.sock")
     assert "start one with `lmcache-redis agent`" in one_sentence(nowhere, 1)
+
+
+@pytest.mark.servers
+def test_without_a_terminal_frames_follow_each_other(agent: AgentServer) -> None:
+    words = [*COMMAND, "top", "--interval-s", "0.1", "--endpoint", agent.endpoint]
+    with subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(),
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None  # noqa: PT018
+        seen = ""
+        while seen.count("in the last 0.") < 3:
+            seen += process.stdout.readline()
+        assert "\x1b" not in seen
+        process.stdout.close()  # as `head` does
+        assert process.stderr.read() == ""
+        assert process.wait(TIMEOUT_S) in (0, 1)
+
+
+@pytest.mark.servers
+def test_each_line_of_json_is_what_changed(agent: AgentServer) -> None:
+    words = ["top", "--json", "--interval-s", "0.1", "--endpoint", agent.endpoint]
+    (line,) = run(*words, "--once").stdout.splitlines()
+    found = json.loads(line)
+    assert found["pid"] == agent.pid
+    assert 0.1 <= found["seconds"] < 60
+    assert found["hit_rate"] == {"host": None, "disk": None, "redis": None}
+    assert (found["redis_up"], found["tokens_saved"], found["counters"]) == (True, 0, {})
 
 
 class Terminal:
@@ -163,7 +207,7 @@ def test_an_agent_that_restarts_is_found_again(tmp_path: Path) -> None:
         agent.kill()
         terminal.wait_for("no agent answers at")
         agent.start()
-        terminal.wait_for("since the start of the agent")
+        terminal.wait_for("since the agent's start")
         terminal.wait_for("in the last 0.")
         terminal.press(b"q")
         assert terminal.end() == (0, "")

@@ -82,6 +82,8 @@ def check_metrics(engine: ForkedEngine, agent: AgentServer) -> None:
     assert hits["host"] >= 4 * CHUNK
     assert hits["disk"] == 0
     assert sum(hits.values()) <= CHUNK * of("loaded_chunks_total", "0")
+    # The agent counts the tokens that vLLM has taken, and no others.
+    assert agent.status()["tokens_saved"] == sum(hits.values())
     assert of("failed_chunks_total", "0") == 0
     assert of("registered", "0") == 1
     assert of("load_seconds_count", "0") >= 5

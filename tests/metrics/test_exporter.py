@@ -12,7 +12,13 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics, exporter
-from lmcache_redis.metrics.exporter import Exporter, NoReading, OwnerCollector, gauge
+from lmcache_redis.metrics.exporter import (
+    Exporter,
+    HttpAnswer,
+    NoReading,
+    OwnerCollector,
+    gauge,
+)
 from tests.scraping import get
 from tests.servers import wait_until
 
@@ -21,9 +27,22 @@ def at_once(action: Callable[[], None]) -> None:
     action()
 
 
-def serve(host: str = "127.0.0.1", port: int = 0) -> Exporter:
+def serve(
+    host: str = "127.0.0.1", port: int = 0, page: Callable[[], HttpAnswer] | None = None
+) -> Exporter:
     owner = OwnerCollector(at_once, lambda: [gauge("a", "A.", 1)])
-    return Exporter((host, port), owner, Metrics().registry)
+    return Exporter((host, port), owner, Metrics().registry, page)
+
+
+def asked(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers in lower case, and all that follows them."""
+    with connected(port) as client:
+        client.sendall(f"{method} {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        said = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    head, _, body = said.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return int(first.split()[1]), headers, body
 
 
 @pytest.fixture
@@ -93,6 +112,36 @@ def test_a_client_that_trickles_is_dropped_in_all(
             trickle()
     wait_until(lambda: not serving(), "the end of what served it")
     assert capfd.readouterr().err == ""
+
+
+def page() -> HttpAnswer:
+    return HttpAnswer("200 OK", [("Content-Type", "text/html"), ("X-Own", "yes")], b"<p>page</p>")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/nowhere"])
+def test_head_is_get_without_the_body(path: str) -> None:
+    with serve(page=page) as served:
+        code, headers, body = asked(served.port, "GET", path)
+        assert int(headers["content-length"]) == len(body) > 0
+        assert code == (404 if path == "/nowhere" else 200)
+        again, same, nothing = asked(served.port, "HEAD", path)
+        assert int(same["content-length"]) > 0
+        assert (again, nothing) == (code, b"")
+        # The process's own values change.
+        changed = {"date"} | ({"content-length"} if path == "/metrics" else set())
+        assert {n: v for n, v in same.items() if n not in changed} == {
+            n: v for n, v in headers.items() if n not in changed
+        }
+
+
+def test_a_page_has_headers_of_its_own_and_others_are_refused() -> None:
+    with serve(page=page) as served:
+        code, headers, body = asked(served.port, "GET", "/")
+        assert (code, headers["x-own"], body) == (200, "yes", b"<p>page</p>")
+        code, headers, _ = asked(served.port, "POST", "/")
+        assert (code, headers["allow"]) == (405, "get, head")
+    with serve() as served:
+        assert get(served.port, "/") == (404, "there are /metrics, /healthz\n")
 
 
 def test_a_loop_that_does_not_turn_is_not_healthy() -> None:

@@ -28,7 +28,7 @@ def test_counting() -> None:
 
 def test_names_in_code_are_labels_of_what_is_exposed() -> None:
     metrics = Metrics()
-    metrics.count("hit_chunks_pool", 3)
+    metrics.count("hit_chunks_host", 3)
     metrics.count("disk_loaded_bytes", 4)
     metrics.count("miss_corrupt")
     metrics.observe("hit_chunks", 8)

@@ -57,6 +57,8 @@ def test_every_panel_has_data(tmp_path: Path, redis_server: RedisServer) -> None
             lambda: sum(v for _, v in prometheus.query("lmcache_redis_lookups_total")) == 6,
             what="another scrape",
         )
+        saved = prometheus.query("sum(lmcache_redis_saved_tokens_total)")
+        assert [value for _, value in saved] == [6 * 256]
         queries = [query for panel in panels() for query, _ in panel.queries]
         assert len(queries) > 30
         for query in queries:

@@ -185,6 +185,27 @@ def test_a_master_behind_sentinels() -> None:
     assert found.where == "sentinel my master at a:26379,b:7"
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("redis://me:secret@h", "redis://h:6379"),
+        ("redis://[::1]:7/2", "redis://[::1]:7/2"),
+        ("rediss://:secret@h:1?ssl_cert_reqs=none", "rediss://h:1"),
+        ("unix://me:secret@/run/a%20b.sock?db=3", "unix:///run/a%20b.sock?db=3"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("redis+cluster://:secret@a,b:7", "redis+cluster://a:6379,b:7"),
+        ("rediss+sentinel://:secret@a,b:7/my%20m/3", "rediss+sentinel://a:26379,b:7/my%20m/3"),
+    ],
+)
+def test_the_url_that_is_shown_is_one_of_the_same_servers(given: str, shown: str) -> None:
+    found = parse_deployment(RedisOptions(given))
+    assert found.url == shown
+    again = parse_deployment(RedisOptions(shown))
+    for each, other in zip((*found.seeds, found.server), (*again.seeds, again.server), strict=True):
+        assert (each.where, each.db, each.transport) == (other.where, other.db, other.transport)
+    assert (again.topology, again.service) == (found.topology, found.service)
+
+
 def test_options_override_credentials_of_the_data_servers() -> None:
     options = RedisOptions("redis+sentinel://a/m", username="me", password="secret")
     found = parse_deployment(options)

@@ -80,7 +80,7 @@ class RedisTierManager(SecondaryTierManager):
         self.locality = Locality(locality)
         self._memory = primary_kv_view.cast("B")
         self._transfers = _Transfers()
-        self._counted: dict[str, int] = {}
+        self._counted: dict[str, float] = {}
         self._cache: _NamedChunks | None = None
         self._lookups: _Lookups | None = None
         settings = DoorSettings.of(given)

@@ -1,0 +1,78 @@
+"""What a STATUS document says, in words: for `status`, `top` and the page of `--metrics`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from lmcache_redis.admin.names import shown_age
+
+TIERS: Final = ("host", "disk", "redis")
+# Of an agent that was started before an update, and does not report these.
+ABSENT: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "models": {},
+        "canaries": {"every": 0, "distrusted": []},
+        "uptime_s": 0.0,
+        "hit_rate": dict.fromkeys(TIERS),
+        "tokens_saved": 0,
+        "tokens_saved_untimed": 0,
+        "prefill_s_saved": 0.0,
+    }
+)
+
+
+def percent(share: float | None) -> str:
+    """share: from 0 to 1; None: of nothing."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def rate_of(count: float, of: float) -> float | None:
+    return count / of if of else None
+
+
+def hit_rate(report: Mapping[str, Any]) -> float | None:
+    """Of all tiers together; None before the first lookup."""
+    shares = [share for share in report["hit_rate"].values() if share is not None]
+    return min(1.0, sum(shares)) if shares else None
+
+
+def uptime(report: Mapping[str, Any]) -> str:
+    return shown_age(report["uptime_s"])
+
+
+def shown_seconds(seconds: float) -> str:
+    """Of computing time: 0.42 s, 12.3 s, 4,321 s."""
+    digits = 2 if abs(seconds) < 10 else 1 if abs(seconds) < 100 else 0
+    return f"{seconds:,.{digits}f} s"
+
+
+def saved(report: Mapping[str, Any]) -> str:
+    """The tokens, and the seconds of prefill as far as they are known."""
+    tokens, untimed = report["tokens_saved"], report["tokens_saved_untimed"]
+    seconds = report["prefill_s_saved"]
+    if not tokens:
+        return "nothing yet: no hit has been loaded"
+    text = f"{tokens:,} tokens not computed"
+    if seconds is None:
+        return f"{text}, seconds unknown: no engine has measured its prefill yet"
+    text += f", {shown_seconds(seconds)} of prefill"
+    return f"{text} (unknown for {untimed:,} of the tokens)" if untimed else text
+
+
+def load_rate(tier: Mapping[str, Any]) -> str:
+    """tier: of ``loads.tiers``."""
+    rate = tier["bytes_per_s"]
+    text = f"{rate / 1e6:,.0f} MB/s" if rate else "not measured yet"
+    return f"{text} (slower than computing)" if tier["is_slow"] else text
+
+
+def reasons(report: Mapping[str, Any], kind: str) -> dict[str, int]:
+    """Counters of a kind (``miss_`` or ``drop_``) that are not 0, without it; the highest first."""
+    found = {
+        name.removeprefix(kind): n
+        for name, n in report["counters"].items()
+        if name.startswith(kind) and n
+    }
+    return dict(sorted(found.items(), key=lambda each: -each[1]))

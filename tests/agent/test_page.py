@@ -1,0 +1,166 @@
+"""The page at `/` of `--metrics`: of documents, and of a real agent in a real browser."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.agent.page import HEADERS, Miss, page
+from lmcache_redis.metrics import COUNTERS
+from lmcache_redis.metrics.exporter import Exporter, HttpAnswer, OwnerCollector
+from tests.browser import Browser
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.scraping import port_in
+from tests.servers import RedisServer
+
+EVIL = '"><script>document.title="taken"</script><img src=x onerror=alert(1)>'
+NOW_S = 1e9
+STATUS: dict[str, Any] = {
+    "version": "1.2", "pid": 7, "endpoint": "ipc:///run/a.sock", "uptime_s": 7300.0,
+    "redis": {"up": True, "reason": "", "server": "unix:///r.sock"},
+    "pool": {"slots": 4, "slot_bytes": 1 << 20, "used_slots": 3},
+    "disk": None,
+    "loads": {"tiers": {"redis": {"bytes_per_s": 2e9, "is_slow": True}}},
+    "canaries": {"distrusted": []},
+    "sessions": 2,
+    "engines": [],
+    "models": {},
+    "hit_rate": {"host": 0.25, "disk": 0.0, "redis": 0.5},
+    "tokens_saved": 12_288, "tokens_saved_untimed": 0, "prefill_s_saved": 3.456,
+    "counters": dict.fromkeys(COUNTERS, 0) | {"lookup_chunks": 64, "miss_absent": 9},
+}  # fmt: skip
+
+
+class Text(HTMLParser):
+    """What a reader sees, and the tags around it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.words += data.split()
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def shown(misses: list[Miss] | None = None, **changed: Any) -> str:
+    return Text(page({**STATUS, **changed}, misses or [], NOW_S)).text
+
+
+def test_it_says_what_the_cache_is_worth() -> None:
+    text = shown()
+    assert "Hit rate 75 % of 64 chunks" in text
+    assert "host pool 25 % Redis 50 % not cached, or faster to compute 25 %" in text
+    assert "Tokens not computed 12,288" in text
+    assert "Prefill saved 3.46 s" in text
+    assert "up for 2.0 h" in text
+    assert "2,000 MB/s (slower than computing)" in text
+    assert f"absent 9 {COUNTERS['miss_absent']}" in text
+    assert "Chunks not stored none" in text
+    assert "As of 01:46:40 UTC" in text
+
+
+def test_what_is_not_known_is_not_invented() -> None:
+    unknown = shown(prefill_s_saved=None, tokens_saved_untimed=12_288)
+    assert "Prefill saved unknown no engine has measured its prefill yet" in unknown
+    assert "unknown for 288 tokens" in shown(tokens_saved_untimed=288)
+    new = shown(
+        hit_rate=dict.fromkeys(("host", "disk", "redis")), counters=dict.fromkeys(COUNTERS, 0)
+    )
+    assert "Hit rate - of 0 chunks" in new
+    assert "no engine has asked for a prompt yet" in new
+    assert '"kv_connector":"LMCacheRedisConnector"' in new
+
+
+def test_trouble_is_in_the_header() -> None:
+    text = shown(
+        redis={"up": False, "reason": "Connection refused", "server": "h:1"},
+        disk={"up": False, "reason": "no space", "used_bytes": 0, "limit_bytes": 1},
+        loads={"tiers": dict.fromkeys(("disk", "redis"), STATUS["loads"]["tiers"]["redis"])},
+        canaries={"distrusted": [{}]},
+    )
+    assert "Redis is down: Connection refused" in text
+    assert "disk is down: no space" in text
+    assert "other KV was cached than is computed: 1 layouts" in text
+
+
+def test_names_of_others_are_text() -> None:
+    status = deepcopy(STATUS)
+    status["models"] = {
+        f"{EVIL} {n}": {
+            "lookups": 1, "lookup_tokens": n, "hit_tokens": 1, "saved_tokens": 2,
+            "saved_untimed_tokens": 2, "saved_prefill_s": 0.0,
+        }
+        for n in range(23)
+    }  # fmt: skip
+    html = page(status, [Miss(NOW_S - 90, EVIL, EVIL, 4, 1, EVIL)], NOW_S)
+    found = Text(html)
+    assert not {"script", "img"} & {*found.tags}
+    assert " ".join(EVIL.split()) in found.text
+    assert "90 s ago" in found.text
+    assert "1 of 4" in found.text
+    assert "lmcache-redis why REQUEST says more of each." in found.text
+    assert "and 3 more" in found.text  # as many models as anyone makes up
+
+
+@pytest.mark.servers
+def test_an_agent_has_one_in_a_browser(tmp_path: Path, redis_server: RedisServer) -> None:
+    browser = Browser.find(tmp_path / "profile")
+    image = pytest.importorskip("PIL.Image")
+    prompt = block_hashes("a prompt", 16)
+    with (
+        AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
+        Engine(agent.endpoint, model_name="org/model <b>") as engine,
+    ):
+        engine.store("first", prompt, range(16))
+        assert engine.lookup("chatcmpl-hit", prompt, token_s=0.5) == 256
+        assert not engine.retrieve("chatcmpl-hit", prompt, range(16))
+        assert engine.lookup(EVIL, block_hashes("another", 16)) == 0
+        url = f"http://127.0.0.1:{port_in(agent.log)}/"
+        dom = browser.dom(url)
+        found = Text(dom)
+        assert "Hit rate 50 % of 8 chunks" in found.text
+        assert "Tokens not computed 256" in found.text
+        assert re.search(r"Prefill saved 12\d s", found.text)
+        assert "org/model <b>" in found.text
+        assert " ".join(EVIL.split()) in found.text
+        assert "<title>lmcache-redis 50 %</title>" in dom
+        assert "script" not in found.tags
+        # The page's own style is allowed to it: the browser paints its two backgrounds.
+        for scheme, colour in (("light", (0xF6, 0xF7, 0xF9)), ("dark", (0x10, 0x13, 0x1A))):
+            path = tmp_path / f"{scheme}.png"
+            browser.screenshot(url, path, scheme)
+            with image.open(path) as picture:
+                pixels = picture.convert("RGB")
+                assert pixels.getpixel((2, 2)) == colour
+                assert len(pixels.getcolors(1 << 24)) > 50
+
+
+@pytest.mark.servers
+def test_the_browser_asks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    browser, asked = Browser.find(tmp_path / "profile"), []
+    monkeypatch.setattr("lmcache_redis.agent.page.REFRESH_S", 1)
+
+    def answer() -> HttpAnswer:
+        asked.append(None)
+        return HttpAnswer("200 OK", HEADERS, page(STATUS, [], NOW_S).encode())
+
+    owner = OwnerCollector(lambda action: action(), list)
+    with (
+        Exporter(("127.0.0.1", 0), owner, owner, answer) as served,
+        browser.open(f"http://127.0.0.1:{served.port}/"),
+    ):
+        wait_until(lambda: len(asked) >= 2, what="another request for the page")
