@@ -85,7 +85,7 @@ def plan(
             "--policy",
             metavar="NAME,...",
             help="What is evicted from every tier: lru as agents and Redis do; others need "
-            "libCacheSim (`pip install lmcache-redis\\[plan]`).",
+            "libCacheSim (the extra `plan`).",
         ),
     ] = "lru",
     token_bytes: Annotated[
@@ -141,7 +141,7 @@ def plan(
 
       lmcache-redis plan --example trace.jsonl --html plan.html
 
-      lmcache-redis plan recorded.jsonl --pool-bytes 8GiB,32GiB --redis-bytes 0,256GiB
+      lmcache-redis plan recorded.jsonl --redis-bytes 0,256GiB
     """
     from lmcache_redis.plan.figures import Prices, plan_rows
     from lmcache_redis.plan.pacing import Speeds
