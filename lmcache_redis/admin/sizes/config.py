@@ -63,7 +63,9 @@ def read_config(model: str) -> dict[str, Any]:
             "config.json. Nothing is downloaded"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}): name the config.json of a model") from None
+        raise ConfigError(
+            f"{path} is not JSON ({error}): name the config.json of a model"
+        ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not the config of a model: it is no JSON object")
     return config

@@ -163,6 +163,8 @@ def _hybrid(state: Callable[[Fields], StateLayer]) -> Callable[[Fields], Iterato
     """Attention beside layers that keep a state."""
 
     def read(fields: Fields) -> Iterator[Layer]:
+        if not fields.get("every"):
+            fields.need("layer_types", "layers_block_type", "hybrid_override_pattern")
         for kind in _kinds(fields):
             if kind == _STATE:
                 yield state(fields)

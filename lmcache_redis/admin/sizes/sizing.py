@@ -14,7 +14,7 @@ from lmcache_redis.config import DEFAULT_SLOT_BYTES
 class EngineOptions:
     """Options of vLLM and of the agent that change sizes. tp: ranks of tensor parallelism.
 
-    kv_cache_dtype, state_dtype: of vLLM's --kv-cache-dtype and --mamba-ssm-cache-dtype. step_tokens:
+    kv_cache_dtype, state_dtype: vLLM's --kv-cache-dtype and --mamba-ssm-cache-dtype. step_tokens:
     the most tokens that one step of the prefill computes; a state is kept at its end.
     """
 
@@ -87,14 +87,21 @@ class ModelSize:
     def chunks(self, prompt_tokens: int) -> int:
         return prompt_tokens // self.chunk_tokens
 
+    def payload_bytes(self, prompt_tokens: int) -> int:
+        """Keys, values and states of a prompt, as stored."""
+        return sum(self._parts(group, prompt_tokens) * group.chunk_bytes for group in self.groups)
+
     def stored_bytes(self, prompt_tokens: int) -> int:
-        """The server's memory for a prompt that is stored once."""
-        chunks = self.chunks(prompt_tokens)
-        states = min(chunks, -(-prompt_tokens // self.options.step_tokens))
+        """The server's memory for a prompt: its payload, and headers, keys and rounding."""
         return sum(
-            (states if group.state_bytes else chunks) * group.chunk_memory_bytes
-            for group in self.groups
+            self._parts(group, prompt_tokens) * group.chunk_memory_bytes for group in self.groups
         )
+
+    def _parts(self, group: SizedGroup, prompt_tokens: int) -> int:
+        """How many chunks of a prompt have a part of the group: one a step has a state."""
+        chunks = self.chunks(prompt_tokens)
+        steps = -(-prompt_tokens // self.options.step_tokens)
+        return min(chunks, steps) if group.state_bytes else chunks
 
     def loaded_bytes(self, prompt_tokens: int) -> int:
         """What a hit of the whole prompt loads."""
