@@ -99,8 +99,17 @@ def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def read_key(text: str) -> bytes:
-    """A key as a user types it: in hex, with escapes such as \\xNN, or as redis-cli prints it."""
+    """A key as a user types it: in hex, with escapes such as \\xNN, or as redis-cli prints it.
+
+    Raises ConfigError if a quote was lost.
+    """
     text = _LIST_NUMBER.sub("", text).strip()
+    quoted = text[:1] in ('"', "'"), text[-1:] in ('"', "'") and text[-2:-1] != "\\"
+    if any(quoted) and (not all(quoted) or len(text) < 2 or text[0] != text[-1]):
+        raise ConfigError(
+            f"the key {text:.40}... has a quote at one end only: copy it whole, and put it in quotes "
+            "of the other kind for the shell"
+        )
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":

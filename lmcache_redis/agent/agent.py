@@ -227,6 +227,7 @@ def _redis(agent: Agent) -> dict[str, Any]:
     state, stats = agent.plane.state, agent.plane.stats()
     return {
         "server": agent.plane.where,
+        "url": agent.plane.deployment.url,
         "key_prefix": agent.config.key_prefix.decode("utf-8", "backslashreplace"),
         "up": state.up,
         "reason": state.reason,

@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
@@ -225,6 +225,22 @@ class Deployment:
             return places
         named = f" {self.service}" if self.service else ""
         return f"{self.topology.value[1:]}{named} at {places}"
+
+    @property
+    def url(self) -> str:
+        """The URL of the servers, without user, passwords and what else is secret."""
+        server = self.server
+        shown = {name: str(value) for name, value in server.tls if name != "ssl_password"}
+        places = ",".join(seed.where.removeprefix("unix:") for seed in self.seeds)
+        path = f"/{quote(self.service, safe='')}" if self.service else ""
+        if self.service and server.db:
+            path += f"/{server.db}"
+        elif server.db:
+            shown["db"] = str(server.db)
+        query = f"?{urlencode(shown)}" if shown else ""
+        return (
+            f"{server.transport.value}{self.topology.value}://{quote(places, '/:[],')}{path}{query}"
+        )
 
 
 def check_url(options: RedisOptions) -> None:
