@@ -93,6 +93,16 @@ def test_layouts() -> None:
     )
 
 
+@pytest.mark.parametrize("text", ['"lmcr1:abc', 'lmcr1:abc"', "'lmcr1:abc", '"', "\"lmcr1'"])
+def test_a_quote_that_was_lost_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="a quote at one end only"):
+        read_key(text)
+
+
+def test_an_escaped_quote_is_part_of_a_key() -> None:
+    assert read_key(r"a\"") == b'a"'
+
+
 @pytest.mark.parametrize("text", ["", "a0a1", "zz" * 8, "a0" * 17])
 def test_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--layout .* is not a layout"):
