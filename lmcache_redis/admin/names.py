@@ -107,8 +107,8 @@ def read_key(text: str) -> bytes:
     quoted = text[:1] in ('"', "'"), text[-1:] in ('"', "'") and text[-2:-1] != "\\"
     if any(quoted) and (not all(quoted) or len(text) < 2 or text[0] != text[-1]):
         raise ConfigError(
-            f"the key {text:.40}... has a quote at one end only: copy it whole, and put it in quotes "
-            "of the other kind for the shell"
+            f"the key {text:.40}... has a quote at one end only: copy it whole, and put it in "
+            "quotes of the other kind for the shell"
         )
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
