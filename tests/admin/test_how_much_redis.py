@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +41,7 @@ def of_name(name: str) -> Published:
 
 def sizes_table() -> str:
     rows = [
-        "| model, bfloat16 | a token | a prompt in Redis | tokens in 64 GiB | break-even | besides |",
+        "| model, bfloat16 | a token | a prompt in Redis | tokens in 64 GiB | break-even | notes |",
         "| --- | --- | --- | --- | --- | --- |",
         *map(_row, PUBLISHED),
     ]
@@ -74,9 +76,6 @@ def _besides(found: ModelSize) -> Iterator[str]:
 
 def example(directory: Path, name: str) -> str:
     """What the command prints."""
-    import contextlib
-    import io
-
     (directory / name).mkdir(parents=True)
     (directory / name / "config.json").write_text(json.dumps(of_name(name).config()))
     with contextlib.redirect_stdout(io.StringIO()) as said:
