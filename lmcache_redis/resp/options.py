@@ -231,7 +231,7 @@ class Deployment:
         """The URL of the servers, without user, passwords and what else is secret."""
         server = self.server
         shown = {name: str(value) for name, value in server.tls if name != "ssl_password"}
-        places = ",".join(seed.where.removeprefix("unix:") for seed in self.seeds)
+        places = ",".join(seed.where.removeprefix("unix://") for seed in self.seeds)
         path = f"/{quote(self.service, safe='')}" if self.service else ""
         if self.service and server.db:
             path += f"/{server.db}"

@@ -85,9 +85,9 @@ class Endpoint:
 
     @property
     def where(self) -> str:
-        """The address, e.g. "127.0.0.1:6379" or "unix:/run/redis.sock"."""
+        """The address, e.g. "127.0.0.1:6379" or "unix:///run/redis.sock"."""
         if self.transport is Transport.UNIX:
-            return f"unix:{self.path}"
+            return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
