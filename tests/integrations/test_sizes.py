@@ -23,6 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
+from lmcache_redis.admin.sizes.families import FAMILIES
 from lmcache_redis.admin.sizes.of_model import size_model
 from lmcache_redis.admin.sizes.sizing import EngineOptions, ModelSize
 from lmcache_redis.errors import ConfigError
@@ -61,6 +62,29 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("GraniteConfig", "GraniteForCausalLM", SMALL),
     ("StableLmConfig", "StableLmForCausalLM", SMALL),
     ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 8}),
+    ("GPTJConfig", "GPTJForCausalLM", {"n_layer": 2}),
+    ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_hidden_layers": 2}),
+    ("CohereConfig", "CohereForCausalLM", SMALL),
+    ("Starcoder2Config", "Starcoder2ForCausalLM", {**SMALL, "sliding_window": 512}),
+    ("Ernie4_5Config", "Ernie4_5ForCausalLM", {**SMALL, "head_dim": 128}),
+    ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", SMALL),
+    ("Glm4Config", "Glm4ForCausalLM", {**SMALL, "head_dim": 128}),
+    ("Glm4MoeConfig", "Glm4MoeForCausalLM", {**SMALL, "head_dim": 128}),
+    ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**LATENT, "first_k_dense_replace": 1}),
+    ("OlmoConfig", "OlmoForCausalLM", SMALL),
+    ("Olmo2Config", "Olmo2ForCausalLM", SMALL),
+    ("OlmoeConfig", "OlmoeForCausalLM", SMALL),
+    ("GraniteMoeConfig", "GraniteMoeForCausalLM", SMALL),
+    ("SmolLM3Config", "SmolLM3ForCausalLM", SMALL),
+    ("NemotronConfig", "NemotronForCausalLM", {**SMALL, "head_dim": 64}),
+    ("PhimoeConfig", "PhiMoEForCausalLM", {**SMALL, "sliding_window": 512}),
+    ("ExaoneMoeConfig", "ExaoneMoEForCausalLM", SMALL),
+    ("MiniMaxM2Config", "MiniMaxM2ForCausalLM",
+     {**SMALL, "head_dim": 128, "rotary_dim": 64, "scoring_func": "sigmoid"}),
+    ("SeedOssConfig", "SeedOssForCausalLM", {**SMALL, "head_dim": 128}),
+    ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", SMALL),
+    ("Ministral3Config", "Ministral3ForCausalLM", SMALL),
+    ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", {**SMALL, "layer_types": LFM2_LAYERS, "conv_dim": 1024}),
     ("OPTConfig", "OPTForCausalLM", {"num_hidden_layers": 8}),
     ("FalconConfig", "FalconForCausalLM", {"num_hidden_layers": 8}),
     ("FalconConfig", "FalconForCausalLM",
@@ -82,6 +106,21 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
       "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 2}),
     ("Lfm2Config", "Lfm2ForCausalLM", {**SMALL, **LFM2_FF, "layer_types": LFM2_LAYERS}),
 ]  # fmt: skip
+
+# Built like others of these, where there is torchvision, or a GPU.
+ALIKE = {
+    "qwen2_vl": "Qwen2VLConfig",
+    "qwen2_vl_text": "Qwen2VLTextConfig",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen2_5_vl_text": "Qwen2_5_VLTextConfig",
+    "qwen3_vl_text": "Qwen3VLTextConfig",
+    "qwen3_vl_moe_text": "Qwen3VLMoeTextConfig",
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
+    "deepseek_v32": "DeepseekV32Config",
+    "glm_moe_dsa": "GlmMoeDsaConfig",
+    "kimi_k2": "DeepseekV3Config",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -220,6 +259,21 @@ def of(config: dict[str, Any], **options: Any) -> ModelSize:
     return size_model(config, "m", EngineOptions(**options))
 
 
+def test_every_type_is_compared() -> None:
+    built = {getattr(transformers, config_class).model_type for config_class, _, _ in MODELS}
+    assert set(FAMILIES) - built == set(ALIKE)
+
+
+def test_qwen_3_5_is_as_qwen_3_next() -> None:
+    """vLLM's class of it needs torchvision; its layers and states are those of the other."""
+    shape = {**SMALL, "linear_num_key_heads": 8, "linear_num_value_heads": 24}
+    newer = transformers.Qwen3_5Config(text_config=shape).to_dict()
+    older = transformers.Qwen3NextConfig(**shape).to_dict()
+    assert ours(of(newer)) == ours(of(older))
+    wide = newer | {"text_config": newer["text_config"] | {"mamba_ssm_dtype": "float32"}}
+    assert of(wide).state_bytes == of(older, state_dtype="float32").state_bytes
+
+
 # What configs on the Hub, written by older versions, leave to the class.
 OFTEN_LEFT_OUT = ("layer_types", "head_dim", "num_key_value_heads", "sliding_window",
                   "multi_query", "mamba_ssm_cache_dtype")  # fmt: skip
@@ -229,7 +283,8 @@ OFTEN_LEFT_OUT = ("layer_types", "head_dim", "num_key_value_heads", "sliding_win
 def test_what_a_config_leaves_out_is_filled_as_by_its_class(left_out: str, tmp_path: Path) -> None:
     """Or it is an error: never another number."""
     filled = 0
-    for config_class, _, dimensions in MODELS:
+    others = [(each, "", SMALL) for name, each in ALIKE.items() if name.endswith("_text")]
+    for config_class, _, dimensions in [*MODELS, *others]:
         given = {name: value for name, value in dimensions.items() if name != left_out}
         whole = getattr(transformers, config_class)(**given, dtype="bfloat16").to_dict()
         if left_out not in whole:

@@ -262,14 +262,15 @@ _FLOAT32_STATES = {"mamba_ssm_cache_dtype": "float32"}
 
 _BY_FAMILY: list[tuple[str, Family]] = [
     (
-        "llama ministral ministral3 mixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text "
+        "llama ministral3 mixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text "
         "qwen2_5_vl qwen2_5_vl_text phi3 phimoe olmo olmo2 olmoe cohere granite granitemoe "
-        "stablelm starcoder2 ernie4_5 ernie4_5_moe",
+        "stablelm starcoder2 ernie4_5_moe",
         Family(),
     ),
     ("mistral", Family(defaults={"sliding_window": 4096})),
     ("qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text", Family(defaults={"head_dim": 128})),
-    ("glm4 glm4_moe smollm3 seed_oss minimax_m2 nemotron exaone_moe dots1", Family()),
+    ("glm4_moe smollm3 nemotron", Family()),
+    ("ernie4_5 glm4 minimax_m2 seed_oss", Family(defaults={"head_dim": 128})),
     ("gemma", Family(defaults={"head_dim": 256})),
     ("gemma2", Family(defaults=_every(2, _WINDOW, head_dim=256, sliding_window=4096))),
     ("gemma3_text", Family(defaults=_GEMMA3)),
@@ -278,11 +279,8 @@ _BY_FAMILY: list[tuple[str, Family]] = [
     ("olmo3", Family(defaults=_every(4, _WINDOW, sliding_window=4096))),
     # Its windows include the token itself.
     ("cohere2", Family(defaults=_every(4, _WINDOW, sliding_window=4096, one_more=1))),
-    ("exaone4", Family(defaults=_every(4, _WINDOW, sliding_window=4096))),
-    (
-        "llama4_text",
-        Family(_llama4, _every(4, _LOCAL, head_dim=128)),
-    ),
+    ("exaone4 exaone_moe", Family(defaults=_every(4, _WINDOW, sliding_window=4096))),
+    ("llama4_text", Family(_llama4, _every(4, _LOCAL, head_dim=128))),
     ("gpt2 opt gpt_neox gptj", Family(_all_heads)),
     ("falcon", Family(_falcon, {"multi_query": True})),
     ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2", Family(_latent)),
