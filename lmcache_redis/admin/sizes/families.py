@@ -262,15 +262,15 @@ _FLOAT32_STATES = {"mamba_ssm_cache_dtype": "float32"}
 
 _BY_FAMILY: list[tuple[str, Family]] = [
     (
-        "llama ministral3 mixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text "
+        "llama mixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text "
         "qwen2_5_vl qwen2_5_vl_text phi3 phimoe olmo olmo2 olmoe cohere granite granitemoe "
         "stablelm starcoder2 ernie4_5_moe",
         Family(),
     ),
     ("mistral", Family(defaults={"sliding_window": 4096})),
-    ("qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text", Family(defaults={"head_dim": 128})),
-    ("glm4_moe smollm3 nemotron", Family()),
-    ("ernie4_5 glm4 minimax_m2 seed_oss", Family(defaults={"head_dim": 128})),
+    ("qwen3 qwen3_moe qwen3_vl_text", Family(defaults={"head_dim": 128})),
+    ("glm4_moe smollm3 nemotron qwen3_vl_moe_text", Family()),
+    ("ernie4_5 glm4 minimax_m2 ministral3 seed_oss", Family(defaults={"head_dim": 128})),
     ("gemma", Family(defaults={"head_dim": 256})),
     ("gemma2", Family(defaults=_every(2, _WINDOW, head_dim=256, sliding_window=4096))),
     ("gemma3_text", Family(defaults=_GEMMA3)),
