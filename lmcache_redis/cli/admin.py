@@ -25,8 +25,9 @@ from lmcache_redis.cli.options import (
 )
 from lmcache_redis.cli.progress import shown_progress
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
-from lmcache_redis.config import default_endpoint
+from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, RedisError
+from lmcache_redis.sources import given
 
 if TYPE_CHECKING:
     from lmcache_redis.admin.facts import Need
@@ -301,9 +302,10 @@ def _server(
     """
     from lmcache_redis.admin.server import open_server
 
-    if not url and (report := _status(endpoint)) is not None:
+    known = given(AgentConfig, {"redis_url": url, "key_prefix": key_prefix}).values
+    if not known.get("redis_url") and (report := _status(endpoint)) is not None:
         url = report["redis"]["url"]
-        if key_prefix is None:
+        if "key_prefix" not in known:
             key_prefix = report["redis"]["key_prefix"]
         print(f"the server of the agent at {report['endpoint']}: {url}", file=sys.stderr)
     options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, size_of
+from lmcache_redis.cli.options import AsJson
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import parse_size
 
 PromptTokens = Annotated[
     int, typer.Option("--prompt-tokens", min=1, help="Length of a usual prompt.")
@@ -68,7 +70,11 @@ def size(
     options = EngineOptions(
         tp, kv_cache_dtype, mamba_ssm_cache_dtype, max_num_batched_tokens, chunk_size_tokens
     )
-    asked = SizeQuestion(size_of("--memory", memory), prompt_tokens, prefill_tokens_per_s)
+    try:
+        memory_bytes = parse_size(memory)
+    except ConfigError as error:
+        raise ConfigError(f"--memory: {error}") from None
+    asked = SizeQuestion(memory_bytes, prompt_tokens, prefill_tokens_per_s)
     found = size_model(read_config(model), model_name(model), options)
     asked.check(found)
     if as_json:

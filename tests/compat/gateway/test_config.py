@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from lmcache_redis.cli.app import app
 from lmcache_redis.compat.gateway import main as gateway_main
 from lmcache_redis.compat.gateway.config import GatewayConfig, parse_listen, parse_networks
-from lmcache_redis.config import option_name
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import option_name
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
         "shutdown_deadline_s": "1", "tls_cert": "a.pem", "tls_key": "b.pem",
         "tls_client_ca": "c.pem", "allowed_peers": "10.0.0.0/8", "log_level": "warning",
         "idle_timeout_s": "60", "allow_anyone": None, "metrics": "127.0.0.1:9464",
+        "log_format": "json",
     }  # fmt: skip
     started: list[GatewayConfig] = []
 
