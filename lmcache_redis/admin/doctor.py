@@ -19,6 +19,7 @@ from typing import Any
 from lmcache_redis.admin.facts import Facts, Need, gather
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
+from lmcache_redis.admin.sample import need_as_stored, sample
 from lmcache_redis.admin.server import (
     CLIENT_NAME,
     CONNECT_TIMEOUT_S,
@@ -63,11 +64,20 @@ class Diagnosis:
     facts: tuple[Facts, ...]
     findings: tuple[Finding, ...]
     node: NodeFacts | None = None
+    fail_on: Severity = Severity.WARNING
 
     @property
     def exit_status(self) -> int:
-        """0 if no finding is critical or a warning, else 1."""
-        return int(any(f.severity <= Severity.WARNING for f in self.findings))
+        """1 if a finding is as serious as ``fail_on``, else 0."""
+        return int(any(finding.severity <= self.fail_on for finding in self.findings))
+
+    def judged_by(self, fail_on: Severity) -> Diagnosis:
+        return replace(self, fail_on=fail_on)
+
+    def without_ok(self) -> Diagnosis:
+        """Only what should be changed."""
+        findings = tuple(each for each in self.findings if each.severity is not Severity.OK)
+        return replace(self, findings=findings)
 
 
 def diagnose(
@@ -83,9 +93,23 @@ def diagnose(
     bandwidth: also write a few MiB under temporary keys and read them back. report: the STATUS of
     this node's agent, if there is one. Raises RedisError if a server cannot be reached.
     """
-    facts = tuple(_examined(server, node, prefix, need, bandwidth) for node in server.nodes)
-    node = None if report is None else look(report, server, prefix)
+    seen = sample(server, prefix)
+    need = need_as_stored(need, seen, report)
+    pool_bytes = None if report is None else _pool_bytes(report)
+    facts = tuple(
+        replace(
+            _examined(server, node, prefix, need, bandwidth),
+            pool_bytes=pool_bytes,
+            oldest_idle_s=seen.oldest_idle_s,
+        )
+        for node in server.nodes
+    )
+    node = None if report is None else look(report, server, seen.headers)
     return Diagnosis(facts, findings_of(facts, node), node)
+
+
+def _pool_bytes(report: Mapping[str, Any]) -> int:
+    return int(report["pool"]["slots"]) * int(report["pool"]["slot_bytes"])
 
 
 def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[Finding, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from lmcache_redis.admin.names import gigabytes, shown_bytes
 from lmcache_redis.admin.server import Primary, PrimaryServers
+from lmcache_redis.admin.sizes.sizing import ModelSize
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.stream import Endpoint, Transport
 
@@ -27,21 +28,54 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The KV that prefill produces: bytes per token, and tokens per second of all engines."""
+    """The KV that prefill produces: bytes per token, and tokens per second of all engines.
+
+    prompt_tokens: of a usual prompt. memory_per_token: in a server, headers included, and
+    loaded_per_token, of a hit; 0: as kv_bytes_per_token. of: whose these are. is_known: they are
+    not a guess.
+    """
 
     kv_bytes_per_token: int = 128 << 10
     prefill_tokens_per_s: float = 8000.0
+    prompt_tokens: int = 8192
+    memory_per_token: float = 0.0
+    loaded_per_token: float = 0.0
+    of: str = "a model of 8B parameters"
+    is_known: bool = False
+
+    @staticmethod
+    def of_model(size: ModelSize, prefill_tokens_per_s: float, prompt_tokens: int) -> Need:
+        """Of a model whose size is known."""
+        return Need(
+            max(1, size.bytes_per_token),
+            prefill_tokens_per_s,
+            prompt_tokens,
+            size.stored_bytes(prompt_tokens) / prompt_tokens,
+            size.break_even_bytes_per_s(1.0, prompt_tokens),
+            size.model,
+            is_known=True,
+        )
 
     @property
     def bytes_per_s(self) -> float:
+        """What prefill makes."""
         return self.kv_bytes_per_token * self.prefill_tokens_per_s
 
     @property
+    def loaded_bytes_per_s(self) -> float:
+        """At this rate a hit takes as long as computing."""
+        return (self.loaded_per_token or self.kv_bytes_per_token) * self.prefill_tokens_per_s
+
+    def tokens_in(self, memory_bytes: int) -> int:
+        return int(memory_bytes / (self.memory_per_token or self.kv_bytes_per_token))
+
+    @property
     def sum(self) -> str:
+        loaded = self.loaded_per_token or self.kv_bytes_per_token
         return (
-            f"{shown_bytes(self.kv_bytes_per_token)} of KV a token x "
+            f"{shown_bytes(loaded)} of KV a token x "
             f"{self.prefill_tokens_per_s:,.0f} tokens/s of prefill = "
-            f"{gigabytes(self.bytes_per_s)}/s"
+            f"{gigabytes(self.loaded_bytes_per_s)}/s"
         )
 
 
@@ -58,7 +92,8 @@ class Facts:
     the keys. as_cluster: named as a Redis Cluster, so that agents send each key to its node.
     normal_buffer: hard limit, soft limit and soft seconds of client-output-buffer-limit. save: the
     schedule as configured, "" for none. saved: whether a background save has been made since the
-    server started. unseen: what was refused, in words.
+    server started. unseen: what was refused, in words. pool_bytes: of this node's agent.
+    oldest_idle_s: of a sample of chunks, the longest time without a use.
     """
 
     where: str = ""
@@ -101,6 +136,8 @@ class Facts:
     write_bytes_per_s: float | None = None
     bandwidth_refused: str = ""
     need: Need = Need()
+    pool_bytes: int | None = None
+    oldest_idle_s: float | None = None
 
 
 _STATED = [f for f in dataclasses.fields(Facts) if f.metadata]

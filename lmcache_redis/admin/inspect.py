@@ -25,7 +25,16 @@ from lmcache_redis.admin.stripes import (
     stripes_of,
     verify_payload,
 )
-from lmcache_redis.admin.survey import SeenChunk, Striping, Survey, cuts_of, present_of, survey
+from lmcache_redis.admin.survey import (
+    Progress,
+    SeenChunk,
+    Striping,
+    Survey,
+    cuts_of,
+    no_progress,
+    present_of,
+    survey,
+)
 from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.seal import SealKeys
@@ -201,6 +210,7 @@ def summarise(
     everything: bool,
     verify: bool,
     keys: SealKeys | None = None,
+    progress: Progress = no_progress,
 ) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
@@ -209,7 +219,7 @@ def summarise(
     if reading headers does. keys: to verify sealed payloads with. Raises RedisError.
     """
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
-    found = survey(server, prefix, most_chunks=most[0], most_keys=most[1])
+    found = survey(server, prefix, most_chunks=most[0], most_keys=most[1], progress=progress)
     chunks = list(found.chunks.values())
     uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
     of_form = cuts_of(server, chunks)
@@ -222,6 +232,7 @@ def summarise(
                 cuts[at], stored[at] = Striping.of(stripe.header), stripe.stored_unix_s
     masks = present_of(server, list(zip(chunks, cuts, strict=True)))
     groups: dict[tuple[str, str], LayoutSummary] = {}
+    verified = 0
     for chunk, mask, cut, use, unix_s in zip(chunks, masks, cuts, uses, stored, strict=True):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(names))
@@ -229,6 +240,8 @@ def summarise(
         if verify:
             seen = SeenChunk(chunk.name, mask)
             group.damaged = (group.damaged or 0) + _is_damaged(server, seen, keys)
+            verified += 1
+            progress("chunks verified", verified, len(chunks))
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
     return Summary(tuple(ordered), found, server.untouched, verify, time.time())
 

@@ -17,6 +17,9 @@ _ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|.)", re.DOTALL)
 _LAYOUT_DIGITS = re.compile(r"[0-9a-f]{1,64}")
 _LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b"}
 _SHOWN = {ord(v): "\\" + k.decode() for k, v in _LETTERS.items()} | {34: '\\"', 92: "\\\\"}
+# A key in quotes of one kind, and a quote at the end that no backslash escapes.
+_IN_QUOTES = re.compile(r"""(["'])(?:[^\\]|\\.)*\1""", re.DOTALL)
+_LAST_QUOTE = re.compile(r"""(?<!\\)(?:\\\\)*["']\Z""")
 # What redis-cli prints before each element of a list.
 _LIST_NUMBER = re.compile(r"^\s*\d+\)\s+")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
@@ -107,8 +110,17 @@ def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def read_key(text: str) -> bytes:
-    """A key as a user types it: in hex, with escapes such as \\xNN, or as redis-cli prints it."""
+    """A key as a user types it: in hex, with escapes such as \\xNN, or as redis-cli prints it.
+
+    Raises ConfigError if a quote was lost.
+    """
     text = _LIST_NUMBER.sub("", text).strip()
+    is_quoted = text[:1] in ("'", '"')
+    if not _IN_QUOTES.fullmatch(text) if is_quoted else _LAST_QUOTE.search(text):
+        raise ConfigError(
+            f"the key {text:.40}... has a quote at one end only: copy it whole, and put it in "
+            "quotes of the other kind for the shell"
+        )
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":

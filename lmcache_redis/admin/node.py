@@ -22,11 +22,10 @@ from lmcache_redis.admin.gpu import GPU_ADVICE, GpuFacts, judge_gpus, look_at_gp
 from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.survey import Striping, headers_of, survey
+from lmcache_redis.admin.survey import Striping
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.errors import RedisError
 
-_SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
 _NAMESPACES = ("pid", "time")
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"
@@ -67,8 +66,10 @@ class NodeFacts:
     stored: tuple[tuple[str, StripeHeader], ...]
 
 
-def look(report: Mapping[str, Any], server: PrimaryServers, prefix: bytes) -> NodeFacts:
-    """The facts of the node whose agent has sent ``report``. Raises RedisError."""
+def look(
+    report: Mapping[str, Any], server: PrimaryServers, stored: tuple[tuple[str, StripeHeader], ...]
+) -> NodeFacts:
+    """The facts of the node whose agent has sent ``report``."""
     # An agent of an older version, which is one of the findings, does not name them.
     known = {engine["pid"] for engine in report["engines"] if "pid" in engine}
     pids = sorted(known | set(_engine_pids()))
@@ -84,7 +85,7 @@ def look(report: Mapping[str, Any], server: PrimaryServers, prefix: bytes) -> No
         shm_bytes=shm[0],
         shm_free_bytes=shm[1],
         clock_ahead_s=_clock_ahead_s(server),
-        stored=tuple(_stored(server, prefix)),
+        stored=stored,
     )
 
 
@@ -149,16 +150,6 @@ def _clock_ahead_s(server: PrimaryServers) -> float | None:
     except (RedisError, TypeError, ValueError):
         return None
     return int(seconds) + int(microseconds) / 1e6 - (began_s + time.time()) / 2
-
-
-def _stored(server: PrimaryServers, prefix: bytes) -> Iterator[tuple[str, StripeHeader]]:
-    """A sample of what is stored: one header of each layout, model and worker.
-
-    Before Redis 7.2 that counts as a use of the chunk.
-    """
-    chunks = survey(server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS).chunks
-    for (_, model, _), header in headers_of(server, [*chunks.values()]).items():
-        yield model, header
 
 
 # --------------------------------------------------------------------- the rules

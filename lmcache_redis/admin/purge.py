@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from lmcache_redis.admin.names import show_key
 from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import Stripe, StripeState, ask_each, read_stripes, read_uses
-from lmcache_redis.admin.survey import SeenChunk, cuts_of, survey
+from lmcache_redis.admin.survey import Progress, SeenChunk, cuts_of, no_progress, survey
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
 
 # Maximum keys of a step: their headers are read, then they are removed.
@@ -105,7 +105,12 @@ class PurgeResult:
             self.left_examples.append(show_key(key))
 
 
-def choose(server: PrimaryServers, prefix: bytes, selection: Selection) -> Plan:
+def choose(
+    server: PrimaryServers,
+    prefix: bytes,
+    selection: Selection,
+    progress: Progress = no_progress,
+) -> Plan:
     """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
     ``stored_longer_than_s``) and the server counts that as a use.
 
@@ -119,7 +124,7 @@ def choose(server: PrimaryServers, prefix: bytes, selection: Selection) -> Plan:
             "Redis 7.2, no cluster, and +client|no-touch and +info): give --idle-longer-than or "
             "--stored-longer-than, not both"
         )
-    found = survey(server, prefix, namespaces=selection.namespaces)
+    found = survey(server, prefix, namespaces=selection.namespaces, progress=progress)
     chunks = [
         chunk
         for chunk in found.chunks.values()
@@ -141,12 +146,12 @@ def remove(
     plan: Plan,
     pace: Pace,
     result: PurgeResult,
-    progress: Callable[[int], None] = lambda keys: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
 
     If idle chunks were selected, those used since then stay. pace: in keys. progress: called after
-    each step with the number of keys done.
+    each step.
     """
     started = time.monotonic()
     done = 0
@@ -157,7 +162,7 @@ def remove(
             keys = sum(chunk.count for chunk in chunks)
             pace.ended(keys)
             done += keys
-            progress(done)
+            progress("keys removed", done, plan.stripes)
     finally:
         result.seconds += time.monotonic() - started
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lmcache_redis.admin.facts import HUGE_PAGES, Facts
-from lmcache_redis.admin.names import gigabytes, shown_bytes
+from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.resp.net.stream import Transport
@@ -21,6 +21,8 @@ _FEW_CORES = 2
 # Shares of the machine's memory: the safe maximum, the maximum if the server forks, what to set.
 _MOST_OF_MEMORY, _MOST_WITH_FORKS, _ADVISED_OF_MEMORY = 0.85, 0.45, 0.75
 _SLOW_FORK_US = 100_000
+# A cache that holds fewer prompts, or for less long, is emptied before it helps.
+_FEW_PROMPTS, _YOUNG_S = 10, 300.0
 _LEAST_USED_BYTES = 1 << 30
 
 
@@ -188,23 +190,14 @@ def _access(f: Facts) -> Iterator[Finding]:
 
 
 def _memory(f: Facts) -> Iterator[Finding]:
-    limit, machine, used, ratio = f.maxmemory_bytes, f.machine_bytes, f.used_bytes, f.fragmentation
-    advised_mb = int((machine or 0) * _ADVISED_OF_MEMORY) >> 20
+    limit, used, ratio = f.maxmemory_bytes, f.used_bytes, f.fragmentation
+    advised_mb = int((f.machine_bytes or 0) * _ADVISED_OF_MEMORY) >> 20
     change = _set("maxmemory", f"{advised_mb}mb" if advised_mb else "SIZE")
     if limit == 0:
         why = "a cache uses all memory it gets: the server grows until the system kills it"
         yield Finding(CRITICAL, "maxmemory", "there is no memory limit", why, change)
     elif limit is not None:
-        tokens = limit // f.need.kv_bytes_per_token
-        seen = f"{shown_bytes(limit)}, room for the KV of about {tokens:,} tokens"
-        if f.evicted_keys:
-            seen += f"; full, {f.evicted_keys:,} keys evicted so far"
-        if machine and limit > machine * _MOST_OF_MEMORY:
-            seen += f", on a machine that has {shown_bytes(machine)}"
-            why = "buffers and fragmentation come on top: the machine may run out of memory"
-            yield Finding(WARNING, "maxmemory", seen, why, change)
-        else:
-            yield Finding(OK, "maxmemory", seen)
+        yield _limit(f, limit, change)
     if f.policy:
         severity, why = WARNING, ""
         if f.policy == "noeviction":
@@ -223,6 +216,38 @@ def _memory(f: Facts) -> Iterator[Finding]:
         high = ratio >= 1.5
         seen = f"{ratio:.2f}" + (wasted if high else "")
         yield Finding(HINT if high else OK, "fragmentation", seen)
+
+
+def _limit(f: Facts, limit: int, change: tuple[str, ...]) -> Finding:
+    """Whether a memory limit is too large for the machine, or too small for the cache."""
+    need = f.need
+    tokens = need.tokens_in(limit * f.nodes)
+    prompts = tokens // need.prompt_tokens
+    seen = (
+        f"{shown_bytes(limit)}, room for the KV of about {tokens:,} tokens, or {prompts:,} prompts "
+        f"of {need.prompt_tokens:,} ({need.of})"
+    )
+    if f.nodes > 1:
+        seen += f", with the {f.nodes - 1} other servers"
+    if f.evicted_keys:
+        seen += f"; full, {f.evicted_keys:,} keys evicted so far"
+    if f.machine_bytes and limit > f.machine_bytes * _MOST_OF_MEMORY:
+        seen += f", on a machine that has {shown_bytes(f.machine_bytes)}"
+        why = "buffers and fragmentation come on top: the machine may run out of memory"
+        return Finding(WARNING, "maxmemory", seen, why, change)
+    more = ("a larger maxmemory, or more servers", "lmcache-redis size MODEL --memory SIZE")
+    if f.evicted_keys and f.oldest_idle_s is not None and f.oldest_idle_s < _YOUNG_S:
+        seen += f", of the chunks left none unused for more than {shown_age(f.oldest_idle_s)}"
+        why = "a prompt that comes again later than that is computed again"
+        return Finding(WARNING, "maxmemory", seen, why, more)
+    if prompts < _FEW_PROMPTS:
+        why = f"fewer than {_FEW_PROMPTS} prompts: one is evicted before it comes again"
+        return Finding(WARNING, "maxmemory", seen, why, more)
+    if f.pool_bytes is not None and limit * f.nodes < f.pool_bytes:
+        seen += f"; the host pool of this node's agent has {shown_bytes(f.pool_bytes)}"
+        why = "what the pool evicts has left the server before: it adds hardly any hits"
+        return Finding(WARNING, "maxmemory", seen, why, more)
+    return Finding(OK, "maxmemory", seen)
 
 
 def _persistence(f: Facts) -> Iterator[Finding]:
@@ -284,7 +309,8 @@ def _limits(f: Facts) -> Iterator[Finding]:
 
 def _speed(f: Facts) -> Iterator[Finding]:
     # This server's share of the bandwidth that prefill needs.
-    need = f.need.bytes_per_s / f.nodes
+    need = f.need.loaded_bytes_per_s / f.nodes
+    made = f.need.bytes_per_s / f.nodes
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s
     if f.ping_s is not None:
@@ -292,7 +318,7 @@ def _speed(f: Facts) -> Iterator[Finding]:
         severity = OK if most >= 2 * need else HINT if most >= need else WARNING
         why = (
             f"each of {DEFAULT_GET_CONNECTIONS} connections waits one round trip a stripe: at most "
-            f"{gigabytes(most)}/s, and prefill makes {gigabytes(need)}/s"
+            f"{gigabytes(most)}/s, and hits need {gigabytes(need)}/s"
         )
         seen = f"{f.ping_s * 1000:.2f} ms a round trip (median PING)"
         yield Finding(severity, "latency", seen, why if severity is not OK else "")
@@ -305,7 +331,7 @@ def _speed(f: Facts) -> Iterator[Finding]:
             "give the server cores of its own"
             if f.local
             else "give the server a faster network or more io-threads, or use more servers",
-            "see what your model needs: --kv-bytes-per-token and --prefill-tokens-per-s",
+            "see what your model needs: --model and --prefill-tokens-per-s",
         )
         if ratio >= 2:
             yield Finding(OK, "load bandwidth", f"{seen}: a hit is {ratio:.1f} times as fast")
@@ -316,8 +342,8 @@ def _speed(f: Facts) -> Iterator[Finding]:
             why = "a hit takes longer than computing the tokens again"
             yield Finding(CRITICAL, "load bandwidth", seen, why, change)
     if write is not None:
-        severity = OK if write >= need else HINT if write >= need / 4 else WARNING
-        seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(need)}/s{split}"
+        severity = OK if write >= made else HINT if write >= made / 4 else WARNING
+        seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(made)}/s{split}"
         yield Finding(severity, "store bandwidth", seen)
     if f.io_threads is not None and f.io_threads > 1:
         yield Finding(OK, "io-threads", str(f.io_threads))

@@ -15,7 +15,14 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.net.stream import Endpoint, translated
+from lmcache_redis.resp.net.stream import (
+    NO_PASSWORD,
+    NO_SENTINEL,
+    Endpoint,
+    has_no_password,
+    is_no_sentinel,
+    translated,
+)
 from lmcache_redis.resp.options import PasswordFile, StaticPassword
 
 # In this order: a class before those that it is one of.
@@ -68,7 +75,13 @@ def sentence_of(error: BaseException, endpoint: Endpoint, opening: bool = False)
             return RedisTimeout(str(translated(TimeoutError(), endpoint)))
         return RedisTimeout(f"{at} did not answer within its time: is it overloaded?")
     if isinstance(error, exceptions.AuthenticationError) and endpoint.credentials is None:
-        return RedisAuthError(f"{at} wants a password: put one into the Redis URL")
+        return RedisAuthError(
+            f"{at} wants a password: put one into the Redis URL, or LMCACHE_REDIS_PASSWORD"
+        )
+    if has_no_password(text):
+        return RedisAuthError(f"{at} {NO_PASSWORD}")
+    if is_no_sentinel(text):
+        return RedisUnavailable(f"{at} {NO_SENTINEL}")
     if "max number of clients" in text:
         return RedisUnavailable(f"{at} has no connection left: raise its maxclients")
     if "cluster support disabled" in text:

@@ -10,7 +10,7 @@ of stripes, and MEMORY USAGE their approximate size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_redis.admin.names import ChunkName, parse_name
@@ -32,6 +32,12 @@ _ATTEMPTS = 16
 _AHEAD = 32
 
 Form = tuple[bytes, str, int]
+# What is done, how many of them, of how many.
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Shows nothing."""
 
 
 @dataclass(slots=True)
@@ -79,6 +85,7 @@ def survey(
     namespaces: frozenset[bytes] | None = None,
     most_chunks: int | None = None,
     most_keys: int | None = None,
+    progress: Progress = no_progress,
 ) -> Survey:
     """The chunks on all nodes, or a sample of about ``most_chunks``, spread over the nodes.
 
@@ -86,17 +93,18 @@ def survey(
     ends. Raises RedisError.
     """
     found = Survey()
+    found.database_keys = total_keys = sum(int(node.ask("DBSIZE")) for node in server.nodes)
     pattern = prefix + KEY_MAGIC
     if namespaces is not None and len(namespaces) == 1:
         pattern += next(iter(namespaces))
     for number, node in enumerate(server.nodes, start=1):
-        found.database_keys += int(node.ask("DBSIZE"))
         enough = most_chunks and -(-most_chunks * number // len(server.nodes))
         looked_at = 0
         for keys, is_last in node.scan(escape_pattern(pattern) + b"*", STEP_KEYS):
             looked_at += STEP_KEYS
             for key in keys:
                 _add(found, key, prefix, namespaces)
+            progress("keys scanned", found.looked_at + looked_at, total_keys)
             if len(found.chunks) + len(found.other_keys) > MOST_CHUNKS:
                 raise RedisProtocolError(
                     f"Redis at {node.where} has more than {MOST_CHUNKS:,} chunks, or its SCAN does "

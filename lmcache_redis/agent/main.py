@@ -70,6 +70,8 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         stack.callback(context.term)
         router = bind_router(context, config.endpoint)
         stack.callback(router.close, _LAST_ANSWERS_MS)
+        # While it is still bound: another agent that starts now would not lose its own.
+        stack.callback(endpoint_path(config.endpoint).unlink, missing_ok=True)
         url = config.redis_url
         if not url:
             url = stack.enter_context(embedded_redis(config.embedded_memory_bytes))

@@ -1,10 +1,14 @@
-"""`inspect`, `purge` and `doctor`: commands for the operators of the Redis behind the cache."""
+"""`inspect`, `purge` and `doctor`: commands for the operators of the Redis behind the cache.
+
+Without a URL they ask the agent of this machine which server it uses.
+"""
 
 from __future__ import annotations
 
+import enum
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,11 +24,25 @@ from lmcache_redis.cli.options import (
     SealKeyFile,
     redis_options,
 )
-from lmcache_redis.config import default_endpoint
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.cli.progress import shown_progress
+from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
+from lmcache_redis.config import AgentConfig, default_endpoint
+from lmcache_redis.errors import ConfigError, RedisError
+from lmcache_redis.sources import given
 
 if TYPE_CHECKING:
+    from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.server import PrimaryServers
+
+NOT_CHECKED = 3  # an exit status
+
+
+class FailOn(enum.Enum):
+    """The least serious finding with which doctor's exit status is 1."""
+
+    critical = "critical"
+    warning = "warning"
+    hint = "hint"
 
 
 def inspect(
@@ -51,6 +69,7 @@ def inspect(
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
     key_prefix: KeyPrefix = None,
+    endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain a key, or show what the cache holds, by model and layout.
@@ -69,13 +88,17 @@ def inspect(
     from lmcache_redis.seal import read_seal_keys
 
     keys = read_seal_keys(seal_key_file)
-    with _server(redis_url, redis_username, key_prefix) as (server, prefix):
-        if key is not None:
-            chunk = explain(server, read_key(key), prefix, verify, keys)
+    wanted = None if key is None else read_key(key)
+    with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
+        if wanted is not None:
+            chunk = explain(server, wanted, prefix, verify, keys)
             print_report(as_json, chunk, chunk_lines(chunk))
-        else:
-            summary = summarise(server, prefix, everything=everything, verify=verify, keys=keys)
-            print_report(as_json, summary, summary_lines(summary))
+            return
+        with shown_progress() as progress:
+            summary = summarise(
+                server, prefix, everything=everything, verify=verify, keys=keys, progress=progress
+            )
+        print_report(as_json, summary, summary_lines(summary))
 
 
 def purge(
@@ -110,6 +133,7 @@ def purge(
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
     key_prefix: KeyPrefix = None,
+    endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove chunks by model, layout or age, at a bounded rate. All given conditions must hold.
@@ -148,24 +172,25 @@ def purge(
         raise ConfigError(
             "there is no terminal to ask on: give --yes to remove without asking, or --dry-run"
         )
-    with _server(redis_url, redis_username, key_prefix) as (server, prefix):
+    with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
         if begun:
             known = layouts_on(server, prefix)
             others = [read_layout(each, known) for each in begun]
             selection = replace(selection, namespaces=frozenset().union(*whole, *others))
-        plan = choose(server, prefix, selection)
+        with shown_progress() as progress:
+            plan = choose(server, prefix, selection, progress)
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:
             print_report(as_json, plan, plan_lines(plan, server.where))
         if ends_here:
             return
         if not yes and not typer.confirm("Remove them?", err=as_json):
+            print("nothing was removed", file=sys.stderr)
             raise typer.Exit(1)
         removal = PurgeResult()
         try:
-            with progress_line() as show:
-                of = f"of {plan.stripes:,} keys"
-                remove(server, plan, pace, removal, lambda keys: show(f"{keys:,} {of}"))
+            with shown_progress() as progress:
+                remove(server, plan, pace, removal, progress)
         finally:
             # The report is also printed after an interrupt, or if the server is lost.
             print_report(as_json, removal, removal_lines(removal))
@@ -179,14 +204,30 @@ def doctor(
             help="Measure bandwidth: write and read 8 MiB under temporary keys.",
         ),
     ] = True,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="DIR", help="Directory of the model, or its config.json."),
+    ] = None,
     kv_bytes_per_token: Annotated[
-        int,
-        typer.Option("--kv-bytes-per-token", min=1, help="Of the model; 131072 suits an 8B model."),
-    ] = 128 << 10,
-    prefill_tokens_per_s: Annotated[
-        float,
-        typer.Option("--prefill-tokens-per-s", min=1, help="Prefill rate of all engines together."),
-    ] = 8000,
+        int | None,
+        typer.Option(
+            "--kv-bytes-per-token",
+            min=1,
+            help="Of a model, instead of --model.",
+            show_default="of the chunks in Redis, else 131072, of an 8B model",
+        ),
+    ] = None,
+    prompt_tokens: PromptTokens = 8192,
+    prefill_tokens_per_s: PrefillRate = 8000,
+    tp: Ranks = 1,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    fail_on: Annotated[
+        FailOn,
+        typer.Option("--fail-on", help="Least serious finding with which the exit status is 1."),
+    ] = FailOn.warning,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Leave out what is as it should be.")
+    ] = False,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
     key_prefix: KeyPrefix = None,
@@ -197,19 +238,59 @@ def doctor(
 
     The most important comes first. Of the node: its agent, its engines, their processes and
     limits. If no agent answers, only the server is checked; with --endpoint that is an error.
-    Changes nothing. Exit status: 1 for a critical finding or a warning, 2 for a wrong option,
-    else 0.
+    Changes nothing.
+
+    Exit status: 1 for a finding as serious as --fail-on, 2 for a wrong option, 3 if the server
+    or the agent could not be asked, else 0.
     """
     from lmcache_redis.admin.doctor import diagnose
-    from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.report import diagnosis_lines
+    from lmcache_redis.admin.rules import Severity
+    from lmcache_redis.client.control import AgentUnreachable
 
-    need = Need(kv_bytes_per_token, prefill_tokens_per_s)
-    report = _status(endpoint)
-    with _server(redis_url, redis_username, key_prefix) as (server, prefix):
-        diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth, report=report)
+    need = _need(model, kv_bytes_per_token, prompt_tokens, prefill_tokens_per_s, tp, kv_cache_dtype)
+    try:
+        report = _status(endpoint)
+        with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
+            diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth, report=report)
+    except (AgentUnreachable, RedisError) as error:
+        print(f"lmcache-redis: {error}", file=sys.stderr)
+        raise typer.Exit(NOT_CHECKED) from None
+    diagnosis = diagnosis.judged_by(Severity[fail_on.name.upper()])
+    if quiet:
+        diagnosis = diagnosis.without_ok()
     print_report(as_json, diagnosis, diagnosis_lines(diagnosis))
     raise typer.Exit(diagnosis.exit_status)
+
+
+def _need(
+    model: str | None,
+    kv_bytes_per_token: int | None,
+    prompt_tokens: int,
+    prefill_tokens_per_s: float,
+    tp: int,
+    kv_cache_dtype: str,
+) -> Need:
+    """What engines need of a server, as far as the options tell."""
+    from lmcache_redis.admin.facts import Need
+    from lmcache_redis.admin.sizes.config import read_config
+    from lmcache_redis.admin.sizes.of_model import size_model
+    from lmcache_redis.admin.sizes.shown import SizeQuestion
+    from lmcache_redis.admin.sizes.sizing import EngineOptions
+
+    if model is not None and kv_bytes_per_token is not None:
+        raise ConfigError("--model and --kv-bytes-per-token say the same: give one of them")
+    if kv_bytes_per_token is not None:
+        named = f"{kv_bytes_per_token:,} bytes a token"
+        return Need(
+            kv_bytes_per_token, prefill_tokens_per_s, prompt_tokens, of=named, is_known=True
+        )
+    if model is None:
+        return Need(prefill_tokens_per_s=prefill_tokens_per_s, prompt_tokens=prompt_tokens)
+    options = EngineOptions(tp=tp, kv_cache_dtype=kv_cache_dtype)
+    size = size_model(read_config(model), model_name(model), options)
+    SizeQuestion(prompt_tokens=prompt_tokens).check(size)
+    return Need.of_model(size, prefill_tokens_per_s, prompt_tokens)
 
 
 def _status(endpoint: str | None) -> dict[str, Any] | None:
@@ -226,26 +307,23 @@ def _status(endpoint: str | None) -> dict[str, Any] | None:
 
 @contextmanager
 def _server(
-    url: str | None, username: str | None, key_prefix: str | None
+    url: str | None, username: str | None, key_prefix: str | None, endpoint: str | None
 ) -> Iterator[tuple[PrimaryServers, bytes]]:
-    """The server named by the options and the environment, and the key prefix."""
+    """The server named by the options and the environment, else that of the agent.
+
+    Beside it the key prefix.
+    """
     from lmcache_redis.admin.server import open_server
 
+    known = given(AgentConfig, {"redis_url": url, "key_prefix": key_prefix}).values
+    if not known.get("redis_url") and (report := _status(endpoint)) is not None:
+        url = report["redis"]["server"]
+        if "key_prefix" not in known:
+            key_prefix = report["redis"]["key_prefix"]
+        print(f"the server of the agent at {report['endpoint']}: {url}", file=sys.stderr)
     options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)
     with open_server(options) as server:
         yield server, options.key_prefix
-
-
-@contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function that shows a text in place of the one before, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    try:
-        yield lambda text: print(f"\r{text}", end="", file=sys.stderr, flush=True)
-    finally:
-        print(file=sys.stderr)
 
 
 def print_report(as_json: bool, found: Any, lines: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.options import AsJson, Endpoint, takes_options_of
 from lmcache_redis.cli.plan import plan
+from lmcache_redis.cli.size import size
 from lmcache_redis.cli.top import top
 from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
@@ -184,6 +185,7 @@ app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)
 app.command()(plan)
+app.command()(size)
 
 
 @app.command()

@@ -136,7 +136,7 @@ def redis_options(**given: Any) -> RedisOptions:
     config = config_from(AgentConfig, given)
     if not config.redis_url:
         raise ConfigError(
-            "no server is named: give --redis-url or set LMCACHE_REDIS_URL (`lmcache-redis status` "
-            "shows the URL of an agent's embedded Redis)"
+            "no server is named, and no agent answers that knows one: give --redis-url or set "
+            "LMCACHE_REDIS_URL, or --endpoint of an agent"
         )
     return RedisOptions.of_agent(config, config.redis_url)

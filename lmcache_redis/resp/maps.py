@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
+from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError, RedisUnavailable
 from lmcache_redis.resp.jobs import LoopThread, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.stream import Endpoint
+from lmcache_redis.resp.net.stream import NO_SENTINEL, Endpoint, is_no_sentinel
 from lmcache_redis.resp.net.wire import pack_command
 from lmcache_redis.resp.options import Deployment, Topology
 from lmcache_redis.tiers import PlaneState
@@ -125,7 +125,12 @@ class ServerFinder:
 
     def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:
         service = self._deployment.service
-        found = self._ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+        try:
+            found = self._ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+        except RedisReplyError as error:
+            if is_no_sentinel(str(error)):
+                raise RedisUnavailable(f"Redis at {endpoint.where} {NO_SENTINEL}") from None
+            raise
         if not found:
             raise RedisUnavailable(
                 f"Sentinel at {endpoint.where} watches no master named {service}: "

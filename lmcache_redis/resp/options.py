@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
@@ -228,14 +228,19 @@ class Deployment:
 
     @property
     def url(self) -> str:
-        """As agents and tools take it, without credentials and other parameters."""
+        """The URL of the servers, without user, passwords and what else is secret."""
         server = self.server
-        if server.transport is Transport.UNIX:
-            return f"unix://{quote(server.path)}" + (f"?db={server.db}" if server.db else "")
-        places = ",".join(seed.where for seed in self.seeds)
+        shown = {name: str(value) for name, value in server.tls if name != "ssl_password"}
+        places = ",".join(seed.where.removeprefix("unix://") for seed in self.seeds)
         path = f"/{quote(self.service, safe='')}" if self.service else ""
-        path += f"/{server.db}" if server.db else ""
-        return f"{server.transport.value}{self.topology.value}://{places}{path}"
+        if self.service and server.db:
+            path += f"/{server.db}"
+        elif server.db:
+            shown["db"] = str(server.db)
+        query = f"?{urlencode(shown)}" if shown else ""
+        return (
+            f"{server.transport.value}{self.topology.value}://{quote(places, '/:[],')}{path}{query}"
+        )
 
 
 def check_url(options: RedisOptions) -> None:

@@ -98,4 +98,4 @@ def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None
     # Without an agent only the server is checked, unless it was named.
     text = run(*[word for word in words if word != "--json"]).stdout
     assert "this node" not in text
-    assert "no agent answers at" in one_sentence(run(*words, "--endpoint", agent.endpoint), 1)
+    assert "no agent answers at" in one_sentence(run(*words, "--endpoint", agent.endpoint), 3)

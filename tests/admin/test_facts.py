@@ -32,7 +32,7 @@ def test_all_of_a_real_server(own_server: RedisServer, tmp_path: Path) -> None:
     pages = tmp_path / "enabled"
     pages.write_text("always [madvise] never\n")
     facts = seen(RedisOptions(own_server.unix_url), str(pages))
-    assert facts.where == f"unix:{own_server.socket_path}"
+    assert facts.where == f"unix://{own_server.socket_path}"
     assert (facts.transport, facts.local, facts.private) == (Transport.UNIX, True, True)
     assert facts.version is not None
     assert facts.version >= (6, 2)

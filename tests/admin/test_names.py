@@ -108,6 +108,16 @@ def test_the_first_digits_of_a_layout() -> None:
         read_layout("abc", [text, other])
 
 
+@pytest.mark.parametrize("text", ['"lmcr1:abc', 'lmcr1:abc"', "'lmcr1:abc", '"', "\"lmcr1'"])
+def test_a_quote_that_was_lost_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="a quote at one end only"):
+        read_key(text)
+
+
+def test_an_escaped_quote_is_part_of_a_key() -> None:
+    assert read_key(r"a\"") == b'a"'
+
+
 @pytest.mark.parametrize("text", ["", "zz" * 8, "a0" * 33, "a0-a1"])
 def test_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--layout .* is not a layout"):

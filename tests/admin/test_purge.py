@@ -218,10 +218,10 @@ def test_what_vanishes_meanwhile_is_counted(server: PrimaryServers, client: Any)
     plan = choose(server, b"", ALL)
     client.delete(*Cached(1).keys)
     result = PurgeResult()
-    seen: list[int] = []
-    remove(server, plan, Pace(FAST), result, seen.append)
+    seen: list[tuple[str, int, int]] = []
+    remove(server, plan, Pace(FAST), result, lambda *said: seen.append(said))
     assert (result.chunks, result.stripes, result.vanished) == (1, 3, 3)
-    assert seen == [6]
+    assert seen == [("keys removed", 6, 6)]
 
 
 def test_remains_without_stripe_0_go_too(server: PrimaryServers, client: Any) -> None:

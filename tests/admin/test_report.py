@@ -76,4 +76,7 @@ def test_a_diagnosis_has_every_fact() -> None:
     (seen,) = report["facts"]
     assert set(seen) == set(Facts.__dataclass_fields__)
     assert (seen["transport"], seen["version"]) == ("rediss", [7, 2])
-    assert names(seen["need"]) == "kv_bytes_per_token prefill_tokens_per_s"
+    assert names(seen["need"]) == (
+        "kv_bytes_per_token prefill_tokens_per_s prompt_tokens memory_per_token loaded_per_token "
+        "of is_known"
+    )

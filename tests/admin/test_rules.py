@@ -82,6 +82,13 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
         "redis.conf: maxmemory SIZE",
     ),
     ({"maxmemory_bytes": 60 * GIB}, WARNING, "maxmemory", "a machine that has 64 GiB"),
+    ({"maxmemory_bytes": 9 * GIB}, WARNING, "maxmemory", "fewer than 10 prompts"),
+    ({"maxmemory_bytes": 9 * GIB, "nodes": 3}, OK, "maxmemory", "with the 2 other servers"),
+    ({"pool_bytes": 49 * GIB}, WARNING, "maxmemory", "agent has 49 GiB"),
+    ({"pool_bytes": 40 * GIB}, OK, "maxmemory", "393,216 tokens, or 48 prompts of 8,192"),
+    ({"oldest_idle_s": 120.0}, WARNING, "maxmemory", "none unused for more than 2 min"),
+    ({"oldest_idle_s": 120.0, "evicted_keys": 0}, OK, "maxmemory", "48 prompts"),
+    ({"oldest_idle_s": 7200.0}, OK, "maxmemory", "evicted so far"),
     ({"policy": "noeviction"}, CRITICAL, "maxmemory-policy", "maxmemory-policy allkeys-lru"),
     ({"policy": "volatile-lru"}, WARNING, "maxmemory-policy", "only keys that expire"),
     ({"policy": "allkeys-random"}, WARNING, "maxmemory-policy", "maxmemory-policy allkeys-lru"),
@@ -139,7 +146,7 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
     ({"transport": Transport.TCP, "local": True}, OK, "TLS", "on this machine"),
     ({"certificate_checked": False}, WARNING, "TLS", "not checked"),
     # Three connections of one stripe a round trip: 3 MiB / 5 ms = 0.6 GB/s.
-    ({"ping_s": 0.005}, WARNING, "latency", "at most 0.84 GB/s, and prefill makes 1.05 GB/s"),
+    ({"ping_s": 0.005}, WARNING, "latency", "at most 0.84 GB/s, and hits need 1.05 GB/s"),
     ({"ping_s": 0.002}, HINT, "latency", "--get-connections"),
     (
         {"read_bytes_per_s": 0.9e9},

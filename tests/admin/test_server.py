@@ -17,6 +17,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions
+from tests.resp.helpers import running
 from tests.resp.trickling import LyingServer, Trickle
 from tests.servers import RedisServer
 
@@ -49,6 +50,25 @@ def test_a_password(guarded: RedisServer) -> None:
                 pass
             assert SECRET not in str(caught.value)
             assert "wrong" not in str(caught.value)
+
+
+def test_a_password_that_the_server_has_not(redis_server: RedisServer) -> None:
+    options = RedisOptions(redis_server.url, password=SECRET)
+    with pytest.raises(RedisAuthError, match="has no password: leave it out"), open_server(options):
+        pass
+    with running(redis_server.url, password=SECRET) as plane:
+        assert "has no password: leave it out of the Redis URL" in plane.state.reason
+
+
+def test_a_sentinel_url_of_a_plain_server(redis_server: RedisServer) -> None:
+    url = redis_server.url.replace("redis://", "redis+sentinel://") + "/mymaster"
+    with (
+        pytest.raises(RedisUnavailable, match="no Sentinel: write redis://"),
+        open_server(RedisOptions(url)),
+    ):
+        pass
+    with running(url) as plane:
+        assert "is no Sentinel: write redis:// instead" in plane.state.reason
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def serve(directory: Path, url: str, chunks: int, **more: Any) -> dict[str, floa
         assert agent.terminate() == 0  # what is queued for the file is written
     assert counters["records_dropped"] == 0
     asked = counters["lookup_chunks"]
-    pool, redis = counters["hit_chunks_pool"] / asked, counters["hit_chunks_redis"] / asked
+    pool, redis = counters["hit_chunks_host"] / asked, counters["hit_chunks_redis"] / asked
     return {"hit_rate": pool + redis, "hit_rate_pool": pool, "hit_rate_redis": redis}
 
 

@@ -189,8 +189,8 @@ def test_a_master_behind_sentinels() -> None:
     ("given", "shown"),
     [
         ("redis://me:secret@h", "redis://h:6379"),
-        ("redis://[::1]:7/2", "redis://[::1]:7/2"),
-        ("rediss://:secret@h:1?ssl_cert_reqs=none", "rediss://h:1"),
+        ("redis://[::1]:7/2", "redis://[::1]:7?db=2"),
+        ("rediss://:secret@h:1?ssl_cert_reqs=none", "rediss://h:1?ssl_cert_reqs=none"),
         ("unix://me:secret@/run/a%20b.sock?db=3", "unix:///run/a%20b.sock?db=3"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock"),
         ("redis+cluster://:secret@a,b:7", "redis+cluster://a:6379,b:7"),
@@ -237,3 +237,28 @@ def test_what_is_refused(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         check_url(RedisOptions(url))
     assert "ss@h" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("redis://u:s3cr3t@h:7000/2", "redis://h:7000?db=2"),
+        ("unix:///run/a%20b.sock?db=1", "unix:///run/a%20b.sock?db=1"),
+        ("redis+sentinel://:s3cr3t@a:1,[::1]:2/m/3", "redis+sentinel://a:1,[::1]:2/m/3"),
+        (
+            "redis+sentinel://a:1/m?sentinel_password=s3cr3t",
+            "redis+sentinel://a:1/m",
+        ),
+        ("redis+cluster://a,b:7", "redis+cluster://a:6379,b:7"),
+        (
+            "rediss://h?ssl_cert_reqs=none&ssl_password=s3cr3t&ssl_check_hostname=false",
+            "rediss://h:6379?ssl_cert_reqs=none&ssl_check_hostname=False",
+        ),
+    ],
+)
+def test_the_url_that_tools_are_given_has_no_secret(given: str, shown: str) -> None:
+    deployment = parse_deployment(RedisOptions(given))
+    assert deployment.url == shown
+    again = parse_deployment(RedisOptions(shown))
+    assert (again.where, again.server.db) == (deployment.where, deployment.server.db)
+    assert dict(again.server.tls).keys() == dict(deployment.server.tls).keys() - {"ssl_password"}

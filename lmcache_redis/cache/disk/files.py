@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lmcache_redis.cache.disk.format import (
+    FANOUT_NAME,
     PAGE_BYTES,
     TEMPORARY_SUFFIX,
     check_page,
@@ -45,6 +46,8 @@ Sync: TypeAlias = Literal["none", "file", "directory"]
 SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")
 
 LOCK_NAME = "lmcr.lock"
+# What a new file system has.
+_NO_ONES = ("lost+found",)
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,7 +61,8 @@ _Buffer: TypeAlias = "bytearray | memoryview"
 def lock_directory(directory: Path) -> int:
     """Create the directory if needed and lock it, until the returned descriptor is closed.
 
-    Raises ConfigError if it cannot be used, other users may write to it, or another tier uses it.
+    The lock's file stays, and marks the directory as one for chunks. Raises ConfigError if it
+    cannot be used, other users may write to it, it is someone else's, or another tier uses it.
     """
     fd = None
     try:
@@ -66,6 +70,7 @@ def lock_directory(directory: Path) -> int:
         unsafe = why_unsafe(directory)
         if unsafe is not None:
             raise ConfigError(f"the directory for chunks is not safe: {unsafe}, or choose another")
+        _refuse_others(directory)
         fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
         _lock(fd)
     except OSError as error:
@@ -78,6 +83,18 @@ def lock_directory(directory: Path) -> int:
         )
         raise ConfigError(f"the directory {directory} {why} choose another") from error
     return fd
+
+
+def _refuse_others(directory: Path) -> None:
+    """Raises ConfigError if the directory was never one for chunks and has other files."""
+    names = {entry.name for entry in directory.iterdir()}
+    others = [each for each in sorted(names) if not FANOUT_NAME.fullmatch(each)]
+    others = [each for each in others if each not in _NO_ONES]
+    if others and LOCK_NAME not in names:
+        raise ConfigError(
+            f"the directory {directory} has files that are not chunks, such as {others[0]}: choose "
+            "one that is empty or does not exist"
+        )
 
 
 def _lock(fd: int) -> None:

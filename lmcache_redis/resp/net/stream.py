@@ -85,9 +85,9 @@ class Endpoint:
 
     @property
     def where(self) -> str:
-        """The address, e.g. "127.0.0.1:6379" or "unix:/run/redis.sock"."""
+        """The address, e.g. "127.0.0.1:6379" or "unix:///run/redis.sock"."""
         if self.transport is Transport.UNIX:
-            return f"unix:{self.path}"
+            return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -381,6 +381,21 @@ def greet(
         raise RedisProtocolError("the server sent something that was not asked for")
 
 
+NO_PASSWORD = (
+    "has no password: leave it out of the Redis URL, LMCACHE_REDIS_PASSWORD and the password file"
+)
+NO_SENTINEL = "is no Sentinel: write redis:// instead of redis+sentinel://, or name its Sentinels"
+
+
+def has_no_password(text: str) -> bool:
+    """Whether a server refuses a password because it has none."""
+    return "without any password configured" in text or "no password is set" in text
+
+
+def is_no_sentinel(text: str) -> bool:
+    return "unknown command" in text.lower() and "sentinel" in text.lower()
+
+
 def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
     """Raise the error that a reply to the greeting stands for, unless the command may fail."""
     at = f"Redis at {endpoint.where}"
@@ -392,6 +407,8 @@ def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
     if isinstance(error, RedisAuthError) or name == "AUTH":
         if endpoint.credentials is None:
             raise RedisAuthError(f"{at} wants a password: put one into the Redis URL")
+        if has_no_password(reply.text):
+            raise RedisAuthError(f"{at} {NO_PASSWORD}")
         raise RedisAuthError(
             f"{at} refuses the user or the password: correct them where they are set "
             f"({brief(reply.text)})"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.cache.disk.files import LOCK_NAME
+from lmcache_redis.cache.disk.files import LOCK_NAME, lock_directory
 from lmcache_redis.errors import ConfigError
 from tests.cache.disk.directory import Disk, files_in, fill, held, key_of, payload_of
 
@@ -96,3 +96,17 @@ def test_a_folder_that_became_a_link_is_not_followed(
     path.parent.unlink()
     assert tier.put(key_of(1), PAYLOAD)
     assert tier.get(key_of(1)) == PAYLOAD
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    """A path that was mistyped: nothing is written there."""
+    (tmp_path / "passwd").touch()
+    with pytest.raises(ConfigError, match="such as passwd: choose one that is empty"):
+        lock_directory(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["passwd"]
+
+
+def test_a_new_file_system_is_no_ones(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    os.close(lock_directory(tmp_path))
+    os.close(lock_directory(tmp_path))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk
+from lmcache_redis.cache.disk.files import LOCK_NAME, ChunkFiles, read_chunk
 from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header
@@ -244,6 +244,7 @@ def test_files_of_others_are_left_alone(
     link = fanout / f"{digest}-{1:016x}.lmcr"
     link.symlink_to(directory / "README")
     (fanout / f"{digest}-{2:016x}.lmcr").mkdir()
+    (directory / LOCK_NAME).touch()
     tier = open_tier(4 * 8192)
     assert "left alone" in caplog.text
     assert len(caplog.records) == 1

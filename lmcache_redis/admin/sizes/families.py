@@ -1,0 +1,297 @@
+"""What the fields of a config mean, for each model type that is known.
+
+The sizes are those of vLLM's own KV cache specs: tests/integrations/test_sizes.py builds the models
+without weights and compares. A type that is not here is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_redis.admin.sizes.config import UNKNOWN, Fields
+from lmcache_redis.admin.sizes.layers import AttentionLayer, Layer, StateLayer
+from lmcache_redis.chunks.names import FULL_REACH, Reach
+from lmcache_redis.errors import ConfigError
+
+# Words of configs for the kinds of layers.
+_FULL, _WINDOW, _LOCAL, _STATE, _NOTHING = "full", "window", "local", "state", "nothing"
+_WORDS = {
+    **dict.fromkeys(("full_attention", "attention", "*"), _FULL),
+    "sliding_attention": _WINDOW,
+    "chunked_attention": _LOCAL,
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "M"), _STATE),
+    **dict.fromkeys(("moe", "mlp", "-", "E"), _NOTHING),
+}
+
+
+def layers_of(fields: Fields) -> list[Layer]:
+    """The layers that keep something. Raises ConfigError, also for a type that is not known."""
+    kind = fields.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise ConfigError(
+            f"{fields.where}: the model type {kind!r} is not one whose KV cache this version can "
+            f"tell: {UNKNOWN}"
+        )
+    # A field that is null is left out on purpose.
+    return list(family.read(Fields({**family.defaults, **fields.given}, fields.where)))
+
+
+def _head_dim(fields: Fields) -> int:
+    return fields.get("head_dim") or fields.number("hidden_size", "n_embd") // _heads(fields)
+
+
+def _heads(fields: Fields) -> int:
+    return fields.number("num_attention_heads", "n_head")
+
+
+def _layer_count(fields: Fields) -> int:
+    return fields.number("num_hidden_layers", "n_layer")
+
+
+def _kinds(fields: Fields) -> list[str]:
+    """The kind of each layer, as the config lists them, else as a pattern of it says."""
+    words = fields.get("layer_types", "layers_block_type", "hybrid_override_pattern")
+    count = len(words) if fields.get("hybrid_override_pattern") else fields.get("num_hidden_layers")
+    if words is not None:
+        unknown = sorted({str(word) for word in words} - _WORDS.keys())
+        if unknown:
+            raise ConfigError(
+                f"{fields.where} has layers of an unknown kind, {unknown[0]!r}: {UNKNOWN}"
+            )
+        return [_WORDS[word] for word in words][:count]
+    other = fields.get("other_layers")
+    every = fields.get("sliding_window_pattern", "_sliding_window_pattern", "every")
+    if other is None or every is None:
+        return [_FULL] * _layer_count(fields)
+    if isinstance(every, str):
+        every = len(every)
+    return [_FULL if (at + 1) % every == 0 else other for at in range(_layer_count(fields))]
+
+
+def _attention(fields: Fields, kind: str = _FULL) -> AttentionLayer:
+    reach = FULL_REACH
+    if kind == _WINDOW:
+        reach = Reach("window", fields.number("sliding_window") + (fields.get("one_more") or 0))
+    elif kind == _LOCAL:
+        reach = Reach("local", fields.number("attention_chunk_size"))
+    return AttentionLayer(fields.number("num_key_value_heads"), 2 * _head_dim(fields), reach)
+
+
+def _plain(fields: Fields) -> Iterator[Layer]:
+    """Attention only: full, in windows, or both."""
+    kinds = _kinds(fields)
+    if len(set(kinds)) == 1:
+        # vLLM then has one window for all layers, whatever they are called.
+        has_window = fields.get("sliding_window") and fields.get("use_sliding_window") is not False
+        kinds = [_WINDOW if has_window else _FULL] * len(kinds)
+    overrides = _per_layer(fields, len(kinds))
+    for kind, override in zip(kinds, overrides, strict=True):
+        yield _attention(fields.merged(override), kind)
+
+
+def _per_layer(fields: Fields, count: int) -> list[Mapping[str, Any]]:
+    """What the config says of single layers."""
+    given = fields.get("per_layer_config") or {}
+    by_number = {int(number): override for number, override in given.items()}
+    return [by_number.get(at, {}) for at in range(count)]
+
+
+def _all_heads(fields: Fields) -> Iterator[Layer]:
+    """Every attention head has keys and values of its own."""
+    return _plain(fields.merged({"num_key_value_heads": _heads(fields)}))
+
+
+def _falcon(fields: Fields) -> Iterator[Layer]:
+    heads = _heads(fields)
+    if fields.get("new_decoder_architecture"):
+        heads = fields.get("num_kv_heads", "n_head_kv") or heads
+    elif fields.get("multi_query"):
+        heads = 1
+    return _plain(fields.merged({"num_key_value_heads": heads}))
+
+
+def _gemma4(fields: Fields) -> Iterator[Layer]:
+    """Full layers have larger heads, and the last layers use the keys of those before."""
+    fields.need("layer_types")
+    kinds = _kinds(fields)
+    overrides = _per_layer(fields, len(kinds))
+    if not fields.get("per_layer_config"):
+        full = {"head_dim": fields.get("global_head_dim") or 512}
+        if fields.get("attention_k_eq_v") and (heads := fields.get("num_global_key_value_heads")):
+            full["num_key_value_heads"] = heads
+        overrides = [full if kind == _FULL else {} for kind in kinds]
+    own = len(kinds) - (fields.get("num_kv_shared_layers") or 0)
+    for kind, override in list(zip(kinds, overrides, strict=True))[:own]:
+        yield _attention(fields.merged(override), kind)
+
+
+def _llama4(fields: Fields) -> Iterator[Layer]:
+    rotary = fields.get("no_rope_layers")
+    if rotary and not fields.get("layer_types"):
+        kinds = ["chunked_attention" if each else "full_attention" for each in rotary]
+        fields = fields.merged({"layer_types": kinds})
+    if not fields.get("attention_chunk_size"):
+        fields = fields.merged({"layer_types": ["full_attention"] * _layer_count(fields)})
+    for kind in _kinds(fields):
+        yield _attention(fields, kind)
+
+
+def _latent(fields: Fields) -> Iterator[Layer]:
+    """MLA. With an index of its own (DeepSeek-V3.2) a layer also keeps 8-bit keys and scales."""
+    values = fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
+    index_dim = fields.get("index_head_dim") if fields.get("index_topk") else None
+    index_bytes = index_dim + index_dim // 128 * 4 if index_dim else 0
+    for at in range(_layer_count(fields)):
+        indexed = bool(index_bytes) and not _shares_index(fields, at)
+        yield AttentionLayer(1, values, latent=True, extra_bytes=index_bytes if indexed else 0)
+
+
+def _shares_index(fields: Fields, layer: int) -> bool:
+    """Whether it uses the index of a layer before it."""
+    pattern = fields.get("index_topk_pattern")
+    if pattern is not None:
+        return layer < len(pattern) and bool(pattern[layer] == "S")
+    every = fields.get("index_topk_freq") or 1
+    offset = fields.given.get("index_skip_topk_offset", 2)
+    return bool(max(layer - offset + 1, 0) % every)
+
+
+def _hybrid(state: Callable[[Fields], StateLayer]) -> Callable[[Fields], Iterator[Layer]]:
+    """Attention beside layers that keep a state."""
+
+    def read(fields: Fields) -> Iterator[Layer]:
+        if not fields.get("every"):
+            fields.need("layer_types", "layers_block_type", "hybrid_override_pattern")
+        for kind in _kinds(fields):
+            if kind == _STATE:
+                yield state(fields)
+            elif kind != _NOTHING:
+                yield _attention(fields, kind)
+
+    return read
+
+
+def _states(state: Callable[[Fields], StateLayer]) -> Callable[[Fields], Iterator[Layer]]:
+    """Nothing but layers that keep a state."""
+    return lambda fields: (state(fields) for _ in range(_layer_count(fields)))
+
+
+def _jamba(fields: Fields) -> Iterator[Layer]:
+    every, offset = fields.number("attn_layer_period"), fields.need("attn_layer_offset")
+    for at in range(_layer_count(fields)):
+        yield _attention(fields) if at % every == offset else _mamba1(fields)
+
+
+def _falcon_h1(fields: Fields) -> Iterator[Layer]:
+    """Both in every layer."""
+    for _ in range(_layer_count(fields)):
+        yield _attention(fields)
+        yield _mamba2(fields)
+
+
+def _gated_delta(fields: Fields) -> StateLayer:
+    keys = fields.number("linear_num_key_heads") * fields.number("linear_key_head_dim")
+    values = fields.number("linear_num_value_heads") * fields.number("linear_value_head_dim")
+    past = fields.number("linear_conv_kernel_dim") - 1
+    return StateLayer(
+        (2 * keys + values) * past,
+        values * fields.number("linear_key_head_dim"),
+        recurrent_type=fields.get("mamba_ssm_dtype"),
+    )
+
+
+def _mamba1(fields: Fields) -> StateLayer:
+    inner = fields.get("intermediate_size") if fields.get("state_size") else None
+    inner = inner or fields.number("mamba_expand") * fields.number("hidden_size")
+    past = fields.number("conv_kernel", "mamba_d_conv") - 1
+    return StateLayer(inner * past, inner * fields.number("state_size", "mamba_d_state"))
+
+
+def _mamba2(fields: Fields) -> StateLayer:
+    heads = fields.number("mamba_n_heads", "mamba_num_heads", "num_heads")
+    state = fields.number("mamba_d_state", "ssm_state_size", "state_size")
+    past = fields.number("mamba_d_conv", "conv_kernel") - 1
+    inner, head_dim = _inner(fields, heads)
+    return StateLayer(
+        inner * past,
+        heads * head_dim * state,
+        groups=fields.number("mamba_n_groups", "n_groups"),
+        group_conv=2 * state * past,
+        recurrent_type=fields.get("mamba_ssm_cache_dtype"),
+    )
+
+
+def _inner(fields: Fields, heads: int) -> tuple[int, int]:
+    """Channels of a Mamba-2 layer, and of each of its heads."""
+    head_dim = fields.get("mamba_d_head", "mamba_head_dim")
+    if fields.get("mamba_num_heads"):
+        return heads * fields.number("mamba_head_dim"), fields.number("mamba_head_dim")
+    expand = fields.need("mamba_expand", "expand")
+    inner = fields.get("mamba_d_ssm") or int(expand * fields.number("hidden_size"))
+    if head_dim is None:
+        head_dim = fields.get("head_dim")
+    return inner, inner // heads if head_dim in (None, "auto") else head_dim
+
+
+def _short_conv(fields: Fields) -> StateLayer:
+    width = fields.get("conv_dim") or fields.number("hidden_size")
+    return StateLayer(width * (fields.number("conv_L_cache") - 1), 0)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the fields of a model type are read, and the values of fields that are left out."""
+
+    read: Callable[[Fields], Iterator[Layer]] = _plain
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _every(number: int, other: str, **more: Any) -> dict[str, Any]:
+    """One full layer in so many, the last of them."""
+    return {"every": number, "other_layers": other, **more}
+
+
+_GEMMA3 = _every(
+    6, _WINDOW, num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096
+)
+_LINEAR = Family(_hybrid(_gated_delta), _every(4, _STATE, head_dim=256))
+_FLOAT32_STATES = {"mamba_ssm_cache_dtype": "float32"}
+
+_BY_FAMILY: list[tuple[str, Family]] = [
+    (
+        "llama mixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text "
+        "qwen2_5_vl qwen2_5_vl_text phi3 phimoe olmo olmo2 olmoe cohere granite granitemoe "
+        "stablelm starcoder2 ernie4_5_moe",
+        Family(),
+    ),
+    ("mistral", Family(defaults={"sliding_window": 4096})),
+    ("qwen3 qwen3_moe qwen3_vl_text", Family(defaults={"head_dim": 128})),
+    ("glm4_moe smollm3 nemotron qwen3_vl_moe_text", Family()),
+    ("ernie4_5 glm4 minimax_m2 ministral3 seed_oss", Family(defaults={"head_dim": 128})),
+    ("gemma", Family(defaults={"head_dim": 256})),
+    ("gemma2", Family(defaults=_every(2, _WINDOW, head_dim=256, sliding_window=4096))),
+    ("gemma3_text", Family(defaults=_GEMMA3)),
+    ("gemma4_text", Family(_gemma4, {"head_dim": 256, "sliding_window": 512})),
+    ("gpt_oss", Family(defaults=_every(2, _WINDOW, head_dim=64, sliding_window=128))),
+    ("olmo3", Family(defaults=_every(4, _WINDOW, sliding_window=4096))),
+    # Its windows include the token itself.
+    ("cohere2", Family(defaults=_every(4, _WINDOW, sliding_window=4096, one_more=1))),
+    ("exaone4 exaone_moe", Family(defaults=_every(4, _WINDOW, sliding_window=4096))),
+    ("llama4_text", Family(_llama4, _every(4, _LOCAL, head_dim=128))),
+    ("gpt2 opt gpt_neox gptj", Family(_all_heads)),
+    ("falcon", Family(_falcon, {"multi_query": True})),
+    ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2", Family(_latent)),
+    ("qwen3_next", _LINEAR),
+    ("qwen3_5_text qwen3_5_moe_text", _LINEAR),
+    ("jamba", Family(_jamba)),
+    ("mamba falcon_mamba", Family(_states(_mamba1))),
+    ("mamba2", Family(_states(_mamba2))),
+    ("granitemoehybrid", Family(_hybrid(_mamba2))),
+    ("nemotron_h", Family(_hybrid(_mamba2), {"head_dim": 128, **_FLOAT32_STATES})),
+    ("falcon_h1", Family(_falcon_h1)),
+    ("lfm2 lfm2_moe", Family(_hybrid(_short_conv))),
+]
+FAMILIES = {name: family for names, family in _BY_FAMILY for name in names.split()}

@@ -1,0 +1,90 @@
+"""`size`: how much Redis a model needs, and how fast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_redis.cli.options import AsJson
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import parse_size
+
+PromptTokens = Annotated[
+    int, typer.Option("--prompt-tokens", min=1, help="Length of a usual prompt.")
+]
+PrefillRate = Annotated[
+    float,
+    typer.Option("--prefill-tokens-per-s", min=1, help="Prefill rate of all engines together."),
+]
+Ranks = Annotated[int, typer.Option("--tp", min=1, max=255, help="vLLM's --tensor-parallel-size.")]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="TYPE",
+        help="vLLM's option: auto, bfloat16, float16, fp8, fp8_ds_mla; or float32.",
+    ),
+]
+
+
+def size(
+    model: Annotated[
+        str, typer.Argument(help="Directory of a model, or its config.json.", metavar="MODEL")
+    ],
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Memory of Redis, as 64GiB.")
+    ] = "64GiB",
+    prompt_tokens: PromptTokens = 8192,
+    prefill_tokens_per_s: PrefillRate = 8000,
+    tp: Ranks = 1,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    mamba_ssm_cache_dtype: Annotated[
+        str, typer.Option("--mamba-ssm-cache-dtype", metavar="TYPE", help="vLLM's option.")
+    ] = "auto",
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", min=1, help="vLLM's option.")
+    ] = 8192,
+    chunk_size_tokens: Annotated[
+        int, typer.Option("--chunk-size-tokens", min=1, help="The agents' option.")
+    ] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Show how much KV a model makes a token, how much of it fits, and how fast Redis must be.
+
+    Reads config.json; downloads nothing and needs no server. An unknown model is an error.
+
+    Examples:
+
+      lmcache-redis size models/Qwen3-8B
+
+      lmcache-redis size config.json --memory 256GiB --tp 8
+    """
+    from lmcache_redis.admin.sizes.config import read_config
+    from lmcache_redis.admin.sizes.of_model import size_model
+    from lmcache_redis.admin.sizes.shown import SizeQuestion, size_json, size_lines
+    from lmcache_redis.admin.sizes.sizing import EngineOptions
+
+    options = EngineOptions(
+        tp, kv_cache_dtype, mamba_ssm_cache_dtype, max_num_batched_tokens, chunk_size_tokens
+    )
+    try:
+        memory_bytes = parse_size(memory)
+    except ConfigError as error:
+        raise ConfigError(f"--memory: {error}") from None
+    asked = SizeQuestion(memory_bytes, prompt_tokens, prefill_tokens_per_s)
+    found = size_model(read_config(model), model_name(model), options)
+    asked.check(found)
+    if as_json:
+        print(json.dumps(size_json(found, asked), indent=2))
+        return
+    for line in size_lines(found, asked):
+        print(line)
+
+
+def model_name(model: str) -> str:
+    """The name of a model's directory."""
+    path = Path(model).resolve()
+    return (path.parent if path.suffix == ".json" else path).name

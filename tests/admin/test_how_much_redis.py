@@ -1,0 +1,100 @@
+"""The table and the example of docs/how-much-redis.md are what `size` says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.admin.names import shown_bytes
+from lmcache_redis.admin.sizes.of_model import size_model
+from lmcache_redis.admin.sizes.sizing import EngineOptions, ModelSize
+from lmcache_redis.cli.size import size
+from tests.admin.models import PUBLISHED, Published
+
+pytest.importorskip("transformers", reason="writes the configs of models")
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-much-redis.md"
+PROMPT_TOKENS, PREFILL_TOKENS_PER_S = 8192, 8000
+EXAMPLES = ("Llama-3.1-8B", "gpt-oss-120b")
+KNOWN_KIB = {
+    "Llama-3.1-8B": 128,
+    "Llama-3.3-70B": 320,
+    "Qwen3-8B": 144,
+    "Qwen3-30B-A3B": 96,
+    "gpt-oss-120b": 72,
+    "DeepSeek-V3": 68.625,
+}
+
+
+def sized(model: Published) -> ModelSize:
+    return size_model(model.config(), model.name, EngineOptions())
+
+
+def of_name(name: str) -> Published:
+    return next(model for model in PUBLISHED if model.name == name)
+
+
+def sizes_table() -> str:
+    rows = [
+        "| model, bfloat16 | a token | a prompt in Redis | tokens in 64 GiB | break-even | notes |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *map(_row, PUBLISHED),
+    ]
+    return "\n".join(rows)
+
+
+def _row(model: Published) -> str:
+    found = sized(model)
+    even = found.break_even_bytes_per_s(PREFILL_TOKENS_PER_S, PROMPT_TOKENS) / 1e9
+    cells = [
+        model.name,
+        shown_bytes(found.bytes_per_token),
+        shown_bytes(found.stored_bytes(PROMPT_TOKENS)),
+        f"{found.tokens_in(64 << 30, PROMPT_TOKENS):,}",
+        f"{even:.2f} GB/s",
+        ", ".join(_besides(found)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _besides(found: ModelSize) -> Iterator[str]:
+    loaded = found.loaded_bytes(PROMPT_TOKENS)
+    if found.groups[0].kind == "MLA":
+        yield "MLA: one copy for all ranks"
+    for saved, what in (
+        (found.saved_by_windows(PROMPT_TOKENS), "windows"),
+        (found.saved_by_states(PROMPT_TOKENS), f"states of {shown_bytes(found.state_bytes)}"),
+    ):
+        if saved > 0:
+            yield f"{what} save {100 * saved / (saved + loaded):.0f} % of a load"
+
+
+def example(directory: Path, name: str) -> str:
+    """What the command prints."""
+    (directory / name).mkdir(parents=True)
+    (directory / name / "config.json").write_text(json.dumps(of_name(name).config()))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        size(str(directory / name))
+    return said.getvalue()
+
+
+def test_the_table_is_that_of_the_code() -> None:
+    assert sizes_table() in PAGE.read_text(), (
+        "the table in docs/how-much-redis.md is not that of the code; print it with: python -c "
+        "'from tests.admin.test_how_much_redis import sizes_table; print(sizes_table())'"
+    )
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_what_the_command_prints(tmp_path: Path, name: str) -> None:
+    assert example(tmp_path, name) in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", KNOWN_KIB)
+def test_known_figures(name: str) -> None:
+    assert sized(of_name(name)).bytes_per_token == KNOWN_KIB[name] * 1024
