@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
-from lmcache_redis.config import endpoint_path, option_name
+from lmcache_redis.config import endpoint_path
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.processes import end_process
+from lmcache_redis.settings import option_name
 
 _START_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 15.0

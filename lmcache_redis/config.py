@@ -1,37 +1,38 @@
-"""All settings: types, defaults, bounds and help texts.
+"""All settings: types, defaults, bounds and help texts, each declared once (`settings`).
 
-A config is built once and never changes. The options of commands and the table in
-docs/settings.md are made from its fields.
+A config is built once and never changes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import memory_limit_bytes
+from lmcache_redis.settings import (
+    Given,
+    check_all,
+    check_between,
+    meant,
+    option_name,
+    setting,
+    settings_of,
+)
 
-_LETTERS = "KMGTPE"
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate(_LETTERS, start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
 _IPC = "ipc://"
+ENDPOINT_VARIABLE = "LMCACHE_REDIS_ENDPOINT"
 SEAL_KEY_FILE_VARIABLE = "LMCACHE_REDIS_SEAL_KEY_FILE"
-# vLLM's names of those in which the layers of a block are one piece of memory.
-KV_CACHE_LAYOUTS = ("BLNHC", "BLHNC")
-LOG_LEVELS = ("debug", "info", "warning", "error")
+# Where a service manager makes a directory for the agent.
+_SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
@@ -44,28 +45,6 @@ MAX_CONNECTIONS = 64
 MAX_TTL_S = 10 * 366 * 86_400
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes of ``4GiB``, ``512MB``, ``1.5G`` (binary) or a plain number.
-
-    Raises ``ConfigError`` for anything else.
-    """
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text)
-    unit = match.group(2).upper() if match else None
-    if match is None or unit not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size: write it as 4GiB, 512MB or a number of bytes")
-    return int(float(match.group(1)) * _UNITS[unit])
-
-
-def format_size(size_bytes: int) -> str:
-    """The shortest exact way to write a size."""
-    for power, letter in reversed([*enumerate(_LETTERS, start=1)]):
-        if size_bytes >= 1024**power and size_bytes % 1024**power == 0:
-            return f"{size_bytes // 1024**power}{letter}iB"
-    return str(size_bytes)
-
-
 def machine_share(most_bytes: int) -> int:
     """A quarter of the memory that there is in whole MiB, ``most_bytes`` at most."""
     return min(most_bytes, memory_limit_bytes() // 4 >> 20 << 20)
@@ -74,18 +53,21 @@ def machine_share(most_bytes: int) -> int:
 def private_directory() -> Path:
     """The directory of the default endpoint, which only this user can enter.
 
-    ``$XDG_RUNTIME_DIR/lmcache-redis``, else ``lmcache-redis-UID`` in the system's directory for
-    temporary files.
+    ``/run/lmcache-redis`` if a service manager has made it for this user, else
+    ``/tmp/lmcache-redis-UID``: the same in a login session, in a service and in a job.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return Path(runtime) / "lmcache-redis"
-    return Path(tempfile.gettempdir()) / f"lmcache-redis-{os.getuid()}"
+    uid = os.geteuid()
+    try:
+        if _SERVICE_DIRECTORY.stat().st_uid == uid:
+            return _SERVICE_DIRECTORY
+    except OSError:
+        pass
+    return Path(f"/tmp/lmcache-redis-{uid}")
 
 
 def default_endpoint() -> str:
-    """The endpoint of agent and engines if none is given."""
-    return f"ipc://{private_directory() / 'agent.sock'}"
+    """The endpoint of agent, engines and tools if none is given."""
+    return os.environ.get(ENDPOINT_VARIABLE) or f"ipc://{private_directory() / 'agent.sock'}"
 
 
 def endpoint_path(endpoint: str) -> Path:
@@ -117,7 +99,7 @@ def ensure_private(directory: Path) -> None:
             f"the directory {directory} of the endpoint cannot be used ({error.strerror}): "
             "choose another --endpoint"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(
             f"{directory} does not belong to this user: remove it or choose another --endpoint"
         )
@@ -126,28 +108,6 @@ def ensure_private(directory: Path) -> None:
             f"others can enter {directory}, and any process that reaches the endpoint can read KV: "
             f"run `chmod 700 {directory}` or choose another --endpoint"
         )
-
-
-def setting(
-    help_text: str,
-    default: Any = dataclasses.MISSING,
-    *,
-    shown: str = "",
-    size: bool = False,
-    environment_only: str = "",
-    **more: Any,
-) -> Any:
-    """A dataclass field for a setting: its help text and its default or the factory of that.
-
-    shown: the default as users read it. size: in bytes, which users may write as 4GiB.
-    environment_only: the environment variable that sets it; it has no option.
-    """
-    if callable(default):
-        more["default_factory"] = default
-    elif default is not dataclasses.MISSING:
-        more["default"] = default
-    meta = {"help": help_text, "shown": shown, "size": size, "environment_only": environment_only}
-    return field(metadata=meta, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,43 +119,59 @@ class TierSettings:
         "rediss://, rediss+sentinel:// or rediss+cluster://; without it an agent runs its own "
         "Redis, and a gateway keeps chunks only in memory and on disk",
         None,
+        form="URL",
         repr=False,  # it may hold a password
     )
     redis_username: str | None = setting("ACL user, if not in the URL", None)
     redis_password: str | None = setting(
-        "password, if not in the URL",
-        None,
-        environment_only="LMCACHE_REDIS_PASSWORD",
-        repr=False,
+        "password, if not in the URL", None, secret=True, repr=False
     )
     redis_password_file: str | None = setting(
-        "file that contains the password, read again at each connect", None
+        "file that contains the password, read again at each connect", None, form="FILE"
     )
     redis_credential_provider: str | None = setting(
         "PACKAGE.MODULE:FACTORY: called at the start, returns a CredentialProvider of redis-py, "
         "which is asked for user and password at each connect",
         None,
+        form="NAME",
     )
     seal_key_file: str | None = setting(
         "file of the keys that values are sealed with (AES-256-GCM), one a line: the first seals, "
         "all of them open; values that are not sealed are misses",
         None,
+        form="FILE",
     )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
-    disk_path: str | None = setting("directory for the disk tier, which survives restarts", None)
-    disk_size: int = setting("maximum total size of the files in --disk-path", 64 << 30, size=True)
-    shutdown_deadline_s: float = setting(
-        "maximum time for requests in progress and queued writes when the process stops", 5.0
+    disk_path: str | None = setting(
+        "directory for the disk tier, which survives restarts", None, form="DIRECTORY"
     )
-    log_level: str = setting("level of the log: debug, info, warning or error", "info")
+    disk_size: int = setting(
+        "maximum total size of the files in --disk-path",
+        64 << 30,
+        size=True,
+        between=(1 << 20, 1 << 60),
+        reloadable=True,
+    )
+    shutdown_deadline_s: float = setting(
+        "maximum time for requests in progress and queued writes when the process stops",
+        5.0,
+        between=(0, 600),
+        reloadable=True,
+    )
+    log_level: str = setting(
+        "level of the log", "info", choices=("debug", "info", "warning", "error"), reloadable=True
+    )
+    log_format: str = setting(
+        "lines for people, or JSON objects, one a line", "text", choices=("text", "json")
+    )
     metrics: str | None = setting(
-        "ADDRESS:PORT where Prometheus finds /metrics, and probes /healthz", None
+        "ADDRESS:PORT where Prometheus finds /metrics, and probes /healthz",
+        None,
+        form="ADDRESS:PORT",
     )
 
     def __post_init__(self) -> None:
-        check_between("disk_size", self.disk_size, 1 << 20, 1 << 60)
-        check_between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
-        check_one_of("log_level", self.log_level, LOG_LEVELS)
+        check_all(self)
         if self.metrics is not None:
             parse_address(self.metrics)
 
@@ -208,18 +184,23 @@ class AgentConfig(TierSettings):
         "socket of the agent: ipc://PATH, in a directory that only its user can enter",
         default_endpoint,
         shown="ipc:// in a private directory",
+        form="ipc://PATH",
     )
-    chunk_size_tokens: int = setting("tokens per chunk; an engine rounds up to whole blocks", 256)
+    chunk_size_tokens: int = setting(
+        "tokens per chunk; an engine rounds up to whole blocks", 256, between=(1, 1 << 20)
+    )
     pool_bytes: int = setting(
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),
         shown="4GiB, at most a quarter of the machine's or container's memory",
         size=True,
+        between=(MIN_SLOT_BYTES + 4096, 1 << 50),
     )
     slot_bytes: int = setting(
         "slot size and maximum payload of a stripe; the same on all agents of one Redis",
         DEFAULT_SLOT_BYTES,
         size=True,
+        between=(MIN_SLOT_BYTES, 512 << 20),
     )
     write_queue_bytes: int | None = setting(
         "limit of chunks queued for Redis, and of those queued for disk; beyond it the ends of "
@@ -227,63 +208,80 @@ class AgentConfig(TierSettings):
         None,
         shown="half of the host pool",
         size=True,
+        between=(0, 1 << 50),
+        reloadable=True,
     )
     embedded_memory_bytes: int = setting(
         "memory limit of the embedded Redis",
         lambda: machine_share(8 << 30),
         shown="8GiB, at most a quarter of the machine's or container's memory",
         size=True,
+        between=(16 << 20, 1 << 50),
     )
     lookup_deadline_s: float = setting(
-        "maximum wait of a request for a lookup; it is shorter where computing is faster", 10.0
+        "maximum wait of a request for a lookup; it is shorter where computing is faster",
+        10.0,
+        between=(0.01, 600),
     )
     op_timeout_s: float = setting(
-        "maximum time for one exchange with Redis; after it the server is probed", 2.0
+        "maximum time for one exchange with Redis; after it the server is probed",
+        2.0,
+        between=(0.01, 600),
     )
     session_timeout_s: float = setting(
-        "time after which the chunks pinned by a request are released", 60.0
+        "time after which the chunks pinned by a request are released",
+        60.0,
+        between=(1, 86_400),
+        reloadable=True,
     )
-    heartbeat_timeout_s: float = setting("time after which a silent engine is unregistered", 10.0)
-    get_connections: int = setting("connections for loads", DEFAULT_GET_CONNECTIONS)
-    set_connections: int = setting("connections for stores", DEFAULT_SET_CONNECTIONS)
+    heartbeat_timeout_s: float = setting(
+        "time after which a silent engine is unregistered",
+        10.0,
+        between=(1, 86_400),
+        reloadable=True,
+    )
+    get_connections: int = setting(
+        "connections for loads", DEFAULT_GET_CONNECTIONS, between=(1, MAX_CONNECTIONS)
+    )
+    set_connections: int = setting(
+        "connections for stores", DEFAULT_SET_CONNECTIONS, between=(1, MAX_CONNECTIONS)
+    )
     network_threads: int = setting(
         "threads for the load connections, and as many for the store connections",
         DEFAULT_NETWORK_THREADS,
+        between=(1, MAX_CONNECTIONS),
     )
-    ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0)
+    ttl_s: int = setting(
+        "seconds until a stored chunk expires; 0: never", 0, between=(0, MAX_TTL_S)
+    )
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
     copy_threads: int = setting(
         "threads that copy into blocks, and as many that copy out of them; each GPU has its own, "
         "CPU engines share one set",
         2,
+        between=(1, 64),
     )
-    device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
+    device: str = setting(
+        "memory that engines may register", "auto", choices=("auto", "cpu", "cuda")
+    )
     direct_copy_bytes: int = setting(
         "pages of so many bytes and more are copied between a GPU and the host pool without a "
         "kernel",
         64 << 10,
+        size=True,
+        between=(1, 1 << 50),
     )
     canary_every: int = setting(
-        "one hit in this many is computed and compared with the cached KV; 0: never", 1000
+        "one hit in this many is computed and compared with the cached KV; 0: never",
+        1000,
+        between=(0, 1_000_000_000),
     )
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
         _check_endpoint(self.endpoint)
-        check_between("chunk_size_tokens", self.chunk_size_tokens, 1, 1 << 20)
-        check_between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, 512 << 20)
         check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
-        check_between("embedded_memory_bytes", self.embedded_memory_bytes, 16 << 20, 1 << 50)
-        check_between("write_queue_bytes", self.write_queue_limit_bytes, 0, 1 << 50)
-        for name in ("lookup_deadline_s", "op_timeout_s"):
-            check_between(name, getattr(self, name), 0.01, 600)
-        for name in ("session_timeout_s", "heartbeat_timeout_s"):
-            check_between(name, getattr(self, name), 1, 86_400)
         check_redis(self)
-        check_between("copy_threads", self.copy_threads, 1, 64)
-        check_one_of("device", self.device, ("auto", "cpu", "cuda"))
-        check_between("direct_copy_bytes", self.direct_copy_bytes, 1, 1 << 50)
-        check_between("canary_every", self.canary_every, 0, 1_000_000_000)
 
     @property
     def write_queue_limit_bytes(self) -> int:
@@ -295,63 +293,51 @@ class AgentConfig(TierSettings):
 class ClientConfig:
     """All settings of an engine: ``kv_connector_extra_config`` of vLLM."""
 
-    endpoint: str = field(default_factory=default_endpoint)
-    agent_dead_after_s: float = 1.5
-    weights_id: str | None = None
-    weights_run: str | None = None
-    check_weights: bool = True
-    load_always: bool = False
-    kv_cache_layout: str | None = None
+    endpoint: str = setting(
+        "socket of the agent on this node", default_endpoint, shown="the agent's default"
+    )
+    agent_dead_after_s: float = setting(
+        "seconds of silence after which the agent counts as dead and vLLM computes",
+        1.5,
+        between=(0.6, 60),
+    )
+    weights_id: str | None = setting("a name for weights that are not local files", None)
+    weights_run: str | None = setting(
+        "the name of a training run: its engines share the KV of equal weight versions",
+        None,
+    )
+    check_weights: bool = setting(
+        "at each reset of vLLM's prefix cache, compare the parameters in memory with those before",
+        True,
+    )
+    load_always: bool = setting("load every hit, also where computing is faster", False)
+    # The values are vLLM's names.
+    kv_cache_layout: str | None = setting(
+        "the order of vLLM's KV cache in memory, where vLLM 0.29 or newer and its attention "
+        "backend have it: with `BLNHC` or `BLHNC` all layers of a block are one piece, which a "
+        "GPU copies without a kernel. Chunks are not shared with engines that have another "
+        "order. Not asked for in a `MultiConnector`",
+        None,
+        choices=("BLNHC", "BLHNC"),
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.endpoint, str):
-            raise ConfigError(f"endpoint is {self.endpoint!r}: write ipc://PATH")
+        check_all(self)
         _check_endpoint(self.endpoint)
-        check_between("agent_dead_after_s", self.agent_dead_after_s, 0.6, 60)
-        for option in ("weights_id", "weights_run"):
-            name = getattr(self, option)
-            if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 256):
-                raise ConfigError(f"{option} is {name!r}: write a name of 1 to 256 characters")
-        for option in ("check_weights", "load_always"):
-            if not isinstance(value := getattr(self, option), bool):
-                raise ConfigError(f"{option} is {value!r}: write true or false")
-        if self.kv_cache_layout not in (None, *KV_CACHE_LAYOUTS):
-            raise ConfigError(
-                f"kv_cache_layout is {self.kv_cache_layout!r}: write one of "
-                f"{', '.join(KV_CACHE_LAYOUTS)}, or leave it out"
-            )
+        for name in ("weights_id", "weights_run"):
+            if (given := getattr(self, name)) is not None and not 1 <= len(given) <= 256:
+                raise ConfigError(f"{option_name(name)} is {given!r}: write 1 to 256 characters")
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:
         """The config. Raises ``ConfigError`` for an unknown name or an impossible value."""
-        known = [f.name for f in dataclasses.fields(ClientConfig)]
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
+        known = list(settings_of(ClientConfig))
+        if unknown := sorted(set(extra) - set(known)):
             raise ConfigError(
-                f"kv_connector_extra_config has {', '.join(unknown)}; "
+                f"kv_connector_extra_config has {', '.join(unknown)}{meant(unknown[0], known)}; "
                 f"it may have {', '.join(known)}"
             )
-        return ClientConfig(**extra)
-
-
-def option_name(name: str) -> str:
-    """The command-line option of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def shown_default(setting: dataclasses.Field[Any]) -> str:
-    """The default of a setting as users read it."""
-    shown: str = setting.metadata["shown"]
-    if shown:
-        return shown
-    default: Any = setting.default
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    if default is None or default in ("", b""):
-        return "none"
-    if setting.metadata.get("size"):
-        return format_size(default)
-    return f"{default:g}" if isinstance(default, float) else str(default)
+        return Given(dict(extra), {name: name for name in extra}).config(ClientConfig)
 
 
 def _check_endpoint(endpoint: str) -> None:
@@ -388,32 +374,13 @@ def parse_address(text: str, option: str = "--metrics", scheme: str = "") -> tup
     )
 
 
-def check_between(name: str, value: Any, least: float, most: float) -> None:
-    """Raises ``ConfigError`` unless a setting is a number within its bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        is_size = name.endswith(("_bytes", "_size"))
-        given, low, high = (
-            format_size(n) if is_size and type(n) is int else repr(n) for n in (value, least, most)
-        )
-        raise ConfigError(f"{option_name(name)} is {given}: set it to between {low} and {high}")
-
-
 def check_redis(settings: Any) -> None:
     """Raises ``ConfigError`` unless connections, threads and TTL are possible.
 
     settings: of an agent, or ``RedisOptions``.
     """
+    known = settings_of(AgentConfig)
     for name in ("get_connections", "set_connections", "network_threads", "ttl_s"):
-        count = getattr(settings, name)
-        if type(count) is not int:
-            raise ConfigError(f"{option_name(name)} is {count!r}: set it to a whole number")
-        least, most = (0, MAX_TTL_S) if name == "ttl_s" else (1, MAX_CONNECTIONS)
-        check_between(name, count, least, most)
+        known[name].check(getattr(settings, name))
     if settings.ttl_refresh and not settings.ttl_s:
         raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")
-
-
-def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ``ConfigError`` unless a setting is one of the allowed words."""
-    if value not in allowed:
-        raise ConfigError(f"{option_name(name)} is {value!r}: choose one of {', '.join(allowed)}")

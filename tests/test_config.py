@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import (
+    ENDPOINT_VARIABLE,
+    SEAL_KEY_FILE_VARIABLE,
     AgentConfig,
     ClientConfig,
+    TierSettings,
     default_endpoint,
     ensure_private,
-    format_size,
-    option_name,
-    parse_size,
     private_directory,
-    shown_default,
 )
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import (
+    format_size,
+    json_schema,
+    markdown_table,
+    option_name,
+    parse_size,
+    settings_of,
+)
 
 MIB = 1 << 20
 
@@ -117,7 +126,7 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"pool_bytes": 10}, "--pool-bytes is 10: set it to between 1MiB and 1PiB"),
+        ({"pool_bytes": 10}, "--pool-bytes is 10: set it to between 8KiB and 1PiB"),
         ({"slot_bytes": 1 << 30}, "--slot-bytes is 1GiB: set it to between 4KiB and 512MiB"),
         ({"disk_size": 1}, "--disk-size is 1: set it to between 1MiB and 1EiB"),
         ({"chunk_size_tokens": 0}, "--chunk-size-tokens is 0: set it to between 1 and 1048576"),
@@ -169,20 +178,35 @@ def test_tcp_is_refused_with_what_to_write_instead() -> None:
             config(endpoint="tcp://127.0.0.1:7000")
 
 
-def test_the_default_endpoint_is_in_the_runtime_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("session", [{}, {"XDG_RUNTIME_DIR": "/x", "TMPDIR": "/y", "HOME": "/z"}])
+def test_the_default_endpoint_does_not_depend_on_the_login(
+    monkeypatch: pytest.MonkeyPatch, session: dict[str, str]
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert default_endpoint() == f"ipc://{tmp_path}/lmcache-redis/agent.sock"
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME", ENDPOINT_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in session.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    assert private_directory() == Path("/tmp/lmcache-redis-4711")
+    assert default_endpoint() == "ipc:///tmp/lmcache-redis-4711/agent.sock"
     assert AgentConfig().endpoint == ClientConfig().endpoint == default_endpoint()
 
 
-def test_without_a_runtime_directory_users_do_not_share_one(
+def test_a_service_managers_directory_is_taken_if_it_is_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lmcache_redis.config._SERVICE_DIRECTORY", tmp_path)
+    assert private_directory() == tmp_path
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    assert private_directory() != tmp_path
+
+
+def test_the_endpoints_variable_holds_for_agent_and_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr("os.getuid", lambda: 4711)
-    assert private_directory().name == "lmcache-redis-4711"
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "ipc:///run/x/agent.sock")
+    assert AgentConfig().endpoint == ClientConfig().endpoint == "ipc:///run/x/agent.sock"
+    assert ClientConfig.from_extra_config({"endpoint": "ipc:///y/z"}).endpoint == "ipc:///y/z"
 
 
 def test_the_endpoints_directory_is_made_private(tmp_path: Path) -> None:
@@ -206,7 +230,7 @@ def test_a_directory_of_somebody_else_is_refused(
 ) -> None:
     directory = tmp_path / "foreign"
     directory.mkdir(mode=0o700)
-    monkeypatch.setattr("os.getuid", lambda: directory.stat().st_uid + 1)
+    monkeypatch.setattr("os.geteuid", lambda: directory.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="does not belong to this user"):
         ensure_private(directory)
 
@@ -261,41 +285,105 @@ def test_impossible_settings_of_an_engine_are_refused(extra: dict[str, Any]) -> 
         ClientConfig.from_extra_config(extra)
 
 
-def test_every_setting_explains_itself() -> None:
-    for field in dataclasses.fields(AgentConfig):
-        assert len(field.metadata["help"]) > 10, field.name
-        assert shown_default(field), field.name
+@pytest.mark.parametrize("config", [AgentConfig, GatewayConfig, ClientConfig])
+def test_every_setting_explains_itself(config: type[Any]) -> None:
+    for each in settings_of(config).values():
+        assert len(each.help) > 10, each.name
+        assert each.shown_default, each.name
+        assert each.kind in ("int", "float", "bool", "str", "bytes"), each.name
+        # A number has bounds, and a size is known as one: no text is taken for granted.
+        assert (each.between is not None) == (each.kind in ("int", "float")), each.name
+        assert each.is_size == each.name.endswith(("_bytes", "_size")), each.name
 
 
-def settings_table() -> str:
-    rows = ["| setting of `lmcache-redis agent` | default | meaning |", "| --- | --- | --- |"]
-    for field in dataclasses.fields(AgentConfig):
-        variable = field.metadata["environment_only"]
-        by = f"${variable}" if variable else option_name(field.name)
-        rows.append(f"| `{by}` | {shown_default(field)} | {field.metadata['help']} |")
-    return "\n".join(rows)
+@pytest.mark.parametrize("config", [AgentConfig, GatewayConfig])
+def test_defaults_and_bounds_can_be_written_as_shown(config: type[Any]) -> None:
+    defaults = config()
+    for each in settings_of(config).values():
+        shown = [getattr(defaults, each.name), *(each.between or ()), *each.choices]
+        for value in shown:
+            if value is not None:
+                assert each.parse(each.write(value)) == value, each.name
 
 
-def test_the_page_of_settings_has_them_all() -> None:
+def test_no_two_settings_share_a_variable() -> None:
+    of_tiers = set(settings_of(TierSettings))
+    for config in (AgentConfig, GatewayConfig):
+        variables = [each.variable for each in settings_of(config).values()]
+        assert len(variables) == len(set(variables))
+    agent, gateway = settings_of(AgentConfig), settings_of(GatewayConfig)
+    assert agent.keys() & gateway.keys() == of_tiers
+    assert agent["pool_bytes"].variable == "LMCACHE_REDIS_POOL_BYTES"
+    assert agent["redis_url"].variable == "LMCACHE_REDIS_URL"
+    assert agent["endpoint"].variable == ENDPOINT_VARIABLE
+    assert agent["seal_key_file"].variable == SEAL_KEY_FILE_VARIABLE
+
+
+@pytest.mark.parametrize(("of", "config"), [("agent", AgentConfig), ("engine", ClientConfig)])
+def test_the_page_of_settings_has_them_all(of: str, config: type[Any]) -> None:
     page = Path(__file__).parent.parent / "docs" / "settings.md"
-    assert settings_table() in page.read_text(), (
-        "the table in docs/settings.md is not that of the code; print it with: "
-        "python -c 'from tests.test_config import settings_table; print(settings_table())'"
+    assert markdown_table(config, of == "engine") in page.read_text(), (
+        "a table in docs/settings.md is not that of the code; print it with "
+        f"`lmcache-redis settings --of {of} --markdown`"
     )
 
 
 def test_the_table_has_every_setting_once() -> None:
-    lines = settings_table().splitlines()
+    lines = markdown_table(AgentConfig).splitlines()
     assert len(lines) == 2 + len(dataclasses.fields(AgentConfig))
-    assert all(line.count(" | ") == 2 for line in lines[:1] + lines[2:])
-    assert "`--pool-bytes`" in settings_table()
+    assert all(line.count(" | ") == 3 for line in lines)
+    text = "\n".join(lines)
+    assert "`--pool-bytes`" in text
     # A password on a command line can be read by everybody on the machine.
-    assert "`--redis-password`" not in settings_table()
-    assert "`$LMCACHE_REDIS_PASSWORD`" in settings_table()
+    assert "`--redis-password`" not in text
+    assert "`LMCACHE_REDIS_PASSWORD`" in text
 
 
-def test_the_table_is_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = settings_table()
+def test_documents_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [(markdown_table(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)]
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 15)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/elsewhere")
-    assert settings_table() == table
+    monkeypatch.setattr("os.cpu_count", lambda: 1000)
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "ipc:///elsewhere/agent.sock")
+    assert [(markdown_table(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)] == before
+
+
+def accepts(schema: dict[str, Any], value: Any) -> bool:
+    """Whether a value of one setting has this schema: what `Setting.schema` uses of draft 7."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
+    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if isinstance(value, bool) and "boolean" not in names:
+        return False
+    if not any(isinstance(value, kinds[name]) for name in names):
+        return False
+    if isinstance(value, str):
+        return re.search(schema.get("pattern", ""), value) is not None
+    return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("pool-bytes", ["64GiB", "1.5 G", 1 << 30], ["64 potatoes", 10, True, 1 << 51]),
+        ("ttl-s", [0, 3600], [-1, "60", 1.5, 1 << 60]),
+        ("op-timeout-s", [2, 0.5], [0, "2", 601]),
+        ("ttl-refresh", [True, False], ["true", 1]),
+        ("log-level", ["info"], ["loud", 1]),
+        ("disk-path", ["/var"], [1]),
+    ],
+)
+def test_the_schema_accepts_what_a_file_may_say(name: str, good: list[Any], bad: list[Any]) -> None:
+    schema = json_schema(AgentConfig)["properties"]
+    assert [value for value in good if not accepts(schema[name], value)] == []
+    assert [value for value in bad if accepts(schema[name], value)] == []
+
+
+def test_the_schema_has_every_setting_and_no_secret() -> None:
+    schema = json_schema(AgentConfig)
+    names = {each.option[2:] for each in settings_of(AgentConfig).values() if not each.secret}
+    assert set(schema["properties"]) == names
+    assert "redis-password" not in names
+    assert schema["additionalProperties"] is False
+    reloadable = {n for n, each in schema["properties"].items() if each.get("x-reloadable")}
+    assert {"log-level", "session-timeout-s"} <= reloadable < names

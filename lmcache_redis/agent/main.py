@@ -24,13 +24,13 @@ from lmcache_redis.config import (
     AgentConfig,
     endpoint_path,
     ensure_private,
-    option_name,
     parse_address,
 )
 from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.settings import option_name, settings_of
 from lmcache_redis.systemd import ServiceManager
 from lmcache_redis.transport import bind_router
 
@@ -46,14 +46,7 @@ _LAST_ANSWERS_MS = 100
 # What SIGHUP may change: numbers that are compared when they are needed, and the level of the log.
 # All else is decided once: memory and threads are sized, engines were told (`chunk_size_tokens`,
 # `lookup_deadline_s`), connections are open.
-RELOADABLE = (
-    "log_level",
-    "write_queue_bytes",
-    "disk_size",
-    "session_timeout_s",
-    "heartbeat_timeout_s",
-    "shutdown_deadline_s",
-)
+RELOADABLE = tuple(name for name, each in settings_of(AgentConfig).items() if each.reloadable)
 
 
 def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = None) -> int:

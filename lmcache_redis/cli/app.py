@@ -5,38 +5,57 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
-from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
+from lmcache_redis.cli.options import AsJson, Endpoint, takes_options_of
 from lmcache_redis.cli.top import top
 from lmcache_redis.compat.gateway.config import GatewayConfig
-from lmcache_redis.config import AgentConfig, default_endpoint
+from lmcache_redis.config import AgentConfig, TierSettings, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.settings import config_from
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # Rich cuts long names, and reads :FACTORY: as a picture
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help=(
         "A KV cache for vLLM in Redis or Valkey.\n\n"
-        "Run one [bold]agent[/bold] per node, and start vLLM with [bold]--kv-transfer-config "
-        '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\'[/bold]: prompt prefixes '
-        "that any replica has computed are loaded instead of computed again."
+        "Run one agent per node, and start vLLM with --kv-transfer-config\n\n"
+        '  \'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\'\n\n'
+        "Prompt prefixes that any replica has computed are loaded instead of computed again."
     ),
 )
 
+_Config = TypeVar("_Config", bound=TierSettings)
 TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="Deadline for the answer.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
 @takes_options_of(AgentConfig)
-def agent(**options: object) -> None:
+def agent(**options: Any) -> None:
     """Run this node's agent, which caches KV in Redis for all vLLM engines of the node.
 
     Examples:
@@ -47,8 +66,7 @@ def agent(**options: object) -> None:
 
       lmcache-redis agent --config /etc/lmcache-redis/agent.conf
     """
-    config = config_from(AgentConfig, options)
-    _log_to_stderr(config.log_level)
+    config = _config_of(AgentConfig, options)
     from lmcache_redis.agent.main import run_agent
 
     again = partial(config_from, AgentConfig, options) if options["config"] is not None else None
@@ -57,7 +75,7 @@ def agent(**options: object) -> None:
 
 @app.command()
 @takes_options_of(GatewayConfig)
-def gateway(**options: object) -> None:
+def gateway(**options: Any) -> None:
     """Serve chunks to LMCache clients over TCP (lm://), from memory, disk and Redis.
 
     Examples:
@@ -66,11 +84,45 @@ def gateway(**options: object) -> None:
 
       lmcache-redis gateway --listen lm://0.0.0.0:65432 --allowed-peers 10.0.0.0/8 --redis-url ...
     """
-    config = config_from(GatewayConfig, options)
-    _log_to_stderr(config.log_level)
+    config = _config_of(GatewayConfig, options)
     from lmcache_redis.compat.gateway.main import run_gateway
 
     raise typer.Exit(run_gateway(config))
+
+
+def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
+    """The config of a service that logs; with --check, prints what was checked and ends."""
+    if options["check"]:
+        from lmcache_redis.cli.checked import print_checked
+
+        print_checked(of, options, options["as_json"])
+        raise typer.Exit
+    from lmcache_redis.cli.logs import log_to_stderr
+
+    config = config_from(of, options)
+    log_to_stderr(config.log_level, config.log_format)
+    return config
+
+
+@app.command()
+def settings(
+    of: Annotated[
+        str, typer.Option("--of", help="Whose: agent, gateway or engine.", metavar="NAME")
+    ] = "agent",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table of the docs instead.")
+    ] = False,
+) -> None:
+    """Print all settings as a JSON schema (draft 7), for editors, charts and checks."""
+    from lmcache_redis.cli.checked import KINDS
+    from lmcache_redis.settings import json_schema, markdown_table
+
+    if of not in KINDS:
+        raise ConfigError(f"--of is {of!r}: choose one of {', '.join(KINDS)}")
+    if markdown:
+        print(markdown_table(KINDS[of], as_fields=of == "engine"))
+    else:
+        print(json.dumps(json_schema(KINDS[of]), indent=2))
 
 
 @app.command()
@@ -78,6 +130,8 @@ def status(
     endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
 ) -> None:
     """Show what the agent holds, the state of Redis, and all counters."""
+    from rich.console import Console
+
     from lmcache_redis.cli.shown import status_tables
     from lmcache_redis.client.control import ControlClient
 
@@ -91,16 +145,24 @@ def status(
 
 
 @app.command()
-def ping(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
+def ping(
+    endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
+) -> None:
     """Check that the agent answers, and show the round trip."""
     from lmcache_redis.client.control import ControlClient
 
     pong, took_s = ControlClient(endpoint or default_endpoint(), timeout_s).ping()
+    if as_json:
+        found = {"version": pong.package_version, "pid": pong.agent_pid, "took_s": took_s}
+        print(json.dumps(found))
+        return
     print(f"lmcache-redis {pong.package_version}, process {pong.agent_pid}: {took_s * 1e3:.2f} ms")
 
 
 @app.command()
-def trust(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
+def trust(
+    endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
+) -> None:
     """Have the agent load again what it has distrusted since a canary found other KV.
 
     First find out why, and remove what is wrong with `lmcache-redis purge`.
@@ -108,7 +170,7 @@ def trust(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
     from lmcache_redis.client.control import ControlClient
 
     count = ControlClient(endpoint or default_endpoint(), timeout_s).trust()
-    print(f"layouts trusted again: {count}")
+    print(json.dumps({"layouts": count}) if as_json else f"layouts trusted again: {count}")
 
 
 app.command()(top)
@@ -118,29 +180,48 @@ app.command()(admin.doctor)
 
 
 @app.command()
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    print(__version__)
+    print(json.dumps({"version": __version__}) if as_json else __version__)
+
+
+# Typer has no name of its own for it.
+_UsageError: Any = typer.BadParameter.__base__
 
 
 def run() -> None:
-    """Runs a command. A known error prints one sentence; a wrong setting has exit status 2."""
+    """Runs a command. An error prints one sentence; a wrong setting or option has status 2.
+
+    With `--json` the sentence is in a JSON object.
+    """
     try:
-        app()
+        status = app(prog_name="lmcache-redis", standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
     except ConfigError as error:
-        _fail(error, 2)
+        _fail(str(error), 2)
     except LMCacheRedisError as error:
-        _fail(error, 1)
+        _fail(str(error), 1)
+    except typer.Abort:
+        _fail("interrupted: nothing more was done", 130)
+    except _UsageError as error:
+        if not error.args or type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            sys.exit(2)
+        _fail(_said_by(error), 2)
 
 
-def _fail(error: Exception, status: int) -> None:
-    print(f"lmcache-redis: {error}", file=sys.stderr)
+def _said_by(error: Any) -> str:
+    """What Typer has to say about the command line, in this package's words."""
+    option = getattr(error, "param", None)
+    message = error.format_message().rstrip(".")
+    if isinstance(error, typer.BadParameter) and option is not None:
+        return f"{option.opts[0]}: {error.message.rstrip('.')}"
+    return message[0].lower() + message[1:]
+
+
+def _fail(said: str, status: int) -> None:
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": said, "exit_status": status}), file=sys.stderr)
+    else:
+        print(f"lmcache-redis: {said}", file=sys.stderr)
     sys.exit(status)
-
-
-def _log_to_stderr(level: str) -> None:
-    import logging
-
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )

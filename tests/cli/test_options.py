@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from lmcache_redis.agent import main as agent_main
 from lmcache_redis.cli.app import app
-from lmcache_redis.cli.options import config_from, redis_options
-from lmcache_redis.config import AgentConfig, option_name
+from lmcache_redis.cli.options import redis_options
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
 from lmcache_redis.resp.options import StaticPassword, parse_deployment
+from lmcache_redis.settings import config_from, option_name
 
 PASSWORD = "LMCACHE_REDIS_PASSWORD"
 PROVIDER = "LMCACHE_REDIS_CREDENTIAL_PROVIDER"
@@ -79,6 +80,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "canary_every": "50",
         "direct_copy_bytes": "4096",
         "log_level": "warning",
+        "log_format": "json",
         "metrics": "[::1]:9464",
     }
     words = [word for name, value in values.items() for word in (option_name(name), value)]
@@ -114,6 +116,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             canary_every=50,
             direct_copy_bytes=4096,
             log_level="warning",
+            log_format="json",
             metrics="[::1]:9464",
         )
     ]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cli.options import config_from
 from lmcache_redis.compat.gateway.config import GatewayConfig
-from lmcache_redis.config import AgentConfig, option_name
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import config_from, option_name
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,10 @@ def test_options_have_precedence(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("log-level\n", "line 1 of .*: write NAME = VALUE"),
-        ("\nlog_level = info\n", "line 2 of .*: there is no setting 'log_level'"),
+        (
+            "\nlog_level = info\n",
+            "line 2 of .*: there is no setting 'log_level': did you mean log",
+        ),
         ("redis-password = secret\n", "there is no setting 'redis-password'"),
         ("config = other\n", "there is no setting 'config'"),
         ("[agent]\n", "write NAME = VALUE"),
@@ -76,8 +79,8 @@ def test_options_have_precedence(tmp_path: Path) -> None:
         ("ttl-s = 1.5\n", "'1.5' is not a whole number"),
         ("op-timeout-s = soon\n", "'soon' is not a number"),
         ("ttl-refresh = yes\n", "'yes' is not true or false"),
-        ("pool-bytes = much\n", "--pool-bytes: 'much' is not a size"),
-        ("ttl-s = -1\n", "--ttl-s is -1"),
+        ("pool-bytes = much\n", "line 1 of .*: pool-bytes: 'much' is not a size"),
+        ("ttl-s = -1\n", "line 1 of .*: ttl-s is -1: set it to between"),
     ],
 )
 def test_what_a_file_may_not_say(tmp_path: Path, text: str, problem: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from lmcache_redis import __version__
-from lmcache_redis.config import AgentConfig, ClientConfig, option_name, parse_address
+from lmcache_redis.config import AgentConfig, ClientConfig, parse_address
+from lmcache_redis.settings import option_name
 from tests.deploy.images import DOCKERFILE, ENDPOINT, IMAGES, ROOT, USER, WHERE
 
 WAIT_S = 60

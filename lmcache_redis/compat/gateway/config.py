@@ -10,15 +10,9 @@ import os
 from dataclasses import dataclass
 
 from lmcache_redis.compat.lm_wire import MAX_WIRE_LENGTH
-from lmcache_redis.config import (
-    MIN_SLOT_BYTES,
-    TierSettings,
-    check_between,
-    machine_share,
-    parse_address,
-    setting,
-)
+from lmcache_redis.config import MIN_SLOT_BYTES, TierSettings, machine_share, parse_address
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import check_between, setting
 
 DEFAULT_LISTEN = "lm://127.0.0.1:65432"
 
@@ -33,48 +27,63 @@ class GatewayConfig(TierSettings):
         "address to listen on: lm://ADDRESS:PORT, an IPv6 address in brackets; the protocol has no "
         "password, so beyond loopback it needs --allowed-peers, --tls-client-ca or --allow-anyone",
         DEFAULT_LISTEN,
+        form="lm://ADDRESS:PORT",
     )
     memory_bytes: int = setting(
         "memory tier, in front of disk and Redis; 0: none",
         lambda: machine_share(4 << 30),
-        shown="4GiB, at most a quarter of the machine's memory",
+        shown="4GiB, at most a quarter of the machine's or container's memory",
         size=True,
+        between=(0, 1 << 50),
     )
     buffer_bytes: int = setting(
         "payload in flight: PUTs until all tiers have answered, GETs until they are sent",
         lambda: machine_share(1 << 30),
-        shown="1GiB, at most a quarter of the machine's memory",
+        shown="1GiB, at most a quarter of the machine's or container's memory",
         size=True,
+        between=(MIN_SLOT_BYTES, 1 << 50),
     )
     max_payload_bytes: int | None = setting(
         "maximum chunk size; a client that sends a larger chunk is disconnected",
         None,
         shown="a quarter of --buffer-bytes",
         size=True,
+        between=(1, MAX_WIRE_LENGTH),
     )
     max_connections: int = setting(
-        "maximum number of clients; lower if the limit of open files is", 1024
+        "maximum number of clients; lower if the limit of open files is", 1024, between=(1, 1 << 16)
     )
-    max_connections_per_peer: int = setting("maximum number of clients of one address", 512)
-    threads: int = setting("concurrent reads from the disk, and as many writes", 16)
+    max_connections_per_peer: int = setting(
+        "maximum number of clients of one address", 512, between=(1, 1 << 16)
+    )
+    threads: int = setting(
+        "concurrent reads from the disk, and as many writes", 16, between=(1, 256)
+    )
     payload_threads: int = setting(
         "threads that move payloads of 256 KiB and more between sockets and memory",
         lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
         shown="half the number of CPUs, 2 to 8",
+        between=(1, 64),
     )
     request_timeout_s: float = setting(
         "time in which a header, a payload or a reply must be transferred, or the client is "
         "disconnected",
         60.0,
+        between=(0.1, 3600),
     )
     idle_timeout_s: float = setting(
         "a client without a request for this long gives way to another one, if there are too many",
         600.0,
+        between=(1, 10**9),
     )
-    tls_cert: str | None = setting("PEM file of the server's certificate chain; turns TLS on", None)
-    tls_key: str | None = setting("PEM file of its private key, if separate", None)
+    tls_cert: str | None = setting(
+        "PEM file of the server's certificate chain; turns TLS on", None, form="FILE"
+    )
+    tls_key: str | None = setting("PEM file of its private key, if separate", None, form="FILE")
     tls_client_ca: str | None = setting(
-        "PEM file of the authorities that may sign client certificates; clients then need one", None
+        "PEM file of the authorities that may sign client certificates; clients then need one",
+        None,
+        form="FILE",
     )
     allowed_peers: str | None = setting(
         "networks that may connect, separated by commas: 10.0.0.0/8,fd00::/8,192.168.1.7",
@@ -87,20 +96,12 @@ class GatewayConfig(TierSettings):
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
-        check_between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
-        check_between("memory_bytes", self.memory_bytes, 0, 1 << 50)
         check_between("max_payload_bytes", self.payload_limit_bytes, 1, MAX_WIRE_LENGTH)
         if self.payload_limit_bytes > self.buffer_bytes:
             raise ConfigError(
                 f"--max-payload-bytes is {self.payload_limit_bytes}, more than the "
                 f"{self.buffer_bytes} of --buffer-bytes: change one of them"
             )
-        check_between("max_connections", self.max_connections, 1, 1 << 16)
-        check_between("max_connections_per_peer", self.max_connections_per_peer, 1, 1 << 16)
-        check_between("threads", self.threads, 1, 256)
-        check_between("payload_threads", self.payload_threads, 1, 64)
-        check_between("request_timeout_s", self.request_timeout_s, 0.1, 3600)
-        check_between("idle_timeout_s", self.idle_timeout_s, 1, 10**9)
         if not (self.memory_bytes or self.disk_path or self.redis_url):
             raise ConfigError(
                 "there is no tier for chunks: give --redis-url, --memory-bytes or --disk-path"

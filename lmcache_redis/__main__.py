@@ -1,0 +1,3 @@
+from lmcache_redis.cli import main
+
+main()

@@ -1,0 +1,95 @@
+"""`--check`: what is set, where, and whether the files that it names can be used.
+
+Connects to nothing and makes nothing; a credential provider is made, but not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.compat.gateway.config import GatewayConfig
+from lmcache_redis.config import (
+    AgentConfig,
+    ClientConfig,
+    TierSettings,
+    endpoint_path,
+    ensure_private,
+    why_unsafe,
+)
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.processes import memory_limit_bytes
+from lmcache_redis.settings import format_size, given, misspelt_variables, settings_of
+
+KINDS = {"agent": AgentConfig, "gateway": GatewayConfig, "engine": ClientConfig}
+
+
+def print_checked(of: type[TierSettings], options: Mapping[str, Any], as_json: bool) -> None:
+    """Prints the settings that are not at their default, as lines of a file, and the warnings.
+
+    Raises ``ConfigError`` if something has to change.
+    """
+    found, known = given(of, options), settings_of(of)
+    config = found.config(of)
+    _check_files(config)
+    warnings = [*misspelt_variables(AgentConfig, GatewayConfig), *_memory_warnings(config)]
+    shown = {name: known[name].write(value) for name, value in found.values.items()}
+    for name, text in shown.items():
+        if known[name].secret or (name == "redis_url" and re.search("[@?]", text)):
+            shown[name] = "(not shown)"
+    if as_json:
+        settings = [
+            {"name": known[name].option[2:], "value": value, "from": found.places[name]}
+            for name, value in shown.items()
+        ]
+        print(json.dumps({"settings": settings, "warnings": warnings}, indent=2))
+        return
+    for name, value in shown.items():
+        print(f"{known[name].option[2:]} = {value}  # {found.places[name]}")
+    print("# the settings can be used; all others have their default")
+    for said in warnings:
+        print(f"lmcache-redis: warning: {said}", file=sys.stderr)
+
+
+def _check_files(config: TierSettings) -> None:
+    """Raises ``ConfigError`` for a file or a directory that cannot be used."""
+    from lmcache_redis.resp import RedisOptions, check_url
+    from lmcache_redis.seal import read_seal_keys
+
+    read_seal_keys(config.seal_key_file)
+    if config.redis_url:
+        check_url(RedisOptions.of_settings(config, config.redis_url))
+    if config.disk_path is not None:
+        _check_disk(Path(config.disk_path))
+    if isinstance(config, AgentConfig):
+        directory = endpoint_path(config.endpoint).parent
+        if os.path.lexists(directory):
+            ensure_private(directory)
+    if isinstance(config, GatewayConfig):
+        from lmcache_redis.compat.gateway.server import tls_context
+
+        tls_context(config)
+
+
+def _check_disk(directory: Path) -> None:
+    there = next(each for each in (directory, *directory.parents) if each.exists())
+    unsafe = why_unsafe(there) if there == directory else None
+    if unsafe is None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        unsafe = f"{there} cannot be written to"
+    if unsafe is not None:
+        raise ConfigError(f"--disk-path {directory} cannot be used: {unsafe}, or choose another")
+
+
+def _memory_warnings(config: TierSettings) -> Iterator[str]:
+    limit = memory_limit_bytes()
+    for name, each in settings_of(type(config)).items():
+        if name in ("pool_bytes", "memory_bytes") and getattr(config, name) > limit:
+            yield (
+                f"{each.option} is {format_size(getattr(config, name))}, but this process may use "
+                f"{limit / 2**30:.1f} GiB of memory"
+            )
