@@ -76,7 +76,7 @@ readinessProbe:
   timeoutSeconds: 5
 {{- end }}
 resources:
-  {{- include "lmcache-redis.resources" (dict "resources" .Values.agent.resources "where" "agent.resources" "size" (index .Values.agent.settings "pool-bytes" | default "4GiB") "setting" "agent.settings.pool-bytes" "beside" 2147483648) | nindent 2 }}
+  {{- include "lmcache-redis.agentResources" . | nindent 2 }}
 securityContext:
   {{- include "lmcache-redis.containerSecurity" . | nindent 2 }}
 volumeMounts:
@@ -90,6 +90,10 @@ volumeMounts:
   {{- with .Values.agent.extraVolumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end }}
+
+{{- define "lmcache-redis.agentResources" -}}
+{{- include "lmcache-redis.resources" (dict "resources" .Values.agent.resources "where" "agent.resources" "size" (index .Values.agent.settings "pool-bytes" | default "4GiB") "setting" "agent.settings.pool-bytes" "beside" 2147483648) }}
 {{- end }}
 
 {{/* An item of volumeMounts, of agents and engines. */}}
@@ -140,6 +144,7 @@ volumeMounts:
 {{- $deadline := index $settings "shutdown-deadline-s" | default 5 }}
 {{- $which := eq .Values.mode "sidecar" | ternary "vllm" "agent" }}
 {{- $grace := index .Values $which "pod" "terminationGracePeriodSeconds" | default 30 }}
+{{- $_ := include "lmcache-redis.agentResources" . }}
 {{- if lt ($grace | float64) (addf $deadline 15) }}
 {{- fail (printf "%s.pod.terminationGracePeriodSeconds is %v, and agent.settings.shutdown-deadline-s %v: the agent would be killed in its drain; set at least %v" $which $grace $deadline (addf $deadline 15)) }}
 {{- end }}
