@@ -125,6 +125,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
         "pid": os.getpid(),
         "endpoint": config.endpoint,
         "chunk_size_tokens": config.chunk_size_tokens,
+        "write_queue_bytes": queues[-1].limit_bytes,
         "redis": _redis(agent),
         "pool": {
             "slots": pool.capacity,
