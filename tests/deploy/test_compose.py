@@ -108,7 +108,7 @@ def needed_by(services: dict[str, Any], *names: str) -> set[str]:
     return found
 
 
-def test_further_nodes_start_without_a_server_and_reach_the_first(services: dict[str, Any]) -> None:
+def test_further_nodes_use_the_server_of_the_first(services: dict[str, Any]) -> None:
     assert needed_by(services, "agent", "vllm") == {"agent", "vllm", "node"}
     url = words_of(services)["--redis-url"]
     assert filled_in(url) == "redis://redis:6379"
