@@ -16,15 +16,8 @@ from typing import Any
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import memory_limit_bytes
-from lmcache_redis.settings import (
-    Given,
-    check_all,
-    check_between,
-    meant,
-    option_name,
-    setting,
-    settings_of,
-)
+from lmcache_redis.settings import check_all, check_between, option_name, setting, settings_of
+from lmcache_redis.sources import Given, meant
 
 _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
@@ -37,7 +30,7 @@ _SERVICE_DIRECTORY = Path("/run/lmcache-redis")
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
-# Why these values: docs/data-plane.md.
+# Why these values: docs/internals/data-plane.md.
 DEFAULT_GET_CONNECTIONS = 4
 DEFAULT_SET_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1
@@ -148,14 +141,14 @@ class TierSettings:
     disk_size: int = setting(
         "maximum total size of the files in --disk-path",
         64 << 30,
+        (1 << 20, 1 << 60),
         size=True,
-        between=(1 << 20, 1 << 60),
         reloadable=True,
     )
     shutdown_deadline_s: float = setting(
         "maximum time for requests in progress and queued writes when the process stops",
         5.0,
-        between=(0, 600),
+        (0, 600),
         reloadable=True,
     )
     log_level: str = setting(
@@ -187,7 +180,7 @@ class AgentConfig(TierSettings):
         form="ipc://PATH",
     )
     chunk_size_tokens: int = setting(
-        "tokens per chunk; an engine rounds up to whole blocks", 256, between=(1, 1 << 20)
+        "tokens per chunk; an engine rounds up to whole blocks", 256, (1, 1 << 20)
     )
     pool_bytes: int = setting(
         "memory of the host pool, a hard limit",
@@ -199,8 +192,8 @@ class AgentConfig(TierSettings):
     slot_bytes: int = setting(
         "slot size and maximum payload of a stripe; the same on all agents of one Redis",
         DEFAULT_SLOT_BYTES,
+        (MIN_SLOT_BYTES, 512 << 20),
         size=True,
-        between=(MIN_SLOT_BYTES, 512 << 20),
     )
     write_queue_bytes: int | None = setting(
         "limit of chunks queued for Redis, and of those queued for disk; beyond it the ends of "
@@ -221,45 +214,38 @@ class AgentConfig(TierSettings):
     lookup_deadline_s: float = setting(
         "maximum wait of a request for a lookup; it is shorter where computing is faster",
         10.0,
-        between=(0.01, 600),
+        (0.01, 600),
     )
     op_timeout_s: float = setting(
-        "maximum time for one exchange with Redis; after it the server is probed",
-        2.0,
-        between=(0.01, 600),
+        "maximum time for one exchange with Redis; after it the server is probed", 2.0, (0.01, 600)
     )
     session_timeout_s: float = setting(
         "time after which the chunks pinned by a request are released",
         60.0,
-        between=(1, 86_400),
+        (1, 86_400),
         reloadable=True,
     )
     heartbeat_timeout_s: float = setting(
-        "time after which a silent engine is unregistered",
-        10.0,
-        between=(1, 86_400),
-        reloadable=True,
+        "time after which a silent engine is unregistered", 10.0, (1, 86_400), reloadable=True
     )
     get_connections: int = setting(
-        "connections for loads", DEFAULT_GET_CONNECTIONS, between=(1, MAX_CONNECTIONS)
+        "connections for loads", DEFAULT_GET_CONNECTIONS, (1, MAX_CONNECTIONS)
     )
     set_connections: int = setting(
-        "connections for stores", DEFAULT_SET_CONNECTIONS, between=(1, MAX_CONNECTIONS)
+        "connections for stores", DEFAULT_SET_CONNECTIONS, (1, MAX_CONNECTIONS)
     )
     network_threads: int = setting(
         "threads for the load connections, and as many for the store connections",
         DEFAULT_NETWORK_THREADS,
-        between=(1, MAX_CONNECTIONS),
+        (1, MAX_CONNECTIONS),
     )
-    ttl_s: int = setting(
-        "seconds until a stored chunk expires; 0: never", 0, between=(0, MAX_TTL_S)
-    )
+    ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0, (0, MAX_TTL_S))
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
     copy_threads: int = setting(
         "threads that copy into blocks, and as many that copy out of them; each GPU has its own, "
         "CPU engines share one set",
         2,
-        between=(1, 64),
+        (1, 64),
     )
     device: str = setting(
         "memory that engines may register", "auto", choices=("auto", "cpu", "cuda")
@@ -268,18 +254,18 @@ class AgentConfig(TierSettings):
         "pages of so many bytes and more are copied between a GPU and the host pool without a "
         "kernel",
         64 << 10,
+        (1, 1 << 50),
         size=True,
-        between=(1, 1 << 50),
     )
     canary_every: int = setting(
         "one hit in this many is computed and compared with the cached KV; 0: never",
         1000,
-        between=(0, 1_000_000_000),
+        (0, 1_000_000_000),
     )
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
-        _check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint)
         check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
         check_redis(self)
 
@@ -297,14 +283,11 @@ class ClientConfig:
         "socket of the agent on this node", default_endpoint, shown="the agent's default"
     )
     agent_dead_after_s: float = setting(
-        "seconds of silence after which the agent counts as dead and vLLM computes",
-        1.5,
-        between=(0.6, 60),
+        "seconds of silence after which the agent counts as dead and vLLM computes", 1.5, (0.6, 60)
     )
     weights_id: str | None = setting("a name for weights that are not local files", None)
     weights_run: str | None = setting(
-        "the name of a training run: its engines share the KV of equal weight versions",
-        None,
+        "the name of a training run: its engines share the KV of equal weight versions", None
     )
     check_weights: bool = setting(
         "at each reset of vLLM's prefix cache, compare the parameters in memory with those before",
@@ -323,7 +306,7 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
-        _check_endpoint(self.endpoint)
+        check_endpoint(self.endpoint)
         for name in ("weights_id", "weights_run"):
             if (given := getattr(self, name)) is not None and not 1 <= len(given) <= 256:
                 raise ConfigError(f"{option_name(name)} is {given!r}: write 1 to 256 characters")
@@ -340,19 +323,21 @@ class ClientConfig:
         return Given(dict(extra), {name: name for name in extra}).config(ClientConfig)
 
 
-def _check_endpoint(endpoint: str) -> None:
+def check_endpoint(endpoint: str) -> None:
+    """Raises ``ConfigError`` unless it is the absolute path of a socket."""
+    problem = ""
     if endpoint.startswith("tcp://"):
-        raise ConfigError(
-            f"--endpoint {endpoint}: tcp:// is not served, because any user of the machine could "
-            "connect to it; write ipc://PATH"
+        problem = (
+            "tcp:// is not served, because any user of the machine could connect to it; write "
+            "ipc://PATH"
         )
-    if not endpoint.startswith(_IPC):
-        raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH")
-    path = endpoint_path(endpoint)
-    if not path.is_absolute() or len(os.fsencode(path)) > 100:
-        raise ConfigError(
-            f"--endpoint {endpoint}: an ipc:// endpoint is an absolute path of at most 100 bytes"
-        )
+    elif not endpoint.startswith(_IPC):
+        problem = "write ipc://PATH"
+    elif not (path := endpoint_path(endpoint)).is_absolute() or len(os.fsencode(path)) > 100:
+        problem = "an ipc:// endpoint is an absolute path of at most 100 bytes"
+    if problem:
+        where = ENDPOINT_VARIABLE if endpoint == os.environ.get(ENDPOINT_VARIABLE) else "--endpoint"
+        raise ConfigError(f"{where} {endpoint}: {problem}")
 
 
 def parse_address(text: str, option: str = "--metrics", scheme: str = "") -> tuple[str, int]:

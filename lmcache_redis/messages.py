@@ -16,7 +16,8 @@ Order of events
    ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
-   ``STATUS``, ``GET_CHUNK_SIZE`` and ``TRUST``, which tools send, need no ``HELLO``.
+   ``STATUS``, ``WHY``, ``LAYOUTS``, ``GET_CHUNK_SIZE`` and ``TRUST``, which tools send, need no
+   ``HELLO``.
 2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
@@ -302,6 +303,25 @@ class Status(Message, frozen=True, tag="STATUS"):
     """Asks for the agent's state and counters."""
 
 
+class Why(Message, frozen=True, tag="WHY"):
+    """Asks what became of requests: those with the id ``request``, or whose ids contain it.
+
+    At most ``most``, the newest first. Of a single one, where its first missed chunk is now.
+    """
+
+    request: Name = ""
+    most: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 20
+
+
+class Layouts(Message, frozen=True, tag="LAYOUTS"):
+    """Asks for the layouts of registered workers, and for those that Redis has descriptions of.
+
+    Of those whose fingerprints begin with one of ``wanted``, in hex, also what decides them.
+    """
+
+    wanted: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
+
+
 class Ping(Message, frozen=True, tag="PING"):
     """A heartbeat, answered at once."""
 
@@ -400,7 +420,7 @@ class RetrieveResult(Message, frozen=True, tag="RETRIEVE_RESULT"):
 
 
 class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
-    """Answers ``STATUS``: a JSON document."""
+    """Answers ``STATUS``, ``WHY`` and ``LAYOUTS``: a JSON document."""
 
     report: bytes
 
@@ -428,7 +448,8 @@ FAILED = "FAILED"
 
 Question = (
     Hello | GetChunkSize | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Compare
-    | Retrieve | ReleaseLocks | EndSession | Goodbye | Clear | Trust | Status | Ping
+    | Retrieve | ReleaseLocks | EndSession | Goodbye | Clear | Trust | Status | Why
+    | Layouts | Ping
 )  # fmt: skip
 Answer = (
     Welcome | ChunkSize | Done | LookupResult | Changes | StoreResult | RetrieveResult

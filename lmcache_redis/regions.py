@@ -68,7 +68,7 @@ _BAD = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DoorSettings:
-    """What users may set in a door's configuration, with its defaults; see docs/doors.md.
+    """What users may set in a door's configuration, with its defaults; see docs/guides/doors.md.
 
     Times are seconds: of a lookup, and of all chunks of a load or a store together. Raises
     ConfigError, which names the setting, for an impossible value.

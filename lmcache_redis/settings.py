@@ -1,35 +1,27 @@
-"""What one declaration of a setting gives, and where its value comes from.
+"""What one declaration of a setting gives.
 
 A setting is a field of a dataclass, made by `setting`. Its option, its environment variable, its
-name in a file, the help, the tables in docs/settings.md and the JSON schema come from it. A value
-comes from the option, else the variable, else the file, else the default. An error begins with the
-place that has to change. pydantic-settings and cyclopts name neither the line of a file nor what
-was meant, write bounds of sizes in bytes, and would slow the import into every engine.
+name in a file, the help, the tables of the docs and the JSON schema come from it. An error begins
+with the option. pydantic-settings and cyclopts were tried: they name neither the line of a file nor
+what was meant there, write the bounds of sizes in bytes, and check nothing (cyclopts) or slow the
+import (pydantic-settings) where an engine makes its config.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lmcache_redis.errors import ConfigError
-
-_Config = TypeVar("_Config")
 
 _LETTERS = "KMGTPE"
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate(_LETTERS, start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 _SIZE = "([0-9]+(?:[.][0-9]+)?) *((?:[KMGTPEkmgtpe](?:[Ii]?[Bb])?|[Bb])?)"
-_COMMENT = re.compile(r"(^|\s)#.*")
-# Named by Kubernetes after services, not by users: LMCACHE_REDIS_METRICS_PORT_9464_TCP.
-_OF_A_SERVICE = re.compile(r"_(SERVICE_|PORT($|_))")
 PREFIX = "LMCACHE_REDIS_"
 
 
@@ -62,11 +54,11 @@ def option_name(name: str) -> str:
 def setting(
     help_text: str,
     default: Any = dataclasses.MISSING,
+    between: tuple[float, float] | None = None,
     *,
     shown: str = "",
     form: str = "",
     size: bool = False,
-    between: tuple[float, float] | None = None,
     choices: tuple[str, ...] = (),
     secret: bool = False,
     reloadable: bool = False,
@@ -118,9 +110,7 @@ class Setting:
     @property
     def shown_default(self) -> str:
         """The default as users read it."""
-        if self.shown:
-            return self.shown
-        return "none" if self.default in (None, "", b"") else self.write(self.default)
+        return self.shown or self.write(self.default)
 
     @property
     def shown_form(self) -> str:
@@ -145,6 +135,8 @@ class Setting:
 
     def write(self, value: Any) -> str:
         """A value as it can be written on a command line or in a file."""
+        if value is None or value in ("", b""):
+            return self.shown or "none"
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, bytes):
@@ -160,10 +152,15 @@ class Setting:
                 return parse_size(text)
             except ConfigError as error:
                 raise ConfigError(f"{self.option}: {error}") from error
+        kinds: dict[str, Callable[[str], Any]] = {
+            "int": int,
+            "float": float,
+            "bool": {"true": True, "false": False}.__getitem__,
+            "bytes": str.encode,
+            "str": str,
+        }
         try:
-            if self.kind == "bool":
-                return {"true": True, "false": False}[text]
-            return {"int": int, "float": float, "bytes": str.encode}.get(self.kind, str)(text)
+            return kinds[self.kind](text)
         except (KeyError, ValueError):
             what = {"int": "a whole number", "float": "a number", "bool": "true or false"}
             raise ConfigError(f"{self.option}: {text!r} is not {what[self.kind]}") from None
@@ -173,8 +170,9 @@ class Setting:
         if value is None and self.optional:
             return
         if self.between is not None:
-            is_number = type(value) is int or (self.kind == "float" and isinstance(value, float))
-            check_between(self.name, value if is_number else None, *self.between, given=value)
+            if self.kind == "int" and isinstance(value, float):
+                raise ConfigError(f"{self.option} is {value!r}: set it to a whole number")
+            check_between(self.name, value, *self.between)
         elif self.choices and value not in self.choices:
             raise ConfigError(
                 f"{self.option} is {value!r}: choose one of {', '.join(self.choices)}"
@@ -199,19 +197,14 @@ class Setting:
         return found
 
 
-def check_between(name: str, value: Any, least: float, most: float, given: Any = None) -> None:
-    """Raises ``ConfigError`` unless a setting is a number within its bounds.
-
-    given: what is shown if it is not even a number.
-    """
-    if value is not None and least <= value <= most:
-        return
-    is_size = name.endswith(("_bytes", "_size"))
-    wrong, low, high = (
-        format_size(n) if is_size and type(n) is int else repr(n)
-        for n in (given if value is None else value, least, most)
-    )
-    raise ConfigError(f"{option_name(name)} is {wrong}: set it to between {low} and {high}")
+def check_between(name: str, value: Any, least: float, most: float) -> None:
+    """Raises ``ConfigError`` unless a setting is a number within its bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        is_size = name.endswith(("_bytes", "_size"))
+        given, low, high = (
+            format_size(n) if is_size and type(n) is int else repr(n) for n in (value, least, most)
+        )
+        raise ConfigError(f"{option_name(name)} is {given}: set it to between {low} and {high}")
 
 
 def settings_of(config: Any) -> dict[str, Setting]:
@@ -232,119 +225,6 @@ def check_all(config: Any) -> None:
     """Raises ``ConfigError`` for the first impossible value."""
     for name, each in settings_of(config).items():
         each.check(getattr(config, name))
-
-
-# ------------------------------------------------------- where a value comes from
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What was given. places: by name, how an error or a reader finds the value."""
-
-    values: dict[str, Any]
-    places: dict[str, str]
-
-    def config(self, of: type[_Config]) -> _Config:
-        """The config. Raises ``ConfigError``, which begins with the place that has to change."""
-        try:
-            return of(**self.values)
-        except ConfigError as error:
-            raise ConfigError(_at_its_place(str(error), self.places)) from None
-
-
-def _at_its_place(said: str, places: Mapping[str, str]) -> str:
-    for name, place in places.items():
-        if re.match(rf"{option_name(name)}[ :]", said):
-            return place + said.removeprefix(option_name(name))
-    return said
-
-
-def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
-    """The config made from options, the environment and the file that ``config`` names.
-
-    Reads the file each time. Raises ``ConfigError``.
-    """
-    return given(config, options).config(config)
-
-
-def given(config: type[Any], options: Mapping[str, Any]) -> Given:
-    """The values, parsed, of the highest source that has each. Raises ``ConfigError``."""
-    known = settings_of(config)
-    path = options.get("config")
-    # From the lowest precedence to the highest.
-    found = {} if path is None else {n: (t, p) for n, t, p in _lines(path, known)}
-    for name, each in known.items():
-        if text := os.environ.get(each.variable):
-            found[name] = (text, each.variable)
-        if options.get(name) is not None:
-            found[name] = (options[name], each.option)
-    values, places = {}, {name: place for name, (_, place) in found.items()}
-    try:
-        for name, (value, _) in found.items():
-            values[name] = known[name].parse(value) if isinstance(value, str) else value
-    except ConfigError as error:
-        raise ConfigError(_at_its_place(str(error), places)) from None
-    return Given(values, places)
-
-
-def _lines(path: str, known: Mapping[str, Setting]) -> Iterator[tuple[str, str, str]]:
-    """Name, text and place of the settings in a file. Raises ``ConfigError``.
-
-    A line is ``name = value``, named as the option without its dashes. ``#`` begins a comment at
-    the beginning of a line and behind a space::
-
-        # /etc/lmcache-redis/agent.conf
-        redis-url = redis://cache.example:6379
-        pool-bytes = 16GiB  # of 64
-        ttl-refresh = true
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path} cannot be read ({error.strerror}): name another file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--config {path} cannot be read (it is not UTF-8): name another file"
-        ) from error
-    options = {each.option[2:]: each.name for each in known.values() if not each.secret}
-    seen = set()
-    for number, line in enumerate(lines, start=1):
-        option, equals, text = (part.strip() for part in _COMMENT.sub("", line).partition("="))
-        if not option and not equals:
-            continue
-        where = f"line {number} of {path}"
-        if not equals:
-            raise ConfigError(f"{where}: write NAME = VALUE")
-        if option not in options:
-            raise ConfigError(f"{where}: there is no setting {option!r}{meant(option, options)}")
-        if option in seen:
-            raise ConfigError(f"{where}: {option} is set twice")
-        seen.add(option)
-        yield options[option], text, f"{where}: {option}"
-
-
-def meant(word: str, words: Iterable[str]) -> str:
-    """``: did you mean x?``, if a word is close to one of the words."""
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.7)
-    return f": did you mean {close[0]}?" if close else ""
-
-
-def misspelt_variables(*configs: type[Any]) -> list[str]:
-    """A sentence for each variable in the environment that looks like a setting's, and is none."""
-    known = {each.variable for config in configs for each in settings_of(config).values()}
-    words = {name.removeprefix(PREFIX): name for name in known}
-    said = []
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in known and not _OF_A_SERVICE.search(name):
-            word = name.removeprefix(PREFIX).removeprefix("REDIS_")
-            close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
-            said += [f"{name} sets nothing: did you mean {words[each]}?" for each in close]
-    return said
-
-
-# --------------------------------------------------------------------- documents
 
 
 def json_schema(config: type[Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
 
 
 def hidden_path(path: Path) -> Path:
-    """Where the socket is while an agent lets nobody in, see `agent.admission`."""
+    """Where the socket is while an agent accepts no new engines, see `agent.admission`."""
     return path.with_name(f"{path.name}.full")
 
 

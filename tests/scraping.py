@@ -45,11 +45,13 @@ def exposed_name(metric: Metric) -> str:
 
 
 def undocumented(metrics: Iterable[Metric], section: str) -> set[str]:
-    """The rows that a section of docs/metrics.md lacks, and those that it has in vain.
+    """The rows that a section of docs/reference/metrics.md lacks, and those that it has in vain.
 
     Its last column, what to do when the value is high, is written by hand.
     """
-    _, _, page = (ROOT / "docs" / "metrics.md").read_text().partition(f"## {section}\n")
+    _, _, page = (
+        (ROOT / "docs" / "reference" / "metrics.md").read_text().partition(f"## {section}\n")
+    )
     found = set(re.findall(r"^(\| `lmcache_redis_.*\|) [^|]*\|$", page.partition("\n## ")[0], re.M))
     rows = {
         f"| `{exposed_name(metric)}` | {metric.type} | {_labels(metric)} | {metric.documentation} |"

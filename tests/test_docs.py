@@ -7,7 +7,10 @@ The changelog is history: of it only links are checked.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,18 +20,21 @@ import typer.main
 from benchmarks.__main__ import app as benchmarks
 from lmcache_redis.cli.app import app as commands
 from lmcache_redis.metrics import COUNTERS
+from tests import speed_up
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_PROJECT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [*OF_PROJECT, *sorted((ROOT / "docs").rglob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 # Options of other programs: vLLM, Docker, pytest, and scripts with parsers of their own.
 FOREIGN_OPTIONS = {
     *("--additional-config", "--calculate-kv-scales"),
     *("--disable-sliding-window", "--enable-prefix-caching", "--enable-return-routed-experts"),
     *("--hf-overrides", "--load-format", "--mm-processor-cache-gb", "--no-enable-prefix-caching"),
-    *("--kv-events-config", "--kv-transfer-config"),
+    *("--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config"),
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
-    *("--gpus", "--ipc", "--pid", "--shm-size", "--user"),
+    *("--dtype", "--otlp-traces-endpoint"),
+    *("--gpus", "--ipc", "--no-deps", "--pid", "--shm-size", "--user"),
     "--help",
     *("--matrix", "--pythons"),  # of scripts/test
 }
@@ -143,3 +149,31 @@ def test_modules_and_their_names_exist(page: Path) -> None:
 def test_counters_exist(page: Path) -> None:
     for name in re.findall(r"`((?:miss|drop|hit)_[a-z_]+)`", page.read_text()):
         assert name in COUNTERS, f"{page_id(page)} names the counter {name}"
+
+
+@pytest.mark.servers
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    """Links, headings, the navigation, and the pages that are made from the code."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert built.returncode == 0, built.stderr
+    commands = (tmp_path / "reference" / "cli.html").read_text()
+    for name in PARSERS["lmcache-redis"].commands:  # type: ignore[attr-defined]
+        assert f'<h2 id="{name}">' in commands
+    assert "load_all" in (tmp_path / "reference" / "python.html").read_text()
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|link|img)[^>]* (?:src|href)="(https?://[^"]+)"', page.read_text()
+        )
+        assert not loaded, f"{page.name} loads {loaded}"
+
+
+def test_the_page_has_the_table_of_gains() -> None:
+    assert speed_up.page() == speed_up.PAGE.read_text(), "run: python -m tests.speed_up"

@@ -53,6 +53,8 @@ QUESTIONS: list[m.Message] = [
     m.Clear(11, b"e" * 8, (m.RemoteParts(1, 7, b"f" * 32, Reach()),)),
     m.Trust(11),
     m.Status(12),
+    m.Why(12, "chatcmpl-1", 1),
+    m.Layouts(12),
     m.Ping(13),
 ]
 ANSWERS: list[m.Message] = [
@@ -171,7 +173,7 @@ SCHEMAS = {
     3: "0fb9dc40b9e5286b",
     4: "ee3b37c67e1175b8",
     5: "a8ccd19ec9ce0491",
-    6: "bade056af6a736fe",
+    6: "644f3530040c9d58",
 }
 
 
@@ -188,5 +190,5 @@ def test_a_change_of_a_message_changes_the_version() -> None:
     digest = hashlib.sha256(msgspec.json.encode(schemas, order="sorted")).hexdigest()[:16]
     assert SCHEMAS.get(m.PROTOCOL_VERSION) == digest, (
         "messages have changed: raise PROTOCOL_VERSION, and add its digest here; "
-        "docs/operations.md says what an upgrade then means"
+        "docs/guides/node.md says what an upgrade then means"
     )

@@ -217,7 +217,7 @@ def test_settings_of_the_host_are_left_to_it() -> None:
 
 
 def settings_table() -> str:
-    """The settings in docs/doors.md, as a table of Markdown."""
+    """The settings in docs/guides/doors.md, as a table of Markdown."""
     rows = [
         f"| `{field.name}` | {'required' if field.name == 'url' else f'`{field.default!r}`'} |"
         for field in dataclasses.fields(DoorSettings)
@@ -227,7 +227,7 @@ def settings_table() -> str:
 
 @pytest.mark.unit
 def test_the_page_of_doors_has_every_setting() -> None:
-    page = Path(__file__).parent.parent / "docs" / "doors.md"
+    page = Path(__file__).parent.parent / "docs" / "guides" / "doors.md"
     assert settings_table() in page.read_text(), (
         "print the table with: "
         "python -c 'from tests.test_regions import settings_table; print(settings_table())'"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.settings import config_from
+from lmcache_redis.sources import config_from
 from lmcache_redis.systemd import ServiceManager
 from tests.harness import StartedAgent
 from tests.servers import RedisServer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lmcache_redis.chunks.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey
-from lmcache_redis.chunks.names import parse_stripe_key, stripe_key
+from lmcache_redis.chunks.names import DESCRIPTIONS, parse_stripe_key, stripe_key
 from lmcache_redis.errors import ConfigError, FormatError
 
 _HEX = re.compile(r"(?:[0-9A-Fa-f]{2})+")
@@ -19,6 +19,7 @@ _SHOWN = {ord(v): "\\" + k.decode() for k, v in _LETTERS.items()} | {34: '\\"', 
 _LIST_NUMBER = re.compile(r"^\s*\d+\)\s+")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DESCRIPTIONS = DESCRIPTIONS.hex()[:NAMESPACE_BYTES].encode()
 _TEXT_NAMESPACE = re.compile(rb"[0-9a-f]{16}")
 
 
@@ -46,7 +47,12 @@ class ChunkName:
 
     @property
     def layout(self) -> str:
-        """The namespace: as text if it is one of an agent, as `status` shows it; else in hex."""
+        """The namespace: as text if it is one of an agent, as `status` shows it; else in hex.
+
+        What is stored about layouts has a name in brackets.
+        """
+        if self.namespace == _DESCRIPTIONS:
+            return "(descriptions)"
         is_text = _TEXT_NAMESPACE.fullmatch(self.namespace)
         return self.namespace.decode() if is_text else self.namespace.hex()
 

@@ -22,7 +22,7 @@ BATCH_KEYS = 500
 
 
 class StripeState(enum.Enum):
-    """The state of a stripe's value; only WHOLE counts as a hit, see docs/data-plane.md."""
+    """The state of a stripe's value; only WHOLE is a hit: docs/internals/data-plane.md."""
 
     WHOLE = "whole"
     MISSING = "not there"

@@ -238,6 +238,8 @@ def _redis(agent: Agent) -> dict[str, Any]:
         "connects": stats.connects,
         "connections_lost": stats.connections_lost,
         "errors": stats.errors,
+        # Why routers are not told what it evicts and expires; empty also if none wants to know.
+        "removals_untold": agent.plane.removals.why_silent,
     }
 
 

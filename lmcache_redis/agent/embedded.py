@@ -41,8 +41,8 @@ _WHAT_TO_DO = (
     "or name a server with --redis-url"
 )
 
-# First stores are bound by page faults; huge pages make them faster (docs/operations.md). These are
-# the two names under which builds of jemalloc read their options; other allocators ignore them.
+# First stores are bound by page faults; huge pages make them faster (docs/guides/redis.md). These
+# are the two names under which builds of jemalloc read their options; other allocators ignore them.
 _HUGE_PAGES = {"MALLOC_CONF": "thp:always", "JE_MALLOC_CONF": "thp:always"}
 
 # Asks the kernel to kill this process when its parent ends, then executes the server. A separate

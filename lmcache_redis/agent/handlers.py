@@ -16,8 +16,10 @@ from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.comparing import CompareJob
+from lmcache_redis.agent.describing import LayoutDescriptions
+from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.jobs import CopyJob, CopyRequest
-from lmcache_redis.agent.lookups import LookupJob
+from lmcache_redis.agent.lookups import LookupJob, note_miss
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.retrieves import RetrieveJob
@@ -45,15 +47,20 @@ class Handlers:
     def __init__(self, agent: Agent) -> None:
         self.is_stopping = False
         self._agent = agent
+        explanations = Explanations(agent, LayoutDescriptions(agent))
         self._registering = Registering(agent)
         self._watches = Watches(agent)
-        self._of_tools: Mapping[type, Callable[[Reply], None]] = {
-            m.Ping: lambda reply: reply(
+        self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
+            m.Ping: lambda question, reply: reply(
                 m.Pong(0, os.getpid(), __version__, self._registering.is_mapping)
             ),
-            m.GetChunkSize: lambda reply: reply(m.ChunkSize(0, agent.config.chunk_size_tokens)),
+            m.GetChunkSize: lambda question, reply: reply(
+                m.ChunkSize(0, agent.config.chunk_size_tokens)
+            ),
             m.Status: self._status,
-            m.Trust: lambda reply: reply(m.Done(0, agent.trust.restore())),
+            m.Why: explanations.why,
+            m.Layouts: explanations.layouts,
+            m.Trust: lambda question, reply: reply(m.Done(0, agent.trust.restore())),
         }
         self._of_peers: Mapping[type, Callable[[Peer, Any, Reply], None]] = {
             m.RegisterKVCache: self._registering.register,
@@ -76,7 +83,7 @@ class Handlers:
         """
         of_tools = self._of_tools.get(type(question))
         if of_tools is not None:
-            of_tools(reply)
+            of_tools(question, reply)
         elif peer is None:
             reply(m.Failure(0, m.UNKNOWN_PEER, "say HELLO first"))
         else:
@@ -92,7 +99,7 @@ class Handlers:
                 if session.key[0] == peer.engine_id:
                     self._agent.sessions.end(session)
 
-    def _status(self, reply: Reply) -> None:
+    def _status(self, question: m.Status, reply: Reply) -> None:
         reply(m.StatusReport(0, msgspec.json.encode(status_report(self._agent))))
 
     def _unregister(self, peer: Peer, question: m.UnregisterKVCache, reply: Reply) -> None:
@@ -106,6 +113,7 @@ class Handlers:
         if self._agent.peers.layouts_differ(peer):
             _warn_of_layouts(peer)
             reply(m.LookupResult(0, 0))
+            note_miss(self._agent, peer, question, "layouts_differ")
             return
         _check_hashes(question.hashes)
         remote = self._names(peer, question.remote)
@@ -113,6 +121,7 @@ class Handlers:
         peer.computing.token_s = question.token_s
         if not question.hashes or self.is_stopping:
             reply(m.LookupResult(0, 0))
+            note_miss(self._agent, peer, question, "stopping")
             return
         LookupJob(self._agent, peer, question, remote, reply).start()
 
@@ -131,6 +140,9 @@ class Handlers:
             return
         if isinstance(question, m.Retrieve) and not self._may_load(registration, hashes):
             reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
+            parts = self._agent.sessions.history.parts_of((peer.engine_id, question.request_id))
+            parts.failed += len(hashes)
+            parts.because(("a canary has found other KV in this layout",))
             return
         session = self._agent.session_of(peer, question.request_id, for_lookup=False)
         job = _JOBS[type(question)]

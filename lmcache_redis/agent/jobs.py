@@ -18,6 +18,7 @@ from functools import partial
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.history import PartCounts
 from lmcache_redis.agent.peers import Group, ModelUse, Registration, Reply
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.cache.pool import Entry, EntryState
@@ -72,6 +73,11 @@ class CopyJob(ABC):
     @property
     def _use(self) -> ModelUse:
         return self._agent.peers.use_of(self._form.model_name)
+
+    @property
+    def _past(self) -> PartCounts:
+        """What is kept of the request's parts."""
+        return self._agent.sessions.history.parts_of(self._request.session.key)
 
     @property
     def _queue(self) -> Callable[..., None]:

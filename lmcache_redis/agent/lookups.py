@@ -15,6 +15,7 @@ from functools import partial
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.history import PastLookup
 from lmcache_redis.agent.jobs import because
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.sessions import PartKey, Session
@@ -25,6 +26,8 @@ from lmcache_redis.chunks.names import ChunkForm, PartNames
 logger = logging.getLogger(__name__)
 
 _JOIN_POLL_S = 0.01
+# Why a prefix is not longer, if a tier that is down may be the cause.
+_OF_TIERS = frozenset({"redis_error", "disk", "deadline"})
 
 
 class LookupJob:
@@ -56,6 +59,7 @@ class LookupJob:
         ranks = peers.ranks(self._peer)
         if ranks is None and (now_s >= self._deadline_s or not peers.joining(self._peer, now_s)):
             self._reply(m.LookupResult(0, 0))
+            note_miss(self._agent, self._peer, self._question, "not_registered")
             return
         name = self._question.request_id
         session = self._agent.session_of(self._peer, name, for_lookup=True)
@@ -75,6 +79,7 @@ class LookupJob:
         if self._compare_only and question.first_chunk:
             # What was computed behind a local prefix is not compared.
             self._reply(m.LookupResult(0, 0, compare_only=True))
+            note_miss(self._agent, self._peer, question, "distrusted")
             return
         request = LookupRequest(
             forms,
@@ -85,7 +90,9 @@ class LookupJob:
             remote=self._elsewhere(ranks),
             computing=self._peer.computing,
         )
-        lookup = PrefixLookup(self._agent.cache, request, partial(self._found, session, users))
+        lookup = PrefixLookup(
+            self._agent.cache, request, partial(self._found, session, users, forms)
+        )
         session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel
@@ -102,12 +109,18 @@ class LookupJob:
         return [*stems.values()]
 
     def _found(
-        self, session: Session, users: Sequence[Sequence[PartKey]], found: PrefixLookup
+        self,
+        session: Session,
+        users: Sequence[Sequence[PartKey]],
+        forms: Sequence[ChunkForm],
+        found: PrefixLookup,
     ) -> None:
         tiers = tier_letters(found, self._agent.tier_letters)
         # First, because the engine is waiting.
         self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
         self._count(found, tiers)
+        layouts = tuple(form.fingerprint for form in forms)
+        self._note(session, found, tiers, layouts)
         pool, hashes = self._agent.cache.pool, self._question.hashes
         for (chunk, row), entry in found.take().items():
             first, *others = users[row]
@@ -119,6 +132,36 @@ class LookupJob:
                 pool.report_again(entry)
         if session.cancel_lookup == found.cancel:
             session.cancel_lookup = None
+
+    def _note(
+        self, session: Session, found: PrefixLookup, tiers: str, layouts: tuple[bytes, ...]
+    ) -> None:
+        """Keeps what was found for `lmcache-redis why`."""
+        question, cache, hits = self._question, self._agent.cache, found.bound
+        reason, missed, words = "", b"", tuple[str, ...]()
+        if hits < len(question.hashes):
+            reason, missed = found.end.counter.removeprefix("miss_"), question.hashes[hits]
+            words = tuple(sorted(found.end.reasons))
+            if reason in _OF_TIERS:
+                states = [tier.state for tier in cache.tiers]
+                words += tuple(state.reason for state in states if not state.up)
+            if reason == "absent" and len(layouts) > 1 and found.has_some_of(hits):
+                reason = "in_part"
+        past = PastLookup(
+            time.time(),
+            time.monotonic() - self._started_s,
+            chunks_of(question),
+            self._agent.chunk_tokens(self._peer),
+            self._peer.hello.model_name,
+            tuple((m.TIER_NAMES[each], tiers.count(each)) for each in sorted(set(tiers))),
+            reason,
+            words,
+            found.bet,
+            missed,
+            layouts,
+            self._compare_only,
+        )
+        self._agent.sessions.history.looked_up(session.key, past)
 
     def _count(self, found: PrefixLookup, tiers: str) -> None:
         metrics, chunks = self._agent.cache.metrics, len(self._question.hashes)
@@ -140,8 +183,20 @@ class LookupJob:
         logger.debug(
             "request %s: %d of %d chunks hit (%d loaded from Redis, %d from disk) in %.1f ms%s",
             self._question.request_id, found.bound, chunks, from_redis, from_disk, took_s * 1e3,
-            because(found.reasons),
+            because(found.end.reasons),
         )  # fmt: skip
+
+
+def note_miss(agent: Agent, peer: Peer, question: m.Lookup, reason: str) -> None:
+    """Keeps a lookup that was a miss before anything was looked for."""
+    tokens, model = agent.chunk_tokens(peer), peer.hello.model_name
+    past = PastLookup(time.time(), 0.0, chunks_of(question), tokens, model, reason=reason)
+    agent.sessions.history.looked_up((peer.engine_id, question.request_id), past)
+
+
+def chunks_of(question: m.Lookup) -> range:
+    """The numbers in the prompt of the chunks that are asked for."""
+    return range(question.first_chunk, question.first_chunk + len(question.hashes))
 
 
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:

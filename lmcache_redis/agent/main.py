@@ -31,7 +31,7 @@ from lmcache_redis.errors import ConfigError, DeviceError, StartError
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
-from lmcache_redis.settings import option_name, settings_of
+from lmcache_redis.settings import format_size, option_name, settings_of
 from lmcache_redis.systemd import ServiceManager
 from lmcache_redis.transport import bind_router
 
@@ -49,7 +49,8 @@ _LAST_ANSWERS_MS = 100
 # What a reload may change: numbers compared when they are needed, and the level of the log.
 # All else is decided once: memory and threads are sized, engines were told (`chunk_size_tokens`,
 # `lookup_deadline_s`), connections are open.
-RELOADABLE = tuple(name for name, each in settings_of(AgentConfig).items() if each.reloadable)
+_KNOWN = settings_of(AgentConfig)
+RELOADABLE = tuple(name for name, each in _KNOWN.items() if each.reloadable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +222,6 @@ def _reloaded(
     changed = [name for name in names if getattr(wanted, name) != getattr(before, name)]
     now = {name: getattr(wanted, name) for name in changed if name in RELOADABLE}
     running = dataclasses.replace(before, **now)
-    logging.getLogger().setLevel(running.log_level.upper())
     for queue in agent.cache.queues:
         queue.limit_bytes = running.write_queue_limit_bytes
     if agent.disk is not None:
@@ -229,14 +229,18 @@ def _reloaded(
     agent.sessions.timeout_s = running.session_timeout_s
     service.heartbeat_timeout_s = running.heartbeat_timeout_s
     service.shutdown_deadline_s = running.shutdown_deadline_s
-    for name, value in now.items():
-        # A warning: shown at any level but error.
-        logger.warning("reloaded %s: %s, was %s", option_name(name), value, getattr(before, name))
-    later = [name for name in changed if name not in RELOADABLE]
+    root = logging.getLogger()
+    # What has changed is shown at the old level or the new one.
+    root.setLevel(min(root.level, logging.getLevelName(running.log_level.upper())))
+    for name in now:
+        was, value = (_KNOWN[name].write(getattr(each, name)) for each in (before, running))
+        logger.info("reloaded %s: %s, was %s", option_name(name), value, was)
+    later = [option_name(name) for name in changed if name not in RELOADABLE]
     if later:
         logger.warning("changed, but only from the next start on: %s", ", ".join(later))
     if not changed:
         logger.info("reloaded: no setting has changed")
+    root.setLevel(running.log_level.upper())
     return running
 
 
@@ -257,12 +261,12 @@ def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None
     where = plane.where if config.redis_url else "an embedded Redis"
     state = plane.wait_probed(_FIRST_PROBE_S)
     logger.info(
-        "lmcache-redis %s serves %s: %s, host pool %.1f GiB, chunks of %d tokens (%.2f s)",
-        __version__, config.endpoint, where, config.pool_bytes / 2**30,
+        "lmcache-redis %s serves %s: %s, host pool of %s, chunks of %d tokens (%.2f s)",
+        __version__, config.endpoint, where, format_size(config.pool_bytes),
         config.chunk_size_tokens, time.monotonic() - started_s,
     )  # fmt: skip
-    if not state.up:
-        logger.warning("Redis is not available yet: %s", state.reason)
+    if not state.probed:
+        logger.warning("Redis has not answered yet: %s", state.reason)
 
 
 def _stop(service: Service, agent: Agent) -> bool:

@@ -263,5 +263,6 @@ def _sentence(group: Group) -> str:
     form = group.form
     return (
         f"chunks{_KINDS.get(form.reach.kind, '')} of {form.chunk_bytes / 2**20:.1f} MiB in "
-        f"{form.stripe_count} stripes, layout {form.fingerprint.hex()[:12]}"
+        f"{form.stripe_count} stripe{'s' * (form.stripe_count > 1)}, "
+        f"layout {form.fingerprint.hex()[:12]}"
     )

@@ -73,7 +73,7 @@ class RetrieveJob(CopyJob):
         def loaded(found: PrefixLookup) -> None:
             held = found.take()
             self._entries.update((piece[index], entry) for (index, _), entry in held.items())
-            self._reasons |= found.reasons
+            self._reasons |= found.end.reasons
             self._begin_calls(piece)
             if self._failed:
                 self._give_up()
@@ -130,6 +130,7 @@ class RetrieveJob(CopyJob):
         self._cache.metrics.count("retrieved_chunks", copied)
         self._cache.metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
         self._use.retrieved_bytes += copied * self._form.chunk_bytes
+        self._note(copied, took_s)
         logger.debug(
             "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
             self._question.request_id, copied, len(self._hashes), took_s * 1e3,
@@ -140,3 +141,10 @@ class RetrieveJob(CopyJob):
                 self._request.reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
         finally:
             self._agent.sessions.finish(self._request.session)
+
+    def _note(self, copied: int, took_s: float) -> None:
+        past = self._past
+        past.loaded += copied
+        past.failed += len(self._failed)
+        past.load_s = max(past.load_s, took_s)
+        past.because(self._reasons)

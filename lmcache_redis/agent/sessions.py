@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from lmcache_redis.agent.history import RequestHistory
 from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.errors import WireError
 
@@ -70,9 +71,10 @@ class Session:
 
 
 class Sessions:
-    """All sessions, by engine and request."""
+    """All sessions, by engine and request. history: of requests, ended ones included."""
 
     def __init__(self, pool: HostPool, timeout_s: float) -> None:
+        self.history = RequestHistory()
         self._pool = pool
         self.timeout_s = timeout_s
         self._sessions: dict[SessionKey, Session] = {}

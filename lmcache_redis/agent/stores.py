@@ -135,6 +135,11 @@ class StoreJob(CopyJob):
     def _finish(self) -> None:
         self._cache.metrics.count("stores")
         self._cache.metrics.count("skipped_chunks", self._already)
+        past = self._past
+        past.stored += self._stored
+        past.present += self._already
+        past.dropped += len(self._hashes) - self._stored - self._already
+        past.because(self._reasons)
         logger.debug(
             "request %s: %d of %d chunks stored, %d were in the host pool%s",
             self._question.request_id, self._stored, len(self._hashes), self._already,

@@ -2,12 +2,17 @@
 
 A WATCH stays open until soon after the first change. Nothing here runs, and the pool notes nothing,
 unless a scheduler watches.
+
+While one does, servers tell what they evict and expire, if they may (`resp.removals`). They keep
+nothing for who is away, so when a subscription begins, and again if that fails, Redis is asked for
+the chunks that schedulers believe to be there.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -17,6 +22,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.chunks.names import PartNames
+from lmcache_redis.tiers import CallOutcome, ExistsResult
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,10 @@ _HASH_BYTES = (*m.HASH_BYTES_OF_AN_EPOCH, *(8 + nbytes for nbytes in m.HASH_BYTE
 # One answer collects changes for this long, and holds at most this many.
 _COLLECT_S = 0.02
 _CHANGES_PER_ANSWER = 1 << 14
+# Of the chunks that Redis has, as schedulers were told. The oldest beyond are told as removed.
+_MOST_FOLLOWED = 1 << 18
+_CHUNKS_PER_QUESTION = 1 << 12
+_QUESTION_S = 5.0
 
 
 class _ChangedPart(NamedTuple):
@@ -95,8 +105,10 @@ class Watches:
         self._loop = agent.loop
         self._pool = agent.cache.pool
         self._disk = agent.disk
+        self._plane = agent.plane
         self._watches: dict[Peer, _OpenWatch] = {}
         self._letters = agent.tier_letters
+        self._in_redis: dict[bytes, None] = {}  # as schedulers were told, the oldest first
 
     def watch(
         self,
@@ -126,14 +138,58 @@ class Watches:
         self._pool.on_change = self._changed if is_on else None
         if self._disk is not None:
             self._disk.store.on_evicted = self._evicted_from_disk if is_on else None
+        if is_on:
+            self._plane.removals.listen(
+                lambda keys, certain: self._loop.post(
+                    partial(self._removed_from_redis if certain else self._ask_redis, keys)
+                ),
+                lambda: self._loop.post(lambda: self._ask_redis([*self._in_redis])),
+            )
+        else:
+            self._plane.removals.stop()
+            self._in_redis.clear()
 
     def _evicted_from_disk(self, keys: Sequence[bytes]) -> None:
         # On a thread of the disk tier.
         self._loop.post(partial(self._pool.seen, self._letters.index("d"), keys, there=False))
 
+    def _removed_from_redis(self, keys: Iterable[bytes]) -> None:
+        followed = [key for key in keys if key in self._in_redis]
+        self._pool.seen(self._letters.index("r"), followed, there=False)
+
+    def _ask_redis(self, keys: Sequence[bytes]) -> None:
+        """Whether Redis still has these chunks, some after the others."""
+        keys = [key for key in keys if key in self._in_redis]
+        first, rest = keys[:_CHUNKS_PER_QUESTION], keys[_CHUNKS_PER_QUESTION:]
+        if not first or not self._watches:
+            return
+
+        def answered(result: ExistsResult) -> None:
+            if result.outcome is not CallOutcome.DONE:
+                self._loop.after(_QUESTION_S, partial(self._ask_redis, keys))
+                return
+            pairs = zip(first, result.present, strict=True)
+            self._removed_from_redis([key for key, there in pairs if not there])
+            self._ask_redis(rest)
+
+        self._plane.exists(
+            first,
+            time.monotonic() + _QUESTION_S,
+            lambda result: self._loop.post(partial(answered, result)),
+        )
+
+    def _follow(self, key: bytes, there: bool) -> None:
+        self._in_redis.pop(key, None)
+        if there:
+            self._in_redis[key] = None
+            if len(self._in_redis) > _MOST_FOLLOWED:
+                self._removed_from_redis([next(iter(self._in_redis))])
+
     def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
         letter = "h" if tier is None else self._letters[tier]
         try:
+            if letter == "r":
+                self._follow(key, there)
             for watch in self._watches.values():
                 watch.journal.note(key, letter, there)
                 self._answer_soon(watch)

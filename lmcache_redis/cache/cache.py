@@ -42,13 +42,14 @@ class Load(ChunkIO):
     """A chunk that is being read into an entry.
 
     level: the number of the tier it is read from. begun_s: when that read began
-    (`time.monotonic()`).
+    (`time.monotonic()`). outcome: of the last read that has failed.
     """
 
     entry: Entry
     form: ChunkForm
     level: int
     begun_s: float = 0.0
+    outcome: ReadOutcome | None = None
 
 
 class Cache:
@@ -278,7 +279,7 @@ class Cache:
             self.metrics.observe(counters.load_rate, rate.per_second())
 
     def _missed(self, load: Load, outcome: ReadOutcome) -> None:
-        level, key = load.level, load.key
+        level, key, load.outcome = load.level, load.key, outcome
         counter = self.counters[level].misses.get(outcome)
         if counter is not None:
             self.metrics.count(counter)

@@ -35,11 +35,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pacing import Part, TransferRate, WorthLoading
+from lmcache_redis.cache.pacing import Bet, Part, TransferRate, WorthLoading
 from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
 from lmcache_redis.cache.pool import Entry, Filled
 from lmcache_redis.cache.threads import Action, Timer
@@ -59,6 +60,17 @@ class _Stage(Enum):
     ENDED = "answered or cancelled"
 
 
+@dataclass(slots=True)
+class PrefixEnd:
+    """Why a lookup's prefix is not longer.
+
+    reasons: for a log line. counter: of the chunks that its end has cost; "" if it has all.
+    """
+
+    reasons: set[str] = field(default_factory=set)
+    counter: str = ""
+
+
 class PrefixLookup:
     """One lookup. Owned by the cache's owner thread.
 
@@ -67,14 +79,14 @@ class PrefixLookup:
 
     Attributes:
         bound: the length of the prefix in chunks.
-        reasons: why the prefix is not longer, for a log line.
+        end: why the prefix is not longer.
     """
 
     def __init__(
         self, cache: Cache, request: LookupRequest, done: Callable[[PrefixLookup], None]
     ) -> None:
         self.bound = len(request.hashes)
-        self.reasons: set[str] = set()
+        self.end = PrefixEnd()
         self._cache = cache
         self._request = request
         self._done = done
@@ -126,6 +138,15 @@ class PrefixLookup:
     def levels(self) -> dict[int, int]:
         """The tiers of the chunks that were not in the host pool; of several of one, the last."""
         return self._parts.levels()
+
+    @property
+    def bet(self) -> Bet | None:
+        """What was expected of loading and of computing; None if they were not compared."""
+        return None if self._worth is None else self._worth.bet
+
+    def has_some_of(self, chunk: int) -> bool:
+        """Whether some part of the chunk is known to be in memory or in a tier."""
+        return self._parts.has_some_of(chunk)
 
     # ----------------------------------------------------------------- find
 
@@ -190,13 +211,13 @@ class PrefixLookup:
         """The counter of chunks that a question with this outcome did not find."""
         if outcome is CallOutcome.DONE:
             return "miss_absent"
-        self.reasons.add(f"{self._cache.tiers[level].name} is not available")
+        self.end.reasons.add(f"{self._cache.tiers[level].name} is not available")
         return self._cache.counters[level].misses[ReadOutcome.UNAVAILABLE]
 
     def _ends_at(self, chunk: int, counter: str) -> None:
         # The prefix may already end earlier, because the host pool had no room.
         self._cache.metrics.count(counter, max(0, self.bound - chunk))
-        self._shrink(chunk)
+        self._shrink(chunk, counter)
 
     # --------------------------------------------------------------- settle
 
@@ -311,12 +332,12 @@ class PrefixLookup:
         if length == self.bound:
             return False
         self._ends_at(length, "miss_slower")
-        self.reasons.add("computing was faster")
+        self.end.reasons.add("computing was faster")
         return True
 
     def _wait_for_room(self) -> None:
         """Waits for room, without pins: others may need theirs."""
-        self.reasons.add("the host pool was full")
+        self.end.reasons.add("the host pool was full")
         if self._parts.release_all():
             self._questions = min(self._questions, 1)
         nbytes = sum(self._parts.bytes_left())
@@ -360,13 +381,13 @@ class PrefixLookup:
 
     def _no_room(self, chunks: int = 1) -> None:
         self._cache.metrics.count("miss_pool_full", chunks)
-        self.reasons.add("the host pool was full")
-        self._shrink(self.bound - chunks)
+        self.end.reasons.add("the host pool was full")
+        self._shrink(self.bound - chunks, "miss_pool_full")
 
     def _filled(self, part: Part, filled: Filled) -> None:
         if filled is not Filled.READY:
-            self.reasons.add("a chunk could not be loaded")
-            self._shrink(part[0])
+            self.end.reasons.add("a chunk could not be loaded")
+            self._shrink(part[0], self._parts.failure_of(part))
         if self._state is _Stage.LOADING:
             self._check()
         else:
@@ -375,9 +396,10 @@ class PrefixLookup:
 
     # --------------------------------------------------------------- answer
 
-    def _shrink(self, bound: int) -> None:
-        """The prefix ends before chunk number ``bound``."""
-        self.bound = min(self.bound, bound)
+    def _shrink(self, bound: int, counter: str) -> None:
+        """The prefix ends before chunk number ``bound``. counter: of what is the reason."""
+        if bound < self.bound:
+            self.bound, self.end.counter = bound, counter
         if self._state is _Stage.LOADING:
             self._state = _Stage.SETTLING
 
@@ -389,7 +411,7 @@ class PrefixLookup:
         if self._state is _Stage.ENDED:
             return
         self._cache.metrics.count(event)
-        self.reasons.add(reason)
+        self.end.reasons.add(reason)
         limit = 0 if self._state is _Stage.SEARCHING else self.bound
         self._state = _Stage.SETTLING
         self._ends_at(self._parts.needs.longest(limit, self._parts.is_ready), miss)

@@ -175,6 +175,19 @@ class Computing:
         return max(0.0, self._free_s - now_s)
 
 
+class Bet(NamedTuple):
+    """What a lookup expected of a prefix of ``chunks``, in seconds until it is in the blocks.
+
+    load_s: all of it is loaded; infinite if the rate of a tier is not known. compute_s: all of it
+    is computed. chosen_s: as it was decided: the first chunks are loaded, the others computed.
+    """
+
+    chunks: int
+    load_s: float
+    compute_s: float
+    chosen_s: float
+
+
 class WorthLoading:
     """How much of one lookup's prefix is worth loading: what gives the earliest first token.
 
@@ -187,12 +200,14 @@ class WorthLoading:
         chunk_s: the seconds to compute a chunk.
         measured_until_s: how long a probe is waited for; None: none was needed yet.
         expected_s: what loading takes, as it was decided.
+        bet: as it was decided last.
     """
 
     def __init__(self, computing: Computing, chunks: int, chunk_tokens: int) -> None:
         self.chunk_s = computing.token_s * chunk_tokens
         self.measured_until_s: float | None = None
         self.expected_s = 0.0
+        self.bet: Bet | None = None
         self._computing = computing
         self._chunks = chunks
         self._chunk_tokens = chunk_tokens
@@ -223,6 +238,10 @@ class WorthLoading:
         free_in_s, times = self._computing.free_in_s(now_s), dict(loads)
         length = prefix_worth_loading(times.items(), self._chunks, self.chunk_s, free_in_s)
         self.expected_s = times[length]
+        whole = max(times)
+        compute_s = free_in_s + whole * self.chunk_s
+        chosen_s = max(self.expected_s, free_in_s) + (whole - length) * self.chunk_s
+        self.bet = Bet(whole, max(times[whole], free_in_s), compute_s, chosen_s)
         return length
 
     def computes(self, chunks: int, now_s: float) -> None:

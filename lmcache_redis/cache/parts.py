@@ -318,6 +318,17 @@ class LookupParts:
         state.level = level
         return True
 
+    def has_some_of(self, chunk: int) -> bool:
+        """Whether some part of the chunk is known to be in memory or in a tier."""
+        return any(self.is_found((chunk, row)) for row in range(len(self._stems)))
+
+    def failure_of(self, part: Part) -> str:
+        """The counter of the reason why a part was not filled."""
+        load = self.state(part).load
+        if load is None or load.outcome is None:
+            return "miss_load"  # another request's load, or a store, of the part
+        return self._cache.counters[load.level].misses.get(load.outcome, "miss_load")
+
     def level_of(self, state: PartState) -> int:
         """The tier that a part is loaded from."""
         level = state.level if state.load is None else state.load.level

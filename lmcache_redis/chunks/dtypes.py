@@ -29,7 +29,7 @@ class MemoryFormat(enum.Enum):
     KV_MLA_FMT = 6  # [1, layers, tokens, head size]
     EC_TD = 7  # [tokens, hidden] of an encoder cache
     HS_TD = 8  # [tokens, hidden] of hidden states
-    PAGES = 0x4C52  # an engine's pages, see docs/value-format.md
+    PAGES = 0x4C52  # an engine's pages, see docs/reference/value-format.md
 
 
 # The length of encoded bytes does not follow from their shape and dtype.

@@ -13,8 +13,9 @@ payload and of itself. Little-endian:
 
 Checksums are xxh3-64; the header's is computed with its own field zero. With the flag SEALED the
 payload is encrypted, and the last 48 bytes of the metadata are the seal (`lmcache_redis.seal`).
-docs/value-format.md is the specification. A reader knows everything but store id, checksums, time
-and seal in advance, so `ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
+docs/reference/value-format.md is the specification. A reader knows everything but store id,
+checksums, time and seal in advance, so `ChunkFrame.check_header` compares bytes; `describe_header`
+needs no frame.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Metadata of a chunk: length, shapes, dtypes and memory format. Free of torch.
 
-`RemoteMetadata` is encoded little-endian and unaligned (docs/value-format.md):
+`RemoteMetadata` is encoded little-endian and unaligned (docs/reference/value-format.md):
 
     u64 length | u32 memory format | u32 groups
     per group: u32 dtype code | u32 dimensions | u64 sizes

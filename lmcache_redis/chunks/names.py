@@ -29,6 +29,8 @@ from lmcache_redis.errors import FormatError, check_int
 
 # The fingerprint of tensors, which have no layout.
 TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
+# That of values that describe layouts, see `agent.describing`.
+DESCRIPTIONS = hashlib.blake2b(b"lmcr1.layouts", digest_size=32).digest()
 
 MAX_REACH_TOKENS = 1 << 40
 MAX_STRIPE_INDEX = 0xFFFF
@@ -67,6 +69,13 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
     (stripe_index,) = _STRIPE_INDEX.unpack_from(data, index_at)
     namespace = bytes(data[len(start) : object_at])
     return namespace, ObjectKey.from_bytes(data[object_at:index_at]), stripe_index
+
+
+def chunk_key_in(data: bytes, key_prefix: bytes) -> bytes | None:
+    """The chunk key in the Redis key of a stripe; None for a key with another prefix."""
+    if not data.startswith(key_prefix + KEY_MAGIC):
+        return None
+    return data[: -_STRIPE_INDEX.size]
 
 
 class ChunkNames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.options import AsJson, Endpoint, takes_options_of
 from lmcache_redis.cli.top import top
+from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, TierSettings, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError, StartError
-from lmcache_redis.settings import config_from
+from lmcache_redis.sources import config_from, misspelt_variables
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -63,7 +65,7 @@ def agent(**options: Any) -> None:
 
       lmcache-redis agent
 
-      lmcache-redis agent --redis-url redis://cache.example:6379 --pool-bytes 16GiB
+      lmcache-redis agent --redis-url redis://cache:6379 --pool-bytes 16GiB
 
       lmcache-redis agent --config /etc/lmcache-redis/agent.conf
     """
@@ -84,7 +86,7 @@ def gateway(**options: Any) -> None:
 
       lmcache-redis gateway --redis-url redis://cache.example:6379
 
-      lmcache-redis gateway --listen lm://0.0.0.0:65432 --allowed-peers 10.0.0.0/8 --redis-url ...
+      lmcache-redis gateway --listen lm://0.0.0.0:65432 --allowed-peers fd00::/8
     """
     config = _config_of(GatewayConfig, options)
     from lmcache_redis.compat.gateway.main import run_gateway
@@ -99,10 +101,14 @@ def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
 
         print_checked(of, options, options["as_json"])
         raise typer.Exit
+    if options["connect"]:
+        raise ConfigError("--connect is for --check: give that as well, or leave it out")
     from lmcache_redis.cli.logs import log_to_stderr
 
     config = config_from(of, options)
-    log_to_stderr(config.log_level, config.log_format)
+    log_to_stderr(
+        config.log_level, config.log_format, misspelt_variables(AgentConfig, GatewayConfig)
+    )
     return config
 
 
@@ -176,6 +182,7 @@ def trust(
 
 
 app.command()(top)
+app.command()(why)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)
@@ -206,7 +213,7 @@ def run() -> None:
     except LMCacheRedisError as error:
         _fail(str(error), 1)
     except typer.Abort:
-        _fail("interrupted: nothing more was done", 130)
+        _fail("interrupted", 130)
     except _UsageError as error:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
@@ -216,11 +223,19 @@ def run() -> None:
 
 def _said_by(error: Any) -> str:
     """What Typer has to say about the command line, in this package's words."""
-    option = getattr(error, "param", None)
-    message = error.format_message().rstrip(".")
-    if isinstance(error, typer.BadParameter) and option is not None:
-        return f"{option.opts[0]}: {error.message.rstrip('.')}"
-    return message[0].lower() + message[1:]
+    param = getattr(error, "param", None)
+    if param is None or not isinstance(error, typer.BadParameter):
+        message = str(error.format_message())
+        return message[0].lower() + message[1:].rstrip(".")
+    # Typer before 0.29 has a type that knows the bounds, and later versions a description.
+    bounded = getattr(param, "type", None)
+    kind = str(bounded or param.type_descriptor)
+    if (number := re.search("(int|float)(?=')|INT|FLOAT|(Int|Float)Range", kind)) is None:
+        return f"{param.opts[0]}: {error.message}".rstrip(".")
+    least, most = (getattr(param, n, getattr(bounded, n, None)) for n in ("min", "max"))
+    said = f"{param.opts[0]}: write a {'whole ' * number[0].lower().startswith('int')}number"
+    said += "" if least is None else f" of at least {least:g}"
+    return said if most is None else f"{said}{' and' * (least is not None)} of at most {most:g}"
 
 
 def _fail(said: str, status: int) -> None:

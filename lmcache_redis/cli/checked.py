@@ -1,6 +1,7 @@
 """`--check`: what is set, where, and whether the files that it names can be used.
 
-Connects to nothing and makes nothing; a credential provider is made, but not asked.
+Makes nothing, and connects to nothing but, if asked, the server. A credential provider is made, and
+asked only then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from lmcache_redis.config import (
 )
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import memory_limit_bytes
-from lmcache_redis.settings import format_size, given, misspelt_variables, settings_of
+from lmcache_redis.settings import format_size, settings_of
+from lmcache_redis.sources import given, misspelt_variables
 
 KINDS = {"agent": AgentConfig, "gateway": GatewayConfig, "engine": ClientConfig}
 
@@ -32,11 +34,13 @@ KINDS = {"agent": AgentConfig, "gateway": GatewayConfig, "engine": ClientConfig}
 def print_checked(of: type[TierSettings], options: Mapping[str, Any], as_json: bool) -> None:
     """Prints the settings that are not at their default, as lines of a file, and the warnings.
 
-    Raises ``ConfigError`` if something has to change.
+    Raises ``ConfigError`` if something has to change, and ``RedisError`` for the server.
     """
     found, known = given(of, options), settings_of(of)
     config = found.config(of)
     _check_files(config)
+    if options["connect"] and config.redis_url:
+        _check_server(config, config.redis_url)
     warnings = [*misspelt_variables(AgentConfig, GatewayConfig), *_memory_warnings(config)]
     shown = {name: known[name].write(value) for name, value in found.values.items()}
     for name, text in shown.items():
@@ -76,11 +80,19 @@ def _check_files(config: TierSettings) -> None:
         tls_context(config)
 
 
+def _check_server(config: TierSettings, url: str) -> None:
+    from lmcache_redis.admin.server import open_server
+    from lmcache_redis.resp import RedisOptions
+
+    with open_server(RedisOptions.of_settings(config, url)):
+        pass
+
+
 def _check_disk(directory: Path) -> None:
     there = next(each for each in (directory, *directory.parents) if each.exists())
     unsafe = why_unsafe(there) if there == directory else None
     if unsafe is None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        unsafe = f"{there} cannot be written to"
+        unsafe = f"{there} is no directory, or cannot be written to"
     if unsafe is not None:
         raise ConfigError(f"--disk-path {directory} cannot be used: {unsafe}, or choose another")
 

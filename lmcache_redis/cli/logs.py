@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterable
 from datetime import datetime, timezone
 
 
@@ -24,8 +25,11 @@ class JsonLines(logging.Formatter):
         return json.dumps(found, ensure_ascii=False)
 
 
-def log_to_stderr(level: str, form: str) -> None:
+def log_to_stderr(level: str, form: str, warnings: Iterable[str]) -> None:
+    """Begins the log, with warnings of what came before it."""
     handler = logging.StreamHandler(sys.stderr)
     as_text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else as_text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    for said in warnings:
+        logging.warning("%s", said)

@@ -10,7 +10,8 @@ import typer
 
 from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, AgentConfig
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.settings import PREFIX, Setting, config_from, settings_of
+from lmcache_redis.settings import PREFIX, Setting, settings_of
+from lmcache_redis.sources import config_from
 
 if TYPE_CHECKING:
     from lmcache_redis.resp import RedisOptions
@@ -77,6 +78,13 @@ _Check = Annotated[
         "stop. Exit status: 0, or 2 if something must change. Connects to nothing.",
     ),
 ]
+_Connect = Annotated[
+    bool,
+    typer.Option(
+        "--connect",
+        help="With --check: ask the server too. Exit status 1 if it cannot be used.",
+    ),
+]
 
 
 def takes_options_of(config: type[Any]) -> Callable[[_Command], _Command]:
@@ -88,9 +96,12 @@ def takes_options_of(config: type[Any]) -> Callable[[_Command], _Command]:
             for each in settings_of(config).values()
             if not each.secret
         ]
-        parameters.append(_keyword("config", _ConfigFile, None))
-        parameters.append(_keyword("check", _Check, False))
-        parameters.append(_keyword("as_json", AsJson, False))
+        parameters += [
+            _keyword("config", _ConfigFile, None),
+            _keyword("check", _Check, False),
+            _keyword("connect", _Connect, False),
+            _keyword("as_json", AsJson, False),
+        ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command

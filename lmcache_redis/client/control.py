@@ -1,4 +1,4 @@
-"""Requests of command-line tools to an agent: ping, status and trust."""
+"""Requests of command-line tools to an agent: ping, status, trust, and why requests missed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.config import check_endpoint, default_endpoint
+from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
 
@@ -21,9 +22,16 @@ class AgentUnreachable(LMCacheRedisError):
 
 
 class ControlClient:
-    """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``."""
+    """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``.
+
+    Raises ``ConfigError`` for an endpoint that is none, and for the default one if others could
+    have put a socket there.
+    """
 
     def __init__(self, endpoint: str, timeout_s: float = 2.0) -> None:
+        check_endpoint(endpoint)
+        if endpoint == default_endpoint() and (why := transport.why_untrusted(endpoint)):
+            raise ConfigError(f"the agent at {endpoint} is not trusted: {why}")
         self._endpoint = endpoint
         self._timeout_s = timeout_s
 
@@ -35,8 +43,16 @@ class ControlClient:
 
     def status(self) -> dict[str, Any]:
         """The agent's state and counters. Raises ``AgentUnreachable``."""
-        report: dict[str, Any] = msgspec.json.decode(self._ask(m.Status(1), m.StatusReport).report)
-        return report
+        return self._report(m.Status(1))
+
+    def why(self, request: str = "", most: int = 20) -> dict[str, Any]:
+        """What became of requests, see `messages.Why`. Raises ``AgentUnreachable``."""
+        return self._report(m.Why(1, request, most))
+
+    def layouts(self, *wanted: str) -> list[dict[str, Any]]:
+        """The layouts that the agent knows, see `messages.Layouts`. Raises ``AgentUnreachable``."""
+        rows: list[dict[str, Any]] = self._report(m.Layouts(1, wanted))["layouts"]
+        return rows
 
     def trust(self) -> int:
         """Has the agent load everything again; how many layouts it did not. See `agent.trust`.
@@ -44,6 +60,10 @@ class ControlClient:
         Raises ``AgentUnreachable``.
         """
         return self._ask(m.Trust(1), m.Done).count
+
+    def _report(self, question: m.Message) -> dict[str, Any]:
+        report: dict[str, Any] = msgspec.json.decode(self._ask(question, m.StatusReport).report)
+        return report
 
     def _ask(self, question: m.Message, expected: type[_A]) -> _A:
         with zmq.Context() as context:

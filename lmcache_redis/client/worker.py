@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
@@ -55,11 +56,22 @@ class _ExportedMemory:
     signals: Signals | None = None
 
 
-class _Registered(NamedTuple):
-    """The agent that has mapped the memory, and the worker's place with it."""
+@dataclass(eq=False)
+class _SentRegistration:
+    """A registration that was sent: of a worker's memory, with the agent of a WELCOME.
 
+    number: of the worker's registrations, from 1 on.
+    is_mapped: the agent has mapped the memory.
+    refusal: why the memory cannot be used.
+    """
+
+    number: int
+    memory: _ExportedMemory
     welcome: m.Welcome
+    agent: AgentProcess
     place: RankPlace
+    is_mapped: bool = False
+    refusal: str | None = None
 
 
 class WorkerClient:
@@ -85,17 +97,17 @@ class WorkerClient:
         agent_dead_after_s: float = 1.5,
         on_registered: Callable[[int, int, RankPlace], None] | None = None,
     ) -> None:
-        self._on_registration = on_registered
+        self._when_registered = on_registered
         self._world_size = world_size
         self._worker_id = worker_id
         self._block_size_tokens = block_size_tokens
         self._memory = _ExportedMemory()
-        self._registered: _Registered | None = None
-        self._agent: AgentProcess | None = None
+        self._registration: _SentRegistration | None = None  # the last one
         self._unregistering: AgentCall | None = None
-        self._refusal: str | None = None  # why that memory cannot be used
-        self._registrations = 0  # sent so far
-        self._mapped = 0  # the last of them that an agent has completed
+        self._mapped = 0  # number of the last registration that an agent has completed
+        # Registrations are sent by the caller's thread and by the link's. The agent must get the
+        # last one last.
+        self._sending = threading.Lock()
         self.link = AgentLink(
             endpoint,
             engine_id=engine_id,
@@ -104,7 +116,7 @@ class WorkerClient:
             world_size=world_size,
             worker_id=worker_id,
             dead_after_s=agent_dead_after_s,
-            on_welcome=self._register,
+            on_welcome=lambda welcome: self._register(),
         )
 
     # Registration
@@ -142,7 +154,6 @@ class WorkerClient:
         """
         tensors = [group.tensors for group in groups]
         exported = export_kv_caches(tensors, num_blocks, block_strides)
-        self._unregistering = None
         layouts = [
             KVLayout(
                 identity=tuple(sorted({**identity, **group.identity}.items())),
@@ -157,13 +168,11 @@ class WorkerClient:
             )
             for group, pages in zip(groups, exported.groups, strict=True)
         ]
-        former, self._memory = (
-            self._memory,
-            _ExportedMemory(groups, layouts, exported.storages, exported.signals),
-        )
+        memory = _ExportedMemory(groups, layouts, exported.storages, exported.signals)
+        with self._sending:
+            former, self._memory, self._unregistering = self._memory, memory, None
         export.withdraw(former.storages)
-        if self.link.welcome is not None:
-            self._register(self.link.welcome)
+        self._register()
 
     def wait_registered(self, timeout_s: float) -> None:
         """Waits until an agent has mapped the registered memory.
@@ -171,8 +180,9 @@ class WorkerClient:
         Raises ``DeviceError`` if the agent refuses it, or if ``timeout_s`` passes.
         """
         self.link.wait_for(lambda: self.ready or self._refusal is not None, timeout_s)
-        if self._refusal is not None:
-            raise DeviceError(self._refusal)
+        refusal = self._refusal
+        if refusal is not None:
+            raise DeviceError(refusal)
         if not self.ready:
             raise DeviceError(
                 f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
@@ -182,17 +192,25 @@ class WorkerClient:
     @property
     def ready(self) -> bool:
         """Whether an agent has mapped this worker's memory and is alive."""
-        # In this order, because the link stores a new agent's WELCOME before it is online again.
-        registered = self._registered
-        return (
-            self.link.online and registered is not None and registered.welcome is self.link.welcome
-        )
+        return self.place is not None
 
     @property
     def place(self) -> RankPlace | None:
         """The agent that has mapped this worker's memory; None while it is not `ready`."""
-        registered = self._registered
-        return registered.place if registered is not None and self.ready else None
+        last = self._registration
+        # In this order, because the link stores a new agent's WELCOME before it is online again.
+        if not self.link.online or last is None or not last.is_mapped:
+            return None
+        return last.place if self._is_of_now(last) else None
+
+    @property
+    def _refusal(self) -> str | None:
+        last = self._registration
+        return last.refusal if last is not None and self._is_of_now(last) else None
+
+    def _is_of_now(self, registration: _SentRegistration) -> bool:
+        of = (registration.memory, registration.welcome)
+        return of[0] is self._memory and of[1] is self.link.welcome
 
     @property
     def on_cuda(self) -> bool:
@@ -207,60 +225,65 @@ class WorkerClient:
         sizes = [layout.block_size_tokens for layout in self._memory.layouts]
         return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
 
-    def _register(self, welcome: m.Welcome) -> None:
-        self._registered = self._refusal = None
-        self._agent = agent = AgentProcess(welcome)
-        memory = self._memory
-        if not memory.layouts:
-            return
-        if not agent.visible:
-            self._refused(
-                "the agent cannot be used: its process is not visible from the engine, which "
-                "could not notice its end; let both share one PID namespace "
-                "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
-            )
-            return
-        chunk_tokens = self._chunk_tokens(welcome)
-        registered = []
+    def _register(self) -> None:
+        """Registers the memory with the agent that has said WELCOME last, once with each."""
+        with self._sending:
+            if not self._memory.layouts:  # perhaps there is no link yet
+                return
+            welcome, last = self.link.welcome, self._registration
+            if welcome is None:
+                return
+            if last is None or not self._is_of_now(last):
+                self._send_registration(1 if last is None else last.number + 1, welcome)
+
+    def _send_registration(self, number: int, welcome: m.Welcome) -> None:
+        memory, chunk_tokens, groups = self._memory, self._chunk_tokens(welcome), []
         for group, layout in zip(memory.groups, memory.layouts, strict=True):
             share, shares = group.shard or (self._worker_id, self._world_size)
             fingerprint = layout.fingerprint(chunk_tokens)
-            registered.append(m.KVGroup(share_rank(shares, share), layout, fingerprint))
+            groups.append(m.KVGroup(share_rank(shares, share), layout, fingerprint))
+        parts = tuple(
+            m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
+            for group in groups
+        )
+        place = RankPlace(welcome.agent_id, parts)
+        registration = _SentRegistration(number, memory, welcome, AgentProcess(welcome), place)
+        self._registration = registration  # before it is sent: what follows it is of this agent
+        if not registration.agent.visible:
+            self._refused(
+                registration,
+                "the agent cannot be used: its process is not visible from the engine, which "
+                "could not notice its end; let both share one PID namespace "
+                "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)",
+            )
+            return
         if any(isinstance(each, CudaFdHandle) for each in memory.storages):
             export.permit(welcome.agent_pid)
-        self._registrations += 1
-        place = RankPlace(
-            welcome.agent_id,
-            tuple(
-                m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
-                for group in registered
-            ),
-        )
         self.link.submit(
             m.RegisterKVCache,
-            partial(self._on_registered, welcome, self._registrations, place),
-            groups=tuple(registered),
+            partial(self._on_registered, registration),
+            groups=tuple(groups),
             storages=memory.storages,
             signals=None if memory.signals is None else memory.signals.handle,
         )
 
-    def _on_registered(
-        self, welcome: m.Welcome, registration: int, place: RankPlace, call: AgentCall
-    ) -> None:
+    def _on_registered(self, registration: _SentRegistration, call: AgentCall) -> None:
         if isinstance(call.answer, m.Done):
-            self._mapped = registration
-            self._registered = _Registered(welcome, place)
-            if self._on_registration is not None:
-                self._on_registration(welcome.agent_pid, self._chunk_tokens(welcome), place)
+            self._mapped = registration.number
+            registration.is_mapped = True
+            if self._when_registered is not None:
+                welcome = registration.welcome
+                chunk_tokens = self._chunk_tokens(welcome)
+                self._when_registered(welcome.agent_pid, chunk_tokens, registration.place)
         elif isinstance(call.answer, m.Failure):
             refusal = f"the agent refused the KV cache: {call.answer.reason}"
             if call.answer.code == m.UNKNOWN_PEER:
-                logger.error("%s", refusal)  # the link says HELLO again, and this is called again
+                logger.error("%s", refusal)  # the link says HELLO again, and it is sent again
             else:
-                self._refused(refusal)
+                self._refused(registration, refusal)
 
-    def _refused(self, why: str) -> None:
-        self._refusal = why
+    def _refused(self, registration: _SentRegistration, why: str) -> None:
+        registration.refusal = why
         logger.error("%s", why)
 
     # Transfers
@@ -311,9 +334,9 @@ class WorkerClient:
                 for name, op in zip(request_ids, ops, strict=True)
             ]
         )
+        agent = self._agent()
         return [
-            StoreTransfer(call, op, lease_ns, self._agent)
-            for call, op in zip(calls, ops, strict=True)
+            StoreTransfer(call, op, lease_ns, agent) for call, op in zip(calls, ops, strict=True)
         ]
 
     def begin_retrieves(
@@ -328,7 +351,8 @@ class WorkerClient:
         """
         _check_lengths(request_ids, ops)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
-        registrations = self._registrations
+        before = self._registration
+        registrations = 0 if before is None else before.number
         calls = self._submit(
             [
                 m.Retrieve(
@@ -338,14 +362,20 @@ class WorkerClient:
                 for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]
         )  # fmt: skip
+        agent = self._agent()
         return [
             RetrieveTransfer(
-                call, op, lease_ns, self._agent,
+                call, op, lease_ns, agent,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
             )
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]  # fmt: skip
+
+    def _agent(self) -> AgentProcess | None:
+        """The agent that calls go to, asked after they were sent."""
+        last = self._registration
+        return None if last is None else last.agent
 
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory, until `register_groups` registers it again.
@@ -353,15 +383,17 @@ class WorkerClient:
         Waits at most ``wait_s``; may be called again.
         Returns whether it is certain that no agent accesses it any more.
         """
-        former, self._registered = self._memory, None
-        # The groups stay: transfers in flight ask for their block sizes.
-        self._memory = _ExportedMemory(former.groups, signals=former.signals)
-        call = self._unregistering
-        if (call is None or call.state is CallState.LOST) and self.link.online:
-            call = self._unregistering = self.link.submit(m.UnregisterKVCache)
+        with self._sending:
+            former = self._memory
+            # The groups stay: transfers in flight ask for their block sizes.
+            self._memory = _ExportedMemory(former.groups, signals=former.signals)
+            call = self._unregistering
+            if (call is None or call.state is CallState.LOST) and self.link.online:
+                call = self._unregistering = self.link.submit(m.UnregisterKVCache)
         closed = call is not None and call.wait(wait_s) and isinstance(call.answer, m.Done)
         export.withdraw(former.storages)
-        return closed or self._agent is None or self._agent.has_ended()
+        agent = self._agent()
+        return closed or agent is None or agent.has_ended()
 
     def shutdown(self) -> bool:
         """Unregisters the memory, waiting a second, and closes the connection.

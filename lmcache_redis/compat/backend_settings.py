@@ -13,12 +13,12 @@ from urllib.parse import quote
 
 from lmcache_redis.compat import backends
 from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import read_seal_keys
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # They keep every bit, as a backend does without them.
 _EXACT_SERDES = (None, "torch", "safetensor", "fast")
@@ -131,14 +131,3 @@ def check_device(dst_device: str) -> None:
         raise ConfigError(
             f"dst_device is {dst_device!r}, and this machine has {count} CUDA devices"
         )
-
-
-def checked_tensor(kv_chunk: torch.Tensor) -> torch.Tensor:
-    """The chunk to put. Raises FormatError unless it is a tensor."""
-    import torch
-
-    if not isinstance(kv_chunk, torch.Tensor):
-        raise FormatError(
-            f"a chunk is one tensor, not a {type(kv_chunk).__name__}: stack those of its layers"
-        )
-    return kv_chunk

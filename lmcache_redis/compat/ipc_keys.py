@@ -1,6 +1,11 @@
 """`IPCCacheEngineKey`: how LMCache's engines name chunks to its server, by a hash or by token ids.
 
-Nothing of this package sends one: engines send hashes (`messages`).
+Nothing of this package sends one: engines send hashes (`messages`). Encoded, it is one MessagePack
+array of nine: model_name (1 to 1,024 bytes), world_size (1 to 255), worker_id (below the world
+size, or nil for all), chunk_hash (binary, 1 to 63 bytes, or nil), token_ids (array of u32, or nil),
+start, end, request_id (text or nil), salt (binary, 0 to 4,096 bytes, empty with a chunk_hash).
+Exactly one of chunk_hash and token_ids is not nil; ``0 <= start <= end <=`` number of token ids.
+Trailing fields may be left out if they are nil, 0 or empty. request_id does not identify the key.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An engine has one scheduler adapter and a worker adapter for each rank, all with
 the originals, the constructors return when the agent has told its chunk size, and
 ``register_kv_caches`` when the agent has mapped the memory; both wait at most ``timeout_s``.
 
-docs/compatibility.md lists what differs from the originals. Why some of it does:
+docs/reference/lmcache-names.md lists what differs from the originals. Why some of it does:
 
 - ``server_url`` is an agent's ``ipc://PATH``. Any user of the machine could reach a TCP port, and
   an agent writes into the memory of engines.

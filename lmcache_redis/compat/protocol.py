@@ -4,8 +4,8 @@ The messages of the `lm://` protocol have LMCache's bytes (`compat.lm_wire`) and
 objects, torch.Size and torch.dtype. They are checked when they are made and when they are encoded:
 what has no encoding raises FormatError, which is a ValueError, where LMCache asserts.
 
-The encoding of `RemoteMetadata` is this package's (docs/value-format.md): it has sizes of 64 bits
-and says its number of groups, so `init_remote_metadata_info` is needed only for
+The encoding of `RemoteMetadata` is this package's (docs/reference/value-format.md): it has sizes of
+64 bits and says its number of groups, so `init_remote_metadata_info` is needed only for
 `get_remote_metadata_bytes`.
 """
 

@@ -6,7 +6,8 @@ configuration objects and keys, and any objects with the same attributes (`compa
 whose promises hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk that
 fails raises nothing: a get is a miss, a put stores nothing, and `batched_put` returns fewer.
 
-docs/compatibility.md lists what differs. What LMCache stored (pickles, safetensors) is not read.
+docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
+not read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.compat import backends
 from lmcache_redis.compat.backend_settings import (
     check_device,
-    checked_tensor,
     disk_backend,
     memory_backend,
     redis_backend,
@@ -120,7 +120,7 @@ class _Backend(LMCBackendInterface):
         return object_key_of(key)
 
     def put(self, key: AnyKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        self._tier.put(self._kinds.object_key_of(key), checked_tensor(kv_chunk), blocking)
+        self._tier.put(self._kinds.object_key_of(key), kv_chunk, blocking)
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
         """`put` that blocks."""
@@ -151,10 +151,7 @@ class _Backend(LMCBackendInterface):
         self, keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]], blocking: bool = True
     ) -> int:
         """`put` for each; returns how many were stored or, without blocking, accepted."""
-        named = (
-            (self._kinds.object_key_of(key), checked_tensor(chunk))
-            for key, chunk in keys_and_chunks
-        )
+        named = ((self._kinds.object_key_of(key), chunk) for key, chunk in keys_and_chunks)
         return self._tier.batched_put(named, blocking)
 
     def batched_get(self, keys: Iterable[AnyKey]) -> Iterable[torch.Tensor | None]:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -122,11 +123,15 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return opaque_pages(part_bytes)
 
     def fingerprint(self, chunk_size_tokens: int) -> bytes:
-        """32 bytes that are equal exactly if parts may be exchanged.
+        """32 bytes that are equal exactly if parts may be exchanged: blake2b of `canonical`."""
+        return fingerprint_of(self.canonical(chunk_size_tokens))
 
-        blake2b over the compact ASCII JSON array ``[identity sorted, dtype, block size,
-        chunk size, page format, page bytes of every segment]``, followed by ``kind of reach, blocks
-        per part`` unless the kind is "all".
+    def canonical(self, chunk_size_tokens: int) -> bytes:
+        """What decides the bytes of parts.
+
+        The compact ASCII JSON array ``[identity sorted, dtype, block size, chunk size, page format,
+        page bytes of every segment]``, followed by ``kind of reach, blocks per part`` unless the
+        kind is "all".
         """
         decisive: list[object] = [
             sorted(self.identity),
@@ -138,10 +143,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
         if self.reach.kind != "all":
             decisive += [self.reach.kind, self.blocks_per_part(chunk_size_tokens)]
-        canonical = json.dumps(decisive, separators=(",", ":"))
-        return hashlib.blake2b(
-            canonical.encode("ascii"), digest_size=32, person=b"lmcr-layout-1"
-        ).digest()
+        return json.dumps(decisive, separators=(",", ":")).encode("ascii")
 
     def check(self, storage_sizes: Sequence[int]) -> None:
         """Raise DeviceError unless every page of every block lies inside its storage.
@@ -177,6 +179,38 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             described += [page_bytes] * min(max(0, math.prod(each.segments)), left + 1)
         if self.pages and described != [segment.page_bytes for segment in self.segments]:
             raise DeviceError("the layout's pages do not match its segments")
+
+
+def fingerprint_of(canonical: bytes) -> bytes:
+    """The fingerprint of a layout with this `KVLayout.canonical`."""
+    return hashlib.blake2b(canonical, digest_size=32, person=b"lmcr-layout-1").digest()
+
+
+def named_pairs(canonical: bytes) -> dict[str, str]:
+    """What decides the bytes of parts, as names and values for people.
+
+    canonical: perhaps of somebody else's. Raises FormatError if it is not `KVLayout.canonical`, or
+    holds what a terminal would not print.
+    """
+    try:
+        identity, dtype, block, chunk, page_format, page_bytes, *reach = json.loads(canonical)
+        sizes = [f"{len([*alike])} of {size} bytes" for size, alike in groupby(page_bytes)]
+        pairs = dict(identity) | {
+            "dtype": dtype,
+            "block_size_tokens": str(block),
+            "chunk_size_tokens": str(chunk),
+            "page_format": page_format,
+            "pages": ", ".join(sizes),
+        }
+        if reach:
+            pairs |= {"reach": reach[0], "blocks_per_part": str(reach[1])}
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise FormatError(f"not the description of a layout: {error}") from error
+    if not all(
+        isinstance(text, str) and text.isprintable() for each in pairs.items() for text in each
+    ):
+        raise FormatError("the description of a layout holds what cannot be printed")
+    return pairs
 
 
 def _fault(segment: Segment, num_blocks: int, storage_sizes: Sequence[int]) -> str | None:

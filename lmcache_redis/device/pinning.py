@@ -125,12 +125,12 @@ class PoolPinning:
             except GpuLost:
                 raise
             except (DriverError, MemoryError) as error:
-                self.failure = str(error)
                 logger.warning(
                     "%d of %d MiB of the host pool are pinned, and the rest is copied at a "
                     "fraction of the speed: %s",
                     self.pinned_bytes >> 20, (self._end - self._address) >> 20, error,
                 )  # fmt: skip
+                self.failure = str(error)
                 return
             self.pinned_bytes += end - address
             address = end

@@ -64,7 +64,7 @@ class _Place(NamedTuple):
 
 
 class RedisL2AdapterConfig(L2AdapterConfigBase):
-    """``adapter_params``: the settings of docs/doors.md. Raises ConfigError (a ValueError)."""
+    """``adapter_params``: see docs/guides/doors.md. Raises ConfigError (a ValueError)."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings

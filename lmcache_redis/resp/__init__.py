@@ -1,4 +1,4 @@
-"""The Redis data plane. `RedisPlane` is its interface (docs/data-plane.md).
+"""The Redis data plane. `RedisPlane` is its interface (docs/internals/data-plane.md).
 
 plane       everything below, started and closed together
 calls       calls about keys, routed to the servers that have them
@@ -14,6 +14,7 @@ Not on the way of a chunk:
 
 options     the options of a plane, and what its URL names
 maps        the servers behind Sentinels or of a cluster, looked up again and again
+removals    what servers evict and expire, as they tell it to subscribers
 bulk        what moves stripes between sockets and slots, and one such mover in Python
 """
 

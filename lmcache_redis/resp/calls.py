@@ -145,30 +145,38 @@ class KeyCalls:
         self._ask(_HEADERS, deadline, None, [key + _FIRST_STRIPE for key in keys], answer)
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
+        """As `list_keys`, and blocks."""
+        results: SimpleQueue[KeysResult] = SimpleQueue()
+        self.list_keys(prefix, deadline, results.put, limit)
+        return results.get()
+
+    def list_keys(
+        self, prefix: bytes, deadline: float, done: Done[KeysResult], limit: int = sys.maxsize
+    ) -> None:
         """The keys that begin with `prefix`: SCANs all servers, in small steps, after scans.
 
-        Blocks. Logs a warning if keys are missing: a server does not answer in time, or there are
-        more than the limit.
+        Logs a warning if keys are missing: a server does not answer in time, or there are more than
+        the limit.
         """
         names: list[bytes] = []
-        outcomes: SimpleQueue[CallOutcome] = SimpleQueue()
 
         def found(some: list[bytes]) -> Sequence[bytes]:
             if len(names) <= limit:
                 names.extend(some)
             return ()
 
+        def walked(outcome: CallOutcome) -> None:
+            if outcome is CallOutcome.DONE and len(names) > limit:
+                outcome = CallOutcome.OVER_LIMIT
+            if outcome is not CallOutcome.DONE:
+                logger.warning("the list of chunks is not complete: %s", outcome.value)
+            # A name may come twice, and the server may match other names.
+            stripes = [name for name in dict.fromkeys(names) if name.startswith(prefix)]
+            ends = [name for name in stripes if name.endswith(_FIRST_STRIPE)]
+            done(KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends]))
+
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
-        self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, outcomes.put)
-        outcome = outcomes.get()
-        if outcome is CallOutcome.DONE and len(names) > limit:
-            outcome = CallOutcome.OVER_LIMIT
-        if outcome is not CallOutcome.DONE:
-            logger.warning("the list of chunks is not complete: %s", outcome.value)
-        # A name may come twice, and the server may match other names.
-        stripes = [name for name in dict.fromkeys(names) if name.startswith(prefix)]
-        ends = [name for name in stripes if name.endswith(_FIRST_STRIPE)]
-        return KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends])
+        self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, walked)
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""

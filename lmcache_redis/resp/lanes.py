@@ -2,9 +2,9 @@
 
 While the server works on the request of one connection, the thread moves the bytes of another: the
 server is never idle, reads every value straight to where it stays, and queues no copies of replies.
-One thread is faster than several, which would wait for each other's GIL (docs/data-plane.md has the
-measurement). Replies arrive in the order of the requests, so the thread waits for the connection
-that it asked first.
+One thread is faster than several, which would wait for each other's GIL
+(docs/internals/data-plane.md has the measurement). Replies arrive in the order of the requests, so
+the thread waits for the connection that it asked first.
 
 A stripe is in flight from its request to its end. If its job ends earlier (late, cancelled), the
 rest of the reply is received into memory of the thread, and the slot is free. `reading` and

@@ -39,6 +39,7 @@ from lmcache_redis.resp.maps import SLOTS, MapWatcher, ServerMap
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.stream import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
+from lmcache_redis.resp.removals import RemovalListener, Removals
 from lmcache_redis.resp.transfers import Read, Reader, Writer
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
@@ -140,6 +141,7 @@ class DataNode:
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
+        self._removals = RemovalListener(self, nodes.removals)
 
     def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
@@ -212,7 +214,8 @@ class DataNode:
 
     @property
     def _threads(self) -> list[LoopThread]:
-        return [self.health.thread, *[worker.thread for worker in self._workers]]
+        workers = [worker.thread for worker in self._workers]
+        return [self.health.thread, *workers, self._removals.thread]
 
     def start(self) -> None:
         """Start all threads or none. Raises RuntimeError if the process may not have them."""
@@ -230,6 +233,7 @@ class DataNode:
         for queue in queues:
             queue.close()
         self.health.close()
+        self._removals.close()
         self.connector.abort()
 
     def join(self) -> int:
@@ -259,6 +263,7 @@ class DataNodes:
         self._retiring: dict[DataNode, float] = {}  # until when they may be needed
         self._retired_counts = (0, 0, 0)
         self._closing = False
+        self.removals = Removals(options.key_prefix)
         self.watcher = MapWatcher(deployment, options.connect_timeout_s, self)
 
     def start(self) -> None:

@@ -7,7 +7,8 @@ exactly once, on a thread of the plane, by the job's deadline (a wait on a socke
 milliseconds). A callback should only enqueue.
 
 When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
-are new ones until a probe finds it up. docs/data-plane.md lists the faults and their effects.
+are new ones until a probe finds it up. docs/internals/data-plane.md lists the faults and their
+effects.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, StripeTask
 from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
+from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.tiers import (
     ChunkIO,
@@ -80,6 +82,11 @@ class RedisPlane(KeyCalls):
             self._jobs.timekeeper.close(self.options.op_timeout_s)
             raise
         self._jobs.started = True
+
+    @property
+    def removals(self) -> Removals:
+        """For who wants to know what servers evict and expire."""
+        return self._nodes.removals
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""

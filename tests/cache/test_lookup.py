@@ -254,7 +254,7 @@ def test_a_tier_that_cannot_be_asked_ends_the_prefix(tiers: Tiers, outcome: Call
     tiers.answer_scan(0, outcome)
     assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
     assert tiers.counted() == {"miss_redis_error": 4}
-    assert lookup.reasons == {"Redis is not available"}
+    assert lookup.end.reasons == {"Redis is not available"}
 
 
 def test_a_chunk_counts_when_every_rank_has_its_part(tiers: Tiers) -> None:
@@ -513,7 +513,7 @@ def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:
     tiers.answer_scan(5)
     tiers.run(lambda: tiers.found)
     assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
-    assert waiting.reasons == {"the host pool was full", "the lookup deadline passed"}
+    assert waiting.end.reasons == {"the host pool was full", "the lookup deadline passed"}
     behind.cancel()
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert not len(tiers.cache.waiting)
@@ -543,7 +543,7 @@ def test_what_is_faster_computed_is_not_loaded_but_probed(tiers: Tiers) -> None:
     lookup = tiers.look_up(computing=engine)
     tiers.answer_scan(4)
     assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
-    assert lookup.reasons == {"computing was faster"}
+    assert lookup.end.reasons == {"computing was faster"}
     assert tiers.counted() == {"miss_slower": 4, "probes": 1}
     assert 2.0 < engine.free_in_s(time.monotonic()) < 4.1
     (_, rate) = tiers.cache.rates
@@ -586,7 +586,7 @@ def test_a_load_that_falls_behind_is_cut(tiers: Tiers) -> None:
     tiers.run(lambda: tiers.found)
     assert time.monotonic() - began_s < 10
     assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
-    assert lookup.reasons == {"loading took too long"}
+    assert lookup.end.reasons == {"loading took too long"}
     assert tiers.counted("lookups_") == {"lookups_cut": 1}
     assert tiers.counted("miss_") == {"miss_slower": 3}
     assert sorted(job.key for job in tiers.redis.cancelled) == sorted(KEYS[2:])
@@ -668,7 +668,7 @@ def test_room_is_waited_for_as_long_as_computing_takes(make: Callable[..., Tiers
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     waiting = tiers.look_up(computing=computing(0.02))
     tiers.answer_scan(5)
-    tiers.run(waiting.reasons.copy)
+    tiers.run(waiting.end.reasons.copy)
     assert len(tiers.found) == 1
     tiers.run(lambda: len(tiers.found) == 2)
     assert tiers.found[1] == (0, {"disk": 0, "Redis": 0})

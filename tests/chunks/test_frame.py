@@ -30,7 +30,7 @@ FINGERPRINT = bytes(range(0xA0, 0xC0))
 CHUNK_HASH = bytes(range(32))
 STORE_ID = bytes.fromhex("00112233445566778899aabbccddeeff")
 CREATED_UNIX_MS = 1_767_225_600_000
-DOCS = Path(__file__).parents[2] / "docs" / "value-format.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "value-format.md"
 
 
 def metadata_of(chunk_bytes: int) -> RemoteMetadata:
@@ -370,7 +370,7 @@ class TestDescribeHeader:
 
 
 def documented(label: str) -> bytes:
-    """The hex of the block in docs/value-format.md that follows `<!-- label -->`."""
+    """The hex of the block in docs/reference/value-format.md that follows `<!-- label -->`."""
     block = re.search(rf"<!-- {label} -->\n+```text\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
     assert block is not None, f"no block {label} in {DOCS.name}"
     lines = (line.split("|")[0].partition(":") for line in block[1].splitlines())
@@ -378,7 +378,7 @@ def documented(label: str) -> bytes:
 
 
 class TestWorkedExample:
-    """docs/value-format.md shows one chunk in full; what it shows must be what we write."""
+    """docs/reference/value-format.md shows one chunk in full, as we write it."""
 
     METADATA = metadata_of(131_072)
 
@@ -423,4 +423,13 @@ class TestWorkedExample:
     def test_engine_key(self) -> None:
         tokens = {"token_ids": (5, 300), "end": 2, "salt": b"salt"}
         key = IPCCacheEngineKey("org/model", 2, None, request_id="r1", **tokens)  # type: ignore[arg-type]
-        assert IPCCacheEngineKey.Serialize(key) == documented("example engine key")
+        fields = (
+            "99",  # an array of nine
+            "a96f72672f6d6f64656c",  # model_name
+            "02c0c0",  # world_size, all workers, no hash
+            "9205cd012c",  # token_ids
+            "0002",  # start, end
+            "a27231",  # request_id
+            "c40473616c74",  # salt
+        )
+        assert IPCCacheEngineKey.Serialize(key) == bytes.fromhex("".join(fields))

@@ -18,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 def plain_hash_chunks(tokens: list[int], chunk_size_tokens: int, salt: bytes) -> list[bytes]:
-    """The definition in docs/value-format.md, token by token."""
+    """The definition in docs/reference/value-format.md, token by token."""
 
     def digest(data: bytes) -> bytes:
         return hashlib.blake2b(data, digest_size=32, person=b"lmcr1.tokens").digest()

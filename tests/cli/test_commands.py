@@ -15,6 +15,8 @@ import pytest
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import starting
+from lmcache_redis.cli.app import app
+from lmcache_redis.errors import ConfigError
 from tests.harness import Engine, StartedAgent, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -23,7 +25,7 @@ TIMEOUT_S = 30.0
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lmcache_redis.cli", *words],
+        [sys.executable, "-m", "lmcache_redis", *words],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -50,8 +52,33 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedAgent]:
 
 
 @pytest.mark.servers
-def test_version() -> None:
-    assert run("version").stdout == f"{__version__}\n"
+def test_the_package_runs_and_completes_words() -> None:
+    assert run("--version").stdout == f"{__version__}\n"
+    completed = run(
+        _LMCACHE_REDIS_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS="lmcache-redis agent --pool-b"
+    )
+    assert "--pool-bytes" in completed.stdout
+    assert "--slot-bytes" not in completed.stdout
+
+
+@pytest.mark.servers
+def test_the_log_can_be_read_by_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_REDIS_POOL_BYTE", "1")
+    settings = {"log_format": "json", "pool_bytes": 16 << 20}
+    with StartedAgent(tmp_path / "agent", "unix:///nowhere.sock", **settings) as agent:
+        wait_until(lambda: " serves " in agent.log, what="a start")
+        variable = {"LMCACHE_REDIS_ENDPOINT": agent.endpoint}
+        assert json.loads(run("ping", "--json", **variable).stdout)["pid"] == agent.pid
+        assert json.loads(run("trust", "--json", **variable).stdout) == {"layouts": 0}
+        assert json.loads(run("status", "--json", **variable).stdout)["pid"] == agent.pid
+        lines = [json.loads(line) for line in agent.log.splitlines()]
+    assert all({"time", "level", "logger", "message"} == set(line) for line in lines)
+    (ready,) = (line for line in lines if " serves " in line["message"])
+    assert ready["level"] == "info"
+    assert "host pool of 16MiB" in ready["message"]
+    assert lines[0]["message"].startswith("LMCACHE_REDIS_POOL_BYTE sets nothing: did you mean")
+    # A server that is down is one warning, not two.
+    assert sum("nowhere.sock" in line["message"] for line in lines if line != ready) == 1
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -75,19 +102,10 @@ def test_the_agent_sets_the_copies_setting_unless_it_is_set(
 @pytest.mark.servers
 def test_the_help_says_what_to_do_first() -> None:
     done = run("--help")
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
     for command in ("agent", "status", "ping", "version"):
         assert re.search(rf"^\W*{command} ", done.stdout, flags=re.MULTILINE), command
     assert '{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}' in done.stdout
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize("command", ["agent", "status", "ping", "version"])
-def test_every_command_has_help(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert f"lmcache-redis {command}" in done.stdout or f"cli {command}" in done.stdout
 
 
 def test_ping(agent: StartedAgent) -> None:
@@ -145,6 +163,24 @@ def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
     assert f"no agent answers at {endpoint}: start one with `lmcache-redis agent`" in one_sentence(
         done
     )
+
+
+@pytest.mark.parametrize("words", [[], ["--endpoint", "tcp://127.0.0.1:7000"]])
+def test_tools_refuse_an_endpoint_like_the_agent(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_REDIS_ENDPOINT", "tcp://127.0.0.1:7000")
+    with pytest.raises(ConfigError, match=r"tcp:// is not served.*write ipc://PATH"):
+        app(["status", *words], standalone_mode=False)
+
+
+def test_tools_do_not_trust_a_default_directory_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_redis.config._SERVICE_DIRECTORY", tmp_path)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="is not trusted: others can write to"):
+        app(["ping"], standalone_mode=False)
 
 
 @pytest.mark.servers
@@ -206,9 +242,7 @@ def test_an_agent_with_a_redis_of_its_own_ends_both(tmp_path: Path, signum: int)
 @pytest.mark.servers
 def test_the_command_line_is_quick_to_import() -> None:
     """Not timed: what makes it slow are these."""
-    code = (
-        "import sys, lmcache_redis.cli\n"
-        "print(*sorted({'numpy', 'redis', 'zmq', 'torch', 'vllm'} & set(sys.modules)))"
-    )
+    slow = {"msgspec", "numpy", "pydantic", "redis", "rich", "torch", "vllm", "zmq"}
+    code = f"import sys, lmcache_redis.cli.app; print(*sorted({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == ""

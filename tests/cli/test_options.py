@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
 from lmcache_redis.resp.options import StaticPassword, parse_deployment
-from lmcache_redis.settings import config_from, option_name
+from lmcache_redis.settings import option_name, settings_of
+from lmcache_redis.sources import config_from, misspelt_variables
 
 PASSWORD = "LMCACHE_REDIS_PASSWORD"
 PROVIDER = "LMCACHE_REDIS_CREDENTIAL_PROVIDER"
@@ -45,102 +45,170 @@ def run(*words: str, env: dict[str, str] | None = None) -> int:
     return result.exit_code
 
 
+VALUES = {
+    "endpoint": "ipc:///run/test/agent.sock",
+    "redis_url": "redis://cache:6379/2",
+    "redis_username": "someone",
+    "redis_password_file": "/run/secrets/password",
+    "redis_credential_provider": "cloud.tokens:Provider",
+    "seal_key_file": "/etc/lmcache/seal.keys",
+    "key_prefix": "ours:ä:",
+    "chunk_size_tokens": "512",
+    "pool_bytes": "2GiB",
+    "slot_bytes": "512KiB",
+    "write_queue_bytes": "100MB",
+    "disk_path": "/var/cache/lmcache",
+    "disk_size": "10GiB",
+    "embedded_memory_bytes": "1GiB",
+    "lookup_deadline_s": "0.5",
+    "op_timeout_s": "2",
+    "session_timeout_s": "30",
+    "heartbeat_timeout_s": "20",
+    "shutdown_deadline_s": "1.5",
+    "get_connections": "3",
+    "set_connections": "2",
+    "network_threads": "2",
+    "ttl_s": "3600",
+    "copy_threads": "4",
+    "device": "cpu",
+    "canary_every": "50",
+    "direct_copy_bytes": "4096",
+    "log_level": "warning",
+    "log_format": "json",
+    "metrics": "[::1]:9464",
+}
+MEANT = AgentConfig(
+    endpoint="ipc:///run/test/agent.sock",
+    redis_url="redis://cache:6379/2",
+    redis_username="someone",
+    redis_password_file="/run/secrets/password",
+    redis_credential_provider="cloud.tokens:Provider",
+    seal_key_file="/etc/lmcache/seal.keys",
+    key_prefix="ours:ä:".encode(),
+    chunk_size_tokens=512,
+    pool_bytes=2 << 30,
+    slot_bytes=512 << 10,
+    write_queue_bytes=100_000_000,
+    disk_path="/var/cache/lmcache",
+    disk_size=10 << 30,
+    embedded_memory_bytes=1 << 30,
+    lookup_deadline_s=0.5,
+    op_timeout_s=2.0,
+    session_timeout_s=30.0,
+    heartbeat_timeout_s=20.0,
+    shutdown_deadline_s=1.5,
+    get_connections=3,
+    set_connections=2,
+    network_threads=2,
+    ttl_s=3600,
+    ttl_refresh=True,
+    copy_threads=4,
+    device="cpu",
+    canary_every=50,
+    direct_copy_bytes=4096,
+    log_level="warning",
+    log_format="json",
+    metrics="[::1]:9464",
+)
+
+
 def test_without_options_the_defaults_hold(started: list[AgentConfig]) -> None:
     assert run() == 0
     assert started == [AgentConfig()]
 
 
 def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
-    values = {
-        "endpoint": "ipc:///run/test/agent.sock",
-        "redis_url": "redis://cache:6379/2",
-        "redis_username": "someone",
-        "redis_password_file": "/run/secrets/password",
-        "redis_credential_provider": "cloud.tokens:Provider",
-        "seal_key_file": "/etc/lmcache/seal.keys",
-        "key_prefix": "ours:ä:",
-        "chunk_size_tokens": "512",
-        "pool_bytes": "2GiB",
-        "slot_bytes": "512KiB",
-        "write_queue_bytes": "100MB",
-        "disk_path": "/var/cache/lmcache",
-        "disk_size": "10GiB",
-        "embedded_memory_bytes": "1GiB",
-        "lookup_deadline_s": "0.5",
-        "op_timeout_s": "2",
-        "session_timeout_s": "30",
-        "heartbeat_timeout_s": "20",
-        "shutdown_deadline_s": "1.5",
-        "get_connections": "3",
-        "set_connections": "2",
-        "network_threads": "2",
-        "ttl_s": "3600",
-        "copy_threads": "4",
-        "device": "cpu",
-        "canary_every": "50",
-        "direct_copy_bytes": "4096",
-        "log_level": "warning",
-        "log_format": "json",
-        "metrics": "[::1]:9464",
-    }
-    words = [word for name, value in values.items() for word in (option_name(name), value)]
+    words = [word for name, value in VALUES.items() for word in (option_name(name), value)]
     assert run(*words, "--ttl-refresh") == 0
-    assert started == [
-        AgentConfig(
-            endpoint="ipc:///run/test/agent.sock",
-            redis_url="redis://cache:6379/2",
-            redis_username="someone",
-            redis_password_file="/run/secrets/password",
-            redis_credential_provider="cloud.tokens:Provider",
-            seal_key_file="/etc/lmcache/seal.keys",
-            key_prefix="ours:ä:".encode(),
-            chunk_size_tokens=512,
-            pool_bytes=2 << 30,
-            slot_bytes=512 << 10,
-            write_queue_bytes=100_000_000,
-            disk_path="/var/cache/lmcache",
-            disk_size=10 << 30,
-            embedded_memory_bytes=1 << 30,
-            lookup_deadline_s=0.5,
-            op_timeout_s=2.0,
-            session_timeout_s=30.0,
-            heartbeat_timeout_s=20.0,
-            shutdown_deadline_s=1.5,
-            get_connections=3,
-            set_connections=2,
-            network_threads=2,
-            ttl_s=3600,
-            ttl_refresh=True,
-            copy_threads=4,
-            device="cpu",
-            canary_every=50,
-            direct_copy_bytes=4096,
-            log_level="warning",
-            log_format="json",
-            metrics="[::1]:9464",
-        )
+    assert started == [MEANT]
+    assert settings_of(AgentConfig).keys() - VALUES.keys() == {"redis_password", "ttl_refresh"}
+
+
+def test_every_setting_has_its_variable(started: list[AgentConfig]) -> None:
+    known = settings_of(AgentConfig)
+    variables = {known[name].variable: value for name, value in VALUES.items()}
+    assert run(env={**variables, "LMCACHE_REDIS_TTL_REFRESH": "true"}) == 0
+    assert started == [MEANT]
+
+
+def test_every_setting_has_its_line(started: list[AgentConfig], tmp_path: Path) -> None:
+    path = tmp_path / "agent.conf"
+    lines = [f"{option_name(name)[2:]} = {value} # why" for name, value in VALUES.items()]
+    path.write_text("\n".join([*lines, "ttl-refresh = true"]), encoding="utf-8")
+    assert run("--config", str(path)) == 0
+    assert run(env={"LMCACHE_REDIS_CONFIG": str(path)}) == 0
+    assert started == [MEANT, MEANT]
+
+
+def test_options_precede_variables_and_those_the_file(
+    started: list[AgentConfig], tmp_path: Path
+) -> None:
+    path = tmp_path / "agent.conf"
+    path.write_text("ttl-s = 1\nttl-refresh = true\nget-connections = 3\n")
+    words = ("--config", str(path))
+    run(*words)
+    run(*words, env={"LMCACHE_REDIS_TTL_S": "2", "LMCACHE_REDIS_GET_CONNECTIONS": ""})
+    run(*words, "--ttl-s", "3", "--no-ttl-refresh", env={"LMCACHE_REDIS_TTL_S": "2"})
+    assert [(c.ttl_s, c.ttl_refresh, c.get_connections) for c in started] == [
+        (1, True, 3),
+        (2, True, 3),
+        (3, False, 3),
     ]
-    fields = {field.name for field in dataclasses.fields(AgentConfig)}
-    assert fields - set(values) == {"redis_password", "ttl_refresh"}
 
 
-def test_the_help_names_every_option() -> None:
-    result = CliRunner().invoke(app, ["agent", "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    for field in dataclasses.fields(AgentConfig):
-        shown = f"{option_name(field.name)} " in result.output
-        assert shown == (field.name != "redis_password")
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("pool_bytes", "12x", ": '12x' is not a size"),
+        ("ttl_s", "1.5", ": '1.5' is not a whole number"),
+        ("ttl_s", "-1", " is -1: set it to between 0 and 316224000"),
+        ("disk_size", "1", " is 1: set it to between 1MiB and 1EiB"),
+        ("device", "tpu", " is 'tpu': choose one of auto, cpu, cuda"),
+        ("metrics", "9464", " is '9464': write ADDRESS:PORT"),
+        ("endpoint", "tcp://127.0.0.1:1", " tcp://127.0.0.1:1: tcp:// is not served"),
+        ("ttl_refresh", "true", " needs a --ttl-s: set that as well"),
+    ],
+)
+def test_an_error_begins_with_the_place_that_has_to_change(
+    name: str, value: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting, path = settings_of(AgentConfig)[name], tmp_path / "agent.conf"
+    path.write_text(f"# first\n{setting.option[2:]} = {value}\n")
+    where = f"line 2 of {path}: {setting.option[2:]}"
+    for place, options in ((setting.option, {name: value}), (where, {"config": str(path)})):
+        with pytest.raises(ConfigError) as refused:
+            config_from(AgentConfig, options)
+        assert str(refused.value).startswith(place + problem)
+    monkeypatch.setenv(setting.variable, value)
+    with pytest.raises(ConfigError) as refused:
+        config_from(AgentConfig, {})
+    assert str(refused.value).startswith(setting.variable + problem)
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("LMCACHE_REDIS_POOL_BYTE", "LMCACHE_REDIS_POOL_BYTES"),
+        ("LMCACHE_REDIS_REDIS_PASSWORD", "LMCACHE_REDIS_PASSWORD"),
+        ("LMCACHE_REDIS_POOL_BYTES", None),
+        ("LMCACHE_REDIS_ENGINE_ID", None),
+        ("LMCACHE_REDIS_METRICS_SERVICE_HOST", None),
+        ("LMCACHE_REDIS_METRICS_PORT_9464_TCP", None),
+    ],
+)
+def test_variables_that_set_nothing_are_named(
+    variable: str, meant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    found = misspelt_variables(AgentConfig)
+    expected = [f"{variable} sets nothing: did you mean {meant}?"] if meant else []
+    assert [each for each in found if each.startswith(variable)] == expected
 
 
 def test_the_url_may_come_from_the_environment(started: list[AgentConfig]) -> None:
     run(env={"LMCACHE_REDIS_URL": "redis://from-environment"})
     run("--redis-url", "redis://named", env={"LMCACHE_REDIS_URL": "redis://from-environment"})
     assert [c.redis_url for c in started] == ["redis://from-environment", "redis://named"]
-
-
-def test_a_size_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="--pool-bytes: '12x' is not a size"):
-        config_from(AgentConfig, {"pool_bytes": "12x"})
 
 
 def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.settings import config_from, option_name
+from lmcache_redis.settings import option_name
+from lmcache_redis.sources import config_from
 
 
 @pytest.fixture(autouse=True)

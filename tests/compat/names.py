@@ -288,9 +288,9 @@ INTERFACES = (
                 "RemoteMetadata",
                 "(length, shapes, dtypes, fmt)",
                 different=(
-                    "an encoding of its own (docs/value-format.md), with 64-bit sizes: part of "
-                    "every value, not a second key; 0 to 8 groups; a `length` that shapes and "
-                    "dtypes contradict is refused, unless `fmt` is BINARY or BINARY_BUFFER"
+                    "an encoding of its own (docs/reference/value-format.md), with 64-bit sizes: "
+                    "part of every value, not a second key; 0 to 8 groups; a `length` that shapes "
+                    "and dtypes contradict is refused, unless `fmt` is BINARY or BINARY_BUFFER"
                 ),
             ),
             Name("RemoteMetadata.serialize", "()"),

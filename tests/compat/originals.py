@@ -1,6 +1,6 @@
 """Every name that the originals document, with its parameters there, and what differs here.
 
-python -m tests.compat.originals     writes the tables into docs/compatibility.md
+python -m tests.compat.originals     writes the tables into docs/reference/lmcache-names.md
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "lmcache-names.md"
 _TABLES = re.compile(r"(<!-- names: begin -->\n).*?(<!-- names: end -->)", re.DOTALL)
 
 
@@ -103,7 +103,7 @@ def parameters(found: Any) -> str | None:
 
 
 def page() -> str:
-    """docs/compatibility.md with the tables as they are now."""
+    """docs/reference/lmcache-names.md with the tables as they are now."""
     from tests.compat.names import INTERFACES
 
     tables = "\n\n".join(interface.table() for interface in INTERFACES)

@@ -1,4 +1,4 @@
-"""docs/compatibility.md lists every name of the originals, and what it says of each is true."""
+"""docs/reference/lmcache-names.md lists every name of the originals, and what it says is true."""
 
 from __future__ import annotations
 

@@ -349,9 +349,9 @@ def test_settings_that_are_missing() -> None:
 def test_what_is_no_chunk(make: MakeFacade) -> None:
     backend = make("local")
     layers: Any = ((torch.zeros(1), torch.zeros(1)),)
-    with pytest.raises(FormatError, match="one tensor, not a tuple"):
+    with pytest.raises(FormatError, match="one dense tensor, not a tuple"):
         backend.put(engine_key(1), layers)
-    with pytest.raises(FormatError, match="one tensor, not a tuple"):
+    with pytest.raises(FormatError, match="one dense tensor, not a tuple"):
         backend.batched_put([(engine_key(1), layers)])
     with pytest.raises(FormatError, match="has no model_name"):
         backend.put("vllm@org/model@1@0@ab", chunk_of(1))

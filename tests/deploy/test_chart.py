@@ -11,7 +11,8 @@ import yaml
 
 from lmcache_redis import __version__
 from lmcache_redis.config import AgentConfig, ClientConfig
-from lmcache_redis.settings import config_from, parse_size
+from lmcache_redis.settings import parse_size
+from lmcache_redis.sources import config_from
 from tests.deploy import chart
 from tests.deploy.chart import Document, containers, documents, find, pods
 from tests.deploy.images import IMAGES, USER, WHERE

@@ -16,7 +16,7 @@ from demo.dashboard import find as find_program
 from lmcache_redis.agent.main import RELOADABLE
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.settings import config_from
+from lmcache_redis.sources import config_from
 from tests.deploy import chart
 from tests.deploy.chart import Document, containers, documents, find, pods
 from tests.deploy.test_chart import AGENT, CLAIM, OPEN, OPEN_CONTAINER, RELEASES

@@ -1,4 +1,4 @@
-"""Pods that are not the chart's: the YAML of docs/kubernetes.md, rendered and compared."""
+"""Pods that are not the chart's: the YAML of docs/guides/kubernetes.md, rendered and compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.deploy.chart import Document, containers, documents, find, pods
 pytest.importorskip("helm_python", reason="needs helm-python-sdk, which has a wheel for x86-64")
 validator = pytest.importorskip("kubernetes_validate")
 
-PAGE = (chart.ROOT / "docs" / "kubernetes.md").read_text()
+PAGE = (chart.ROOT / "docs" / "guides" / "kubernetes.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
 VALUES: Document = {"agent": {"settings": {"pool-bytes": "16GiB"}}}
 

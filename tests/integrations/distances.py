@@ -1,6 +1,7 @@
 """How far apart KV is that only rounding distinguishes, and KV that is not the same.
 
-The figures of docs/canary.md. vLLM runs in this process, and its blocks are read where they are:
+The figures of docs/guides/canary.md. vLLM runs in this process, and its blocks are read where they
+are:
 
     .venv/bin/python -m tests.integrations.distances gpt-oss --dtype bfloat16
 

@@ -32,7 +32,7 @@ from tests.integrations.test_support import FULL, engine
 from tests.integrations.test_weights import write_safetensors
 from tests.matrix.names import Setting, settings_of_vllm, verdicts
 
-PAGE = Path(__file__).parents[2] / "docs" / "identity.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "identity.md"
 INSTALLED = set(settings_of_vllm())
 
 
@@ -192,7 +192,7 @@ def test_an_engine_with_simulated_experts_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def counted_table() -> str:
-    """The pairs, in docs/identity.md."""
+    """The pairs, in docs/internals/identity.md."""
     rows = ["| pair | content | reason |", "| --- | --- | --- |"]
     for name, pair in PAIRS.items():
         settings = [setting for _, setting in named(pair.digested)]
@@ -204,7 +204,7 @@ def counted_table() -> str:
 
 
 def left_out_table() -> str:
-    """What is left out, in docs/identity.md."""
+    """What is left out, in docs/internals/identity.md."""
     rows = ["| settings | reason |", "| --- | --- |"]
     return "\n".join(rows + [f"| {left.what} | {left.reason} |" for left in LEFT_OUT])
 
@@ -227,6 +227,7 @@ def test_examples_are_of_their_own_row() -> None:
 @pytest.mark.parametrize("table", [counted_table, left_out_table, refused_table])
 def test_the_page_has_the_verdicts(table: Any) -> None:
     assert table() in PAGE.read_text(), (
-        "a table in docs/identity.md is not that of the code; print it with: python -c 'from "
+        "a table in docs/internals/identity.md is not that of the code; print it with: python -c "
+        "'from "
         f"tests.integrations.test_settings import *; print({table.__name__}())'"
     )

@@ -123,7 +123,7 @@ def test_a_fine_tune_of_norms_alone_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_change_between_the_samples_is_not_seen(tmp_path: Path) -> None:
-    """docs/identity.md says so."""
+    """docs/internals/identity.md says so."""
     path = tmp_path / "model.safetensors"
     (begin,) = write_safetensors(path, [64 << 20])
     before = digest_files(path)

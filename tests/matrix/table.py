@@ -1,4 +1,4 @@
-"""Writes what `scripts/test` found into docs/compatibility.md, between markers.
+"""Writes what `scripts/test` found into docs/reference/compatibility.md, between markers.
 
 python -m tests.matrix.table RESULTS         the rows of --matrix
 python -m tests.matrix.table --python LOG    what pytest printed on this Python
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.matrix.cells import CASES, Result
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 VERSIONS = "<!-- versions: begin -->", "<!-- versions: end -->"
 PYTHONS = "<!-- pythons: begin -->\n", "<!-- pythons: end -->"

@@ -2,7 +2,7 @@
 
 The short form is part of the engine tests: models with several groups of layers on the installed
 vLLM, with the servers that are installed, and half of the questions. ``scripts/test --matrix`` runs
-every cell, and writes what it found into docs/compatibility.md.
+every cell, and writes what it found into docs/reference/compatibility.md.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def test_the_rules_are_valid_and_say_what_to_do() -> None:
 
 
 def test_alerts_ask_only_for_what_exists() -> None:
-    """By docs/metrics.md, which other tests compare with the code."""
-    page = (ALERTS.parent.parent.parent / "docs" / "metrics.md").read_text()
+    """By docs/reference/metrics.md, which other tests compare with the code."""
+    page = (ALERTS.parent.parent.parent / "docs" / "reference" / "metrics.md").read_text()
     known = set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge)", page, re.M))
     for rule in RULES:
         assert set(re.findall(r"\blmcache_redis_\w+", rule["expr"])) <= known, rule["alert"]

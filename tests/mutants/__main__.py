@@ -28,7 +28,8 @@ CORE = (
     "chunks.names", "chunks.keys", "chunks.frame", "chunks.metadata", "cache.pool", "cache.parts",
     "cache.lookup", "cache.writebehind", "device.table", "device.layout", "resp.control",
     "resp.transfers", "resp.node", "resp.maps", "resp.net.wire", "client.link",
-    "agent.peers", "agent.handlers", "agent.transfers", "seal.keys",
+    "agent.peers", "agent.handlers", "agent.lookups", "agent.retrieves", "agent.stores",
+    "seal.keys",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/data-plane.md says what is tested: each test it names exists."""
+"""The table of docs/internals/data-plane.md says what is tested: each test it names exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-PAGE = TESTS.parent / "docs" / "data-plane.md"
+PAGE = TESTS.parent / "docs" / "internals" / "data-plane.md"
 # What the table has to have a row about, as it is written there.
 FAULTS = (
     "killed in the middle of loads",

@@ -121,7 +121,8 @@ class DiskTier:
         except OSError as error:
             os.close(self._lock_fd)
             raise ConfigError(
-                f"the directory {path} cannot be read ({error}): make it readable or choose another"
+                f"the directory {path} cannot be read ({error.strerror}): make it readable or "
+                "choose another"
             ) from error
         self._pending: dict[object, _Pending] = {}  # whoever takes one out answers it
         self._buffers = threading.local()
@@ -258,7 +259,7 @@ class DiskTier:
             if self._has_ended is None:
                 self.store.take_over(scan)
         except OSError as error:
-            reason = f"the directory {path} cannot be read ({error})"
+            reason = f"the directory {path} cannot be read ({error.strerror})"
             logger.error("the disk tier stays down: %s", reason)
             self._detector.stay_down(reason)
         else:

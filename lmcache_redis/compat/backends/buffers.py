@@ -53,6 +53,9 @@ def encoded(kv_chunk: torch.Tensor, fmt: MemoryFormat) -> tuple[RemoteMetadata, 
     """
     import torch
 
+    if not isinstance(kv_chunk, torch.Tensor) or kv_chunk.layout is not torch.strided:
+        found = getattr(kv_chunk, "layout", f"a {type(kv_chunk).__name__}")
+        raise FormatError(f"a chunk is one dense tensor, not {found}: stack those of its layers")
     if not 1 <= kv_chunk.dim() <= MAX_DIMS or not kv_chunk.numel():
         raise FormatError(
             f"a chunk has 1 to {MAX_DIMS} dimensions and at least one element, "
@@ -66,9 +69,11 @@ def encoded(kv_chunk: torch.Tensor, fmt: MemoryFormat) -> tuple[RemoteMetadata, 
 def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> list[memoryview]:
     """The payload as views of bytes, without empty ones. Copies nothing.
 
-    Raises FormatError if the chunk is empty, if the buffers' total is not `metadata.length` bytes,
-    or if a buffer is not contiguous.
+    Raises FormatError if there is no metadata, if the chunk is empty, if the buffers' total is not
+    `metadata.length` bytes, or if a buffer is not contiguous.
     """
+    if not isinstance(metadata, RemoteMetadata):
+        raise FormatError(f"metadata is a RemoteMetadata, not {type(metadata).__name__}")
     if not metadata.length:
         raise FormatError("a chunk has at least one byte")
     return _byte_views(payload, metadata.length, "the payload", FormatError)

@@ -37,10 +37,12 @@ from lmcache_redis.compat.backends.buffers import (
 )
 from lmcache_redis.compat.backends.cache_thread import CacheThread, Storage
 from lmcache_redis.compat.objects import Held, Listing
+from lmcache_redis.errors import FormatError
 from lmcache_redis.resp import RedisPlane
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 ResultT = TypeVar("ResultT")
 
@@ -114,9 +116,15 @@ class LMCBackendInterface:
 
     def contains(self, key: ObjectKey) -> bool:
         """Whether a get would most likely find the chunk. Does not count as a use."""
-        deadline = self._deadline()
-        call: Future[bool] = self._thread.call(partial(self._objects.contains, key, deadline))
-        return _result(call, deadline, False)
+        return self.batched_contains([key])[0]
+
+    def batched_contains(self, keys: Iterable[ObjectKey]) -> builtins.list[bool]:
+        """`contains` for each, all asked at once."""
+        checked, deadline = [_checked(key) for key in keys], self._deadline()
+        calls: builtins.list[Future[bool]] = [
+            self._thread.call(partial(self._objects.contains, key, deadline)) for key in checked
+        ]
+        return [_result(call, deadline, False) for call in calls]
 
     def remove(self, key: ObjectKey) -> bool:
         """Remove a chunk and drop a queued put of it; return whether there was one.
@@ -125,7 +133,8 @@ class LMCBackendInterface:
         does not answer in time: the chunk may then still exist.
         """
         deadline = self._deadline()
-        call: Future[bool] = self._thread.call(partial(self._objects.remove, key, deadline))
+        remove = partial(self._objects.remove, _checked(key), deadline)
+        call: Future[bool] = self._thread.call(remove)
         return _result(call, deadline, False)
 
     def list(self) -> builtins.list[ObjectKey]:
@@ -153,6 +162,12 @@ class LMCBackendInterface:
         timeout_s = self.close_s if timeout_s is None else timeout_s
         wait(set(self._puts), timeout_s)
         self._thread.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def used_bytes(self) -> int:
@@ -271,6 +286,7 @@ class LMCBackendInterface:
         """Copies the payload and begins its writes. None: it is refused, and nothing changes."""
         deadline = self._deadline()
         views = payload_views(metadata, payload)
+        _checked(key)
         queued_bytes = 0 if blocking else metadata.length
         if not self._accepts(metadata.length) or not self._queue(queued_bytes):
             return None
@@ -309,7 +325,7 @@ class LMCBackendInterface:
         self._puts.discard(put)
 
     def _begin_get(self, key: ObjectKey, deadline: float) -> Future[Held | None]:
-        return self._thread.call(partial(self._objects.get, key, deadline))
+        return self._thread.call(partial(self._objects.get, _checked(key), deadline))
 
     def _held(self, get: Future[Held | None], deadline: float) -> Held | None:
         return _result(get, deadline, None, self._release)
@@ -341,6 +357,13 @@ class LMCBackendInterface:
     def _abandon(self, held: Held | None) -> None:
         if held is not None:
             self._thread.post(partial(self._objects.abandon, held))
+
+
+def _checked(key: ObjectKey) -> ObjectKey:
+    """Raises FormatError unless it is a key."""
+    if not isinstance(key, ObjectKey):
+        raise FormatError(f"a key is an ObjectKey, not {type(key).__name__}: {key!r:.80}")
+    return key
 
 
 def _result(

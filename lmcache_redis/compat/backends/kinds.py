@@ -110,8 +110,8 @@ class LMCRemoteBackend(LMCBackendInterface):
 
     Every call, and each step of an iterator, ends within `deadline_s` (`list`: `list_deadline_s`),
     including name resolution and connecting. While the server is down all calls return at once:
-    False, None or an empty list. In addition to the plane's commands (docs/data-plane.md), the
-    server must allow GETRANGE and SCAN.
+    False, None or an empty list. In addition to the plane's commands
+    (docs/internals/data-plane.md), the server must allow GETRANGE and SCAN.
 
     redis: a URL, or options with one. deadline_s: of a call, and of the write of an accepted put.
     slot_bytes: the largest payload of a stripe that is written; stripes of any size are read.

@@ -51,14 +51,12 @@ class GatewayConfig(TierSettings):
         between=(1, MAX_WIRE_LENGTH),
     )
     max_connections: int = setting(
-        "maximum number of clients; lower if the limit of open files is", 1024, between=(1, 1 << 16)
+        "maximum number of clients; lower if the limit of open files is", 1024, (1, 1 << 16)
     )
     max_connections_per_peer: int = setting(
-        "maximum number of clients of one address", 512, between=(1, 1 << 16)
+        "maximum number of clients of one address", 512, (1, 1 << 16)
     )
-    threads: int = setting(
-        "concurrent reads from the disk, and as many writes", 16, between=(1, 256)
-    )
+    threads: int = setting("concurrent reads from the disk, and as many writes", 16, (1, 256))
     payload_threads: int = setting(
         "threads that move payloads of 256 KiB and more between sockets and memory",
         lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
@@ -69,12 +67,12 @@ class GatewayConfig(TierSettings):
         "time in which a header, a payload or a reply must be transferred, or the client is "
         "disconnected",
         60.0,
-        between=(0.1, 3600),
+        (0.1, 3600),
     )
     idle_timeout_s: float = setting(
         "a client without a request for this long gives way to another one, if there are too many",
         600.0,
-        between=(1, 10**9),
+        (1, 10**9),
     )
     tls_cert: str | None = setting(
         "PEM file of the server's certificate chain; turns TLS on", None, form="FILE"

@@ -22,6 +22,7 @@ from lmcache_redis.config import DEFAULT_SLOT_BYTES, parse_address
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.settings import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,8 @@ async def _run(config: GatewayConfig) -> int:
             address, owner = parse_address(config.metrics), owner_of(gateway, objects)
             stack.enter_context(Exporter(address, owner, counted(cache.metrics)))
         tiers = [
-            f"memory of {config.memory_bytes / 2**30:.1f} GiB" if config.memory_bytes else "",
-            f"{config.disk_size / 2**30:.1f} GiB in {config.disk_path}" if config.disk_path else "",
+            f"memory of {format_size(config.memory_bytes)}" if config.memory_bytes else "",
+            f"{format_size(config.disk_size)} in {config.disk_path}" if config.disk_path else "",
             "Redis" if config.redis_url else "",
         ]
         logger.info(
@@ -139,7 +140,8 @@ async def _run(config: GatewayConfig) -> int:
             await asyncio.sleep(_FLUSH_POLL_S)
         if cache.backlog:
             logger.warning("not everything that was put is stored")
-        counted_text = ", ".join(f"{name} {n}" for name, n in gateway.stats().items() if n)
+        found = gateway.stats().items()
+        counted_text = ", ".join(f"{name} {n}" for name, n in found if n and "buffer" not in name)
         logger.info("stopped: %s", counted_text or "no requests")
     finally:
         stack.close()

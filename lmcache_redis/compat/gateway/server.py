@@ -262,7 +262,8 @@ def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
     # the server loses what it has not read yet.
     context.num_tickets = 0
     try:
-        what = f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key}"
+        what = f"--tls-cert {config.tls_cert}"
+        what += f" and --tls-key {config.tls_key}" if config.tls_key else ""
         how = "PEM files of a certificate and its key without a pass phrase"
         # An empty password instead of a prompt on the terminal.
         context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
@@ -271,5 +272,6 @@ def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(Path(config.tls_client_ca))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be used ({error}): name {how}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{what} cannot be used ({why}): name {how}") from error
     return context

@@ -2,8 +2,8 @@
 
 The name of every chunk begins with its engine's epoch. The first epoch is empty, so that replicas
 share chunks. A later epoch is random and the engine's own, or the digest of a name that the
-operator gives to the weights, shared by all replicas with that name. docs/identity.md lists what
-begins one. `engine` notices it.
+operator gives to the weights, shared by all replicas with that name. docs/internals/identity.md
+lists what begins one. `engine` notices it.
 """
 
 from __future__ import annotations

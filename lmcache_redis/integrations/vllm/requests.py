@@ -13,6 +13,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.support import MediaNames
+from lmcache_redis.integrations.vllm.tracing import Headers
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -67,7 +68,8 @@ class RequestLookup:
 
     first_chunk: where it began. asked_s: when, until it is answered (`time.monotonic()`).
     local_tokens: computed locally when it was answered. tiers: of the chunks found, from the first
-    one. canary_chunks: leading chunks to be compared; None: not decided.
+    one. canary_chunks: leading chunks to be compared; None: not decided. load_began_s: when blocks
+    were allocated for its load.
     """
 
     first_chunk: int
@@ -75,6 +77,7 @@ class RequestLookup:
     local_tokens: int = 0
     tiers: Sequence[str] = ()
     canary_chunks: int | None = None
+    load_began_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -121,6 +124,11 @@ class Tracked:
         """Others have computed some of its tokens: its chunks are not compared."""
         if self.lookup is not None:
             self.lookup.canary_chunks = 0
+
+    @property
+    def trace_headers(self) -> Headers | None:
+        """Of the client's span that the request belongs to."""
+        return getattr(self.request, "trace_headers", None)
 
     def hashed_tokens(self) -> int:
         """Its tokens in whole blocks that have a hash."""

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import SchedulerClient
@@ -38,6 +38,7 @@ from lmcache_redis.integrations.vllm.requests import (
     RequestOptions,
     Tracked,
 )
+from lmcache_redis.integrations.vllm.tracing import Headers
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -183,6 +184,10 @@ class ConnectorScheduler:
         lookup.local_tokens = local_tokens
         if lookup.asked_s is not None:
             self._recorder.observe("lookup_seconds", time.monotonic() - lookup.asked_s)
+            if self._recorder.spans is not None:
+                hit_tokens = max(0, tokens - local_tokens)
+                found = {"local_tokens": local_tokens, "hit_tokens": hit_tokens}
+                self._span("lookup", tracked, lookup.asked_s, found)
             lookup.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
@@ -216,6 +221,7 @@ class ConnectorScheduler:
         if external_tokens and tracked.lookup is not None:
             tracked.lookup.tiers = self._client.hit_tiers(request.request_id)
             self._next.loads.append(self._planner.load(tracked, block_ids, external_tokens))
+            tracked.lookup.load_began_s = time.monotonic()
             tiers = tracked.hit_tokens(external_tokens)
             for tier, tokens in tiers.items():
                 self._recorder.count("hit_tokens", tokens, tier)
@@ -272,11 +278,22 @@ class ConnectorScheduler:
                 computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         metadata.checks, self._next.checks = self._next.checks, []
+        if self._recorder.spans is not None:
+            metadata.traced = self._headers_of((*metadata.loads, *metadata.stores))
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._next.is_idle = metadata.idle
         self._next.wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
+
+    def _headers_of(self, planned: Iterable[Planned]) -> dict[str, Headers]:
+        """The trace headers of the requests of these transfers that have some."""
+        requests = {each.request_id: self._tracked.get(each.request_id) for each in planned}
+        return {
+            request_id: tracked.trace_headers
+            for request_id, tracked in requests.items()
+            if tracked is not None and tracked.trace_headers
+        }
 
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
@@ -304,10 +321,30 @@ class ConnectorScheduler:
         if tracked is None or tracked.loading is None:
             return  # another connector's load
         tracked.loading = None
+        if self._recorder.spans is not None:
+            self._trace_load(tracked)
         if tracked.request.is_finished():
             del self._tracked[request_id]
         else:
             self._resuming.add(request_id)
+
+    def _trace_load(self, tracked: Tracked) -> None:
+        lookup = tracked.lookup
+        if lookup is not None and lookup.load_began_s is not None:
+            # Of the whole chunks from where the prompt was computed locally.
+            end = (lookup.first_chunk + len(lookup.tiers)) * tracked.chunk_tokens
+            tiers = tracked.hit_tokens(max(0, end - lookup.local_tokens))
+            found = {f"{tier}_tokens": tokens for tier, tokens in tiers.items()}
+            failed = {"failed": tracked.computes}
+            self._span("load", tracked, lookup.load_began_s, found | failed)
+            lookup.load_began_s = None
+
+    def _span(
+        self, name: str, tracked: Tracked, began_s: float, attributes: Mapping[str, Any]
+    ) -> None:
+        if (spans := self._recorder.spans) is not None:
+            request_id = tracked.request.request_id
+            spans.ended(name, tracked.trace_headers, request_id, began_s, attributes)
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""

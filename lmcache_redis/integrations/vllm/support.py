@@ -137,7 +137,7 @@ class MediaNames:
     A block hash covers a medium by its identifier, which is a digest of its content, except in two
     cases (``vllm/renderers/base.py``). Without its prefix cache and its processor's cache, vLLM
     counts media instead of hashing them, and every process counts from 1. And a client may name a
-    medium itself (``multi_modal_uuids``). docs/identity.md says what remains.
+    medium itself (``multi_modal_uuids``). docs/internals/identity.md says what remains.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:

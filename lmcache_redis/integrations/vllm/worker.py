@@ -39,6 +39,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.loads import EndedLoads
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.tracing import Headers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,6 +70,7 @@ class StepMetadata(KVConnectorMetadata):
         because the scheduler failed. Workers report them as failed.
     idle: the step runs no model, so that a short wait delays no computation.
     number: the workers report it when the step has ended; 0: they need not.
+    traced: the trace headers of the requests of loads and stores, of those that have some.
     """
 
     loads: list[Planned] = field(default_factory=list)
@@ -77,6 +79,7 @@ class StepMetadata(KVConnectorMetadata):
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
     idle: bool = False
     number: int = 0
+    traced: dict[str, Headers] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,8 +114,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 class _Begun(Generic[TransferT]):
     """One transfer of vLLM's: an operation for each group of layers."""
 
+    request_id: str
     begun_s: float
     transfers: Sequence[TransferT]
+    headers: Headers | None
 
     @property
     def is_over(self) -> bool:
@@ -159,8 +164,10 @@ class ConnectorWorker:
         for transfer_id, request_id, ops in metadata.loads:
             self._awaited[request_id] = transfer_id
             self._loads[transfer_id] = _Begun(
+                request_id,
                 time.monotonic(),
                 self._client.begin_retrieves([request_id] * len(ops), ops, self._loads_after),
+                metadata.traced.get(request_id),
             )
 
     def begin_stores(self, metadata: StepMetadata) -> None:
@@ -172,8 +179,10 @@ class ConnectorWorker:
         after = self._client.signal() if begun else None
         for (transfer_id, request_id, ops), compare in begun:
             self._stores[transfer_id] = _Begun(
+                request_id,
                 time.monotonic(),
                 self._client.begin_stores([request_id] * len(ops), ops, after, compare=compare),
+                None if compare else metadata.traced.get(request_id),
             )
 
     def drop_stores(self, metadata: StepMetadata) -> None:
@@ -205,6 +214,7 @@ class ConnectorWorker:
             self._recorder.count("failed_chunks", failed_chunks, self._label)
             self._recorder.count("loaded_chunks", loaded_chunks, self._label)
             self._took("load_seconds", load.begun_s)
+            self._trace("retrieve", load, {"chunks": loaded_chunks, "failed_chunks": failed_chunks})
             if failed_blocks := set().union(*(each.failed_blocks for each in load.transfers)):
                 ended.failed[request_id] = failed_blocks
         for transfer_id in [t for t, load in self._loads.items() if load.is_over]:
@@ -216,11 +226,14 @@ class ConnectorWorker:
     def report(self, step: int) -> WorkerReport | None:
         for transfer_id in [t for t, store in self._stores.items() if store.is_over]:
             store = self._stores.pop(transfer_id)
-            for result in [each.result for each in store.transfers]:
+            results = [each.result for each in store.transfers]
+            for result in results:
                 self._recorder.count("stored_chunks", result.stored, self._label)
                 self._recorder.count("dropped_chunks", result.dropped, self._label)
                 self._next.dropped |= result.dropped > 0
             self._took("store_seconds", store.begun_s)
+            stored, dropped = (sum(getattr(r, n) for r in results) for n in ("stored", "dropped"))
+            self._trace("store", store, {"chunks": stored, "dropped_chunks": dropped})
             self._ended.append(transfer_id)
         places = {self._rank: self._client.place}
         if not self._ended and places == self._places and not step:
@@ -239,6 +252,12 @@ class ConnectorWorker:
     @property
     def _label(self) -> str:
         return str(self._rank)
+
+    def _trace(self, name: str, begun: _Begun[Any], attributes: Mapping[str, int]) -> None:
+        """Makes the span of a transfer that has ended. chunks: counted once for each group."""
+        if begun.headers and (spans := self._recorder.spans) is not None:
+            which = {"rank": self._rank, **attributes}
+            spans.ended(name, begun.headers, begun.request_id, begun.begun_s, which)
 
     def _took(self, name: str, begun_s: float) -> None:
         self._recorder.observe(name, time.monotonic() - begun_s, self._label)

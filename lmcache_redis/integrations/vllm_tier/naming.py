@@ -1,8 +1,8 @@
 """What decides the bytes of a chunk, besides the tokens that its key covers.
 
 A key of vLLM's is a block hash and the number of a KV cache group. The rest is the namespace: the
-engine's identity as for the connector (docs/identity.md), how the workers pack their KV, how a
-chunk is made of blocks and ranks, and the shape of the whole.
+engine's identity as for the connector (docs/internals/identity.md), how the workers pack their KV,
+how a chunk is made of blocks and ranks, and the shape of the whole.
 
 With ``canonical_layout`` vLLM writes a chunk as one rank without parallelism would. Where it
 certifies that for every layer, ranks are not part of the namespace, and engines with different

@@ -388,6 +388,21 @@ class TierContract:
         assert backend.get_bytes(key_of(1), buffers) is None
         assert buffers.calls == []
 
+    def test_what_is_no_key_and_no_chunk_is_told(self, backend: LMCBackendInterface) -> None:
+        wrong: Any = "key"
+        for call in (backend.get, backend.contains, backend.remove):
+            with pytest.raises(FormatError, match="a key is an ObjectKey, not str: 'key'"):
+                call(wrong)
+        with pytest.raises(FormatError, match="a key is an ObjectKey"):
+            backend.put(wrong, tensor_of(1, (8,)))
+        with pytest.raises(FormatError, match="a key is an ObjectKey"):
+            list(backend.batched_get([wrong]))
+        wrong = [1, 2]
+        with pytest.raises(FormatError, match="one dense tensor, not a list"):
+            backend.put(key_of(1), wrong)
+        with pytest.raises(FormatError, match="metadata is a RemoteMetadata, not list"):
+            backend.put_bytes(key_of(1), wrong, [])
+
     @pytest.mark.parametrize("sizes", [(7,), (9,), (4, 5), ()])
     def test_buffers_of_a_wrong_size(
         self, backend: LMCBackendInterface, sizes: tuple[int, ...]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from lmcache_redis.cli.app import app
 from lmcache_redis.compat.gateway import main as gateway_main
 from lmcache_redis.compat.gateway.config import GatewayConfig, parse_listen, parse_networks
-from lmcache_redis.config import option_name
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.settings import option_name
 
 
 @pytest.mark.parametrize(

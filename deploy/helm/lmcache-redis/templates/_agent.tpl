@@ -1,7 +1,7 @@
 {{/*
 Of agents and of the pods of their engines. Your own pods include, of the scope of this chart:
 lmcache-redis.sidecar, .volumes, .mount, .transfer, .podLabels, .podAnnotations and .podSecurity
-(docs/kubernetes.md).
+(docs/guides/kubernetes.md).
 */}}
 
 {{/* Only its owner may enter the directory of the socket. An emptyDir belongs to root: there the

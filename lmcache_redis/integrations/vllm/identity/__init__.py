@@ -1,4 +1,4 @@
-"""What decides the bytes of an engine's KV cache, besides its layout: docs/identity.md.
+"""What decides the bytes of an engine's KV cache, besides its layout: docs/internals/identity.md.
 
 engine_identity  the identity of a worker's KV cache, as pairs of text
 settings         the verdict on each setting of vLLM: in a pair, refused or left out

@@ -1,4 +1,4 @@
-"""The identity of a request's LoRA adapter: a digest of its files (docs/identity.md, LoRA).
+"""The identity of a request's LoRA adapter: a digest of its files (docs/internals/identity.md).
 
 vLLM's block hashes identify an adapter by name and path only. vLLM reads an adapter once per
 ``lora_int_id`` and keeps it in memory (``vllm/lora/worker_manager.py``). So the digest is computed

@@ -18,6 +18,7 @@ from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
 from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
+from lmcache_redis.integrations.vllm.tracing import RequestSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,7 +42,7 @@ class ReportingHooks:
     _adapter: SchedulerClient | WorkerClient | None
 
     def _begin_reports(self) -> None:
-        self._recorder = Recorder()
+        self._recorder = Recorder(RequestSpans.of(self._vllm_config))
         self._announcer: Announcer | None = None
         self._failed_reports: set[str] = set()
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from lmcache_redis.integrations.vllm.tracing import RequestSpans
 from lmcache_redis.metrics import SECONDS, Declared
 
 # Label values of ``hit_tokens``.
@@ -80,9 +81,10 @@ class ConnectorStats(KVConnectorStats):
 
 
 class Recorder:
-    """What one process has counted since the last `take`."""
+    """What one process has counted since the last `take`. spans: None where tracing is off."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: RequestSpans | None = None) -> None:
+        self.spans = spans
         self._data: dict[str, dict[str, Any]] = {}
         self._gauges: dict[tuple[str, str], float] = {}
 

@@ -1,0 +1,154 @@
+"""Answers WHY and LAYOUTS: why a request missed, and why two engines do not share.
+
+What a lookup found is kept (`history`). Where its first missed chunk is now, and whether other
+layouts have it, is asked when somebody wants to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.describing import LayoutDescriptions
+from lmcache_redis.agent.history import PastLookup, document
+from lmcache_redis.agent.peers import Registration, Reply
+from lmcache_redis.chunks.names import PartNames
+from lmcache_redis.device.layout import named_pairs
+from lmcache_redis.errors import FormatError
+from lmcache_redis.tiers import CallOutcome, ExistsResult
+
+# Shorter than a tool waits for its answer.
+_DEADLINE_S = 1.5
+# Only for these does it matter what else has the chunk.
+_ABSENT = frozenset({"absent", "in_part"})
+
+
+class Explanations:
+    """See the module. Owned by the loop thread."""
+
+    def __init__(self, agent: Agent, descriptions: LayoutDescriptions) -> None:
+        self._agent = agent
+        self._descriptions = descriptions
+
+    def why(self, question: m.Why, reply: Reply) -> None:
+        history = self._agent.sessions.history
+        found = history.find(question.request, question.most)
+        report: dict[str, Any] = {
+            "kept": len(history),
+            "since_s": history.since_s,
+            "chunk_size_tokens": self._agent.config.chunk_size_tokens,
+            "requests": [document(each) for each in found],
+        }
+        lookup = found[0].lookup if len(found) == 1 else None
+        if lookup is None or lookup.reason not in _ABSENT:
+            reply(_json(report))
+            return
+        miss = report["requests"][0]["lookup"]["first_miss"]
+
+        def answer(places: Mapping[str, Any]) -> None:
+            miss.update(places)
+            reply(_json(report))
+
+        deadline_s = time.monotonic() + _DEADLINE_S
+        described = partial(self._look_for, lookup, answer, deadline_s + _DEADLINE_S)
+        self._descriptions.names(described, deadline_s)
+
+    def _look_for(
+        self,
+        lookup: PastLookup,
+        answer: Callable[[Mapping[str, Any]], None],
+        deadline_s: float,
+        described: Sequence[PartNames],
+    ) -> None:
+        """Where the first missed chunk of a lookup is now, by layout."""
+        names = {_identity(each): each for each in [*described, *self._registered()]}
+        keys = {each.key(lookup.missed): each for each in names.values()}
+
+        def found(result: ExistsResult) -> None:
+            in_redis = result.present or [False] * len(keys)
+            there = {
+                each.names.fingerprint: "host" if key in self._agent.cache.pool else "redis"
+                for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
+                if is_there or key in self._agent.cache.pool
+            }
+            own = [there.pop(layout, None) for layout in lookup.layouts]
+            answer(
+                {
+                    "now": own,
+                    "other_layouts": [each.hex() for each in there],
+                    "redis_answered": result.outcome is CallOutcome.DONE,
+                }
+            )
+
+        post = self._agent.loop.post
+        self._agent.plane.exists([*keys], deadline_s, lambda result: post(partial(found, result)))
+
+    def _registered(self) -> list[PartNames]:
+        return [group.form for each in self._registrations() for group in each.groups]
+
+    def _registrations(self) -> list[Registration]:
+        peers = self._agent.peers
+        return [each.registration for each in peers if each.registration is not None]
+
+    def layouts(self, question: m.Layouts, reply: Reply) -> None:
+        wanted = tuple(each.lower() for each in question.wanted)
+        rows: list[dict[str, Any]] = []
+        for each in self._registrations():
+            for number, (group, layout) in enumerate(
+                zip(each.groups, each.device.layouts, strict=True)
+            ):
+                row = _row(group.form) | {
+                    "engine_id": each.engine_id,
+                    "worker_id": each.worker_id,
+                    "group": number,
+                }
+                if row["layout"].startswith(wanted):
+                    with contextlib.suppress(FormatError):
+                        row["pairs"] = named_pairs(layout.canonical(each.chunk_tokens))
+                rows.append(row)
+        here = {_identity(each) for each in self._registered()}
+        deadline_s = time.monotonic() + _DEADLINE_S
+
+        def listed(described: Sequence[PartNames]) -> None:
+            others = [each for each in described if _identity(each) not in here]
+            chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
+            read = partial(answer, others)
+            self._descriptions.read(chosen if wanted else (), read, deadline_s + _DEADLINE_S)
+
+        def answer(others: Sequence[PartNames], described: Mapping[bytes, bytes]) -> None:
+            for each in others:
+                row = _row(each)
+                canonical = described.get(each.names.fingerprint)
+                if canonical is not None:
+                    with contextlib.suppress(FormatError):  # its digest is right all the same
+                        row["pairs"] = named_pairs(canonical)
+                rows.append(row)
+            reply(_json({"layouts": rows}))
+
+        self._descriptions.names(listed, deadline_s)
+
+
+def _identity(names: PartNames) -> tuple[bytes, str, int]:
+    return names.names.fingerprint, names.model_name, names.kv_rank
+
+
+def _row(names: PartNames) -> dict[str, Any]:
+    """A layout for JSON. engine_id: None if no engine with it is registered here."""
+    return {
+        "layout": names.names.fingerprint.hex(),
+        "model": names.model_name,
+        "kv_rank": names.kv_rank,
+        "engine_id": None,
+        "pairs": None,
+    }
+
+
+def _json(report: Mapping[str, Any]) -> m.StatusReport:
+    return m.StatusReport(0, msgspec.json.encode(report))

@@ -1,0 +1,104 @@
+"""OpenTelemetry spans of what the cache did for a request: lookup, load, retrieve, store.
+
+They are siblings of vLLM's ``llm_request``: children of the span that the request's trace headers
+name. vLLM sets up the exporter in each of its processes (``--otlp-traces-endpoint``); a span goes
+through it. A request without trace headers has no spans here: vLLM makes a trace for it only when
+it ends.
+
+    scheduler   lmcache_redis.lookup    from the question to the agent to its answer
+                lmcache_redis.load      from the allocation of its blocks to the end on all ranks
+    workers     lmcache_redis.retrieve  the load on one rank
+                lmcache_redis.store     for which a rank's store holds blocks
+
+Ends are seen at vLLM's steps. Source: ``vllm/tracing/otel.py``, ``do_tracing`` in
+``vllm/v1/engine/output_processor.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.lmcache_redis")
+
+# As vLLM names it in ``llm_request``.
+_REQUEST_ID = "gen_ai.request.id"
+_PREFIX = "lmcache_redis."
+
+# The trace headers of a request, as W3C Trace Context names them.
+Headers = Mapping[str, str]
+
+
+class RequestSpans:
+    """Makes the spans of one process. There is one where tracing is on, see `of`.
+
+    provider: None: the process's, which vLLM may set later.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._tracer = trace.get_tracer("lmcache_redis", tracer_provider=provider)
+        self._has_failed = False
+        self._propagator = TraceContextTextMapPropagator()
+
+    @staticmethod
+    def of(vllm_config: VllmConfig) -> RequestSpans | None:
+        """None unless vLLM traces requests, and has the packages for it."""
+        observability = getattr(vllm_config, "observability_config", None)
+        if getattr(observability, "otlp_traces_endpoint", None) is None:
+            return None
+        try:
+            return RequestSpans()
+        except ImportError as error:
+            logger.warning("the cache has no spans: OpenTelemetry is not installed (%s)", error)
+            return None
+
+    def ended(
+        self,
+        name: str,
+        headers: Headers | None,
+        request_id: str,
+        began_s: float,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers.
+
+        Raises nothing: the cache works without spans.
+        """
+        if not headers:
+            return
+        try:
+            self._export(name, headers, request_id, began_s, attributes)
+        except Exception:  # of whatever exporter and sampler are configured
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("a span was not made; later failures are not logged")
+
+    def _export(
+        self,
+        name: str,
+        headers: Headers,
+        request_id: str,
+        began_s: float,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        now_ns = time.time_ns()
+        took_ns = int((time.monotonic() - began_s) * 1e9)
+        span = self._tracer.start_span(
+            _PREFIX + name,
+            context=self._propagator.extract(headers),
+            attributes={
+                _REQUEST_ID: request_id,
+                **{_PREFIX + key: value for key, value in attributes.items()},
+            },
+            start_time=now_ns - took_ns,
+        )
+        span.end(now_ns)

@@ -1,0 +1,323 @@
+"""`KVStore`: tensors and bytes by name in Redis or Valkey, for programs of your own.
+
+    from lmcache_redis import KVStore
+
+    with KVStore("redis://cache.example:6379", "llama-8b") as store:
+        store.put("prompt-17", tensor)          # True: it is stored
+        store.get("prompt-17")                  # an equal tensor, or None
+
+What is stored is checked on the way back, so a get returns what was put or nothing. While the
+server cannot be reached, calls return at once: a put is False, a get is None, and `why_down` says
+why. Wrong arguments raise, as does everything after `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES, ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.backends import (
+    LMCBackendInterface,
+    LMCHybridBackend,
+    LMCLocalBackend,
+    LMCPipelinedRemoteBackend,
+)
+from lmcache_redis.compat.backends.buffers import TensorAllocation
+from lmcache_redis.errors import FormatError
+from lmcache_redis.resp import RedisOptions
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Buffer, Self
+
+_T = TypeVar("_T")
+
+_RANK = ObjectKey.ComputeKVRank(1, 0, 1, 0)
+# Calls of an `AsyncKVStore` that are in progress at once; others wait.
+_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counts of a store since it was made: of gets, and of puts. not_stored: dropped or failed."""
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    not_stored: int = 0
+
+
+class KVStore:
+    """See the module. Thread-safe.
+
+    redis: a URL, also redis+sentinel:// and redis+cluster://, or options with one. namespace:
+    stores of one namespace share what is in it; any text. memory_bytes: also keep that much in the
+    memory of this process, the last used first. device: where tensors are placed, "cpu" or a CUDA
+    device. deadline_s: of each call, and of each step of an iteration.
+
+    Raises ConfigError if the URL names no server or a number is impossible.
+    """
+
+    def __init__(
+        self,
+        redis: str | RedisOptions,
+        namespace: str = "default",
+        *,
+        memory_bytes: int = 0,
+        device: str = "cpu",
+        deadline_s: float = 5.0,
+    ) -> None:
+        self.namespace = namespace
+        self._key_of("a")  # checks the namespace
+        layout = hashlib.blake2b(namespace.encode(), digest_size=32, person=b"lmcr1.store").digest()
+        self._remote = LMCPipelinedRemoteBackend(
+            redis, device, deadline_s=deadline_s, layout=layout
+        )
+        self._backend: LMCBackendInterface = self._remote
+        if memory_bytes:
+            try:
+                members = [LMCLocalBackend(memory_bytes), self._remote]
+                self._backend = LMCHybridBackend(members, device, wait_s=deadline_s)
+            except BaseException:
+                self._remote.close()
+                raise
+        self._stats = StoreStats()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ one
+
+    def put(self, name: str, tensor: torch.Tensor) -> bool:
+        """Store a dense tensor of one to eight dimensions in place of what the name has."""
+        return self._was_put(self._backend.put(self._key_of(name), tensor))
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """The tensor, in memory of its own, or None. Raises FormatError for what is no tensor."""
+        allocation = _OnlyTensors(name)
+        self._was_got(self._backend.get_bytes(self._key_of(name), allocation) is not None)
+        tensor = allocation.tensor
+        return tensor if tensor is None else tensor.to(self._backend.dst_device)
+
+    def put_bytes(self, name: str, data: Buffer) -> bool:
+        """Store the bytes of a contiguous buffer: bytes, a NumPy array, an `mmap`."""
+        view = memoryview(data)
+        metadata = RemoteMetadata(view.nbytes, [], [], MemoryFormat.BINARY_BUFFER)
+        return self._was_put(self._backend.put_bytes(self._key_of(name), metadata, [view]))
+
+    def get_bytes(self, name: str) -> bytearray | None:
+        """The bytes, also those of a tensor, or None."""
+        found = bytearray()
+
+        def allocate(metadata: RemoteMetadata) -> list[memoryview]:
+            nonlocal found
+            found = bytearray(metadata.length)
+            return [memoryview(found)]
+
+        metadata = self._backend.get_bytes(self._key_of(name), allocate)
+        return found if self._was_got(metadata is not None) else None
+
+    def get_into(self, name: str, buffer: Buffer) -> int | None:
+        """Load the bytes to the start of a writable buffer; how many they are, or None.
+
+        Raises ValueError if they are more than fit. After a miss the buffer's contents are
+        undefined.
+        """
+        view = memoryview(buffer).cast("B")
+
+        def allocate(metadata: RemoteMetadata) -> list[memoryview]:
+            if metadata.length > view.nbytes:
+                raise ValueError(
+                    f"{name!r} has {metadata.length} bytes; the buffer has {view.nbytes}"
+                )
+            return [view[: metadata.length]]
+
+        metadata = self._backend.get_bytes(self._key_of(name), allocate)
+        return metadata.length if self._was_got(metadata is not None) and metadata else None
+
+    def exists(self, name: str) -> bool:
+        """Whether a get would most likely find it. Loads nothing."""
+        return self.exists_many([name])[0]
+
+    def delete(self, name: str) -> bool:
+        """Remove it. False: there was none, or the server does not answer."""
+        return self._backend.remove(self._key_of(name))
+
+    # ----------------------------------------------------------------- many
+
+    def put_many(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Store several, some of them at the same time; how many are stored."""
+        pairs = [(self._key_of(name), tensor) for name, tensor in tensors.items()]
+        stored = self._backend.batched_put(pairs)
+        self._count(stored=stored, not_stored=len(pairs) - stored)
+        return stored
+
+    def get_many(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Each name with its tensor or None, in order, while the next ones are loaded.
+
+        What is no tensor is None here.
+        """
+        asked = list(names)
+        loads = self._backend.batched_get(map(self._key_of, asked))
+        for name, tensor in zip(asked, loads, strict=True):
+            self._was_got(tensor is not None)
+            yield name, tensor
+
+    def exists_many(self, names: Iterable[str]) -> list[bool]:
+        """`exists` of each, all asked at once."""
+        return self._backend.batched_contains(map(self._key_of, names))
+
+    def names(self) -> list[str]:
+        """What the server has in this namespace, in any order. Looks at all keys of the server."""
+        return [key.chunk_hash.decode("utf-8", "replace") for key in self._remote.list()]
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def why_down(self) -> str:
+        """Why the server cannot be used now; empty if it can, or if nothing is known yet."""
+        state = self._remote.storage.tiers[0].tier.state
+        return "" if state.up else state.reason
+
+    @property
+    def stats(self) -> StoreStats:
+        return self._stats
+
+    def close(self) -> None:
+        """End all calls and connections. Idempotent."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"KVStore(namespace={self.namespace!r}, {self.why_down or 'up'}, {self._stats})"
+
+    def _key_of(self, name: str) -> ObjectKey:
+        """Raises FormatError."""
+        if not isinstance(name, str) or not 1 <= len(name.encode()) <= MAX_HASH_BYTES:
+            raise FormatError(
+                f"a name is text of 1 to {MAX_HASH_BYTES} bytes of UTF-8, not {name!r:.80}: "
+                "use a digest for longer ones"
+            )
+        return ObjectKey(name.encode(), self.namespace, _RANK)
+
+    def _was_put(self, is_stored: bool) -> bool:
+        self._count(stored=int(is_stored), not_stored=int(not is_stored))
+        return is_stored
+
+    def _was_got(self, is_hit: bool) -> bool:
+        self._count(hits=int(is_hit), misses=int(not is_hit))
+        return is_hit
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            before = self._stats
+            added = {name: getattr(before, name) + count for name, count in more.items()}
+            self._stats = replace(before, **added)
+
+
+class AsyncKVStore:
+    """A `KVStore` for asyncio: the same arguments, and the same calls as coroutines.
+
+    async with AsyncKVStore("redis://cache.example:6379", "llama-8b") as store:
+        await store.put("prompt-17", tensor)
+        async for name, tensor in store.get_many(names):
+            ...
+
+    A call that is cancelled goes on in the background until its deadline.
+    """
+
+    def __init__(
+        self,
+        redis: str | RedisOptions,
+        namespace: str = "default",
+        *,
+        memory_bytes: int = 0,
+        device: str = "cpu",
+        deadline_s: float = 5.0,
+    ) -> None:
+        self.sync = KVStore(
+            redis, namespace, memory_bytes=memory_bytes, device=device, deadline_s=deadline_s
+        )
+        self._threads = ThreadPoolExecutor(_THREADS, "lmcr-kvstore")
+
+    async def put(self, name: str, tensor: torch.Tensor) -> bool:
+        return await self._run(partial(self.sync.put, name, tensor))
+
+    async def get(self, name: str) -> torch.Tensor | None:
+        return await self._run(partial(self.sync.get, name))
+
+    async def put_bytes(self, name: str, data: Buffer) -> bool:
+        return await self._run(partial(self.sync.put_bytes, name, data))
+
+    async def get_bytes(self, name: str) -> bytearray | None:
+        return await self._run(partial(self.sync.get_bytes, name))
+
+    async def get_into(self, name: str, buffer: Buffer) -> int | None:
+        return await self._run(partial(self.sync.get_into, name, buffer))
+
+    async def exists(self, name: str) -> bool:
+        return await self._run(partial(self.sync.exists, name))
+
+    async def delete(self, name: str) -> bool:
+        return await self._run(partial(self.sync.delete, name))
+
+    async def put_many(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        return await self._run(partial(self.sync.put_many, tensors))
+
+    async def get_many(
+        self, names: Iterable[str]
+    ) -> AsyncIterator[tuple[str, torch.Tensor | None]]:
+        loads = self.sync.get_many(names)
+        while (pair := await self._run(partial(next, loads, None))) is not None:
+            yield pair
+
+    async def exists_many(self, names: Iterable[str]) -> list[bool]:
+        return await self._run(partial(self.sync.exists_many, names))
+
+    async def names(self) -> list[str]:
+        return await self._run(self.sync.names)
+
+    @property
+    def why_down(self) -> str:
+        return self.sync.why_down
+
+    @property
+    def stats(self) -> StoreStats:
+        return self.sync.stats
+
+    async def close(self) -> None:
+        await self._run(self.sync.close)
+        self._threads.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"Async{self.sync!r}"
+
+    async def _run(self, call: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+class _OnlyTensors(TensorAllocation):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
+        if len(metadata.shapes) != 1:
+            raise FormatError(f"{self._name!r} is no tensor: load it with get_bytes")
+        return super().__call__(metadata)

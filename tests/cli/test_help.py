@@ -1,0 +1,101 @@
+"""What `--help` shows on a terminal of 80 columns, and what the command line says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from lmcache_redis import __version__
+from lmcache_redis.cli import app as commands
+from lmcache_redis.cli.app import app
+
+GROUP: Any = typer.main.get_command(app)
+
+
+def help_of(*words: str) -> str:
+    result = CliRunner().invoke(app, [*words, "-h"], env={"COLUMNS": "80", "TERM": "dumb"})
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.parametrize("command", sorted(GROUP.commands))
+def test_no_help_cuts_a_name_or_a_line(command: str) -> None:
+    shown = help_of(command)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "…" not in shown
+    for param in GROUP.commands[command].params:
+        for name in (*param.opts, *param.secondary_opts):
+            assert re.search(rf"(^|\W){re.escape(name)}(\W|$)", shown), name
+    # Each example stays one line, and all begin in the same column.
+    text = GROUP.commands[command].help
+    if "Examples:" in text:
+        examples = [line.strip() for line in text.split("Examples:")[1].split("\n") if line.strip()]
+        assert [line for line in shown.splitlines() if line[4:] in examples] == [
+            f"    {example}" for example in examples
+        ]
+
+
+def test_every_variable_of_a_setting_is_in_the_help() -> None:
+    shown = help_of("agent")
+    for name in ("LMCACHE_REDIS_URL", "LMCACHE_REDIS_POOL_BYTES", "LMCACHE_REDIS_CONFIG"):
+        assert f"{name};" in shown or f"{name}]" in shown
+    assert "PACKAGE.MODULE:FACTORY" in shown  # not a picture of a factory
+
+
+@pytest.mark.parametrize("words", [["--version"], ["version"]])
+def test_the_version_is_asked_in_both_ways(words: list[str]) -> None:
+    assert CliRunner().invoke(app, words).output == f"{__version__}\n"
+
+
+def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[str, Any]:
+    """What a wrong command line prints on stderr, and its exit status."""
+    monkeypatch.setattr(sys, "argv", ["lmcache-redis", *words])
+    with pytest.raises(SystemExit) as ended:
+        commands.run()
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err, ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["statsu"], "no such command 'statsu'"),
+        (["agent", "--ttl-sx", "3"], "no such option: --ttl-sx (Possible options: "),
+        (["agent", "--ttl-s"], "option '--ttl-s' requires an argument"),
+        (["agent", "more"], "got unexpected extra argument"),
+        (["agent", "--ttl-s", "soon"], "--ttl-s: 'soon' is not a whole number"),
+        (["top", "--interval-s", "soon"], "--interval-s: write a number of at least 0.1 and of at"),
+        (["top", "--interval-s", "99"], "--interval-s: write a number of at least 0.1 and of at"),
+        (["status", "--timeout-s", "soon"], "--timeout-s: write a number\n"),
+        (["doctor", "--kv-bytes-per-token", "x"], "--kv-bytes-per-token: write a whole number of"),
+        (["settings", "--of", "x"], "--of is 'x': choose one of agent, gateway, engine"),
+    ],
+)
+def test_mistakes_have_one_voice(
+    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    text, status = said(words, monkeypatch, capsys)
+    assert text.startswith(f"lmcache-redis: {sentence}")
+    assert text.count("\n") == 1
+    assert status == 2
+
+
+def test_errors_of_json_are_json(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    text, status = said(["agent", "--device", "tpu", "--json"], monkeypatch, capsys)
+    error = "--device is 'tpu': choose one of auto, cpu, cuda"
+    assert json.loads(text) == {"error": error, "exit_status": 2}
+    assert status == 2
+
+
+def test_without_a_command_the_help_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["lmcache-redis"])
+    with pytest.raises(SystemExit):
+        commands.run()
+    assert "Commands:" in "".join(capsys.readouterr())

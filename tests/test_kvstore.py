@@ -1,0 +1,175 @@
+"""`KVStore` and `AsyncKVStore` with real servers, and the examples as a reader runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lmcache_redis
+from lmcache_redis import AsyncKVStore, KVStore
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.resp import RedisOptions
+from tests.harness import wait_until
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.servers
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["redis", "memory"])
+def store(request: pytest.FixtureRequest, server: RedisServer) -> Iterator[KVStore]:
+    with KVStore(server.url, "model", memory_bytes=request.param) as store:
+        yield store
+
+
+def test_a_tensor_comes_back_as_it_was(store: KVStore) -> None:
+    tensor = torch.rand(2, 3, 5).to(torch.bfloat16)
+    assert store.get("a") is None
+    assert store.put("a", tensor.transpose(0, 1))
+    found = store.get("a")
+    assert found is not None
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, tensor.transpose(0, 1))
+    assert store.put("a", tensor)
+    assert store.names() == ["a"]
+    assert store.delete("a")
+    assert not store.exists("a")
+    assert not store.delete("a")
+    assert (store.stats.hits, store.stats.misses, store.stats.stored) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, np.array, mmap.mmap])
+def test_buffers_of_any_kind_are_stored(store: KVStore, kind: type) -> None:
+    data = b"0123456789" * 1000
+    buffer: object = kind(data) if kind in (bytes, bytearray) else np.frombuffer(data, np.uint16)
+    if kind is mmap.mmap:
+        buffer = mmap.mmap(-1, len(data))
+        buffer[:] = data  # type: ignore[index]
+    assert store.put_bytes("b", buffer)  # type: ignore[arg-type]
+    assert store.get_bytes("b") == data
+    room = np.zeros(6000, np.uint16)
+    assert store.get_into("b", room) == len(data)
+    assert room.tobytes()[: len(data)] == data
+    with pytest.raises(ValueError, match="'b' has 10000 bytes; the buffer has 16"):
+        store.get_into("b", bytearray(16))
+    with pytest.raises(FormatError, match="'b' is no tensor: load it with get_bytes"):
+        store.get("b")
+    assert store.get_into("absent", room) is None
+    assert store.get_bytes("absent") is None
+
+
+def test_many_are_in_flight_at_once(store: KVStore) -> None:
+    tensors = {f"t{n}": torch.full((100,), n) for n in range(40)}
+    assert store.put_many(tensors) == 40
+    assert store.exists_many(["t0", "absent", "t39"]) == [True, False, True]
+    found = dict(store.get_many([*tensors, "absent"]))
+    assert found.pop("absent") is None
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert sorted(store.names()) == sorted(tensors)
+
+
+def test_namespaces_are_apart_and_processes_share(server: RedisServer, store: KVStore) -> None:
+    store.put("a", torch.ones(3))
+    with KVStore(RedisOptions(server.url), "model") as same, KVStore(server.url, "other") as other:
+        assert same.exists("a")
+        assert not other.exists("a")
+        assert other.get("a") is None
+        assert other.names() == []
+
+
+@pytest.mark.parametrize("name", ["", "x" * 64, b"a", 7, None])
+def test_wrong_names_are_told(store: KVStore, name: object) -> None:
+    for call in (store.get, store.exists, store.delete, store.get_bytes):
+        with pytest.raises(FormatError, match="a name is text of 1 to 63 bytes"):
+            call(name)  # type: ignore[operator]
+
+
+def test_wrong_values_are_told(store: KVStore) -> None:
+    with pytest.raises(FormatError, match="a chunk is one dense tensor, not a list"):
+        store.put("a", [1, 2])  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=r"a chunk is one dense tensor, not torch\.sparse_coo"):
+        store.put("a", torch.ones(3).to_sparse())
+    with pytest.raises(FormatError, match="at least one byte"):
+        store.put_bytes("a", b"")
+    assert store.names() == []
+    with pytest.raises(FormatError, match="a model name has 1 to 1024 bytes"):
+        KVStore("redis://127.0.0.1:1", "")
+    with pytest.raises(ConfigError, match="it must be positive"):
+        KVStore("redis://127.0.0.1:1", memory_bytes=-1)
+    with pytest.raises(ConfigError, match="must begin with"):
+        KVStore("http://127.0.0.1")
+
+
+def test_a_server_that_is_down_is_no_miss(own_server: RedisServer) -> None:
+    server = own_server
+    with KVStore(server.url) as store:
+        assert store.put("a", torch.ones(3))
+        assert store.why_down == ""
+        assert ", up, " in repr(store)
+        server.kill()
+        assert store.get("a") is None
+        wait_until(lambda: store.why_down, "the loss of the server")
+        assert store.get("a") is None
+        assert server.url.split("//")[1] in store.why_down
+        assert not store.put("a", torch.ones(3))
+        assert store.stats.not_stored == 1
+        assert store.why_down in repr(store)
+    with pytest.raises(RuntimeError, match="closed"):
+        store.get("a")
+
+
+def test_asyncio(server: RedisServer) -> None:
+    async def main() -> None:
+        async with AsyncKVStore(server.url, "model") as store:
+            names = [f"n{n}" for n in range(20)]
+            tensors = [torch.full((1000,), n) for n in range(20)]
+            assert all(await asyncio.gather(*map(store.put, names, tensors)))
+            loaded = await asyncio.gather(*map(store.get, names))
+            assert all(map(torch.equal, loaded, tensors))
+            found = {name: tensor async for name, tensor in store.get_many([*names, "absent"])}
+            assert found["absent"] is None
+            assert len(found) == 21
+            assert await store.put_many({"m": tensors[1]}) == 1
+            assert await store.exists_many(["m", "absent"]) == [True, False]
+            assert await store.put_bytes("b", b"data")
+            assert await store.get_bytes("b") == b"data"
+            assert await store.get_into("b", bytearray(4)) == 4
+            assert len(await store.names()) == 22
+            assert await store.delete("b")
+            assert not await store.exists("b")
+            assert store.stats.hits == 42
+            assert store.why_down == ""
+            assert repr(store).startswith("AsyncKVStore(")
+        with pytest.raises(RuntimeError):
+            await store.get("m")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_run(path: Path, server: RedisServer) -> None:
+    ran = subprocess.run([sys.executable, path, server.url], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "loaded them again" in ran.stdout
+    ran = subprocess.run(
+        [sys.executable, path, "redis://127.0.0.1:1"], capture_output=True, text=True
+    )
+    assert ran.returncode == 1
+    assert "127.0.0.1:1" in ran.stderr
+
+
+def test_the_package_has_what_programs_use() -> None:
+    assert {"KVStore", "AsyncKVStore", "RedisOptions"} == set(lmcache_redis.__all__)
+    for name in lmcache_redis.__all__:
+        assert getattr(lmcache_redis, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'kvstor'"):
+        lmcache_redis.kvstor  # noqa: B018
