@@ -17,6 +17,10 @@ class ConfigError(LMCacheRedisError, ValueError):
     """A wrong setting; the message names it and what it may be."""
 
 
+class StartError(ConfigError):
+    """A setting that this machine cannot serve now: an address in use, or memory that is taken."""
+
+
 class FormatError(LMCacheRedisError, ValueError):
     """A value that cannot be encoded, or bytes that cannot be decoded."""
 

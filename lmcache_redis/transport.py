@@ -18,7 +18,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis.config import endpoint_path, why_unsafe
-from lmcache_redis.errors import ConfigError, WireError
+from lmcache_redis.errors import ConfigError, StartError, WireError
 
 _T = TypeVar("_T")
 
@@ -188,8 +188,8 @@ def _clear_stale_socket(path: Path, endpoint: str) -> None:
             raise _in_use(endpoint)
 
 
-def _in_use(endpoint: str) -> ConfigError:
-    return ConfigError(
+def _in_use(endpoint: str) -> StartError:
+    return StartError(
         f"the endpoint {endpoint} is in use: another agent runs on this node; "
         "stop it or choose another --endpoint"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import select
 import shutil
 import signal
@@ -144,6 +145,10 @@ def test_the_unit_is_what_the_agent_needs() -> None:
     assert "MemoryDenyWriteExecute" not in service, "Triton and CUDA map code"
     assert service["ProtectSystem"] == "strict"
     assert service["NoNewPrivileges"] == "yes"
+    # Busy addresses and lost GPUs come right; wrong settings (2) do not.
+    assert service["Restart"] == "on-failure"
+    assert unit()["Unit"]["StartLimitIntervalSec"] == "0"
+    assert service["RestartPreventExitStatus"] == "2"
     assert "AF_UNIX" in service["RestrictAddressFamilies"]
 
 
@@ -157,6 +162,18 @@ def test_the_unit_starts_the_agent_with_its_file() -> None:
     assert config.endpoint == f"ipc:///run/{service['RuntimeDirectory']}/agent.sock"
     assert service["RuntimeDirectoryMode"] == "0700"
     assert config.metrics == "127.0.0.1:9464"
+    # An embedded server is where `status` says, not in a /tmp that only the unit sees.
+    assert service["PrivateTmp"] == "yes"
+    assert service["Environment"] == "TMPDIR=%t/lmcache-redis"
+
+
+def test_the_settings_that_the_file_shows_are_right(tmp_path: Path) -> None:
+    """Each line that is commented out, without its #."""
+    text = re.sub(r"^#(?=[a-z])", "", (UNITS / "agent.conf").read_text(), flags=re.M)
+    (tmp_path / "agent.conf").write_text(text)
+    config: AgentConfig = config_from(AgentConfig, {"config": str(tmp_path / "agent.conf")})
+    assert config.disk_path == f"/var/cache/{unit()['Service']['CacheDirectory']}"
+    assert config.redis_url is not None
 
 
 @pytest.mark.servers

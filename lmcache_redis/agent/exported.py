@@ -93,6 +93,11 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
         "chunks that wait to be written to Redis",
         status["queues"]["write_bytes"],
     )
+    yield gauge(
+        "queue_limit_bytes",
+        "limit of the chunks that wait to be written to Redis",
+        status["write_queue_bytes"],
+    )
     yield gauge("waiting_lookups", "lookups that wait for room in the host pool", loads["waiting"])
     yield gauge("sessions", "requests that the agent knows", status["sessions"])
     yield gauge(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import zmq
 
@@ -28,7 +29,7 @@ from lmcache_redis.config import (
     ensure_private,
     parse_address,
 )
-from lmcache_redis.errors import ConfigError, DeviceError
+from lmcache_redis.errors import ConfigError, DeviceError, StartError
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
@@ -43,23 +44,41 @@ EXIT_GPU_LOST = 75
 _FIRST_PROBE_S = 1.5
 _GC_THRESHOLDS = (50_000, 20, 100)
 _STOP_GRACE_S = 10.0
+# Between looks at the file of settings.
+_LOOK_S = 2.0
 # For answers not sent yet when the agent ends. A peer that does not read delays the end so long.
 _LAST_ANSWERS_MS = 100
-# What SIGHUP may change: numbers that are compared when they are needed, and the level of the log.
+# What a reload may change: numbers compared when they are needed, and the level of the log.
 # All else is decided once: memory and threads are sized, engines were told (`chunk_size_tokens`,
 # `lookup_deadline_s`), connections are open.
 _KNOWN = settings_of(AgentConfig)
 RELOADABLE = tuple(name for name, each in _KNOWN.items() if each.reloadable)
 
 
-def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = None) -> int:
+@dataclasses.dataclass(frozen=True)
+class SettingsFile:
+    """read: the settings as they are now, of the file and all else. Raises ``ConfigError``."""
+
+    path: Path
+    read: Callable[[], AgentConfig]
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Another one when the file has changed; None while it is not there."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+
+def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
     """Runs an agent until SIGTERM or SIGINT, or until a GPU is lost; returns the exit status.
 
-    again: the settings as they are at SIGHUP; raises ``ConfigError``. Without it, SIGHUP ends the
-    process as usual: the terminal is closed.
+    file: read again at SIGHUP and when it changes. Without it, SIGHUP ends the process as usual:
+    the terminal is closed.
 
-    Raises ``ConfigError`` if a setting has to change: the endpoint is in use, the URL is invalid,
-    or the embedded Redis cannot be started.
+    Raises ``ConfigError`` if a setting has to change: the URL is invalid, or the embedded Redis
+    cannot be started; ``StartError`` if the endpoint is in use or memory is short.
     """
     started_s = time.monotonic()
     raise_descriptor_limit()
@@ -88,8 +107,8 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         service = Service(agent, router, recorder)
         _on_signals(service.stop, signal.SIGTERM, signal.SIGINT)
         status = f"serving {config.endpoint}"
-        if again is not None:
-            _reload_on_signal(agent, service, again, manager, status)
+        if file is not None:
+            _keep_reloading(agent, service, file, manager, status)
         gc.freeze()  # what exists now lives as long as the agent: the collector skips it
         # Entries of a large pool make full collections slow, and are never part of a cycle.
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -131,7 +150,7 @@ def _arena(config: AgentConfig) -> Arena:
     try:
         arena = Arena(config.pool_bytes, config.slot_bytes)
     except (ValueError, OSError) as error:
-        raise ConfigError(
+        raise StartError(
             f"a host pool of {config.pool_bytes} bytes cannot be allocated ({error}): "
             "set another --pool-bytes"
         ) from error
@@ -170,30 +189,38 @@ def _on_signals(action: Callable[[], None], *signals: signal.Signals) -> None:
             signal.signal(each, lambda signum, frame: action())
 
 
-def _reload_on_signal(
-    agent: Agent,
-    service: Service,
-    read: Callable[[], AgentConfig],
-    manager: ServiceManager,
-    status: str,
+def _keep_reloading(
+    agent: Agent, service: Service, file: SettingsFile, manager: ServiceManager, status: str
 ) -> None:
-    """SIGHUP reads the settings again, on the loop, and applies those of `RELOADABLE`.
+    """SIGHUP or another file: reads the settings again, on the loop, and applies `RELOADABLE`.
 
-    All settings stay as they are if one of the new ones is wrong.
+    All settings stay as they are if one of the new ones is wrong. Kubernetes replaces files and
+    sends no signal. A file counts when two looks find the same: it may be being written.
     """
     running = agent.config
+    applied = before = file.stamp()
 
     def reload() -> None:
-        nonlocal running
+        nonlocal running, applied
         manager.reloading()
+        applied = file.stamp()
         try:
-            running = _reloaded(agent, service, running, read())
+            running = _reloaded(agent, service, running, file.read())
         except ConfigError as error:
             logger.error("not reloaded, every setting stays as it is: %s", error)
         finally:
             manager.ready(status)
 
+    def look() -> None:
+        nonlocal before
+        now = file.stamp()
+        if applied != now == before:
+            reload()
+        before = now
+        agent.loop.after(_LOOK_S, look)
+
     _on_signals(lambda: agent.loop.post(reload), signal.SIGHUP)
+    agent.loop.post(look)
 
 
 def _reloaded(

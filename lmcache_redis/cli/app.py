@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -19,7 +20,7 @@ from lmcache_redis.cli.top import top
 from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, TierSettings, default_endpoint
-from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.errors import ConfigError, LMCacheRedisError, StartError
 from lmcache_redis.sources import config_from, misspelt_variables
 
 app = typer.Typer(
@@ -71,10 +72,11 @@ def agent(**options: Any) -> None:
       lmcache-redis agent --config /etc/lmcache-redis/agent.conf
     """
     config = _config_of(AgentConfig, options)
-    from lmcache_redis.agent.main import run_agent
+    from lmcache_redis.agent.main import SettingsFile, run_agent
 
-    again = partial(config_from, AgentConfig, options) if options["config"] is not None else None
-    raise typer.Exit(run_agent(config, again))
+    path = options["config"]
+    again = partial(config_from, AgentConfig, options)
+    raise typer.Exit(run_agent(config, SettingsFile(Path(path), again) if path else None))
 
 
 @app.command()
@@ -206,6 +208,8 @@ def run() -> None:
     try:
         status = app(prog_name="lmcache-redis", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
+    except StartError as error:
+        _fail(str(error), 1)  # the same settings may do later: not the status of wrong ones
     except ConfigError as error:
         _fail(str(error), 2)
     except LMCacheRedisError as error:

@@ -30,7 +30,7 @@ from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.errors import StartError
 from lmcache_redis.metrics import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class _MetricsRequest(WSGIRequestHandler):
 
 @dataclass
 class Exporter:
-    """Serves from entry to exit. Raises ConfigError on entry if the address cannot be used.
+    """Serves from entry to exit. Raises StartError on entry if the address cannot be used.
 
     owner: what /healthz asks. counted: the other metrics. page: makes the page at `/`; None without
     one.
@@ -219,7 +219,7 @@ class Exporter:
         try:
             self._server = (_MetricsServer6 if is_ipv6 else _MetricsServer)(self.address)
         except OSError as error:
-            raise ConfigError(f"--metrics: {host} port {self.address[1]}: {error}") from error
+            raise StartError(f"--metrics: {host} port {self.address[1]}: {error}") from error
         self._server.set_app(partial(_serve, routes))
         thread = threading.Thread(
             target=self._server.serve_forever, name="lmcache-redis-metrics", daemon=True

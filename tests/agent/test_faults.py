@@ -380,7 +380,7 @@ def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer, tmp_path: Path) 
     second = AgentServer(tmp_path / "agent", None)
     second.log_path = tmp_path / "second.log"
     second.spawn()
-    assert second.process.wait(20) == 2
+    assert second.process.wait(20) == 1, "later it may start: no wrong setting"
     assert "another agent runs on this node" in second.log
     assert "Traceback" not in second.log
     assert agent.status()["pid"] == agent.pid

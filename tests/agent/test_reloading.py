@@ -1,4 +1,4 @@
-"""SIGHUP: which settings a running agent takes from its file, and what it refuses."""
+"""Reloading: which settings a running agent takes from its file, and what it refuses."""
 
 from __future__ import annotations
 
@@ -95,6 +95,15 @@ def test_what_is_wrong_changes_nothing(
     os.kill(agent.pid, signal.SIGHUP)
     wait_until(lambda: "cannot be read" in agent.log[before:], what="a refusal")
     assert agent.status()["pid"] == agent.pid
+
+
+def test_another_file_is_read_without_a_signal(agent: AgentServer, settings: Path) -> None:
+    """As the kubelet replaces it: under the same name, at once."""
+    other = settings.with_name("other.conf")
+    other.write_text("log-level = debug\n")
+    other.replace(settings)
+    wait_until(lambda: "reloaded --log-level: debug" in agent.log, what="the other file")
+    assert agent.log.count("reloaded") == 1
 
 
 def test_what_needs_a_start_is_said_and_options_have_precedence(

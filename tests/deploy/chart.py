@@ -1,19 +1,25 @@
-"""The Helm chart, rendered by Helm's own library; and the plain manifests that are made from it.
+"""The Helm chart, rendered by Helm's own library, and what is made from it and from the settings.
 
-python -m tests.deploy.chart      writes deploy/manifests
+python -m tests.deploy.chart      writes deploy/manifests, and the settings into the chart's schema
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lmcache_redis.compat.gateway.config import GatewayConfig
+from lmcache_redis.config import AgentConfig
+from lmcache_redis.settings import json_schema
+
 ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "deploy" / "helm" / "lmcache-redis"
+SCHEMA = CHART / "values.schema.json"
 MANIFESTS = ROOT / "deploy" / "manifests"
 NAME = "lmcache-redis"
 
@@ -24,11 +30,11 @@ PLAIN: Mapping[str, tuple[str, Document]] = {
     "daemonset.yaml": (
         "Valkey, an agent on each GPU node, and an example of vLLM. Its namespace must admit\n"
         "# privileged pods: agents and engines share the PID namespace of their node.",
-        {"vllm": {"enabled": True}},
+        {"mode": "daemonset", "vllm": {"enabled": True}},
     ),
     "sidecar.yaml": (
         "Valkey, and vLLM with an agent in each pod.",
-        {"mode": "sidecar", "vllm": {"enabled": True}},
+        {"vllm": {"enabled": True}},
     ),
 }
 _BY_HELM = "app.kubernetes.io/managed-by:"
@@ -42,13 +48,53 @@ _HEAD = """\
 """
 
 
-def render(values: Document | None = None, name: str = NAME) -> str:
-    """All objects of a release, as `helm template` prints them. Raises HelmError."""
+# Settings that the chart decides: by `redis`, by the volumes of a pod, by its ports.
+_DECIDED = {
+    *("endpoint", "listen", "metrics"),
+    *("redis-url", "seal-key-file", "disk-path", "embedded-memory-bytes"),
+}
+
+
+def schema() -> Document:
+    """The schema of the values, with the settings as they are declared now."""
+    found: Document = json.loads(SCHEMA.read_text())
+    for name, config in (("agentSettings", AgentConfig), ("gatewaySettings", GatewayConfig)):
+        made = json_schema(config)
+        known = {n: each for n, each in made["properties"].items() if n not in _DECIDED}
+        found["definitions"][name] = {
+            "type": "object", "additionalProperties": False, "properties": known,
+        }  # fmt: skip
+    return found
+
+
+def as_text(value: Any, indent: int = 0) -> str:
+    """JSON whose parts are on one line where they have room."""
+    text = json.dumps(value)
+    if indent + len(text) <= 110 or not isinstance(value, dict):
+        return text
+    inner = " " * (indent + 2)
+    parts = [f"{inner}{json.dumps(n)}: {as_text(each, indent + 2)}" for n, each in value.items()]
+    return "{\n" + ",\n".join(parts) + "\n" + " " * indent + "}"
+
+
+@functools.cache
+def loaded(chart: Path = CHART) -> Any:
+    """The chart, for Helm's library."""
     import helm_python
 
-    chart = helm_python.Chart.load(CHART)
-    chart.validate_schema(chart.merge_values(values or {}))
-    files = chart.render(values or {}, name=name, namespace="default")
+    return helm_python.Chart.load(chart)
+
+
+def render(
+    values: Document | None = None,
+    name: str = NAME,
+    namespace: str = "default",
+    chart: Path = CHART,
+) -> str:
+    """All objects of a release, as `helm template` prints them. Raises HelmError."""
+    made = loaded(chart)
+    made.validate_schema(made.merge_values(values or {}))
+    files = made.render(values or {}, name=name, namespace=namespace)
     texts = [text.strip() for path, text in sorted(files.items()) if path.endswith(".yaml")]
     return "".join(f"---\n{text.removeprefix('---').strip()}\n" for text in texts if text)
 
@@ -93,6 +139,7 @@ def containers(pod: Document) -> dict[str, Document]:
 
 
 if __name__ == "__main__":
+    SCHEMA.write_text(as_text(schema()) + "\n")
     MANIFESTS.mkdir(exist_ok=True)
     for name in PLAIN:
         (MANIFESTS / name).write_text(plain(name))

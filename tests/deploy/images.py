@@ -25,4 +25,4 @@ def _one(pattern: str) -> str:
 USER = int(_one(r"useradd --uid (\d+)"))
 # The directory of the socket.
 WHERE = _one(r"^VOLUME (\S+)$")
-ENDPOINT = _one(r'"(ipc://[^"]+)"')
+ENDPOINT = _one(r"^ENV LMCACHE_REDIS_ENDPOINT=(\S+)$")

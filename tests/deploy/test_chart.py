@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,24 +16,67 @@ from lmcache_redis.sources import config_from
 from tests.deploy import chart
 from tests.deploy.chart import Document, containers, documents, find, pods
 from tests.deploy.images import IMAGES, USER, WHERE
-from tests.servers import free_port
 
 pytest.importorskip("helm_python", reason="needs helm-python-sdk, which has a wheel for x86-64")
 validator = pytest.importorskip("kubernetes_validate")
 
 # The oldest version that has native sidecars switched on, one in between, the newest known.
 KUBERNETES = ("1.29", "1.33", "1.37")
+AGENT = "lmcache-redis-agent"
+MONITORED = {name: {"enabled": True} for name in ("podMonitor", "prometheusRule", "dashboard")}
+SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+# What every site adds somewhere.
+OPEN: Document = {
+    "podLabels": {"team": "a"},
+    "podAnnotations": {"note": "b"},
+    "pod": {
+        "priorityClassName": "high",
+        "affinity": {"podAntiAffinity": {}},
+        "topologySpreadConstraints": [SPREAD],
+        "serviceAccountName": "cache",
+        "schedulerName": "mine",
+    },
+}
+OPEN_CONTAINER: Document = {
+    "env": [{"name": "A", "value": "b"}],
+    "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+}
+CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "500Gi"}}}
 RELEASES: dict[str, Document] = {
-    "as it comes": {},
-    "with vLLM": {"vllm": {"enabled": True}, "serviceMonitor": {"enabled": True}},
-    "sidecars": {"mode": "sidecar", "vllm": {"enabled": True, "tokenSecretName": "hf"}},
-    "an existing server": {"redis": {"url": "rediss://cache.example:6380", "password": "p"}},
-    "sealed": {"redis": {"sealSecretName": "lmcache-redis-seal"}, "vllm": {"enabled": True}},
-    "sidecars, an existing server, no GPU": {
-        "mode": "sidecar",
+    "for your own pods": {"monitoring": MONITORED},
+    "sidecars": {"vllm": {"enabled": True, "tokenSecretName": "hf"}, "monitoring": MONITORED},
+    "daemonset": {"mode": "daemonset", "monitoring": MONITORED},
+    "daemonset with vLLM": {"mode": "daemonset", "vllm": {"enabled": True}},
+    "an existing server": {
+        "mode": "daemonset",
+        "redis": {"url": "rediss://cache.example:6380", "password": "p"},
+    },
+    "no password, a disk of the node": {
+        "mode": "daemonset",
+        "redis": {"url": "unix:///run/redis/redis.sock", "secretName": ""},
+        "agent": {"diskVolume": {"hostPath": {"path": "/mnt/ssd"}}},
+    },
+    "sealed, TLS, a volume for each pod": {
+        "redis": {"sealSecretName": "lmcache-redis-seal", "sealSecretKey": "mine"},
+        "valkey": {"tlsSecretName": "valkey-tls", "podDisruptionBudget": True},
+        "agent": {"diskVolume": {"ephemeral": {"volumeClaimTemplate": {"spec": CLAIM}}}},
+        "vllm": {"enabled": True, "cacheVolume": {"persistentVolumeClaim": {"claimName": "m"}}},
+    },
+    "all that is open": {
+        "mode": "daemonset",
+        "imagePullSecrets": [{"name": "registry"}],
+        "agent": OPEN | OPEN_CONTAINER,
+        "vllm": OPEN | OPEN_CONTAINER | {"enabled": True, "podDisruptionBudget": False},
+        "valkey": OPEN,
+        "gateway": OPEN | {"enabled": True, "settings": {"allowed-peers": "10.0.0.0/8"}},
+        "networkPolicy": {"extraClients": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}]},
+        "redis": {"secretKey": "auth-token"},
+    },
+    "sidecars, no GPU": {
         "redis": {"url": "redis://cache.example"},
         "vllm": {"enabled": True, "args": ["--enforce-eager"]},
-        "agent": {"gpu": False, "runtimeClassName": "", "nodeSelector": None, "tolerations": []},
+        "gpu": {"enabled": False},
         "networkPolicy": {"enabled": False},
     },
 }
@@ -60,55 +98,16 @@ def test_helm_finds_nothing_to_lint() -> None:
 @releases
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_takes_every_object(values: Document, version: str) -> None:
-    text = chart.render(values)
-    found = documents(text)
-    for each in found:
-        if each["kind"] == "ServiceMonitor":
-            check_service_monitor(each)
-        else:
-            validator.validate(each, version, strict=True)
+    found = documents(chart.render(values))
+    core = [each for each in found if not each["apiVersion"].startswith("monitoring.coreos.com")]
+    for each in core:
+        validator.validate(each, version, strict=True)
     names = [(each["kind"], each["metadata"]["name"]) for each in found]
     assert len(set(names)) == len(names)
     # An unknown field is what this would find.
-    found[0]["spec" if "spec" in found[0] else "data"]["clusterIp"] = {"a": 1}
+    core[0]["spec" if "spec" in core[0] else "data"]["clusterIp"] = {"a": 1}
     with pytest.raises(validator.ValidationError):
-        validator.validate(found[0], version, strict=True)
-
-
-def check_service_monitor(found: Document) -> None:
-    """Of monitoring.coreos.com/v1: the fields that the chart uses, and no others.
-
-    https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.ServiceMonitor
-    """
-    assert found["apiVersion"] == "monitoring.coreos.com/v1"
-    assert set(found["spec"]) == {"selector", "endpoints"}
-    assert set(found["spec"]["selector"]) == {"matchLabels"}
-    for endpoint in found["spec"]["endpoints"]:
-        assert set(endpoint) == {"port", "interval", "relabelings"}
-        assert re.fullmatch(r"\d+s", endpoint["interval"])
-        for each in endpoint["relabelings"]:
-            assert set(each) - {"sourceLabels"} in ({"targetLabel"}, {"targetLabel", "replacement"})
-            assert isinstance(each.get("sourceLabels", []), list)
-
-
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"mode": "both"}, "mode"),
-        ({"mode": "sidecar"}, "set vllm.enabled"),
-        ({"agnet": {}}, "agnet"),
-        ({"agent": {"image": "untagged"}}, "image"),
-        ({"agent": {"settings": {"endpoint": "ipc:///elsewhere"}}}, "endpoint"),
-        ({"redis": {"url": "http://cache"}}, "url"),
-        ({"redis": {"url": "redis://:secret@cache"}}, "url"),
-        ({"valkey": {"maxmemory": "16GiB"}}, "maxmemory"),
-    ],
-)
-def test_wrong_values_are_refused(values: Document, problem: str) -> None:
-    import helm_python
-
-    with pytest.raises(helm_python.HelmError, match=problem):
-        chart.render(values)
+        validator.validate(core[0], version, strict=True)
 
 
 @pytest.mark.parametrize("name", chart.PLAIN)
@@ -117,6 +116,15 @@ def test_the_plain_manifests_are_those_of_the_chart(name: str) -> None:
         "write them again: python -m tests.deploy.chart"
     )
     assert {path.name for path in chart.MANIFESTS.iterdir()} == set(chart.PLAIN)
+
+
+def test_the_images_are_those_that_are_built() -> None:
+    values = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+    assert values["agent"]["image"] == f"lmcache-redis-agent:{__version__}"
+    assert values["vllm"]["image"] == f"lmcache-redis-vllm:{__version__}"
+    assert values["valkey"]["image"] == IMAGES["valkey"]
+    described = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+    assert described["appVersion"] == __version__
 
 
 # ----------------------------------------------------------- what pods need
@@ -131,7 +139,8 @@ def test_selectors_select(values: Document) -> None:
         for each in found
         if "template" in each.get("spec", {})
     ]
-    services = [each["metadata"]["labels"] for each in found if each["kind"] == "Service"]
+    # Of your own pods, if the release has none.
+    labels.append({"lmcache-redis/client": "lmcache-redis"})
     for each in found:
         spec = each.get("spec", {})
         if each["kind"] == "Service":
@@ -145,23 +154,24 @@ def test_selectors_select(values: Document) -> None:
             wanted = [spec["selector"]["matchLabels"]]
         else:
             continue
-        targets = services if each["kind"] == "ServiceMonitor" else labels
         for one in wanted:
-            assert any(one.items() <= target.items() for target in targets), each["metadata"]
+            assert any(one.items() <= target.items() for target in labels), each["metadata"]
 
 
 @releases
 def test_ports_and_volumes_that_are_named_are_there(values: Document) -> None:
     text = chart.render(values)
     for pod in pods(text).values():
-        volumes = {each["name"] for each in pod["volumes"]}
+        volumes = [each["name"] for each in pod["volumes"]]
+        assert len(set(volumes)) == len(volumes)
         for container in containers(pod).values():
             mounts = container.get("volumeMounts", [])
-            assert {each["name"] for each in mounts} <= volumes
+            assert {each["name"] for each in mounts} <= {*volumes}
             paths = [each["mountPath"] for each in mounts]
             # In a volume that is read-only no directory can be made to mount another one there.
             assert not [(a, b) for a in paths for b in paths if b.startswith(f"{a}/")]
-            ports = {each["name"] for each in container.get("ports", [])}
+            ports = {each["containerPort"] for each in container.get("ports", [])}
+            ports |= {each["name"] for each in container.get("ports", [])}
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 how = container.get(probe, {})
                 for kind in ("httpGet", "tcpSocket"):
@@ -186,7 +196,7 @@ def test_every_container_is_bounded_and_has_no_rights(values: Document) -> None:
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"]["drop"] == ["ALL"]
             assert "privileged" not in context
-            if each["name"] != "endpoint":  # which gives the node's directory to the agent's user
+            if each["name"] != "directories":  # which gives those of the node to the agent's user
                 assert "runAsUser" not in context
                 assert "livenessProbe" in each
                 assert "add" not in context["capabilities"]
@@ -200,31 +210,27 @@ def test_agent_and_engine_meet(values: Document) -> None:
     text = chart.render(values)
     found = pods(text)
     settings = find(text, "ConfigMap", "-agent")["data"]["agent.conf"]
-    is_sidecar = values.get("mode") == "sidecar"
-    if is_sidecar:
+    engines = [containers(found["vllm"])["vllm"]] if "vllm" in found else []
+    if "agent" not in found and engines:
         pod = found["vllm"]
         assert pod["shareProcessNamespace"] is True
         assert not {"hostPID", "hostIPC", "hostNetwork"} & set(pod)
         assert not any("hostPath" in each for each in pod["volumes"])
-        agent, vllm = containers(pod)["agent"], containers(pod)["vllm"]
+        agent = containers(pod)[AGENT]
         assert agent["restartPolicy"] == "Always", "a native sidecar"
         assert "readinessProbe" not in agent, "vLLM serves without it"
         (of_agent,) = (m["name"] for m in agent["volumeMounts"] if m["mountPath"] == WHERE)
-        (of_vllm,) = (m["name"] for m in vllm["volumeMounts"] if m["mountPath"] == WHERE)
+        (of_vllm,) = (m["name"] for m in engines[0]["volumeMounts"] if m["mountPath"] == WHERE)
         assert of_agent == of_vllm
         (volume,) = (each for each in pod["volumes"] if each["name"] == of_agent)
         assert volume["emptyDir"]["medium"] == "Memory"
-        engines = [vllm]
-    else:
-        pod = found["agent"]
-        agent = containers(pod)["agent"]
-        engines = [containers(found["vllm"])["vllm"]] if "vllm" in found else []
+    elif "agent" in found:
         for each in (found[name] for name in ("agent", "vllm") if name in found):
             assert each["hostPID"] is True
             assert "hostIPC" not in each
-            (volume,) = (v for v in each["volumes"] if v["name"] == "endpoint")
-            assert volume["hostPath"]["path"] == WHERE
-        assert containers(pod)["endpoint"]["command"] == [
+            (volume,) = (v for v in each["volumes"] if v["name"] == "lmcache-redis")
+            assert volume["hostPath"]["path"] == f"{WHERE}/default/lmcache-redis"
+        assert containers(found["agent"])["directories"]["command"][:9] == [
             "install", "-d", "-o", str(USER), "-g", str(USER), "-m", "0700", WHERE,
         ]  # fmt: skip
     (endpoint,) = re.findall(r"^endpoint = (\S+)$", settings, re.MULTILINE)
@@ -246,35 +252,47 @@ def test_the_agent_takes_its_settings(
     values: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = chart.render(values)
-    found = pods(text)
-    pod = found.get("agent") or found["vllm"]
-    agent = containers(pod)["agent"]
-    assert agent["args"][:2] == ["agent", "--config"]
-    path = tmp_path / Path(agent["args"][2]).name
+    found, redis = pods(text), values.get("redis", {})
+    path = tmp_path / "agent.conf"
     path.write_text(find(text, "ConfigMap", "-agent")["data"][path.name])
-    (tmp_path / "password").write_text("secret\n")
-    (variable,) = (e for e in agent["env"] if e["name"] == "LMCACHE_REDIS_PASSWORD_FILE")
+    pod = found.get("agent") or found.get("vllm")
+    if pod is None:
+        config: AgentConfig = config_from(AgentConfig, {"config": str(path)})
+        return
+    agent = containers(pod)[AGENT]
+    assert agent["args"] == ["agent", "--config", "/etc/lmcache-redis/agent.conf"]
     mounted = {each["mountPath"]: each["name"] for each in agent["volumeMounts"]}
-    assert mounted[str(Path(variable["value"]).parent)] == "auth"
-    assert mounted[str(Path(agent["args"][2]).parent)] == "settings"
-    monkeypatch.setenv(variable["name"], str(tmp_path / "password"))
-    config: AgentConfig = config_from(AgentConfig, {"config": str(path)})
-    assert config.redis_password_file == str(tmp_path / "password")
-    assert config.redis_url == values.get("redis", {}).get(
-        "url", "redis://lmcache-redis-valkey:6379"
-    )
-    if secret := values.get("redis", {}).get("sealSecretName"):
-        assert config.seal_key_file is not None
-        assert mounted[str(Path(config.seal_key_file).parent)] == "seal"
-        (volume,) = (each for each in pod["volumes"] if each["name"] == "seal")
+    assert mounted["/etc/lmcache-redis"] == "lmcache-redis-settings"
+    for each in agent["env"]:
+        monkeypatch.setenv(each["name"], each["value"])
+    config = config_from(AgentConfig, {"config": str(path)})
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    if redis.get("secretName") == "":
+        assert config.redis_password_file is None
+        assert "lmcache-redis-secrets" not in volumes
+    else:
+        key = redis.get("secretKey", "password")
+        assert config.redis_password_file == f"/run/secrets/redis/{key}"
+        assert mounted["/run/secrets/redis"] == "lmcache-redis-secrets"
+        secrets = volumes["lmcache-redis-secrets"]["projected"]
+        assert secrets["sources"][0] == {"secret": {"name": "lmcache-redis-auth"}}
+    if secret := redis.get("sealSecretName"):
+        assert config.seal_key_file == "/run/secrets/redis/seal.keys"
+        (source,) = (s["secret"] for s in secrets["sources"] if s["secret"]["name"] == secret)
+        assert source["items"] == [{"key": redis["sealSecretKey"], "path": "seal.keys"}]
         # What `read_seal_keys` takes: the group may read, others may not.
-        assert volume["secret"] == {"secretName": secret, "defaultMode": 0o440}
+        assert secrets["defaultMode"] == 0o440
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    assert config.redis_url is not None
+    own = "rediss://lmcache-redis-valkey:6379?ssl_ca_certs=/run/secrets/redis/valkey-ca.crt"
+    if not values.get("valkey", {}).get("tlsSecretName"):
+        own = "redis://lmcache-redis-valkey:6379"
+    assert config.redis_url == redis.get("url", own)
+    if "diskVolume" in values.get("agent", {}):
+        assert config.disk_path is not None
+        assert mounted[str(Path(config.disk_path).parent)] == "lmcache-redis-disk"
     assert config.metrics is not None
-    port = int(config.metrics.rpartition(":")[2])
-    assert {"name": "metrics", "containerPort": port} in agent["ports"]
-    service = find(text, "Service", "-metrics")["spec"]["ports"]
-    assert [each["port"] for each in service] == [port]
+    assert agent["livenessProbe"]["httpGet"]["port"] == int(config.metrics.rpartition(":")[2])
     limits = agent["resources"]["limits"]
     assert config.pool_bytes * 1.2 < parse_size(f"{limits['memory']}B"), "beside the pool"
     assert pod["terminationGracePeriodSeconds"] > config.shutdown_deadline_s + 10
@@ -285,88 +303,7 @@ def test_sidecars_need_no_privileged_namespace() -> None:
     for pod in pods(chart.render(RELEASES["sidecars"])).values():
         assert not {"hostPID", "hostIPC", "hostNetwork"} & set(pod)
         for volume in pod["volumes"]:
-            assert set(volume) - {"name"} <= {"configMap", "emptyDir", "secret"}
+            assert set(volume) - {"name"} <= {"configMap", "emptyDir", "secret", "projected"}
         for each in containers(pod).values():
             assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert not any("hostPort" in port for port in each["ports"])
-
-
-def test_numbers_arrive_as_they_were_written(tmp_path: Path) -> None:
-    settings = {"ttl-s": 10_000_000, "op-timeout-s": 0.5, "ttl-refresh": True, "slot-bytes": 8192}
-    text = chart.render({"agent": {"settings": settings}})
-    (tmp_path / "agent.conf").write_text(find(text, "ConfigMap", "-agent")["data"]["agent.conf"])
-    config: AgentConfig = config_from(AgentConfig, {"config": str(tmp_path / "agent.conf")})
-    assert (config.ttl_s, config.op_timeout_s, config.ttl_refresh) == (10_000_000, 0.5, True)
-    assert config.slot_bytes == 8192
-
-
-def test_only_agents_reach_the_server() -> None:
-    text = chart.render()
-    policy = find(text, "NetworkPolicy", "-valkey")["spec"]
-    assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
-    (rule,) = policy["ingress"]
-    (peer,) = rule["from"]
-    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "agent"
-    assert policy["egress"] == []
-    policy = find(text, "NetworkPolicy", "-agent")["spec"]
-    assert [each["port"] for rule in policy["ingress"] for each in rule["ports"]] == [9464]
-
-
-def test_the_images_are_those_that_are_built() -> None:
-    values = yaml.safe_load((chart.CHART / "values.yaml").read_text())
-    assert values["agent"]["image"] == f"lmcache-redis-agent:{__version__}"
-    assert values["vllm"]["image"] == f"lmcache-redis-vllm:{__version__}"
-    assert values["valkey"]["image"] == IMAGES["valkey"]
-    described = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
-    assert described["appVersion"] == __version__
-
-
-# ----------------------------------------------------------- a real server
-
-
-@pytest.mark.servers
-def test_valkey_starts_as_the_chart_says(tmp_path: Path) -> None:
-    """Its script and its file, with a real server: it wants the password and evicts."""
-    if not shutil.which("valkey-server") or not shutil.which("redis-cli"):
-        pytest.skip("needs valkey-server and redis-cli")
-    text = chart.render()
-    container = containers(pods(text)["valkey"])["valkey"]
-    secret, port = "a password with $ and '", free_port()
-    for name in ("settings", "auth", "run"):
-        (tmp_path / name).mkdir()
-    settings: str = find(text, "ConfigMap", "-valkey")["data"]["valkey.conf"]
-    settings += f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\n"
-    (tmp_path / "settings" / "valkey.conf").write_text(settings)
-    (tmp_path / "auth" / "password").write_text(secret)
-
-    def here(word: str) -> str:
-        for mount in container["volumeMounts"]:
-            word = word.replace(f"{mount['mountPath']}/", f"{tmp_path}/{mount['name']}/")
-        return word.replace("valkey-cli", f"redis-cli -p {port}")
-
-    words = [here(word) for word in (*container["command"], *container["args"])]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
-        try:
-            probe = [here(word) for word in container["readinessProbe"]["exec"]["command"]]
-            deadline_s = time.monotonic() + 30
-            while subprocess.run(probe, capture_output=True).returncode:
-                assert process.poll() is None
-                assert time.monotonic() < deadline_s
-                time.sleep(0.05)
-            assert Path(f"/proc/{process.pid}/comm").read_text().startswith("valkey"), "no shell"
-            assert "password" not in Path(f"/proc/{process.pid}/cmdline").read_text()
-            client: Any = [shutil.which("redis-cli"), "-p", str(port)]
-            said = subprocess.run([*client, "ping"], capture_output=True, text=True).stdout
-            assert "NOAUTH" in said
-            environment = {**os.environ, "REDISCLI_AUTH": secret}
-            for command, answer in (
-                (["config", "get", "maxmemory-policy"], "allkeys-lru"),
-                (["config", "get", "maxmemory"], str(16 << 30)),
-                (["flushall"], "unknown command"),
-            ):
-                said = subprocess.run(
-                    [*client, *command], env=environment, capture_output=True, text=True
-                ).stdout
-                assert answer in said
-        finally:
-            process.terminate()

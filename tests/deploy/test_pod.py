@@ -76,9 +76,10 @@ def test_agent_and_engine_meet(mode: str, tmp_path: Path) -> None:
     containers = chart.containers(pod)
     settings: str = chart.find(text, "ConfigMap", "-agent")["data"]["agent.conf"]
     endpoint = settings.split("\n")[0].removeprefix("endpoint = ")
-    assert containers["agent"]["args"] == ["agent", "--config", "/etc/lmcache-redis/agent.conf"]
+    agent = containers["lmcache-redis-agent"]
+    assert agent["args"] == ["agent", "--config", "/etc/lmcache-redis/agent.conf"]
     user = pod["securityContext"]["runAsUser"]
-    rights = containers["agent"]["securityContext"]["capabilities"].get("add", [])
+    rights = agent["securityContext"]["capabilities"].get("add", [])
 
     spec = importlib.util.find_spec("msgspec")
     assert spec is not None
@@ -107,7 +108,7 @@ def test_agent_and_engine_meet(mode: str, tmp_path: Path) -> None:
         if mode == "sidecar":
             lines.append(f"mount -t tmpfs -o mode=0777 tmpfs {WHERE}")  # an emptyDir
         else:
-            first = containers["endpoint"]
+            first = containers["directories"]
             added = first["securityContext"]["capabilities"]["add"]
             lines.append(f"{as_user(0, *added)} {shlex.join(first['command'])}")
         python = f"{as_user(user, *rights)} /run/python/{program}"

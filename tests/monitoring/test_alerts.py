@@ -1,6 +1,7 @@
-"""Every alert, in faults that are staged for real agents under a real Prometheus.
+"""Alerts, in faults that are staged for real agents under a real Prometheus.
 
-In the rules of these tests a minute is 0.3 seconds.
+In the rules of these tests a minute is 0.3 seconds. `alerts_test.yml` has what needs hours, many
+agents, vLLM or Kubernetes, for promtool.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from tests.servers import RedisServer
 MINUTE_MS = 300
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 NAMES = {rule["alert"] for rule in RULES}
+UNITS = Path(__file__).parent / "alerts_test.yml"
+NOT_STAGED = {
+    f"LmcacheRedis{name}"
+    for name in ("AgentsMissing", "EngineWithoutCache", "NoAgents", "QueueNearlyFull", "TierSlow")
+}
 FIRES_WITHIN_S = 60.0
 
 
@@ -39,12 +45,22 @@ def in_fast_motion(rules: str) -> str:
 def test_the_rules_are_valid_and_say_what_to_do() -> None:
     promtool = find("promtool")
     assert promtool is not None
-    done = subprocess.run([promtool, "check", "rules", ALERTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for words in (["check", "rules", "--lint-fatal", ALERTS], ["test", "rules", UNITS]):
+        done = subprocess.run([promtool, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
     for rule in RULES:
         assert rule["labels"]["severity"] in ("page", "ticket")
-        assert rule["annotations"]["summary"]
-        assert rule["annotations"]["action"]
+        assert set(rule["annotations"]) == {"summary", "description"}
+    tested = set(re.findall(r"LmcacheRedis\w+", UNITS.read_text()))
+    assert NOT_STAGED <= tested <= NAMES
+
+
+def test_alerts_ask_only_for_what_exists() -> None:
+    """By docs/reference/metrics.md, which other tests compare with the code."""
+    page = (ALERTS.parent.parent.parent / "docs" / "reference" / "metrics.md").read_text()
+    known = set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge)", page, re.M))
+    for rule in RULES:
+        assert set(re.findall(r"\blmcache_redis_\w+", rule["expr"])) <= known, rule["alert"]
 
 
 @dataclass
@@ -106,7 +122,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
 
 
 @pytest.mark.servers
-def test_every_alert_fires_in_its_fault_alone(tmp_path: Path, start: Callable[..., Site]) -> None:
+def test_alerts_fire_in_their_faults_alone(tmp_path: Path, start: Callable[..., Site]) -> None:
     targets = [f"127.0.0.1:{free_port()}" for _ in range(6)]
     writer, dead, without_redis, full, pinned = (
         start(name, target, **options)
@@ -152,11 +168,12 @@ def test_every_alert_fires_in_its_fault_alone(tmp_path: Path, start: Callable[..
         fired: set[str] = set()
         faults = zip(incomplete, damaged, slow, strict=True)
         deadline_s = time.monotonic() + FIRES_WITHIN_S
-        while fired != NAMES and time.monotonic() < deadline_s:
+        while not fired >= NAMES - NOT_STAGED and time.monotonic() < deadline_s:
             for hashes in next(faults, ()):
                 reader.ask(hashes, token_s=1e-9 if hashes in slow else 0.0)
             reader.load_in_vain()
             full.store(1)
             fired |= prometheus.firing()
             time.sleep(0.12)  # the broken chunks are enough for twelve seconds: 40 minutes
-        assert fired == NAMES
+        # The last is only sometimes slow for long enough.
+        assert fired - {"LmcacheRedisTierSlow"} == NAMES - NOT_STAGED

@@ -40,7 +40,7 @@ from lmcache_redis.cache.disk.format import (
 )
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.config import why_unsafe
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.errors import ConfigError, FormatError, StartError
 
 Sync: TypeAlias = Literal["none", "file", "directory"]
 SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")
@@ -76,12 +76,15 @@ def lock_directory(directory: Path) -> int:
     except OSError as error:
         if fd is not None:
             os.close(fd)
-        why = (
-            "is in use by another disk tier, of this or another process:"
-            if isinstance(error, BlockingIOError)
-            else f"cannot be used for chunks ({error.strerror}): make it writable or"
-        )
-        raise ConfigError(f"the directory {directory} {why} choose another") from error
+        if isinstance(error, BlockingIOError):
+            raise StartError(
+                f"the directory {directory} is in use by another disk tier, of this or another "
+                "process: choose another"
+            ) from error
+        raise ConfigError(
+            f"the directory {directory} cannot be used for chunks ({error.strerror}): make it "
+            "writable or choose another"
+        ) from error
     return fd
 
 

@@ -28,7 +28,7 @@ from lmcache_redis.compat.gateway.connection import Connection
 from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared, new_counters
 from lmcache_redis.compat.gateway.stream import Stream
 from lmcache_redis.compat.objects import ObjectCache
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.errors import ConfigError, StartError
 from lmcache_redis.processes import free_descriptors
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Gateway:
         }
 
     async def start(self) -> None:
-        """Listens and serves. Raises ConfigError if the address cannot be used."""
+        """Listens and serves. Raises StartError if the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
         self._most_clients = most_clients(self.config.max_connections)
         if self._most_clients < self.config.max_connections:
@@ -216,7 +216,7 @@ def most_clients(wanted: int) -> int:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if the address cannot be used."""
+    """A listening socket. Raises StartError if the address cannot be used."""
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
@@ -224,7 +224,7 @@ def listening(host: str, port: int) -> socket.socket:
             (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6
         )
     except OSError as error:
-        raise ConfigError(
+        raise StartError(
             f"--listen: {host} port {port} cannot be used ({error.strerror}): choose another one"
         ) from error
     listener.setblocking(False)

@@ -16,32 +16,52 @@ app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 {{- end }}
 
-{{/* The component whose pods have an agent. */}}
-{{- define "lmcache-redis.agents" -}}
-{{ if eq .Values.mode "sidecar" }}vllm{{ else }}agent{{ end }}
-{{- end }}
-
 {{- define "lmcache-redis.url" -}}
-{{ .Values.redis.url | default (printf "redis://%s-valkey:6379" (include "lmcache-redis.name" .)) }}
+{{- $own := printf "%s-valkey:6379" (include "lmcache-redis.name" .) }}
+{{- if .Values.redis.url }}{{ .Values.redis.url }}
+{{- else if .Values.valkey.tlsSecretName }}rediss://{{ $own }}?ssl_ca_certs=/run/secrets/redis/valkey-ca.crt
+{{- else }}redis://{{ $own }}
+{{- end }}
 {{- end }}
 
-{{/* Only its owner may enter the directory of the socket. An emptyDir belongs to root: there the
-agent makes a directory of its own. */}}
-{{- define "lmcache-redis.endpoint" -}}
-ipc:///run/lmcache-redis/{{ if eq .Values.mode "sidecar" }}pod/{{ end }}agent.sock
+{{/* Bytes of a size of a setting, or of a quantity of Kubernetes with a B behind it. */}}
+{{- define "lmcache-redis.bytes" -}}
+{{- $text := kindIs "string" . | ternary . (toString (int64 .)) }}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text }}
+{{- $unit := trimPrefix $number $text | trim | upper }}
+{{- $base := ternary 1000 1024 (regexMatch "^[KMGTPE]B$" $unit) }}
+{{- $size := float64 $number }}
+{{- range until (get (dict "K" 1 "M" 2 "G" 3 "T" 4 "P" 5 "E" 6) (trunc 1 $unit) | default 0 | int) }}
+{{- $size = mulf $size $base }}
+{{- end }}
+{{- int64 $size }}
 {{- end }}
 
-{{/* The user of both images: an agent opens only memory of its own user. */}}
-{{- define "lmcache-redis.podSecurity" -}}
-runAsUser: 10001
-runAsGroup: 10001
-runAsNonRoot: true
-{{- if .Values.redis.sealSecretName }}
-# Owns the files of secrets, which nobody else may read.
-fsGroup: 10001
+{{/*
+Resources whose memory holds what a setting says. Of a dict: resources, where (of them), size,
+setting (its name), beside (bytes). Without a limit it is made; a given one must have room.
+*/}}
+{{- define "lmcache-redis.resources" -}}
+{{- $size := include "lmcache-redis.bytes" .size | float64 }}
+{{- $needed := printf "%dMi" (divf (addf (mulf $size 1.25) .beside) 1048576 | ceil | int64) }}
+{{- $given := dig "limits" "memory" "" .resources }}
+{{- $limit := include "lmcache-redis.bytes" (kindIs "string" $given | ternary (printf "%vB" $given) $given) | float64 }}
+{{- if and $given (lt $limit (mulf $size 1.1)) }}
+{{- fail (printf "%s.limits.memory is %v, and %s %v: leave the limit out, or set %s" .where $given .setting .size $needed) }}
 {{- end }}
-seccompProfile:
-  type: RuntimeDefault
+{{- $memory := dict "memory" ($given | default $needed) }}
+{{- toYaml (mergeOverwrite (dict "requests" (deepCopy $memory) "limits" $memory) (deepCopy .resources)) }}
+{{- end }}
+
+{{/*
+What the specs of all pods have. Of a dict: root, values (of a component), gpu (whether it needs one).
+`pod` of a component comes first, then that of GPUs.
+*/}}
+{{- define "lmcache-redis.pod" -}}
+{{- $pod := deepCopy .values.pod }}
+{{- if and .gpu .root.Values.gpu.enabled }}{{ $pod = merge $pod (deepCopy .root.Values.gpu.pod) }}{{ end }}
+{{- with .root.Values.imagePullSecrets }}{{ $pod = merge $pod (dict "imagePullSecrets" .) }}{{ end }}
+{{- toYaml (merge $pod (dict "automountServiceAccountToken" false "enableServiceLinks" false)) }}
 {{- end }}
 
 {{- define "lmcache-redis.containerSecurity" -}}
@@ -51,67 +71,70 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{- define "lmcache-redis.agentContainer" -}}
-name: agent
-image: {{ .Values.agent.image }}
-imagePullPolicy: {{ .Values.agent.imagePullPolicy }}
-args: [agent, --config, /etc/lmcache-redis/agent.conf]
-env:
-  - name: LMCACHE_REDIS_PASSWORD_FILE
-    value: /run/secrets/redis/password
-  {{- if .Values.agent.gpu }}
-  - name: NVIDIA_VISIBLE_DEVICES
-    value: all
-  - name: NVIDIA_DRIVER_CAPABILITIES
-    value: compute,utility
-  {{- end }}
-ports:
-  - name: metrics
-    containerPort: 9464
-# The loop turns. Redis may be down: a restart of the agent would not help it.
+{{/* The connections to Redis of agents and gateways: lines of their files of settings. */}}
+{{- define "lmcache-redis.connection" -}}
+redis-url = {{ include "lmcache-redis.url" . }}
+metrics = 0.0.0.0:9464
+{{- if .Values.redis.sealSecretName }}
+seal-key-file = /run/secrets/redis/seal.keys
+{{- end }}
+{{- end }}
+
+{{/* One NAME = VALUE a line. YAML's numbers are floats here. */}}
+{{- define "lmcache-redis.settings" -}}
+{{- range $name, $value := . }}
+{{ $name }} = {{ if and (kindIs "float64" $value) (eq (floor $value) $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache-redis.hasSecrets" -}}
+{{- if or .Values.redis.secretName .Values.redis.sealSecretName (and .Values.valkey.tlsSecretName (not .Values.redis.url)) }}yes{{ end }}
+{{- end }}
+
+{{/* Of agents and gateways. */}}
+{{- define "lmcache-redis.secretVolume" -}}
+{{- if include "lmcache-redis.hasSecrets" . }}
+- name: lmcache-redis-secrets
+  projected:
+    {{- if .Values.redis.sealSecretName }}
+    # Seal keys are for the pod's group at most.
+    defaultMode: 0440
+    {{- end }}
+    sources:
+      {{- with .Values.redis.secretName }}
+      - secret: {name: {{ . }}}
+      {{- end }}
+      {{- with .Values.redis.sealSecretName }}
+      - secret: {name: {{ . }}, items: [{key: {{ $.Values.redis.sealSecretKey }}, path: seal.keys}]}
+      {{- end }}
+      {{- if and .Values.valkey.tlsSecretName (not .Values.redis.url) }}
+      - secret: {name: {{ .Values.valkey.tlsSecretName }}, items: [{key: ca.crt, path: valkey-ca.crt}]}
+      {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache-redis.secretMount" -}}
+{{- if include "lmcache-redis.hasSecrets" . }}
+- {name: lmcache-redis-secrets, mountPath: /run/secrets/redis, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache-redis.passwordVariable" -}}
+{{- if .Values.redis.secretName }}
+- name: LMCACHE_REDIS_PASSWORD_FILE
+  value: /run/secrets/redis/{{ .Values.redis.secretKey }}
+{{- end }}
+{{- end }}
+
+{{/* The loop turns. Redis may be down: a restart would not help it. */}}
+{{- define "lmcache-redis.probes" -}}
 startupProbe:
-  httpGet: {path: /healthz, port: metrics}
+  httpGet: {path: /healthz, port: 9464}
   periodSeconds: 2
   failureThreshold: 60
 livenessProbe:
-  httpGet: {path: /healthz, port: metrics}
+  httpGet: {path: /healthz, port: 9464}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
-{{- if ne .Values.mode "sidecar" }}
-{{- /* A sidecar would take its vLLM out of service, which serves without it too. */}}
-readinessProbe:
-  httpGet: {path: /healthz, port: metrics}
-  periodSeconds: 5
-  timeoutSeconds: 5
-{{- end }}
-resources:
-  {{- toYaml .Values.agent.resources | nindent 2 }}
-securityContext:
-  {{- include "lmcache-redis.containerSecurity" . | nindent 2 }}
-volumeMounts:
-  - {name: endpoint, mountPath: /run/lmcache-redis}
-  - {name: settings, mountPath: /etc/lmcache-redis, readOnly: true}
-  - {name: auth, mountPath: /run/secrets/redis, readOnly: true}
-  {{- if .Values.redis.sealSecretName }}
-  - {name: seal, mountPath: /run/secrets/seal, readOnly: true}
-  {{- end }}
-  - {name: tmp, mountPath: /tmp}
-{{- end }}
-
-{{- define "lmcache-redis.agentVolumes" -}}
-- name: settings
-  configMap:
-    name: {{ include "lmcache-redis.name" . }}-agent
-- name: auth
-  secret:
-    secretName: {{ .Values.redis.secretName }}
-{{- with .Values.redis.sealSecretName }}
-- name: seal
-  secret:
-    secretName: {{ . }}
-    defaultMode: 0440
-{{- end }}
-- name: tmp
-  emptyDir: {}
 {{- end }}
