@@ -37,8 +37,8 @@ from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.errors import ConfigError
 
 _GIB = 1 << 30
-# At most, of a chat template around a prompt.
-_CHAT_TOKENS = 64
+# At most, of a question and of the chat template around a prompt.
+_REST_TOKENS = 256
 # Two scrapes, and a time that is longer than the demo takes.
 _SCRAPED_S = 2.5
 _WHOLE_DEMO = "30m"
@@ -56,8 +56,8 @@ class _Plan:
     """What is asked, and the sizes that follow from it."""
 
     model: DemoModel
-    prompts: Sequence[str]
-    prompt_tokens: int
+    prompts: int
+    prompt_tokens: int  # at most, with its question
     max_tokens: int
     output_dir: Path
 
@@ -68,7 +68,7 @@ class _Plan:
     @property
     def redis_bytes(self) -> int:
         """All prompts, and room for keys and the allocator: nothing must be evicted."""
-        return int(1.25 * len(self.prompts) * self.prompt_bytes) + (128 << 20)
+        return int(1.25 * self.prompts * self.prompt_bytes) + (128 << 20)
 
     @property
     def pool_bytes(self) -> int:
@@ -108,13 +108,11 @@ def run_demo(
     output_dir.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     model = _model(console, output_dir)
-    count_tokens = _tokens_of(model)
-    asked = make_guides(prompts, prompt_tokens, count_tokens)
-    longest = max(map(count_tokens, asked)) + _CHAT_TOKENS
-    plan = _Plan(model, asked, longest, max_tokens, output_dir)
+    plan = _Plan(model, prompts, prompt_tokens * 11 // 10 + _REST_TOKENS, max_tokens, output_dir)
     _check_memory(plan)
+    asked = make_guides(prompts, prompt_tokens, _tokens_of(model))
     with ended_in_order():
-        results = _measure(console, plan, metrics)
+        results = _measure(console, plan, asked, metrics)
     console.print(answer_table(results))
     console.print(time_table(results))
     console.print(saved(results))
@@ -145,7 +143,7 @@ def _tokens_of(model: DemoModel) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text).ids)
 
 
-def _measure(console: Console, plan: _Plan, metrics: bool) -> list[Result]:
+def _measure(console: Console, plan: _Plan, asked: Sequence[str], metrics: bool) -> list[Result]:
     output_dir = plan.output_dir
     with contextlib.ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-redis-")))
@@ -168,17 +166,21 @@ def _measure(console: Console, plan: _Plan, metrics: bool) -> list[Result]:
             )  # fmt: skip
 
         with _started(console, "agent", agent("agent-cold.log")) as cold_agent:
-            cold = _answer_cold(console, plan, cold_agent)
+            cold = _answer_cold(console, plan, asked, cold_agent)
             stored = cold_agent.counters()["stored_bytes"]
         console.print(f"engine one and agent have ended; Redis holds {stored / 1e6:,.0f} MB of KV")
         with _started(console, "agent, its host pool empty", agent("agent-warm.log")) as warm_agent:
-            return _answer_warm(console, plan, cold, warm_agent, prometheus)
+            return _answer_warm(
+                console, plan, list(zip(asked, cold, strict=True)), warm_agent, prometheus
+            )
 
 
-def _answer_cold(console: Console, plan: _Plan, agent: AgentServer) -> list[Streamed]:
+def _answer_cold(
+    console: Console, plan: _Plan, asked: Sequence[str], agent: AgentServer
+) -> list[Streamed]:
     answers = []
     with _engine(console, "engine one", plan, agent, "engine-cold.log") as engine:
-        for number, prompt in enumerate(plan.prompts, start=1):
+        for number, prompt in enumerate(asked, start=1):
             answer = engine.ask(prompt, plan.max_tokens)
             answers.append(answer)
             console.print(f"  question {number}, computed: {answer.first_token_s:.3f} s")
@@ -190,14 +192,14 @@ def _answer_cold(console: Console, plan: _Plan, agent: AgentServer) -> list[Stre
 def _answer_warm(
     console: Console,
     plan: _Plan,
-    cold: Sequence[Streamed],
+    cold: Sequence[tuple[str, Streamed]],
     agent: AgentServer,
     prometheus: dashboard.Prometheus | None,
 ) -> list[Result]:
     results = []
     with _engine(console, "engine two", plan, agent, "engine-warm.log") as engine:
         chunk_tokens = int(agent.status()["engines"][0]["chunk_tokens"])
-        for number, (prompt, expected) in enumerate(zip(plan.prompts, cold, strict=True), start=1):
+        for number, (prompt, expected) in enumerate(cold, start=1):
             before = agent.counters()
             answer = engine.ask(prompt, plan.max_tokens)
             agent.wait_idle()

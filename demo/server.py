@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from openai import OpenAI, OpenAIError
 
@@ -47,6 +47,7 @@ class ApiServer:
     """vLLM's server with the connector. A context manager: ready on entry, ended on exit.
 
     endpoint: the agent's. words: further options of the server. log_path: of its output.
+    settings: the connector's, which may be changed before the start.
     """
 
     def __init__(
@@ -59,14 +60,9 @@ class ApiServer:
     ) -> None:
         self.log_path = log_path
         port = free_port()
-        connector = {
-            "kv_connector": "LMCacheRedisConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"endpoint": endpoint},
-        }
+        self.settings: dict[str, Any] = {"endpoint": endpoint}
         self._words = ["--model", str(model_dir), "--served-model-name", _MODEL]
-        self._words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-        self._words += ["--kv-transfer-config", json.dumps(connector), *words]
+        self._words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *words]
         self._env = {**engine_environment(), **(env or {})}
         self._root = f"http://127.0.0.1:{port}"
         self._client = OpenAI(
@@ -109,9 +105,19 @@ class ApiServer:
             raise
         return self
 
+    @property
+    def words(self) -> list[str]:
+        """The options of the server."""
+        connector = {
+            "kv_connector": "LMCacheRedisConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": self.settings,
+        }
+        return [*self._words, "--kv-transfer-config", json.dumps(connector)]
+
     def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, *self._words],
+            [sys.executable, "-m", MODULE, *self.words],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | self._env,
         )  # fmt: skip
 
