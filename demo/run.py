@@ -258,7 +258,7 @@ def _verdict(console: Console, results: Sequence[Result]) -> int:
     if absent:
         console.print(
             f"FAILED: engine two did not load all of the texts of questions {absent} from Redis; "
-            "agent-warm.log and engine-warm.log say why"
+            "agent-cold.log and agent-warm.log say why"
         )
     if not different and not absent:
         console.print("answers identical: yes; every text was loaded from Redis: yes")
