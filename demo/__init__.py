@@ -1,10 +1,12 @@
 """`scripts/demo`: the main job on this machine, with nothing but the package and vLLM.
 
-model.py      writes a small model with random weights and a large KV cache per token
+weights.py    SmolLM2-135M-Instruct as a folder, or a small model with random weights (model.py)
+guide.py      long texts, and a question about each
 agent.py      an agent in a process of its own
-engine.py     a vLLM engine in a process of its own, driven over a socket (child.py)
+server.py     vLLM's server for OpenAI's API, and its client
 run.py        engine one computes, everything but Redis ends, engine two loads
-report.py     the table, the plot and results.json
+report.py     the tables, the plot and results.json
 
-The benchmarks and the tests use `agent`, `engine` and `model` too.
+The benchmarks and the tests use `agent`, `model` and `engine` too: a vLLM engine without a server,
+driven over a socket (child.py).
 """

@@ -20,14 +20,15 @@ def demo(
         Path, typer.Option("--output-dir", help="Directory for results, plot and logs.")
     ] = Path("demo-output"),
     prompts: Annotated[
-        int, typer.Option("--prompts", min=1, max=64, help="Number of prompts.")
+        int,
+        typer.Option("--prompts", min=1, max=500, help="Number of texts and questions."),
     ] = 4,
     prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=512, max=32_768, help="Tokens of each prompt.")
-    ] = 4097,
+        int, typer.Option("--prompt-tokens", min=512, max=7500, help="Tokens of a text, about.")
+    ] = 5000,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, max=256, help="Tokens compared per prompt.")
-    ] = 16,
+        int, typer.Option("--max-tokens", min=1, max=256, help="Tokens of an answer, at most.")
+    ] = 32,
     metrics: Annotated[
         bool,
         typer.Option(
@@ -36,7 +37,7 @@ def demo(
         ),
     ] = False,
 ) -> None:
-    """Answer prompts cold, restart everything, and answer them again from Redis."""
+    """Ask vLLM about long texts, restart everything but Redis, and ask again."""
     try:
         status = run_demo(output_dir, prompts, prompt_tokens, max_tokens, metrics=metrics)
     except LMCacheRedisError as error:

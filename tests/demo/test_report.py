@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from demo.report import PromptResult, result_table, write_plot, write_results
+from demo.report import Result, answer_table, saved, time_table, write_plot, write_results
 
-GOOD = PromptResult(
+GOOD = Result(
+    question="Who owns the shop?",
     prompt_tokens=4097,
     whole_chunk_tokens=4096,
     cold_s=4.0,
@@ -19,22 +21,25 @@ GOOD = PromptResult(
     redis_bytes=268_435_456,
     loaded_tokens=4096,
     loaded_bytes=268_435_456,
-    cold_output=(1, 2, 3),
-    warm_output=(1, 2, 3),
+    cold_answer=" Ada Baker",
+    warm_answer=" Ada Baker",
 )
 
 
-def shown(results: list[PromptResult]) -> str:
-    console = Console(width=160, force_terminal=False)
+BAD = dataclasses.replace(GOOD, warm_s=0.5, warm_answer=" Ben Hill")
+
+
+def shown(table: Table) -> str:
+    console = Console(width=120, force_terminal=False)
     with console.capture() as capture:
-        console.print(result_table(results))
+        console.print(table)
     return capture.get()
 
 
-def test_outputs_are_identical_only_token_for_token() -> None:
+def test_answers_are_identical_only_letter_for_letter() -> None:
     assert GOOD.identical
-    assert not dataclasses.replace(GOOD, warm_output=(1, 2, 4)).identical
-    assert not dataclasses.replace(GOOD, warm_output=(1, 2)).identical
+    assert not dataclasses.replace(GOOD, warm_answer=" Ada Bake").identical
+    assert not dataclasses.replace(GOOD, warm_answer=" Ada baker").identical
 
 
 @pytest.mark.parametrize(
@@ -53,29 +58,40 @@ def test_loaded_means_every_whole_chunk_and_from_redis(short: dict[str, int]) ->
     assert not dataclasses.replace(GOOD, **short).loaded
 
 
-def test_the_rate_is_that_of_the_whole_request() -> None:
-    assert GOOD.gigabytes_per_s == pytest.approx(268_435_456 / 0.25 / 1e9)
+def test_the_answers_stand_side_by_side() -> None:
+    one, other = (line for line in shown(answer_table([GOOD, BAD])).splitlines() if "Ada" in line)
+    assert one.count("Ada Baker") == 2
+    assert "yes" in one
+    assert "Ada Baker" in other
+    assert "Ben Hill" in other
+    assert "NO" in other
 
 
-def test_the_table_says_what_was_measured() -> None:
-    text = shown([GOOD, dataclasses.replace(GOOD, warm_s=0.5, warm_output=(9,))])
+def test_the_times_are_those_measured() -> None:
+    text = shown(time_table([GOOD, BAD]))
     row = next(line for line in text.splitlines() if "0.250" in line)
-    for figure in ("4.000", "16.0", "4,096", "268", "1.07", "yes"):
+    for figure in ("4.000", "16.0", "4,097", "4,096", "268"):
         assert figure in row
     assert "0.375" in next(line for line in text.splitlines() if "median" in line)
-    assert "NO" in text
+    assert "8,192" in next(line for line in text.splitlines() if "all" in line)
+
+
+def test_what_was_saved_is_tokens_and_seconds() -> None:
+    said = saved([GOOD, BAD])
+    assert "8,192 of 8,194 prompt tokens" in said
+    assert " 7.2 s " in said  # 2 x 4.0, less 0.25 and 0.5
 
 
 def test_results_are_json_with_everything(tmp_path: Path) -> None:
-    bad = dataclasses.replace(GOOD, warm_output=(9,))
-    document = json.loads(write_results(tmp_path, [GOOD, bad]).read_text())
-    assert [prompt["identical"] for prompt in document["prompts"]] == [True, False]
+    document = json.loads(write_results(tmp_path, "a model", [GOOD, BAD]).read_text())
+    assert [each["identical"] for each in document["questions"]] == [True, False]
     assert document["identical"] is False
     assert document["loaded"] is True
-    assert document["prompts"][0]["cold_output"] == [1, 2, 3]
+    assert document["model"] == "a model"
+    assert document["questions"][0]["cold_answer"] == " Ada Baker"
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
-    path = write_plot(tmp_path, [GOOD, GOOD])
+    path = write_plot(tmp_path, "a model", [GOOD, GOOD])
     assert path.suffix == ".png"
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

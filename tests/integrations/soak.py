@@ -99,6 +99,7 @@ class Family:
 MODELS: dict[str, Family] = {
     "llama": Family(_llama, ENGINE_OPTIONS),
     "mistral": Family(_mistral, ENGINE_OPTIONS),
+    "smollm2": Family(partial(write_model, "smollm2"), ENGINE_OPTIONS),
     # Half of its layers: as many groups, of one layer each.
     "gemma3": Family(partial(write_model, "gemma3", num_hidden_layers=6), _WINDOWS_OPTIONS),
     "gpt-oss": Family(partial(write_model, "gpt-oss"), _WINDOWS_OPTIONS),

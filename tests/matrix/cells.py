@@ -82,6 +82,7 @@ _LORA_OPTIONS = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
 
 CASES = [
     Case("Llama", "llama", 40),
+    Case("SmolLM2-135M, real weights", "smollm2", 40),
     Case("Gemma-3", "gemma3", 150),
     Case("gpt-oss", "gpt-oss", 60),
     Case("gpt-oss, bfloat16", "gpt-oss", 60, {"dtype": "bfloat16"}, near_nats=0.1),

