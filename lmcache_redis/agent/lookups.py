@@ -161,8 +161,9 @@ class LookupJob:
                 words += tuple(state.reason for state in states if not state.up)
             if reason == "absent" and len(layouts) > 1 and found.has_some_of(hits):
                 reason = "in_part"
+        now_unix_s = time.time()
         past = PastLookup(
-            time.time(),
+            now_unix_s,
             time.monotonic() - self._started_s,
             chunks_of(question),
             self._agent.chunk_tokens(self._peer),
@@ -204,7 +205,8 @@ class LookupJob:
 def note_miss(agent: Agent, peer: Peer, question: m.Lookup, reason: str) -> None:
     """Keeps a lookup that was a miss before anything was looked for."""
     tokens, model = agent.chunk_tokens(peer), peer.hello.model_name
-    past = PastLookup(time.time(), 0.0, chunks_of(question), tokens, model, reason=reason)
+    now_unix_s = time.time()
+    past = PastLookup(now_unix_s, 0.0, chunks_of(question), tokens, model, reason=reason)
     agent.sessions.history.looked_up((peer.engine_id, question.request_id), past)
 
 

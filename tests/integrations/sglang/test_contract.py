@@ -6,6 +6,10 @@ import dataclasses
 import inspect
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.servers  # SGLang starts processes while it is imported
+
 # Of SGLang 0.5.23.
 ABSTRACT = {
     "get": ["key", "target_location", "target_sizes"],
