@@ -243,7 +243,7 @@ def test_a_wrong_setting_is_one_sentence(words: list[str], says: str) -> None:
 
 def test_an_endpoint_in_use_is_one_sentence(agent: StartedAgent) -> None:
     done = run("agent", "--endpoint", agent.endpoint, "--redis-url", "unix:///nowhere")
-    assert done.returncode == 2
+    assert done.returncode == 1  # it may work later
     assert "is in use" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
