@@ -117,8 +117,7 @@ class LookupJob:
             session.hold(hashes[chunk], first, entry)
             if pool.on_change is not None:
                 pool.report_again(entry)
-        if session.cancel_lookup == found.cancel:
-            session.cancel_lookup = None
+        session.cancel_lookup = None
 
     def _count(self, found: PrefixLookup, tiers: str) -> None:
         metrics, chunks = self._agent.cache.metrics, len(self._question.hashes)
@@ -147,8 +146,6 @@ class LookupJob:
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:
     """See `messages.LookupResult`. letters: of the cache's tiers."""
     levels = found.levels()
-    if not levels:
-        return "h" * found.bound
     return "".join(
         letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
     )

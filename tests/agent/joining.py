@@ -14,20 +14,25 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
-from lmcache_redis.cache.pool import Arena
+from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.processes import process_start_time
-from tests.cache.played import run_until
+from tests.cache.played import PlayedTier, run_until
 from tests.harness import block_hashes
 
 HASHES = block_hashes("prompt", 8)
 LAYOUT = KVLayout((), "uint8", "cpu", 16, 64, (Segment(0, 0, 1000, 1000),))
 CHUNK_SIZE_TOKENS = 64
 LONG_AGO_S = 60.0
+
+
+def kv_rank_of(worker_id: int) -> int:
+    return ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id)
 
 
 class Joining:
@@ -41,8 +46,9 @@ class Joining:
             lookup_deadline_s=lookup_deadline_s,
         )
         self.arena = Arena(16 * 4096, 4096)
-        never = {"cancel": None, "clear": None, "close": None}
-        plane: Any = SimpleNamespace(state=SimpleNamespace(probed=True), **never)
+        self.index: set[bytes] = set()  # the chunk keys that Redis has
+        self.redis = PlayedTier("Redis", self.index)
+        plane: Any = self.redis
         self.agent = Agent.of(config, self.arena, plane)
         self.loop, self.peers = self.agent.loop, self.agent.peers
         self.handlers = Handlers(self.agent)
@@ -70,14 +76,19 @@ class Joining:
         self.peers.add(peer)
         return peer
 
-    def register(self, peer: Peer, told: Callable[[m.Answer], None] = lambda answer: None) -> None:
+    def register(
+        self,
+        peer: Peer,
+        told: Callable[[m.Answer], None] = lambda answer: None,
+        kv_rank: int | None = None,
+    ) -> None:
         worker_id = peer.hello.worker_id
         assert worker_id is not None
         question = m.RegisterKVCache(
             1,
             (
                 m.KVGroup(
-                    ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id),
+                    kv_rank_of(worker_id) if kv_rank is None else kv_rank,
                     LAYOUT,
                     LAYOUT.fingerprint(CHUNK_SIZE_TOKENS),
                 ),
@@ -86,18 +97,38 @@ class Joining:
         )
         self.handlers.answer(peer, question, told)
 
-    def hold_a_chunk(self) -> None:
+    def engine(self, kv_ranks: Sequence[int | None] = (None, None)) -> Peer:
+        """The scheduler of an engine whose workers have joined."""
+        self.map_memory.set()
+        scheduler, *workers = (self.join(each) for each in (None, *range(len(kv_ranks))))
+        for worker, kv_rank in zip(workers, kv_ranks, strict=True):
+            self.register(worker, kv_rank=kv_rank)
+        self.run(lambda: all(each.registration for each in workers))
+        return scheduler
+
+    def key(self, chunk_hash: bytes, worker_id: int) -> bytes:
+        return self._form(worker_id).key(chunk_hash)
+
+    def _form(self, worker_id: int) -> ChunkForm:
+        kv_rank = kv_rank_of(worker_id)
+        return form_of(LAYOUT, "model", kv_rank, CHUNK_SIZE_TOKENS, self.agent.config)
+
+    def hold_a_chunk(self, chunk_hash: bytes = HASHES[3]) -> list[Entry]:
         """Puts each rank's part of a chunk into the host pool."""
+        entries = []
         for worker_id in range(2):
-            kv_rank = ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id)
-            form = form_of(LAYOUT, "model", kv_rank, CHUNK_SIZE_TOKENS, self.agent.config)
-            entry = self.agent.cache.reserve(form, HASHES[3])
+            entry = self.agent.cache.reserve(self._form(worker_id), chunk_hash)
             assert entry is not None
             assert self.agent.cache.publish(entry)
+            entries.append(entry)
+        return entries
 
-    def look_up(self, scheduler: Peer) -> None:
-        question = m.Lookup(2, "r", (HASHES[3],))
+    def look_up(self, scheduler: Peer, hashes: Sequence[bytes] = HASHES[3:4], **more: Any) -> None:
+        question = m.Lookup(2, "r", tuple(hashes), **more)
         self.handlers.answer(scheduler, question, self.answers.append)
+
+    def end_session(self, scheduler: Peer) -> None:
+        self.handlers.answer(scheduler, m.EndSession(3, "r"), lambda answer: None)
 
     def run(self, until: Callable[[], object]) -> None:
         run_until(self.loop, until)
