@@ -35,6 +35,10 @@ def kv_rank_of(worker_id: int) -> int:
     return ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id)
 
 
+def group_of(kv_rank: int, layout: KVLayout = LAYOUT) -> m.KVGroup:
+    return m.KVGroup(kv_rank, layout, layout.fingerprint(CHUNK_SIZE_TOKENS))
+
+
 class Joining:
     """An agent's handlers and an engine of two workers, whose memory the test maps."""
 
@@ -54,6 +58,8 @@ class Joining:
         self.handlers = Handlers(self.agent)
         self.answers: list[m.Answer] = []
         self.map_memory = threading.Event()
+        self.unmap_memory = threading.Event()
+        self.unmap_memory.set()
         self.broken = False
         self.opened: list[str] = []  # and closed, in order
 
@@ -63,9 +69,14 @@ class Joining:
             raise DeviceError("this memory cannot be mapped")
         number = sum(each.startswith("opened") for each in self.opened) + 1
         self.opened.append(f"opened {number}")
-        return SimpleNamespace(
-            layouts=layouts, close=lambda: self.opened.append(f"closed {number}")
-        )
+
+        def close() -> None:
+            assert self.unmap_memory.wait(30)
+            if self.broken:
+                raise DeviceError("this memory cannot be unmapped")
+            self.opened.append(f"closed {number}")
+
+        return SimpleNamespace(layouts=layouts, close=close)
 
     def join(self, worker_id: int | None, ago_s: float = LONG_AGO_S, unnamed: bool = False) -> Peer:
         """A peer whose HELLO came that many seconds ago."""
@@ -82,20 +93,16 @@ class Joining:
         told: Callable[[m.Answer], None] = lambda answer: None,
         kv_rank: int | None = None,
     ) -> None:
-        worker_id = peer.hello.worker_id
-        assert worker_id is not None
-        question = m.RegisterKVCache(
-            1,
-            (
-                m.KVGroup(
-                    kv_rank_of(worker_id) if kv_rank is None else kv_rank,
-                    LAYOUT,
-                    LAYOUT.fingerprint(CHUNK_SIZE_TOKENS),
-                ),
-            ),
-            (SharedMemoryHandle(os.getpid(), process_start_time(os.getpid()), 0, 0, 0, 64000),),
-        )
-        self.handlers.answer(peer, question, told)
+        if kv_rank is None:
+            kv_rank = kv_rank_of(peer.hello.worker_id or 0)
+        self.register_groups(peer, [group_of(kv_rank)], told)
+
+    def register_groups(
+        self, peer: Peer, groups: Sequence[m.KVGroup], told: Callable[[m.Answer], None]
+    ) -> None:
+        process = os.getpid(), process_start_time(os.getpid())
+        storages = (SharedMemoryHandle(*process, 0, 0, 0, 64000),)
+        self.handlers.answer(peer, m.RegisterKVCache(1, tuple(groups), storages), told)
 
     def engine(self, kv_ranks: Sequence[int | None] = (None, None)) -> Peer:
         """The scheduler of an engine whose workers have joined."""
@@ -135,6 +142,7 @@ class Joining:
 
     def close(self) -> None:
         self.map_memory.set()
+        self.unmap_memory.set()
         assert self.agent.copies.close(10)
         self.loop.run_posted()
         for peer in self.peers:

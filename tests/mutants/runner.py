@@ -105,7 +105,8 @@ def batches(root: Path, files: Iterable[str]) -> list[list[str]]:
     """Files that are run together: those that mention no servers, and each other one alone."""
     found: list[list[str]] = []
     for slow, several in itertools.groupby(files, lambda f: "server" in (root / f).read_text()):
-        found += [[each] for each in several] if slow else [[*several]]
+        group = [*several]
+        found += [[each] for each in group] if slow else [group]
     return found
 
 
