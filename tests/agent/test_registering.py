@@ -62,7 +62,7 @@ def test_a_worker_that_left_registers_no_more(here: Joining) -> None:
     assert worker.registration is None
 
 
-def test_a_registration_is_answered_when_all_former_mappings_are_closed(here: Joining) -> None:
+def test_the_answer_comes_when_all_former_mappings_are_closed(here: Joining) -> None:
     worker = here.join(0)
     answers: list[m.Answer] = []
     here.unmap_memory.clear()

@@ -135,7 +135,7 @@ class Loading(Played):
         self.tier.read.clear()
 
 
-def test_missing_chunks_are_loaded_in_pieces_while_others_are_copied() -> None:
+def test_what_is_missing_is_loaded_in_pieces() -> None:
     device = Device()
     played = Loading(device, HASHES[:4])
     played.retrieve().start()
