@@ -4,9 +4,10 @@ Each mutant is the module with one fault (`mutation` lists the kinds), judged in
 by the tests that run its lines, in their own process or in one that they start: the fastest of
 them, for some seconds together. They are looked for in the module's folder, those that mirror its
 name or import it first, and then elsewhere in those that import it, for a third of the time. It is
-killed if one of them fails, or if they take three times as long as without it and ten seconds more.
-One that survives is a gap of the tests, or no fault at all: read its diff, then write the test or
-let it be. Modules of one folder are best judged in one run: what its tests run is learned once.
+killed if a test fails, or if one or all take three times as long as without it and some seconds
+more. One that survives is a gap of the tests, or no fault at all: read its diff, then write the
+test or let it be. Modules of one folder are best judged in one run: what its tests run is learned
+once.
 
   scripts/mutate --modules chunks.keys cache.pool --minutes 5
   scripts/mutate --modules resp.maps --minutes 2 --seed 7
