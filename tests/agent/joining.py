@@ -100,8 +100,8 @@ class Joining:
     def register_groups(
         self, peer: Peer, groups: Sequence[m.KVGroup], told: Callable[[m.Answer], None]
     ) -> None:
-        process = os.getpid(), process_start_time(os.getpid())
-        storages = (SharedMemoryHandle(*process, 0, 0, 0, 64000),)
+        started = process_start_time(os.getpid())
+        storages = (SharedMemoryHandle(os.getpid(), started, 0, 0, 0, 64000),)
         self.handlers.answer(peer, m.RegisterKVCache(1, tuple(groups), storages), told)
 
     def engine(self, kv_ranks: Sequence[int | None] = (None, None)) -> Peer:

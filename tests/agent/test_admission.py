@@ -82,7 +82,7 @@ class Door:
         self.router.bind(f"ipc://{path}")
         self.admission = admission.Admission(self.router, f"ipc://{path}")
         monkeypatch.setattr(admission, "free_descriptors", lambda: self.free)
-        monkeypatch.setattr(admission.resource, "getrlimit", lambda _: (self.limit, self.limit))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (self.limit, self.limit))
 
     def is_open_with(self, free: int) -> bool:
         self.free = free

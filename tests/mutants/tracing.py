@@ -34,7 +34,7 @@ class Lines:
 
     def stop(self) -> None:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
     def _call(self, frame: FrameType, event: str, value: object) -> object:
         return self._line(frame, event, value) if frame.f_code.co_filename in self._files else None

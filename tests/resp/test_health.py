@@ -153,7 +153,7 @@ def test_connections_are_renewed_every_few_seconds(monkeypatch: pytest.MonkeyPat
 class Prober:
     """The health of a server, probed when the test says so. answer: as of a `LyingServer`."""
 
-    def __init__(self, server: LyingServer, **options: float) -> None:
+    def __init__(self, server: LyingServer, **options: Any) -> None:
         settings = RedisOptions(
             server.url, **{"probe_interval_s": 0.01, "heartbeat_s": 0.01, **options}
         )
@@ -350,7 +350,7 @@ def test_a_connection_that_was_lost_is_tried_again(server: RedisServer) -> None:
 
 def test_a_sentence_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(health.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     notes = health.ErrorNotes()
     assert [notes.is_new("a"), notes.is_new("a"), notes.is_new("b")] == [True, False, True]
     now += 59.9
