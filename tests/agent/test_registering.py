@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent import registering
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.layout import Segment
 from lmcache_redis.errors import WireError
 from tests.agent.joining import LAYOUT, Joining, group_of
@@ -112,6 +114,8 @@ def test_a_registration_in_progress_may_hold_up_the_process(here: Joining) -> No
     assert not says()
 
 
+HUGE = replace(LAYOUT, segments=(Segment(0, 0, 1 << 28, 1 << 28),))
+NO_BLOCKS = replace(LAYOUT, block_size_tokens=0)
 BIG = replace(LAYOUT, segments=(Segment(0, 0, 20_000, 20_000),))
 
 
@@ -123,6 +127,9 @@ BIG = replace(LAYOUT, segments=(Segment(0, 0, 20_000, 20_000),))
         ([replace(group_of(0), fingerprint=bytes(32))], "different fingerprints of one layout"),
         ([group_of(0, BIG)], "does not fit the host pool"),
         ([group_of(0)] * 17, "does not fit the host pool"),
+        ([group_of(0)] * 256, "does not fit the host pool"),
+        ([group_of(0), group_of(0, NO_BLOCKS)], "of whole blocks"),
+        ([replace(group_of(0), layout=HUGE)], "chunks of this KV cache cannot be cached"),
     ],
 )
 def test_what_cannot_be_cached_is_refused(here: Joining, groups: list[m.KVGroup], why: str) -> None:
@@ -136,11 +143,19 @@ def test_what_cannot_be_cached_is_refused(here: Joining, groups: list[m.KVGroup]
     assert not worker.mapping
 
 
-def test_as_many_groups_as_the_pool_has_slots(here: Joining) -> None:
+def test_as_many_groups_as_the_pool_has_slots(
+    here: Joining, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, registering.__name__)
     worker = here.join(0)
     here.map_memory.set()
-    here.register_groups(worker, [group_of(0)] * 16, lambda answer: None)
+    window = replace(LAYOUT, segments=(Segment(0, 0, 1 << 10, 1 << 10),), reach=Reach("window", 64))
+    here.register_groups(worker, [*[group_of(0)] * 15, group_of(0, window)], lambda answer: None)
     here.run(lambda: worker.registration)
+    assert "registered worker 0 of engine engine (model): chunks of 0.0 MiB in 1 str" in caplog.text
+    assert caplog.text.count("; chunks of a sliding window of 0.0 MiB in 1 stripes") == 1
+    assert worker.registration is not None
+    assert [group.blocks_per_part for group in worker.registration.groups] == [4] * 16
 
 
 def test_memory_that_cannot_be_mapped_is_refused(
