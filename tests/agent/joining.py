@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.processes import process_start_time
+from lmcache_redis.tiers import ChunkIO, WriteOutcome
 from tests.cache.played import PlayedTier, run_until
 from tests.harness import block_hashes
 
@@ -42,12 +45,13 @@ def group_of(kv_rank: int, layout: KVLayout = LAYOUT) -> m.KVGroup:
 class Joining:
     """An agent's handlers and an engine of two workers, whose memory the test maps."""
 
-    def __init__(self, lookup_deadline_s: float = 30.0) -> None:
+    def __init__(self, lookup_deadline_s: float = 30.0, disk_path: Path | None = None) -> None:
         config = AgentConfig(
             redis_url="redis://nowhere:1",
             chunk_size_tokens=CHUNK_SIZE_TOKENS,
             slot_bytes=4096,
             lookup_deadline_s=lookup_deadline_s,
+            disk_path=disk_path,
         )
         self.arena = Arena(16 * 4096, 4096)
         self.index: set[bytes] = set()  # the chunk keys that Redis has
@@ -130,6 +134,18 @@ class Joining:
             entries.append(entry)
         return entries
 
+    def store_on_disk(self, chunk_hash: bytes) -> None:
+        """Each rank's part of a chunk."""
+        disk, stored = self.agent.disk, []
+        assert disk is not None
+        for worker_id in range(2):
+            form = self._form(worker_id)
+            views = [memoryview(bytearray(form.chunk_bytes))]
+            io = ChunkIO(form.key(chunk_hash), form.frame(chunk_hash), views, math.inf)
+            disk.store_all([io], lambda _, outcome: stored.append(outcome))
+        self.run(lambda: len(stored) == 2)
+        assert stored == [WriteOutcome.STORED] * 2
+
     def look_up(self, scheduler: Peer, hashes: Sequence[bytes] = HASHES[3:4], **more: Any) -> None:
         question = m.Lookup(2, "r", tuple(hashes), **more)
         self.handlers.answer(scheduler, question, self.answers.append)
@@ -148,5 +164,7 @@ class Joining:
         for peer in self.peers:
             self.handlers.forget(peer, "the test ends")
         assert self.agent.cache.pool.pinned == 0
+        if self.agent.disk is not None:
+            assert self.agent.disk.close(10)
         self.agent.wakeup.close()
         self.arena.close()

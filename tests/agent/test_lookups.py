@@ -82,7 +82,7 @@ def joining(
 ) -> Iterator[Callable[..., Joining]]:
     made: list[Joining] = []
 
-    def make(**options: float) -> Joining:
+    def make(**options: Any) -> Joining:
         made.append(Joining(**options))
         monkeypatch.setattr(registering, "open_device", made[-1].open_device)
         return made[-1]
@@ -166,41 +166,47 @@ def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[...
     assert not len(here.agent.sessions)
 
 
-def test_what_is_found_is_loaded_counted_and_pinned(joining: Callable[..., Joining]) -> None:
-    here = joining()
+def test_what_is_found_is_loaded_counted_and_pinned(
+    joining: Callable[..., Joining], tmp_path: Path
+) -> None:
+    here = joining(disk_path=tmp_path / "disk")
     scheduler, metrics = here.engine(), here.agent.cache.metrics
     before = metrics.snapshot()
     here.hold_a_chunk(HASHES[0])
-    here.index.update(here.key(each, rank) for each in HASHES[1:3] for rank in range(2))
+    here.store_on_disk(HASHES[1])
+    here.index.update(here.key(each, rank) for each in HASHES[2:4] for rank in range(2))
     here.look_up(scheduler, HASHES[:5], first_chunk=7)
-    assert [here.redis.index is here.index, len(here.redis.read), here.answers] == [True, 4, []]
+    assert len(here.redis.read) == 4
     for io in here.redis.read:
         here.redis.read_done(io, ReadOutcome.LOADED)
     here.run(lambda: here.answers)
-    assert here.answers == [m.LookupResult(0, 3, "hrr")]
+    assert here.answers == [m.LookupResult(0, 4, "hdrr")]
     counted = {name: n - before[name] for name, n in metrics.snapshot().items()}
     assert {name: n for name, n in counted.items() if "lookup" in name or "hit_" in name} == {
         **dict.fromkeys((n for n in counted if "lookup" in n or "hit_" in n), 0),
-        "lookups": 1, "lookup_chunks": 5, "hit_chunks_pool": 1, "hit_chunks_redis": 2,
+        "lookups": 1, "lookup_chunks": 5, "hit_chunks_pool": 1,
+        "hit_chunks_disk": 1, "hit_chunks_redis": 2,
     }  # fmt: skip
     use = here.peers.use_of("model")
-    assert (use.lookups, use.lookup_tokens, use.hit_tokens) == (1, 5 * 64, 3 * 64)
+    assert (use.lookups, use.lookup_tokens, use.hit_tokens) == (1, 5 * 64, 4 * 64)
     histograms = [
         metrics.registry.get_sample_value(f"lmcache_redis_lookup_{name}")
         for name in ("hit_chunks_count", "hit_chunks_sum", "seconds_count")
     ]
-    assert histograms == [1, 3, 1]
+    assert histograms == [1, 4, 1]
     assert 0 < (metrics.registry.get_sample_value("lmcache_redis_lookup_seconds_sum") or 0) < 30
     (session,) = here.agent.sessions
     assert session.positions == {each: 7 + n for n, each in enumerate(HASHES[:5])}
     assert session.cancel_lookup is None
-    held = {(each, rank) for each in HASHES[:3] for rank in range(2)}
+    held = {(each, rank) for each in HASHES[:4] for rank in range(2)}
     for chunk_hash, rank in held:
         entry = session.take(chunk_hash, (rank, 0))
         assert entry is not None
-        assert (entry.key, entry.pins) == (here.key(chunk_hash, rank), 1)
+        assert entry.key == here.key(chunk_hash, rank)
         here.agent.cache.pool.unpin(entry)
     assert not session.has_pins
+    # What Redis had is written to the disk meanwhile.
+    here.run(lambda: here.agent.cache.pool.pinned == 0)
 
 
 def test_a_miss_is_counted_as_one(joining: Callable[..., Joining]) -> None:

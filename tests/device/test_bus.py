@@ -69,6 +69,12 @@ def test_a_row_ends_where_a_2d_copy_would_be_wrong(
     assert [each.height for each in found] == [1, 1]
 
 
+def test_a_pitch_may_be_as_large_as_the_gpu_allows() -> None:
+    rows = copies((0, 0, 8), (MOST_PITCH, 8, 8), (2 * MOST_PITCH, 16, 8))
+    found = rows_of(rows, np.zeros(3, dtype=np.int64), MOST_PITCH)
+    assert found == [Rows(0, MOST_PITCH, 0, 8, 8, 3)]
+
+
 @given(
     st.lists(
         st.tuples(

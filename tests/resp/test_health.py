@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -217,6 +218,25 @@ def test_a_server_is_up_once_a_probe_was_answered(
     assert prober.went_down == 0
 
 
+def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
+    prober = Prober(probed)
+    woken: list[tuple[bool, bool]] = []
+    wait = [
+        lambda: woken.append((prober.health.wait_up(), prober.health.is_up)),
+        lambda: woken.append((prober.health.wait_probed(60) is None, prober.health.is_up)),
+    ]
+    threads = [threading.Thread(target=each) for each in wait]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert woken == []
+    prober.step()
+    for thread in threads:
+        thread.join(10)
+    assert woken == [(True, True)] * 2
+    close(prober)
+
+
 def test_a_user_who_may_not_ping_may_use_the_server(
     probed: LyingServer, says: dict[bytes, bytes]
 ) -> None:
@@ -227,18 +247,25 @@ def test_a_user_who_may_not_ping_may_use_the_server(
     close(prober)
 
 
+@pytest.mark.parametrize("reply", [b"no reply\r\n", b"-NOAUTH Authentication required.\r\n"])
 def test_a_heartbeat_that_fails_takes_the_server_down(
-    probed: LyingServer, says: dict[bytes, bytes], caplog: pytest.LogCaptureFixture
+    probed: LyingServer,
+    says: dict[bytes, bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    reply: bytes,
 ) -> None:
+    monkeypatch.setattr(health, "_REFUSED_RETRY_S", 0.01)
     prober = Prober(probed)
     prober.step()
-    says[b"PING"] = b"no reply\r\n"
+    says[b"PING"] = reply
     prober.step()
     assert not prober.health.is_up
     assert (prober.went_down, prober.connector.connects) == (1, 1), "it tries no other connection"
     assert prober.connector.open_streams == 0
     prober.step()
     assert (prober.went_down, prober.connector.connects) == (1, 2)
+    assert prober.connector.open_streams == 0
     says.clear()
     prober.step()
     assert prober.health.is_up
@@ -304,7 +331,7 @@ def test_what_was_seen_before_the_last_change_counts_no_more(probed: LyingServer
     prober.step()
     prober.health.down(RedisUnavailable("gone"), before)
     assert prober.health.is_up
-    prober.down()
+    prober.health.down(RedisUnavailable("gone"), prober.health.state.since)
     prober.down("still")
     assert prober.health.state.reason == "gone"
     close(prober)
