@@ -205,7 +205,8 @@ def test_what_is_found_is_loaded_counted_and_pinned(
         assert entry.key == here.key(chunk_hash, rank)
         here.agent.cache.pool.unpin(entry)
     assert not session.has_pins
-    # What Redis had is written to the disk meanwhile.
+    # What the disk did not have is written there meanwhile.
+    here.run(lambda: metrics.snapshot()["disk_stored_chunks"] == 6)
     here.run(lambda: here.agent.cache.pool.pinned == 0)
 
 
