@@ -132,8 +132,7 @@ class LookupJob:
             session.hold(hashes[chunk], first, entry)
             if pool.on_change is not None:
                 pool.report_again(entry)
-        if session.cancel_lookup == found.cancel:
-            session.cancel_lookup = None
+        session.cancel_lookup = None
 
     def _load_of(self, found: PrefixLookup, users: Sequence[Sequence[PartKey]]) -> HitLoad | None:
         """The load that the engine may begin now."""
@@ -218,8 +217,6 @@ def chunks_of(question: m.Lookup) -> range:
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:
     """See `messages.LookupResult`. letters: of the cache's tiers."""
     levels = found.levels()
-    if not levels:
-        return "h" * found.bound
     return "".join(
         letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
     )

@@ -255,8 +255,8 @@ class Registering:
 
 
 def _name(peer: Peer) -> str:
-    who = "scheduler" if peer.hello.worker_id is None else f"worker {peer.hello.worker_id}"
-    return f"{who} of engine {peer.engine_id[:8]} ({peer.hello.model_name})"
+    hello = peer.hello
+    return f"worker {hello.worker_id} of engine {peer.engine_id[:8]} ({hello.model_name})"
 
 
 def _sentence(group: Group) -> str:

@@ -22,7 +22,7 @@ from lmcache_redis.chunks.names import FULL_REACH, ChunkForm, Reach
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.metrics import Metrics
 from tests.cache.auditing import audit
-from tests.cache.played import run_until
+from tests.cache.played import FORM, run_until
 
 BLOCKS_A_CHUNK = 2
 STRIPES_A_CHUNK = 1
@@ -106,9 +106,11 @@ class PlayedCache(Cache):
 class Played:
     """The parts of the agent that a job uses (cache, copy threads, session), and its answers."""
 
-    def __init__(self, device: Any, *, slots: int = 8) -> None:
+    def __init__(
+        self, device: Any, *, slots: int = 8, cache: Callable[[OwnerLoop], Any] | None = None
+    ) -> None:
         self.loop = OwnerLoop(lambda: None)
-        self.cache = PlayedCache(self.loop, slots)
+        self.cache = PlayedCache(self.loop, slots) if cache is None else cache(self.loop)
         self.pool, self.metrics = self.cache.pool, self.cache.metrics
         self.copies = CopyThreads(1)
         self.sessions = Sessions(self.pool, timeout_s=60)
@@ -121,7 +123,7 @@ class Played:
             peers=Peers(),
         )
         self.answers: list[Any] = []
-        form: Any = Form()
+        form: Any = Form() if cache is None else FORM
         self.registration = Registration(
             "engine",
             0,

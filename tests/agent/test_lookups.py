@@ -16,7 +16,10 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.lookups import shared_rows, tier_letters
 from lmcache_redis.agent.main import _prefault
-from tests.agent.joining import HASHES, Joining
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.names import FULL_REACH, ChunkNames
+from lmcache_redis.tiers import ReadOutcome
+from tests.agent.joining import HASHES, LAYOUT, Joining, kv_rank_of
 from tests.harness import AgentServer, Engine
 from tests.servers import RedisServer
 
@@ -79,7 +82,7 @@ def joining(
 ) -> Iterator[Callable[..., Joining]]:
     made: list[Joining] = []
 
-    def make(**options: float) -> Joining:
+    def make(**options: Any) -> Joining:
         made.append(Joining(**options))
         monkeypatch.setattr(registering, "open_device", made[-1].open_device)
         return made[-1]
@@ -155,12 +158,153 @@ def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[...
         here.register(here.join(worker_id))
     here.hold_a_chunk()
     here.look_up(scheduler)
-    here.handlers.answer(scheduler, m.EndSession(3, "r"), lambda answer: None)
+    here.end_session(scheduler)
     here.map_memory.set()
     here.run(lambda: here.peers.complete(scheduler) or not any(p.mapping for p in here.peers))
     here.loop.run_due()
     assert here.answers == []
     assert not len(here.agent.sessions)
+
+
+def test_what_is_found_is_loaded_counted_and_pinned(
+    joining: Callable[..., Joining], tmp_path: Path
+) -> None:
+    here = joining(disk_path=tmp_path / "disk")
+    scheduler, metrics = here.engine(), here.agent.cache.metrics
+    before = metrics.snapshot()
+    here.hold_a_chunk(HASHES[0])
+    here.store_on_disk(HASHES[1])
+    here.index.update(here.key(each, rank) for each in HASHES[2:4] for rank in range(2))
+    here.look_up(scheduler, HASHES[:5], first_chunk=7)
+    assert len(here.redis.read) == 4
+    for io in here.redis.read:
+        here.redis.read_done(io, ReadOutcome.LOADED)
+    here.run(lambda: here.answers)
+    assert here.answers == [m.LookupResult(0, 4, "hdrr")]
+    counted = {name: n - before[name] for name, n in metrics.snapshot().items()}
+    assert {name: n for name, n in counted.items() if "lookup" in name or "hit_" in name} == {
+        **dict.fromkeys((n for n in counted if "lookup" in n or "hit_" in n), 0),
+        "lookups": 1, "lookup_chunks": 5, "hit_chunks_pool": 1,
+        "hit_chunks_disk": 1, "hit_chunks_redis": 2,
+    }  # fmt: skip
+    use = here.peers.use_of("model")
+    assert (use.lookups, use.lookup_tokens, use.hit_tokens) == (1, 5 * 64, 4 * 64)
+    histograms = [
+        metrics.registry.get_sample_value(f"lmcache_redis_lookup_{name}")
+        for name in ("hit_chunks_count", "hit_chunks_sum", "seconds_count")
+    ]
+    assert histograms == [1, 4, 1]
+    assert 0 < (metrics.registry.get_sample_value("lmcache_redis_lookup_seconds_sum") or 0) < 30
+    (session,) = here.agent.sessions
+    assert session.positions == {each: 7 + n for n, each in enumerate(HASHES[:5])}
+    assert session.cancel_lookup is None
+    held = {(each, rank) for each in HASHES[:4] for rank in range(2)}
+    for chunk_hash, rank in held:
+        entry = session.take(chunk_hash, (rank, 0))
+        assert entry is not None
+        assert entry.key == here.key(chunk_hash, rank)
+        here.agent.cache.pool.unpin(entry)
+    assert not session.has_pins
+    # What the disk did not have is written there meanwhile.
+    here.run(lambda: metrics.snapshot()["disk_stored_chunks"] == 6)
+    here.run(lambda: here.agent.cache.pool.pinned == 0)
+
+
+def test_a_miss_is_counted_as_one(joining: Callable[..., Joining]) -> None:
+    here = joining()
+    here.look_up(here.engine())
+    assert here.answers == [m.LookupResult(0, 0)]
+    use, registry = here.peers.use_of("model"), here.agent.cache.metrics.registry
+    assert (use.lookups, use.lookup_tokens, use.hit_tokens) == (1, 64, 0)
+    assert registry.get_sample_value("lmcache_redis_lookup_hit_chunks_count") == 0
+
+
+def test_parts_with_equal_bytes_are_pinned_for_each_rank(joining: Callable[..., Joining]) -> None:
+    here = joining()
+    scheduler = here.engine([kv_rank_of(0), kv_rank_of(0)])
+    entry, _ = here.hold_a_chunk()
+    changes: list[tuple[bytes, int | None, bool]] = []
+    here.agent.cache.pool.on_change = lambda *change: changes.append(change)
+    here.look_up(scheduler)
+    assert here.answers == [m.LookupResult(0, 1, "h")]
+    assert changes == [(entry.key, None, True)], "for routers that watch"
+    assert entry.pins == 2
+    (session,) = here.agent.sessions
+    for rank in range(2):
+        assert session.take(HASHES[3], (rank, 0)) is entry
+        here.agent.cache.pool.unpin(entry)
+
+
+def test_what_a_session_has_pinned_is_free_when_it_ends(joining: Callable[..., Joining]) -> None:
+    here = joining()
+    scheduler = here.engine()
+    here.hold_a_chunk()
+    for _ in range(2):
+        here.look_up(scheduler)
+        assert here.agent.cache.pool.pinned == 2
+    here.end_session(scheduler)
+    assert here.agent.cache.pool.pinned == 0
+
+
+@pytest.mark.parametrize("ended_by", ["another lookup", "the end"])
+def test_a_lookup_that_loads_is_cancelled(joining: Callable[..., Joining], ended_by: str) -> None:
+    here = joining()
+    scheduler = here.engine()
+    here.index.update(here.key(HASHES[0], rank) for rank in range(2))
+    here.look_up(scheduler, HASHES[:1])
+    first = [*here.redis.read]
+    if ended_by == "another lookup":
+        here.hold_a_chunk()
+        here.look_up(scheduler)
+        assert here.answers == [m.LookupResult(0, 1, "h")]
+    else:
+        here.end_session(scheduler)
+    assert here.redis.cancelled == first
+    for io in first:
+        here.redis.read_done(io, ReadOutcome.CANCELLED)
+    here.loop.run_posted()
+    assert len(here.answers) == (ended_by == "another lookup")
+
+
+def test_distrusted_chunks_are_found_to_be_compared_only(joining: Callable[..., Joining]) -> None:
+    here = joining()
+    scheduler = here.engine()
+    here.hold_a_chunk()
+    here.agent.trust.differed(LAYOUT.fingerprint(64), HASHES[3])
+    here.look_up(scheduler)
+    here.look_up(scheduler, first_chunk=1)
+    assert here.answers == [
+        m.LookupResult(0, 1, "h", compare_only=True),
+        m.LookupResult(0, 0, compare_only=True),
+    ]
+
+
+@pytest.mark.parametrize("distrusted", [False, True])
+def test_parts_of_other_agents_must_be_in_redis(
+    joining: Callable[..., Joining], distrusted: bool
+) -> None:
+    """Not those of a worker that is registered here, too."""
+    here = joining()
+    fingerprint, other = LAYOUT.fingerprint(64), b"o" * 32
+    here.map_memory.set()
+    scheduler, worker = here.join(None), here.join(0)
+    here.register(worker)
+    here.run(lambda: worker.registration)
+    here.hold_a_chunk()
+    elsewhere = ChunkNames(other).chunk_key(ObjectKey(HASHES[3], "model", kv_rank_of(1)))
+    remote = tuple(
+        m.RemoteParts(rank, kv_rank_of(rank), each, FULL_REACH)
+        for rank, each in ((0, fingerprint), (1, other), (1, other))
+    )
+    if distrusted:
+        here.agent.trust.differed(other, HASHES[3])
+    here.look_up(scheduler, remote=remote)
+    here.index.add(elsewhere)
+    here.look_up(scheduler, remote=remote)
+    assert here.answers == [
+        m.LookupResult(0, 0, compare_only=distrusted),
+        m.LookupResult(0, 1, "h", compare_only=distrusted),
+    ]
 
 
 def test_ranks_with_equal_bytes_share_their_rows() -> None:

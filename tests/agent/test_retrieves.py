@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.backing import REDIS_COUNTERS, Backing
+from lmcache_redis.cache.cache import Cache
+from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.chunks.names import ChunkForm
-from lmcache_redis.errors import DeviceError
+from lmcache_redis.config import AgentConfig
+from lmcache_redis.errors import DeviceError, GpuLost
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.tiers import ReadOutcome
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
+from tests.cache.played import FORM, PlayedTier
 
 
 def test_small_chunks_go_several_a_call() -> None:
@@ -107,4 +115,118 @@ def test_a_device_that_hangs_keeps_the_chunk_it_has_begun() -> None:
     released.set()
     played.run(lambda: played.answers)
     assert played.answers == [m.RetrieveResult(0, (1, 2, 3, 4))]
+    played.close()
+
+
+class Loading(Played):
+    """Chunks of three slots over a tier, and a pool of which a piece may take one chunk."""
+
+    def __init__(self, device: Any, found: Sequence[bytes], slots: int = 12) -> None:
+        self.tier = PlayedTier("Redis", {FORM.key(name) for name in found})
+        backing = Backing(self.tier, REDIS_COUNTERS, 1 << 20)
+        super().__init__(
+            device,
+            cache=lambda loop: Cache(loop, Arena(slots * 4096, 64), [backing], Metrics()),
+        )
+
+    def answer_read(self, outcome: ReadOutcome) -> None:
+        for io in self.tier.read:
+            self.tier.read_done(io, outcome)
+        self.tier.read.clear()
+
+
+def test_what_is_missing_is_loaded_in_pieces() -> None:
+    device = Device()
+    played = Loading(device, HASHES[:4])
+    played.retrieve().start()
+    for piece in range(4):
+        played.run(lambda: len(played.tier.read) == 1)
+        assert [io.key for io in played.tier.read] == [FORM.key(HASHES[piece])]
+        assert played.answers == []
+        played.answer_read(ReadOutcome.LOADED)
+    played.run(lambda: played.answers)
+    assert [(chunks, ids) for chunks, ids, _, _ in device.calls] == [
+        (1, [2 * chunk, 2 * chunk + 1]) for chunk in range(4)
+    ]
+    assert played.answers == [m.RetrieveResult(0, (4,))]
+    counted = played.metrics.snapshot()
+    assert {name: n for name, n in counted.items() if n and "retrieve" in name} == {
+        "retrieves": 1,
+        "retrieves_failed": 1,
+        "retrieved_chunks": 4,
+        "retrieved_bytes": 4 * FORM.chunk_bytes,
+    }
+    use = played.agent.peers.use_of(FORM.model_name)
+    assert use.retrieved_bytes == 4 * FORM.chunk_bytes
+    name = "lmcache_redis_retrieve_seconds"
+    assert played.metrics.registry.get_sample_value(f"{name}_count") == 1
+    assert 0 < (played.metrics.registry.get_sample_value(f"{name}_sum") or 0) < 30
+    played.close()
+
+
+def test_the_first_chunk_that_does_not_arrive_ends_the_loads() -> None:
+    played = Loading(Device(), HASHES)
+    played.retrieve().start()
+    played.answer_read(ReadOutcome.LOADED)
+    played.run(lambda: len(played.tier.read) == 1)
+    played.answer_read(ReadOutcome.UNAVAILABLE)
+    played.run(lambda: played.answers)
+    assert played.tier.read == []
+    assert played.answers == [m.RetrieveResult(0, (1, 2, 3, 4))]
+    played.close()
+
+
+def test_a_larger_pool_loads_larger_pieces() -> None:
+    played = Loading(Device(), HASHES, slots=24)
+    played.retrieve().start()
+    assert len(played.tier.read) == 2
+    played.answer_read(ReadOutcome.UNAVAILABLE)
+    played.run(lambda: played.answers)
+    played.close()
+
+
+@pytest.mark.parametrize("ended_by", ["the lease", "the deadline of lookups"])
+def test_a_load_ends_in_time(ended_by: str) -> None:
+    played = Loading(Device(), HASHES)
+    if ended_by == "the lease":
+        played.retrieve(lease_s=0.05).start()
+    else:
+        played.agent.config = AgentConfig(lookup_deadline_s=0.05)
+        played.retrieve().start()
+    played.run(lambda: played.answers)
+    assert played.answers == [m.RetrieveResult(0, (0, 1, 2, 3, 4))]
+    played.answer_read(ReadOutcome.CANCELLED)
+    played.loop.run_posted()
+    played.close()
+
+
+def test_a_load_that_breaks_as_it_begins_fails_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Loading(Device(), HASHES)
+
+    def bug(lookup: PrefixLookup) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(PrefixLookup, "start", bug)
+    played.retrieve().start()
+    assert played.answers == [m.RetrieveResult(0, (0, 1, 2, 3, 4))]
+    assert "a bug" in caplog.text
+    played.close()
+
+
+def test_a_retrieve_whose_gpu_is_lost_is_not_answered() -> None:
+    """The GPU may still write to the blocks; the end of the process frees them."""
+    device = Device()
+
+    def lose() -> None:
+        if len(device.calls) == 2:
+            raise GpuLost(700, "CUDA error 700")
+
+    device.during = lose
+    played = Played(device)
+    played.hold(*HASHES)
+    played.retrieve().start()
+    played.run(lambda: played.session.busy == 0)
+    assert played.answers == []
     played.close()

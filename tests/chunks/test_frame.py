@@ -433,3 +433,12 @@ class TestWorkedExample:
             "c40473616c74",  # salt
         )
         assert IPCCacheEngineKey.Serialize(key) == bytes.fromhex("".join(fields))
+
+
+def test_there_is_no_stripe_after_the_last() -> None:
+    """Whose place would fit in a chunk of whole stripes."""
+    frame = frame_of(2 * 65_536)
+    header = put(put(header_of(frame), 24, "<H", 2), 40, "<Q", 2 * 65_536)
+    assert frame.check_header(header, 2).verdict is Verdict.WRONG_SIZE
+    with pytest.raises(FormatError, match="stripe 2 of 2"):
+        describe_header(header)

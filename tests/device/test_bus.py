@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.device.bus import UNPINNED, BusCopies, Rows, merged, rows_of
+from lmcache_redis.device import driver
+from lmcache_redis.device.bus import UNPINNED, Bus, BusCopies, Rows, merged, rows_of
 
 MOST_PITCH = 1000
 
@@ -68,6 +69,12 @@ def test_a_row_ends_where_a_2d_copy_would_be_wrong(
     assert [each.height for each in found] == [1, 1]
 
 
+def test_a_pitch_may_be_as_large_as_the_gpu_allows() -> None:
+    rows = copies((0, 0, 8), (MOST_PITCH, 8, 8), (2 * MOST_PITCH, 16, 8))
+    found = rows_of(rows, np.zeros(3, dtype=np.int64), MOST_PITCH)
+    assert found == [Rows(0, MOST_PITCH, 0, 8, 8, 3)]
+
+
 @given(
     st.lists(
         st.tuples(
@@ -89,3 +96,24 @@ def test_rows_are_the_copies(each: list[tuple[int, int, int, int]]) -> None:
         for n in range(row.height)
     ]
     assert all(min(row.host_pitch, row.device_pitch) >= row.nbytes for row in found)
+
+
+@pytest.mark.parametrize("inward", [True, False])
+def test_what_is_not_pinned_is_copied_apart(monkeypatch: pytest.MonkeyPatch, inward: bool) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(driver, "has", lambda name: False)
+    monkeypatch.setattr(driver, "enqueue_copy_in", lambda *call: asked.append(("in", *call)))
+    monkeypatch.setattr(driver, "enqueue_copy_out", lambda *call: asked.append(("out", *call)))
+    monkeypatch.setattr(driver, "enqueue_copy_2d", lambda *call: asked.append(("2d", *call)))
+    bus = Bus(MOST_PITCH, lambda hosts: np.where(hosts < 100, UNPINNED, 0))
+    rows = copies((200, 600, 8), (0, 500, 8), (216, 620, 8), (8, 508, 8))
+    (bus.enqueue_in if inward else bus.enqueue_out)(rows, 7)
+    if inward:
+        assert asked[:2] == [("in", 500, 0, 8, 7), ("in", 508, 8, 8, 7)]
+        assert asked[2:] == [("2d", 600, 20, 200, 16, 8, 2, 7)]
+    else:
+        assert asked[:2] == [("out", 0, 500, 8, 7), ("out", 8, 508, 8, 7)]
+        assert asked[2:] == [("2d", 200, 16, 600, 20, 8, 2, 7)]
+    asked.clear()
+    bus.enqueue_in(copies((200, 600, 8), (208, 608, 8)), 7)
+    assert asked == [("in", 600, 200, 16, 7)], "one copy is no row"

@@ -1,11 +1,13 @@
 """Spoils modules of the package, one small fault at a time, and counts those that no test sees.
 
 Each mutant is the module with one fault (`mutation` lists the kinds), judged in a copy of the tree
-by the nearest tests: those in the module's folder that mirror its name or import it; else those
-that do through a helper; else all. Of these, the tests that run the lines of the mutant; all, where
-none does in its own process. It is killed if one of them fails, or if they take three times as long
-as without it and ten seconds more. One that survives is a gap of the tests, or no fault at all:
-read its diff, then write the test or let it be.
+by the tests that run its lines, in their own process or in one that they start: the fastest of
+them, for some seconds together. They are looked for in the module's folder, those that mirror its
+name or import it first, and then elsewhere in those that import it, for a third of the time. It is
+killed if a test fails, or if one or all take three times as long as without it and some seconds
+more. One that survives is a gap of the tests, or no fault at all: read its diff, then write the
+test or let it be. Modules of one folder are best judged in one run: what its tests run is learned
+once.
 
   scripts/mutate --modules chunks.keys cache.pool --minutes 5
   scripts/mutate --modules resp.maps --minutes 2 --seed 7
@@ -52,13 +54,16 @@ def main() -> int:
         parser.error(f"there is no module {unknown[0]}: write chunks.keys for chunks/keys.py")
     print(f"{'module':<24}{'killed':>8}{'judged':>8}{'of':>8}   tests", flush=True)
     totals = [0, 0]
-    with tempfile.TemporaryDirectory(prefix="mutants-") as name, Tree(Path(name)) as tree:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as name,
+        Tree(Path(name), options.modules) as tree,
+    ):
         for module in options.modules:
             said: list[str] = []
             found = judge(tree, module, options.minutes, options.seed, said.append)
             counts = f"{found.killed:>8}{found.judged:>8}{found.mutants:>8}"
-            unused = f" (and {found.unused} that fail or take too long)" if found.unused else ""
-            print(f"{module:<24}{counts}   {' '.join(found.tests)}{unused}")
+            untried = f" ({found.untried} were not tried)" if found.untried else ""
+            print(f"{module:<24}{counts}   {' '.join(found.tests)}{untried}")
             print("".join(f"{each}\n" for each in said), end="", flush=True)
             totals = [totals[0] + found.killed, totals[1] + found.judged]
     print(f"{'all':<24}{totals[0]:>8}{totals[1]:>8}")

@@ -1,25 +1,25 @@
 """A plugin of pytest: what a run in a copy of the tree is told, and what it tells.
 
 Hypothesis says that a test fails, and looks for no smaller example. A run without a mutant notes
-which lines of the module each test has run, and how long it took; one with a mutant runs the tests
-that are named. Lines that run in other processes are not noted.
+which lines of the modules each test that passed has run, and how long it took; one with a mutant
+runs the tests that are named.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import threading
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from hypothesis import Phase, settings
 
+from tests.mutants.tracing import Notes
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lines-of", help="the file whose lines are noted")
+    parser.addoption("--lines-of", action="append", help="a file whose lines are noted")
     parser.addoption("--lines-to", help="where they are written, as JSON: test, seconds and lines")
     parser.addoption("--tests-from", help="a JSON list of the tests to run")
 
@@ -42,39 +42,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Lines:
-    def __init__(self, of: str, to: str) -> None:
-        self._of = of
+    def __init__(self, of: Sequence[str], to: str) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="lines-", dir=Path(to).parent)
+        self._notes = Notes(of, Path(self._directory.name))
         self._to = Path(to)
-        self._lines: set[int] = set()
-        self._noted: dict[str, tuple[float, list[int]]] = {}
+        self._noted: dict[str, tuple[float, dict[str, list[int]]]] = {}
         self._seconds = 0.0
-
-    def _call(self, frame: FrameType, event: str, value: object) -> object:
-        if frame.f_code.co_filename != self._of:
-            return None
-        self._lines.add(frame.f_lineno)
-        return self._line
-
-    def _line(self, frame: FrameType, event: str, value: object) -> object:
-        self._lines.add(frame.f_lineno)
-        return self._line
+        self._passed = True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        # Threads that a fixture of a module has started go on noting, into the set of this test.
-        self._lines.clear()
-        self._seconds = 0.0
-        threading.settrace(self._call)  # type: ignore[arg-type]
-        sys.settrace(self._call)  # type: ignore[arg-type]
+        # What a fixture of a module has started goes on noting, for this test.
+        self._seconds, self._passed = 0.0, True
+        self._notes.lines.start()
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
-            self._noted[item.nodeid] = self._seconds, sorted(self._lines)
+            self._notes.lines.stop()
+            lines = self._notes.taken()
+            if self._passed:
+                self._noted[item.nodeid] = self._seconds, lines
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds += report.duration
+        self._passed = self._passed and report.outcome != "failed"
 
     def pytest_sessionfinish(self) -> None:
         self._to.write_text(json.dumps(self._noted), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -10,26 +11,29 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.mutants.mutation import Mutant, lines_of, mutants_of
 
 ROOT = Path(__file__).parent.parent.parent
-# A file of tests that takes longer than this without a mutant judges none.
+# Files of tests that take longer than this without a mutant judge none.
 SLOWEST_TESTS_S = 60.0
 # So does a single test.
 SLOWEST_TEST_S = 8.0
+# The tests that judge one mutant take about this long together.
+JUDGING_S = 15.0
 # The time of the tests with a mutant, as a multiple of that without one, and what is added.
 _TIMES, _MORE_S = 3.0, 10.0
 _LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist")
+_STARTS_NOTING = "from tests.mutants import tracing\n\ntracing.start()\n"
 _PASSED = 0
 
 
 @dataclass
 class Known:
-    """Of a test, without a mutant. lines: those of the module that it runs in its own process."""
+    """Of a test, without a mutant. lines: those of the module that it runs, in any process."""
 
     seconds: float
     lines: frozenset[int]
@@ -38,14 +42,13 @@ class Known:
 @dataclass
 class Verdicts:
     """Of the mutants of one module. tests: the files that judge, the nearest first, with the
-    seconds that each takes without a mutant. unused: how many fail, take too long, or had no time
-    to be tried."""
+    seconds that they take without a mutant. untried: files that there was no time to learn."""
 
     module: str
     mutants: int = 0
     judged: int = 0
     tests: dict[str, float] = field(default_factory=dict)
-    unused: int = 0
+    untried: int = 0
     survivors: list[Mutant] = field(default_factory=list)
 
     @property
@@ -59,11 +62,11 @@ def path_of(module: str) -> Path:
 
 
 def nearest_tests(root: Path, module: str) -> list[str]:
-    """The test files of the module's folder that mirror its name or import it, in this order.
+    """The test files that may run a module, the nearest first.
 
-    Where there is none of them: those that import a helper which does, else all of the folder. Of a
-    folder within a folder, as cache/disk: all of it, too.
-    Those that mention no servers come before others: they are faster.
+    The one that mirrors its name; those of its folder that import it; those that do through a
+    helper; the others of the folder; those elsewhere that import it. But those that mention no
+    servers come before others: they are faster.
     """
     folder, _, name = module.rpartition(".")
     home = Path(root, "tests", *folder.split("."))
@@ -74,31 +77,67 @@ def nearest_tests(root: Path, module: str) -> list[str]:
     }
     of_folder = rf"from lmcache_redis\.{re.escape(folder)} import [^\n]*\b{name}\b"
     imports = re.compile(rf"lmcache_redis\.{re.escape(module)} import|{of_folder}")
-    helpers = [path for path, text in texts.items() if imports.search(text)]
+    importing = [path for path, text in texts.items() if imports.search(text)]
     through = [
         f"{'.'.join(path.relative_to(root).with_suffix('').parts)} import"
-        for path in helpers
+        for path in importing
         if path.name[:5] != "test_"
     ]
     top = Path(root, "tests", folder.split(".")[0])
-    near = [path for path in texts if path.name[:5] == "test_" and path.is_relative_to(top)]
-    direct = [p for p in near if p.name == f"test_{name}.py" or imports.search(texts[p])]
-    indirect = [p for p in near if any(each in texts[p] for each in through)]
-    # In a folder of its own, as cache/disk, the tests of one module run the others.
-    around = [p for p in near if p.is_relative_to(home) and (home != top or not direct + indirect)]
-    chosen = [*dict.fromkeys(direct or indirect), *(p for p in around if p not in direct)]
-    chosen.sort(key=lambda path: (path.name != f"test_{name}.py", "server" in texts[path]))
-    return [str(path.relative_to(root)) for path in chosen]
+
+    def distance(path: Path) -> int:
+        if not path.is_relative_to(top):
+            return 5 if path in importing else 6
+        if path.name == f"test_{name}.py":
+            return 0
+        if path in importing:
+            return 1
+        if any(each in texts[path] for each in through):
+            return 2
+        return 3 if path.is_relative_to(home) else 4
+
+    near = {p: distance(p) for p in texts if p.name[:5] == "test_" and distance(p) < 6}
+    ordered = sorted(near, key=lambda p: (near[p] > 0, "server" in texts[p], near[p]))
+    return [str(path.relative_to(root)) for path in ordered]
+
+
+def batches(root: Path, files: Iterable[str]) -> list[list[str]]:
+    """Files that are run together: those that mention no servers, and each other one alone."""
+    found: list[list[str]] = []
+    for slow, several in itertools.groupby(files, lambda f: "server" in (root / f).read_text()):
+        group = [*several]
+        found += [[each] for each in group] if slow else [group]
+    return found
+
+
+def that_judge(known: dict[str, Known], lines: Collection[int]) -> dict[str, Known]:
+    """Of the tests that run one of the lines: the fastest, for some seconds together."""
+    running = [(n, each) for n, each in known.items() if not each.lines.isdisjoint(lines)]
+    chosen: dict[str, Known] = {}
+    left_s = JUDGING_S
+    for test, each in sorted(running, key=lambda pair: pair[1].seconds):
+        left_s -= each.seconds
+        if left_s < 0 and chosen:
+            break
+        chosen[test] = each
+    return chosen
 
 
 class Tree:
-    """A copy of the working tree, in which modules may be spoiled."""
+    """A copy of the working tree, in which modules may be spoiled.
 
-    def __init__(self, directory: Path) -> None:
+    modules: of these it is learned at once which tests run them.
+    """
+
+    def __init__(self, directory: Path, modules: Iterable[str]) -> None:
         self.root = directory / "tree"
         self._notes = directory / "notes.json"
         self._base = directory / "tests"
         shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*_LEFT_OUT), symlinks=True)
+        (self.root / "sitecustomize.py").write_text(_STARTS_NOTING, encoding="utf-8")
+        self._modules = [str(self.root / path_of(module)) for module in modules]
+        # The seconds of each test, and the lines of each module that it runs; by file of tests.
+        self._learned: dict[str, dict[str, tuple[float, dict[str, list[int]]]]] = {}
         self._forking = subprocess.Popen(
             [sys.executable, "-m", "tests.mutants.forking"],
             cwd=self.root,
@@ -127,16 +166,36 @@ class Tree:
         status: int | None = json.loads(self._forking.stdout.readline())
         return status
 
-    def learn(self, module: Path, path: str) -> dict[str, Known] | None:
-        """What the tests of a file do, by their names; None if one fails or it takes too long."""
-        words = [path, "--lines-of", str(self.root / module), "--lines-to", str(self._notes)]
-        if self.run(words, SLOWEST_TESTS_S, caches=True) != _PASSED:
+    def learn(self, files: Sequence[str]) -> None:
+        """Has the tests of some files run, unless they have, to know what they do."""
+        unknown = [path for path in files if path not in self._learned]
+        if not unknown:
+            return
+        lines_of = [word for each in self._modules for word in ("--lines-of", each)]
+        self._notes.unlink(missing_ok=True)
+        words = [*unknown, *lines_of, "--lines-to", str(self._notes), "--maxfail=0"]
+        ended = self.run(words, SLOWEST_TESTS_S, caches=True) is not None
+        noted = json.loads(self._notes.read_text(encoding="utf-8")) if ended else {}
+        self._learned |= {path: {} for path in unknown}
+        for name, each in noted.items():
+            self._learned[name.partition("::")[0]][name] = each
+
+    def known(self, path: str, module: str) -> dict[str, Known] | None:
+        """What those tests of a file do that pass, and run the module; None if not learned."""
+        if path not in self._learned:
             return None
-        noted = json.loads(self._notes.read_text(encoding="utf-8"))
-        return {name: Known(seconds, frozenset(lines)) for name, (seconds, lines) in noted.items()}
+        file = str(self.root / path_of(module))
+        return {
+            name: Known(seconds, frozenset(lines[file]))
+            for name, (seconds, lines) in self._learned[path].items()
+            if file in lines
+        }
 
     def survives(self, tests: dict[str, Known]) -> bool:
-        """Whether no test fails or takes much longer, now that a module is spoiled."""
+        """Whether no test fails or takes much longer, now that a module is spoiled.
+
+        True if there is no test.
+        """
         if not tests:
             return True
         self._notes.write_text(json.dumps([*tests]), encoding="utf-8")
@@ -145,7 +204,10 @@ class Tree:
             path = name.partition("::")[0]
             files[path] = files.get(path, 0.0) + known.seconds
         limit_s = _TIMES * sum(files.values()) + _MORE_S
+        # What hangs is ended sooner.
+        slowest_s = max(known.seconds for known in tests.values())
         words = [*sorted(files, key=lambda path: files[path]), "--tests-from", str(self._notes)]
+        words += ["--timeout", str(_TIMES * slowest_s + _MORE_S / 2)]
         return self.run(words, limit_s) == _PASSED
 
 
@@ -160,16 +222,17 @@ def judge(
     mutants = mutants_of(source)
     random.Random(f"{seed} {module}").shuffle(mutants)
     verdicts = Verdicts(module, len(mutants))
-    near = nearest_tests(tree.root, module)
     known: dict[str, Known] = {}
-    for file in near:
+    near = nearest_tests(tree.root, module)
+    for files in batches(tree.root, near):
         # At most a third of the time for learning which tests can judge.
-        if known and time.monotonic() > began_s + 20 * minutes:
-            break
-        if (learned := tree.learn(path_of(module), file)) is not None:
-            verdicts.tests[file] = sum(each.seconds for each in learned.values())
-            known |= {n: each for n, each in learned.items() if each.seconds <= SLOWEST_TEST_S}
-    verdicts.unused = len(near) - len(verdicts.tests)
+        if not known or time.monotonic() < began_s + 20 * minutes:
+            tree.learn(files)
+        for file in files:
+            if running := tree.known(file, module):
+                verdicts.tests[file] = sum(each.seconds for each in running.values())
+                known |= {n: e for n, e in running.items() if e.seconds <= SLOWEST_TEST_S}
+    verdicts.untried = sum(tree.known(file, module) is None for file in near)
     try:
         for mutant in mutants if known else ():
             if time.monotonic() >= until_s:
@@ -178,12 +241,7 @@ def judge(
             # Bytecode of the source is kept, and is told apart by size and second.
             os.utime(path, (0, verdicts.judged))
             verdicts.judged += 1
-            lines = lines_of(source, mutant)
-            # What no test runs in its own process may run in one that it starts.
-            tests = {
-                n: each for n, each in known.items() if not each.lines.isdisjoint(lines)
-            } or known
-            if tree.survives(tests):
+            if tree.survives(that_judge(known, lines_of(source, mutant))):
                 verdicts.survivors.append(mutant)
                 where = f"{path_of(module)}:{mutant.line}"
                 say(f"survived: {where} ({mutant.kind})\n{mutant.diff(source)}")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutants import runner
 from tests.mutants.mutation import lines_of, mutants_of
-from tests.mutants.runner import Tree, judge, nearest_tests
+from tests.mutants.runner import Known, Tree, batches, judge, nearest_tests, that_judge
 
 SOURCE = '''\
 """A docstring < that says 1."""
@@ -92,17 +92,31 @@ def test_the_nearest_tests(tmp_path: Path) -> None:
     (folder / "test_none.py").write_text("from lmcache_redis.chunks.frame import Frame\n")
     (folder / "made.py").write_text("from lmcache_redis.chunks import names\n")
     (folder / "test_made.py").write_text("from tests.chunks.made import name  # needs a server\n")
+    (tmp_path / "tests" / "test_far.py").write_text("")
+    (tmp_path / "tests" / "test_user.py").write_text("from lmcache_redis.chunks import keys\n")
     assert nearest_tests(tmp_path, "chunks.keys") == [
         "tests/chunks/test_keys.py",
         "tests/chunks/test_all.py",
-    ]
-    assert nearest_tests(tmp_path, "chunks.names") == ["tests/chunks/test_made.py"]
-    assert nearest_tests(tmp_path, "chunks.dtypes") == [
-        "tests/chunks/test_all.py",
-        "tests/chunks/test_keys.py",
         "tests/chunks/test_none.py",
+        "tests/test_user.py",
         "tests/chunks/test_made.py",
-    ], "none is nearer than another"
+    ]
+    near = nearest_tests(tmp_path, "chunks.names")
+    assert near[-1] == "tests/chunks/test_made.py"
+    assert batches(tmp_path, near) == [near[:-1], near[-1:]]
+
+
+def test_the_fastest_tests_that_run_the_lines_judge() -> None:
+    known = {
+        "slow": Known(9.0, frozenset({1, 2})),
+        "slower": Known(9.5, frozenset({2})),
+        "fast": Known(1.0, frozenset({2, 3})),
+        "elsewhere": Known(0.1, frozenset({4})),
+        "endless": Known(99.0, frozenset({5})),
+    }
+    assert [*that_judge(known, range(1, 4))] == ["fast", "slow"]
+    assert [*that_judge(known, [5])] == ["endless"], "at least one"
+    assert not that_judge(known, [6])
 
 
 def test_the_lines_of_a_mutant_are_those_of_its_statement() -> None:
@@ -122,17 +136,23 @@ def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.Monke
     (root / "lmcache_redis").mkdir(parents=True)
     (root / "tests").mkdir()
     source = "def f(n):\n    while n:\n        n -= 1\n    return n == 0, n < 9\n"
+    source += "\n\ndef g(n):\n    return n + 1\n\n\ndef h(n):\n    return n + 1\n"
     (root / "lmcache_redis" / "__init__.py").write_text("")
     (root / "lmcache_redis" / "small.py").write_text(source)
     (root / "tests" / "test_small.py").write_text(
-        "from lmcache_redis.small import f\n\n\ndef test_f():\n    assert f(4)[0]\n"
+        "import subprocess, sys\nfrom lmcache_redis.small import f\n\n\n"
+        "def test_f():\n    assert f(4)[0]\n\n\n"
+        "def test_that_fails():\n    assert f(4)[1] == 2\n\n\n"
+        "def test_g_in_another_process():\n"
+        "    said = 'from lmcache_redis.small import g; assert g(1) == 2'\n"
+        "    subprocess.run([sys.executable, '-c', said], check=True)\n"
     )
     (root / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\nmarkers = ["unit", "servers"]\n'
         'addopts = ["--import-mode=importlib"]\n'
     )
     (root / "tests" / "mutants").mkdir()
-    for name in ("forking.py", "plugin.py"):
+    for name in ("forking.py", "plugin.py", "tracing.py"):
         shutil.copy(Path(runner.__file__).with_name(name), root / "tests" / "mutants")
     (root / "conftest.py").write_text(
         "import pytest\ndef pytest_collection_modifyitems(items):\n"
@@ -141,12 +161,13 @@ def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(runner, "ROOT", root)
     monkeypatch.setattr(runner, "_MORE_S", 4.0)
     said: list[str] = []
-    with Tree(tmp_path) as tree:
+    with Tree(tmp_path, ["small"]) as tree:
         found = judge(tree, "small", 2.0, 1, said.append)
     assert list(found.tests) == ["tests/test_small.py"]
     assert found.judged == found.mutants == len(mutants_of(source))
-    lines = {(m.kind, m.text) for m in found.survivors}
-    assert lines == {("comparison", "<="), ("bound", "10"), ("bound", "2")}
+    survived = {(m.kind, m.line, m.text) for m in found.survivors}
+    untested = {("bound", 12, "(n) - (1)"), ("bound", 12, "2")}
+    assert survived == {("comparison", 4, "<="), ("bound", 4, "10"), ("bound", 3, "2"), *untested}
     assert "lmcache_redis/small.py:4 (comparison)" in "".join(said)
     assert (root / "lmcache_redis" / "small.py").read_text() == source, "never in place"
     assert (tree.root / "lmcache_redis" / "small.py").read_text() == source

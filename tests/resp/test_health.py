@@ -1,12 +1,35 @@
+"""Whether a server is up: the decisions, the prober and what workers say of their server."""
+
 from __future__ import annotations
 
+import logging
 import random
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from lmcache_redis.resp import health
-from lmcache_redis.resp.health import Breaker
+from lmcache_redis.errors import (
+    RedisAuthError,
+    RedisClusterDown,
+    RedisError,
+    RedisProtocolError,
+    RedisReplyError,
+    RedisTimeout,
+    RedisUnavailable,
+)
+from lmcache_redis.resp import RedisOptions, health
+from lmcache_redis.resp.health import Breaker, Health, Worker, WritePause
+from lmcache_redis.resp.jobs import Stop
+from lmcache_redis.resp.net.connection import Connection, Connector
+from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import WriteOutcome
+from tests.resp.helpers import SLOW_S
+from tests.resp.trickling import LyingServer
+from tests.servers import RedisServer
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +146,370 @@ def test_connections_are_renewed_every_few_seconds(monkeypatch: pytest.MonkeyPat
     now = 105.0
     state.renew_connections()
     assert state.is_outdated(104.0)
+
+
+# ------------------------------------------------------------------- a prober
+
+
+class Prober:
+    """The health of a server, probed when the test says so. answer: as of a `LyingServer`."""
+
+    def __init__(self, server: LyingServer, **options: Any) -> None:
+        settings = RedisOptions(
+            server.url, **{"probe_interval_s": 0.01, "heartbeat_s": 0.01, **options}
+        )
+        self.connector = Connector(parse_deployment(settings).server, SLOW_S, SLOW_S)
+        self.write_state = WritePause()
+        self.went_down = 0
+        self.health = Health(self.connector, settings, self.write_state, self._on_down)
+        self.step = self.health._step
+
+    def _on_down(self) -> None:
+        assert not self.health.is_up
+        self.went_down += 1
+
+    def down(self, text: str = "gone") -> None:
+        self.health.down(RedisUnavailable(text), time.monotonic())
+
+
+@pytest.fixture
+def says() -> dict[bytes, bytes]:
+    """What the server of the test says to a command, by its first word."""
+    return {}
+
+
+@pytest.fixture
+def probed(says: dict[bytes, bytes], caplog: pytest.LogCaptureFixture) -> Iterator[LyingServer]:
+    caplog.set_level(logging.INFO, health.__name__)
+    with LyingServer(lambda words: says.get(words[0])) as server:
+        yield server
+
+
+def close(prober: Prober) -> None:
+    prober.health.close()
+    assert not prober.step()
+    assert prober.connector.open_streams == 0
+
+
+def pings(server: LyingServer) -> int:
+    return sum(words[0] == b"PING" for words in server.commands)
+
+
+def test_a_server_is_up_once_a_probe_was_answered(
+    probed: LyingServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    prober = Prober(probed)
+    prober.health.wait_probed(0.01)
+    assert (prober.health.is_up, prober.health.state.probed) == (False, False)
+    assert prober.health.state.reason == "Redis has not been asked yet"
+    for number in range(1, 4):
+        assert prober.step()
+        assert prober.health.is_up
+        assert prober.health.wait_up()
+        assert (pings(probed), prober.connector.connects) == (number, 1)
+    prober.health.wait_probed(60)
+    assert caplog.text.count("connected to Redis at") == 1
+    prober.write_state.renew_connections()
+    assert prober.step()
+    assert (pings(probed), prober.connector.connects, prober.connector.open_streams) == (4, 2, 1)
+    close(prober)
+    assert not prober.health.is_up
+    assert not prober.health.wait_up()
+    assert prober.went_down == 0
+
+
+def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
+    prober = Prober(probed)
+    woken: list[tuple[bool, bool]] = []
+    wait = [
+        lambda: woken.append((prober.health.wait_up(), prober.health.is_up)),
+        lambda: woken.append((prober.health.wait_probed(60) is None, prober.health.is_up)),
+    ]
+    threads = [threading.Thread(target=each) for each in wait]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert woken == []
+    prober.step()
+    for thread in threads:
+        thread.join(10)
+    assert woken == [(True, True)] * 2
+    close(prober)
+
+
+def test_a_user_who_may_not_ping_may_use_the_server(
+    probed: LyingServer, says: dict[bytes, bytes]
+) -> None:
+    says[b"PING"] = b"-NOPERM this user has no permissions to run 'ping'\r\n"
+    prober = Prober(probed)
+    prober.step()
+    assert prober.health.is_up
+    close(prober)
+
+
+@pytest.mark.parametrize("reply", [b"no reply\r\n", b"-NOAUTH Authentication required.\r\n"])
+def test_a_heartbeat_that_fails_takes_the_server_down(
+    probed: LyingServer,
+    says: dict[bytes, bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    reply: bytes,
+) -> None:
+    monkeypatch.setattr(health, "_REFUSED_RETRY_S", 0.01)
+    prober = Prober(probed)
+    prober.step()
+    says[b"PING"] = reply
+    prober.step()
+    assert not prober.health.is_up
+    assert (prober.went_down, prober.connector.connects) == (1, 1), "it tries no other connection"
+    assert prober.connector.open_streams == 0
+    prober.step()
+    assert (prober.went_down, prober.connector.connects) == (1, 2)
+    assert prober.connector.open_streams == 0
+    says.clear()
+    prober.step()
+    assert prober.health.is_up
+    assert "is up again after" in caplog.text
+    close(prober)
+
+
+def test_a_heartbeat_has_the_time_that_operations_have(
+    probed: LyingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_s: list[float] = []
+
+    def ping(connection: Connection, deadline: float) -> None:
+        given_s.append(deadline - time.monotonic())
+
+    monkeypatch.setattr(Connection, "ping", ping)
+    for op_timeout_s in (0.3, 1.0, 8.0):
+        prober = Prober(probed, op_timeout_s=op_timeout_s)
+        prober.step()
+        prober.step()
+        close(prober)
+    expected_s = [0.3, 0.3, 1.0, 0.5, 8.0, 2.0]  # of a probe, and of a heartbeat after it
+    for given, expected in zip(given_s, expected_s, strict=True):
+        assert expected - 0.2 < given <= expected
+
+
+def test_an_unsteady_server_is_logged_once(
+    probed: LyingServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    prober = Prober(probed)
+    for _ in range(3):
+        prober.step()
+        prober.down()
+        assert not prober.health.is_up
+    prober.step()
+    assert prober.went_down == 3
+    assert caplog.text.count("Redis is down, nothing is loaded or stored: gone") == 1
+    assert caplog.text.count("is up again after") == 1
+    prober.down("another reason")
+    prober.step()
+    assert caplog.text.count("Redis is down") == 2
+    assert caplog.text.count("is up again after") == 2
+    close(prober)
+
+
+def test_an_outage_of_one_kind_is_logged_at_both_ends(
+    probed: LyingServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if its later failures are not logged."""
+    prober = Prober(probed)
+    prober.step()
+    for _ in range(3):
+        prober.health._failed(RedisUnavailable("gone"))
+    prober.step()
+    assert caplog.text.count("Redis is down") == caplog.text.count("is up again after") == 1
+    assert (prober.went_down, prober.health.notes.count) == (1, 3)
+    close(prober)
+
+
+def test_what_was_seen_before_the_last_change_counts_no_more(probed: LyingServer) -> None:
+    prober = Prober(probed)
+    before = time.monotonic()
+    prober.step()
+    prober.health.down(RedisUnavailable("gone"), before)
+    assert prober.health.is_up
+    prober.health.down(RedisUnavailable("gone"), prober.health.state.since)
+    prober.down("still")
+    assert prober.health.state.reason == "gone"
+    close(prober)
+    prober.down()
+    assert prober.went_down == 1
+
+
+def test_wrong_credentials_are_not_tried_again_soon(
+    probed: LyingServer, says: dict[bytes, bytes]
+) -> None:
+    says.update(dict.fromkeys((b"AUTH", b"HELLO"), b"-WRONGPASS invalid password\r\n"))
+    probed.url = probed.url.replace("//", "//agent:wrong@")
+    prober = Prober(probed)
+    prober.step()
+    assert "WRONGPASS" in prober.health.state.reason
+    pause_s = prober.health._breaker.next_probe_at - time.monotonic()
+    assert 0.5 < pause_s <= 1.0
+    close(prober)
+
+
+def test_a_suspected_server_is_probed_at_once(probed: LyingServer) -> None:
+    prober = Prober(probed, heartbeat_s=60.0)
+    prober.step()
+    prober.health.suspect(RedisTimeout("slow"))
+    began_s = time.monotonic()
+    prober.step()
+    assert time.monotonic() - began_s < 10
+    assert (pings(probed), prober.health.is_up) == (2, True)
+    assert (prober.health.notes.count, prober.health.state.reason) == (1, "slow")
+    close(prober)
+
+
+def test_a_connection_that_was_lost_is_tried_again(server: RedisServer) -> None:
+    prober = Prober(server)  # type: ignore[arg-type]
+    prober.step()
+    with server.client() as client:
+        client.client_kill_filter(_type="normal", skipme=True)
+    prober.step()
+    assert prober.health.is_up
+    assert (prober.went_down, prober.connector.connects) == (0, 2)
+    close(prober)
+
+
+def test_a_sentence_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    notes = health.ErrorNotes()
+    assert [notes.is_new("a"), notes.is_new("a"), notes.is_new("b")] == [True, False, True]
+    now += 59.9
+    assert not notes.is_new("a")
+    now = 160.0
+    assert [notes.is_new("a"), notes.is_new("a")] == [True, False]
+
+
+def test_sentences_do_not_fill_the_memory() -> None:
+    notes = health.ErrorNotes()
+    assert all(notes.is_new(str(number)) for number in range(64))
+    assert not any(notes.is_new(str(number)) for number in range(64))
+    assert notes.is_new("one more")
+    assert [notes.is_new("one more"), notes.is_new("0")] == [False, True]
+
+
+# ------------------------------------------------------------------- workers
+
+
+class Serving(Worker):
+    def __init__(self, prober: Prober) -> None:
+        self.maps_are_old = 0
+        self.served: list[Connection] = []
+        server: Any = SimpleNamespace(
+            connector=prober.connector, health=prober.health, jobs=None, map_is_old=self._old
+        )
+        super().__init__("get-0", server)
+
+    def _old(self) -> None:
+        self.maps_are_old += 1
+
+    def serve(self, connection: Connection) -> bool:
+        assert connection.is_open
+        self.served.append(connection)
+        return len(self.served) < 2
+
+
+# The error, whether the connection is open when it is judged, and after; lost connections, whether
+# the server is up, errors noted, maps that are old.
+JUDGED = [
+    (RedisTimeout("slow"), False, (False, 1, True, 1, 0)),
+    (RedisTimeout("a script is slow"), True, (True, 0, True, 0, 0)),
+    (RedisUnavailable("LOADING"), True, (False, 0, False, 1, 0)),
+    (RedisUnavailable("lost"), False, (False, 1, True, 0, 0)),
+    (RedisClusterDown("CLUSTERDOWN"), True, (True, 0, True, 1, 1)),
+    (RedisAuthError("NOAUTH"), True, (False, 0, True, 1, 0)),
+    (RedisReplyError("ERR"), True, (True, 0, True, 1, 0)),
+    (RedisProtocolError("no reply"), False, (False, 1, True, 1, 0)),
+]
+
+
+@pytest.mark.parametrize(("error", "is_open", "expected"), JUDGED)
+def test_what_an_error_says_of_connection_and_server(
+    probed: LyingServer, error: RedisError, is_open: bool, expected: tuple[object, ...]
+) -> None:
+    prober = Prober(probed, heartbeat_s=60.0)
+    prober.step()
+    worker = Serving(prober)
+    connection = worker._new_connection()
+    connection.open()
+    if not is_open:
+        connection.close()
+    worker._judge(error, connection)
+    found = (connection.is_open, worker.connections_lost, prober.health.is_up)
+    assert (*found, prober.health.notes.count, worker.maps_are_old) == expected
+    connection.close()
+    close(prober)
+
+
+def test_a_worker_connects_before_it_serves(probed: LyingServer) -> None:
+    prober = Prober(probed)
+    prober.step()
+    worker = Serving(prober)
+    assert worker._step()
+    assert not worker._step(), "the queue is closed"
+    assert not any(connection.is_open for connection in worker.served)
+    close(prober)
+    assert not worker._step()
+    assert len(worker.served) == 2
+
+
+def test_a_worker_that_fails_twice_takes_the_server_down() -> None:
+    with LyingServer() as server:
+        prober = Prober(server)
+        prober.step()
+        worker = Serving(prober)
+    for is_up in (True, False):
+        assert worker._step()
+        assert prober.health.is_up is is_up
+    assert worker.served == []
+    close(prober)
+
+
+def test_a_worker_that_is_refused_takes_the_server_down(
+    probed: LyingServer, says: dict[bytes, bytes]
+) -> None:
+    """At once, also after a success."""
+    probed.url = probed.url.replace("//", "//agent:secret@")
+    prober = Prober(probed)
+    prober.step()
+    worker = Serving(prober)
+    worker._has_failed = True
+    assert worker._step()
+    assert not worker._has_failed
+    says.update(dict.fromkeys((b"AUTH", b"HELLO"), b"-WRONGPASS invalid password\r\n"))
+    assert worker._step()
+    assert not prober.health.is_up
+    close(prober)
+
+
+def test_only_a_job_that_lost_an_older_connection_is_tried_again(probed: LyingServer) -> None:
+    prober = Prober(probed)
+    prober.step()
+    worker = Serving(prober)
+    connection = worker._new_connection()
+    connection.open()
+    opened_at = connection.opened_at
+    later, before, same = (
+        cast(Any, SimpleNamespace(created_at=opened_at + more)) for more in (1, -1, 0)
+    )
+    assert not worker._may_retry(later, connection), "it is open"
+    connection.close()
+    assert [worker._may_retry(job, connection) for job in (later, before, same)] == [
+        True,
+        False,
+        False,
+    ]
+    prober.down()
+    assert not worker._may_retry(later, connection)
+    close(prober)
+
+
+def test_why_a_job_stops() -> None:
+    assert health.stop_for(RedisTimeout("slow")) is Stop.TIMED_OUT
+    assert health.stop_for(RedisUnavailable("lost")) is Stop.UNAVAILABLE

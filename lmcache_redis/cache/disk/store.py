@@ -78,7 +78,7 @@ class DiskStore:
         self._entries: OrderedDict[bytes, StoredFile] = OrderedDict()
         self._files = files
         self._lock = threading.Lock()
-        self._next_sequence = 0
+        self._next_sequence: int  # from `take_over` on
         self._warned_at: dict[str, float] = {}
 
     def take_over(self, scan: Scan) -> None:

@@ -1,0 +1,259 @@
+"""The disk tier's index: which bytes it counts, whatever becomes of the files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.cache.disk.files import ChunkFiles
+from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.store import DiskStore
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
+from tests.cache.disk.directory import (
+    FILE_BYTES,
+    NAMES,
+    disk_use,
+    files_in,
+    key_of,
+    metadata_of,
+    payload_of,
+)
+
+LIMIT_BYTES = 4 * FILE_BYTES
+
+
+class Store:
+    """A store in a directory, and chunks by number."""
+
+    def __init__(self, directory: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        directory.mkdir(exist_ok=True)
+        self.directory = directory
+        self.store = DiskStore(ChunkFiles(directory, "none"), limit_bytes)
+        self.store.take_over(Scan(directory))
+
+    @property
+    def used_bytes(self) -> int:
+        return self.store.used_bytes
+
+    def write(self, number: int, nbytes: int = 100, **more: Any) -> WriteOutcome:
+        frame = NAMES.frame(key_of(number), metadata_of(nbytes), nbytes)
+        views = [memoryview(payload_of(number, nbytes))]
+        return self.store.write(self.key(number), frame, views, **more)
+
+    def load(self, number: int, nbytes: int = 100) -> ReadOutcome:
+        payload = bytearray(nbytes)
+        frame = NAMES.frame(key_of(number), metadata_of(nbytes), nbytes)
+        outcome = self.store.load(self.key(number), frame, [memoryview(payload)])
+        assert (outcome is ReadOutcome.LOADED) == (payload == payload_of(number, nbytes))
+        return outcome
+
+    def key(self, number: int) -> bytes:
+        return NAMES.chunk_key(key_of(number))
+
+    def has(self, *numbers: int) -> bool:
+        return sorted(self.store.keys()) == sorted(map(self.key, numbers))
+
+    def takes_all(self) -> None:
+        """No byte is counted that no file has: a chunk as large as the limit is stored."""
+        assert self.write(99, self.store.limit_bytes - 4096) is WriteOutcome.STORED
+        assert self.has(99)
+        assert self.used_bytes == disk_use(self.directory) == self.store.limit_bytes
+        assert self.write(98, self.store.limit_bytes - 4095) is WriteOutcome.FULL
+        assert self.has(99)
+
+
+@pytest.fixture
+def store(directory: Path) -> Iterator[Store]:
+    store = Store(directory)
+    yield store
+    store.takes_all()
+
+
+def test_a_store_of_nothing(store: Store) -> None:
+    assert (store.used_bytes, store.store.keys()) == (0, [])
+    assert not store.store.remove(store.key(1))
+    store.store.keep(store.key(1))
+
+
+@pytest.mark.parametrize("limit_bytes", [0, -1])
+def test_a_limit_is_positive(directory: Path, limit_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        Store(directory, limit_bytes)
+    assert Store(directory, 1).write(1) is WriteOutcome.FULL
+
+
+def test_bytes_after_a_restart(store: Store) -> None:
+    for number in range(3):
+        store.write(number)
+    again = Store(store.directory)
+    assert again.has(0, 1, 2)
+    assert again.used_bytes == 3 * FILE_BYTES
+    # A file that is written now has a name of its own.
+    assert again.write(2) is WriteOutcome.STORED
+    assert len(files_in(store.directory)) == 3
+    assert again.load(2) is ReadOutcome.LOADED
+    again.takes_all()
+    store.store.forget()
+    for path in files_in(store.directory):
+        path.unlink()
+
+
+def test_bytes_of_chunks_replaced_and_removed(store: Store) -> None:
+    for nbytes in (100, 5000, 1):
+        assert store.write(1, nbytes) is WriteOutcome.STORED
+        assert store.used_bytes == disk_use(store.directory)
+    assert store.store.remove(store.key(1))
+    assert not store.store.remove(store.key(1))
+    assert store.used_bytes == disk_use(store.directory) == 0
+
+
+def test_only_a_certain_file_is_removed(store: Store) -> None:
+    store.write(1)
+    former = store.store.find(store.key(1))
+    store.write(1)
+    assert not store.store.remove(store.key(1), former)
+    assert store.has(1)
+    assert store.store.remove(store.key(1), store.store.find(store.key(1)))
+
+
+def test_the_space_of_a_removed_file_is_held_until_it_is_gone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    remove = ChunkFiles.remove
+
+    def slowly(files: ChunkFiles, key: bytes, sequence: int) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        remove(files, key, sequence)
+
+    store.write(1)
+    monkeypatch.setattr(ChunkFiles, "remove", slowly)
+    thread = threading.Thread(target=store.store.remove, args=(store.key(1),))
+    thread.start()
+    assert begun.wait(30)
+    assert store.has()
+    assert store.used_bytes == FILE_BYTES
+    assert store.write(2, LIMIT_BYTES - 4096) is WriteOutcome.FULL
+    assert store.write(3, LIMIT_BYTES - FILE_BYTES - 4096) is WriteOutcome.STORED
+    go_on.set()
+    thread.join(30)
+    assert store.used_bytes == LIMIT_BYTES - FILE_BYTES
+
+
+def test_evictions_are_told_and_counted_once(store: Store) -> None:
+    told: list[list[bytes]] = []
+    store.store.on_evicted = told.append
+    for number in range(4):
+        store.write(number)
+    store.store.keep(store.key(0))
+    assert told == []
+    store.write(4, 3 * 4096)  # two files' space
+    assert told == [[store.key(1), store.key(2)]]
+    assert store.has(0, 3, 4)
+    assert store.used_bytes == disk_use(store.directory) == 2 * FILE_BYTES + 4 * 4096
+    store.store.on_evicted = None
+
+
+def test_larger_files_that_are_evicted_leave_their_surplus(store: Store) -> None:
+    store.write(1, 6 * 4096)
+    store.write(2, 2 * 4096)
+    assert store.has(2)
+    assert store.used_bytes == disk_use(store.directory) == 3 * 4096
+
+
+def test_a_file_that_cannot_be_removed_is_logged(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts no more: the next scan finds it, or an operator who reads the log."""
+    for number in range(2):
+        store.write(number)
+
+    def fail(*_: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFiles, "remove", fail)
+        assert all(store.store.remove(store.key(number)) for number in range(2))
+    assert caplog.text.count("a file could not be removed: not permitted") == 1
+    assert store.used_bytes == 0
+    for path in files_in(store.directory):
+        path.unlink()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "no space left")])
+def test_a_write_that_fails_gives_its_space_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    store.write(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFiles, "write", fail)
+        if isinstance(error, OSError):
+            assert store.write(2) is WriteOutcome.UNAVAILABLE
+        else:
+            with pytest.raises(MemoryError):
+                store.write(2)
+    assert store.has(1)
+    assert store.used_bytes == FILE_BYTES
+
+
+def test_a_cancelled_write_leaves_the_former_chunk(store: Store) -> None:
+    store.write(1)
+    assert store.write(1, is_cancelled=lambda: True) is WriteOutcome.CANCELLED
+    assert store.load(1) is ReadOutcome.LOADED
+    assert store.used_bytes == disk_use(store.directory) == FILE_BYTES
+
+
+def test_files_that_vanish_or_are_damaged_count_no_more(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        store.write(number)
+    for number in range(2):
+        file = store.store.find(store.key(number))
+        assert file is not None
+        path = Path(store.store._files.path(file.key, file.sequence))
+        if number:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        else:
+            path.unlink()
+    assert store.load(2, 101) is ReadOutcome.FOREIGN
+    assert [store.load(number) for number in range(3)] == [
+        ReadOutcome.MISSING,
+        ReadOutcome.CORRUPT,
+        ReadOutcome.LOADED,
+    ]
+    assert store.has(2)
+    assert store.used_bytes == disk_use(store.directory) == FILE_BYTES
+    assert "a file was removed by another process" in caplog.text
+    assert "is removed: " in caplog.text
+
+
+def test_the_time_of_use_is_written_once_in_a_while(store: Store) -> None:
+    store.write(1)
+    (path,) = files_in(store.directory)
+    again = Store(store.directory)
+    for touched in (True, False):
+        os.utime(path, ns=(1, 1))
+        assert again.load(1) is ReadOutcome.LOADED
+        assert (path.stat().st_mtime_ns > 1) == touched
+
+
+def test_what_is_forgotten_stays_on_disk(store: Store) -> None:
+    for number in range(3):
+        store.write(number)
+    store.store.forget()
+    assert store.has()
+    assert (store.used_bytes, len(files_in(store.directory))) == (0, 3)
+    assert Store(store.directory).has(0, 1, 2)
+    for path in files_in(store.directory):
+        path.unlink()
