@@ -1,0 +1,51 @@
+"""The names of chunks: which keys are ours, which parts a prefix needs, what cannot be named."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_redis.chunks.names import (
+    ChunkForm,
+    ChunkNames,
+    Reach,
+    chunk_key_in,
+    opaque_pages,
+    stripe_key,
+)
+from lmcache_redis.errors import FormatError
+
+NAMES = ChunkNames(bytes(range(32)), b"mine:")
+
+
+def test_a_chunk_key_is_read_out_of_a_stripes_key() -> None:
+    key = ChunkForm.of(NAMES, "org/model", 7, opaque_pages(100), 64).key(b"h" * 32)
+    assert key.startswith(b"mine:lmcr1:")
+    assert chunk_key_in(stripe_key(key, 3), b"mine:") == key
+    assert chunk_key_in(b"mine:" + key, b"mine:") is None
+    assert chunk_key_in(stripe_key(key, 3), b"") is None
+
+
+@pytest.mark.parametrize(
+    ("reach", "blocks"),
+    [
+        (Reach(), 16),
+        (Reach("state"), 1),
+        (Reach("window", 1), 1),  # a window of the token itself still has a block
+        (Reach("window", 17), 1),
+        (Reach("window", 18), 2),
+        (Reach("window", 4096), 16),
+    ],
+)
+def test_blocks_of_a_part(reach: Reach, blocks: int) -> None:
+    assert reach.blocks_per_part(16, 16) == blocks
+
+
+def test_a_form_that_cannot_be_encoded_is_refused() -> None:
+    with pytest.raises(FormatError, match="a model name has 1 to 1024 bytes"):
+        ChunkForm.of(NAMES, "", 0, opaque_pages(100), 64)
+    with pytest.raises(FormatError, match="kv_rank"):
+        ChunkForm.of(NAMES, "org/model", -1, opaque_pages(100), 64)
+    with pytest.raises(FormatError, match="at most 65535 can be numbered"):
+        ChunkForm.of(NAMES, "org/model", 0, opaque_pages(64 * 65536), 64)
+    with pytest.raises(FormatError):
+        ChunkForm.of(NAMES, "org/model", 0, opaque_pages(0), 64)
