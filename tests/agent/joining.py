@@ -51,7 +51,7 @@ class Joining:
             chunk_size_tokens=CHUNK_SIZE_TOKENS,
             slot_bytes=4096,
             lookup_deadline_s=lookup_deadline_s,
-            disk_path=disk_path,
+            disk_path=None if disk_path is None else str(disk_path),
         )
         self.arena = Arena(16 * 4096, 4096)
         self.index: set[bytes] = set()  # the chunk keys that Redis has

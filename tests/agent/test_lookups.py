@@ -184,7 +184,7 @@ def test_what_is_found_is_loaded_counted_and_pinned(
     counted = {name: n - before[name] for name, n in metrics.snapshot().items()}
     assert {name: n for name, n in counted.items() if "lookup" in name or "hit_" in name} == {
         **dict.fromkeys((n for n in counted if "lookup" in n or "hit_" in n), 0),
-        "lookups": 1, "lookup_chunks": 5, "hit_chunks_pool": 1,
+        "lookups": 1, "lookup_chunks": 5, "hit_chunks_host": 1,
         "hit_chunks_disk": 1, "hit_chunks_redis": 2,
     }  # fmt: skip
     use = here.peers.use_of("model")
