@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -173,7 +175,7 @@ SCHEMAS = {
     3: "0fb9dc40b9e5286b",
     4: "ee3b37c67e1175b8",
     5: "a8ccd19ec9ce0491",
-    6: "644f3530040c9d58",
+    6: "e65f263eb7909868",
 }
 
 
@@ -183,7 +185,10 @@ def test_a_change_of_a_message_changes_the_version() -> None:
             return [without_words(each) for each in schema]
         if not isinstance(schema, dict):
             return schema
-        return {name: without_words(s) for name, s in schema.items() if name != "description"}
+        known = {name: without_words(s) for name, s in schema.items() if name != "description"}
+        if "anyOf" in known:  # versions of msgspec differ in the order of a type's alternatives
+            known["anyOf"].sort(key=partial(json.dumps, sort_keys=True))
+        return known
 
     kinds = [*get_args(m.Question), *get_args(m.Answer)]
     schemas = without_words(msgspec.json.schema_components(kinds))
