@@ -54,10 +54,8 @@ def row(model: Model, gpus: int, gpu: str) -> str:
     break_even_gbit = kv_bytes_per_s * 8 / 1e9 / SHARE_OF_WIRE
     cells = [
         model.name,
-        f"{model.kv_bytes_per_token / 1024:.0f}",
         f"{gpus} {gpu}",
         f"{tokens_per_s:,.0f}",
-        f"{kv_bytes_per_s / 1e9:.1f}",
         f"{break_even_gbit:.0f}",
         *(gain(gbit / break_even_gbit) for gbit in GBIT),
     ]
@@ -69,7 +67,7 @@ def gain(factor: float) -> str:
 
 
 def table() -> str:
-    names = ["model", "KiB a token", "GPUs", "tokens/s", "KV, GB/s", "break-even, Gbit/s"]
+    names = ["model", "GPUs", "tokens/s", "break-even, Gbit/s"]
     names += [f"at {gbit}" for gbit in GBIT]
     lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
     return "\n".join([*lines, *(row(*each) for each in ROWS)])

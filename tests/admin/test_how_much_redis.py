@@ -20,7 +20,11 @@ pytest.importorskip("transformers", reason="writes the configs of models")
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-much-redis.md"
 PROMPT_TOKENS, PREFILL_TOKENS_PER_S = 8192, 8000
-EXAMPLES = ("Llama-3.1-8B", "gpt-oss-120b")
+EXAMPLE = "Llama-3.1-8B"
+SHOWN = (
+    *("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-120b"),
+    *("Gemma-3-27B", "Qwen3-Next-80B-A3B", "DeepSeek-V3"),
+)
 KNOWN_KIB = {
     "Llama-3.1-8B": 128,
     "Llama-3.3-70B": 320,
@@ -41,9 +45,9 @@ def of_name(name: str) -> Published:
 
 def sizes_table() -> str:
     rows = [
-        "| model, bfloat16 | a token | a prompt in Redis | tokens in 64 GiB | break-even | notes |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *map(_row, PUBLISHED),
+        "| model, bfloat16 | a token | a prompt in Redis | break-even | notes |",
+        "| --- | --- | --- | --- | --- |",
+        *(_row(of_name(name)) for name in SHOWN),
     ]
     return "\n".join(rows)
 
@@ -55,7 +59,6 @@ def _row(model: Published) -> str:
         model.name,
         shown_bytes(found.bytes_per_token),
         shown_bytes(found.stored_bytes(PROMPT_TOKENS)),
-        f"{found.tokens_in(64 << 30, PROMPT_TOKENS):,}",
         f"{even:.2f} GB/s",
         ", ".join(_besides(found)),
     ]
@@ -90,9 +93,8 @@ def test_the_table_is_that_of_the_code() -> None:
     )
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_are_what_the_command_prints(tmp_path: Path, name: str) -> None:
-    assert example(tmp_path, name) in PAGE.read_text()
+def test_the_example_is_what_the_command_prints(tmp_path: Path) -> None:
+    assert example(tmp_path, EXAMPLE) in PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", KNOWN_KIB)

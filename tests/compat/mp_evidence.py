@@ -1,6 +1,6 @@
 """What a worker of a stock LMCache 0.5.6 does with blocks that a server still copies.
 
-Its figures are in docs/guides/lmcache-mp.md. With the unpacked wheel of LMCache on PYTHONPATH:
+Its figures are in docs/guides/doors.md. With the unpacked wheel of LMCache on PYTHONPATH:
 
     python tests/compat/mp_evidence.py CASE [HEARTBEAT_S]
 

@@ -1,4 +1,4 @@
-"""Pods that are not the chart's: the YAML of docs/guides/kubernetes.md, rendered and compared."""
+"""Pods that are not the chart's, as docs/guides/kubernetes.md makes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block(marker: str) -> str:
 
 
 def of_your_chart(directory: Path, values: Document) -> list[Document]:
-    """What a chart renders that has ours as a dependency, and the page's template."""
+    """What a chart renders that has ours as a dependency, and the example's template."""
     yours = directory / "yours"
     (yours / "charts").mkdir(parents=True)
     (yours / "templates").mkdir()
@@ -36,7 +36,7 @@ def of_your_chart(directory: Path, values: Document) -> list[Document]:
     needs = [{"name": chart.NAME, "version": "0.1.0", "repository": "file://../lmcache-redis"}]
     described = {"apiVersion": "v2", "name": "yours", "version": "1.0.0", "dependencies": needs}
     (yours / "Chart.yaml").write_text(yaml.safe_dump(described))
-    template = block("# templates/deployment.yaml")
+    template = (chart.ROOT / "examples" / "kubernetes.yaml").read_text()
     (yours / "templates" / "deployment.yaml").write_text(template)
     return documents(chart.render({chart.NAME: values}, "prod", chart=yours))
 
@@ -70,20 +70,21 @@ def test_a_chart_of_yours_includes_the_sidecar(tmp_path: Path) -> None:
     assert f"endpoint = {client.endpoint}\n" in config["data"]["agent.conf"]
 
 
-def test_the_yaml_to_add_is_what_the_chart_renders() -> None:
-    text = chart.render({"vllm": {"enabled": True}})
+def test_the_manifest_has_what_the_page_says_to_copy() -> None:
+    """That the manifest is what the chart renders, test_chart.py shows."""
+    text = (chart.MANIFESTS / "sidecar.yaml").read_text()
     template = find(text, "Deployment", "-vllm")["spec"]["template"]
-    page = yaml.safe_load(block("initContainers:\n    - restartPolicy"))
-    assert page["metadata"]["labels"].items() <= template["metadata"]["labels"].items()
-    pod = page["spec"]
-    volumes = pod.pop("volumes")
-    assert pod == {name: template["spec"][name] for name in pod}
-    ours = [each for each in template["spec"]["volumes"] if each["name"].startswith(chart.NAME)]
-    assert volumes == ours
-    page = yaml.safe_load(block("securityContext: {capabilities: {drop: [ALL]}}"))
-    vllm = containers(template["spec"])["vllm"]
-    assert page["volumeMounts"][0] in vllm["volumeMounts"]
-    assert json.loads(page["args"][1]) == json.loads(vllm["args"][2])
+    pod, vllm = template["spec"], containers(template["spec"])["vllm"]
+    (agent,) = pod["initContainers"]
+    assert "lmcache-redis/client" in template["metadata"]["labels"]
+    assert {"shareProcessNamespace", "securityContext"} <= pod.keys()
+    volumes = {each["name"] for each in pod["volumes"]}
+    assert {each["name"] for each in agent["volumeMounts"]} == {
+        name for name in volumes if name.startswith("lmcache-redis")
+    }
+    assert "--kv-transfer-config" in vllm["args"]
+    assert vllm["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "lmcache-redis" in {each["name"] for each in vllm["volumeMounts"]}
 
 
 def test_the_values_of_the_page_are_taken() -> None:
