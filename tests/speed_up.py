@@ -36,14 +36,12 @@ LLAMA_70B = Model("Llama-3.3-70B", 2 * 80 * 8 * 128 * 2, 70.6e9)
 DEEPSEEK = Model("DeepSeek-V3", 61 * 576 * 2, 37e9)
 ROWS = (
     (LLAMA_8B, 1, "L4"),
-    (QWEN_8B, 1, "L4"),
     (QWEN_8B, 1, "L40S"),
     (QWEN_8B, 1, "A100"),
     (QWEN_8B, 1, "H100"),
     (QWEN_8B, 1, "B200"),
     (QWEN_30B, 1, "H100"),
     (LLAMA_70B, 4, "H100"),
-    (LLAMA_70B, 4, "B200"),
     (DEEPSEEK, 8, "H100"),
 )
 
