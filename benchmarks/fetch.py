@@ -1,21 +1,23 @@
 """Finds and downloads LMCache's wheel, with its C++ client and its server.
 
 `python benchmarks/fetch.py` downloads LMCache's wheel with pip, without its dependencies, and
-unpacks it under the virtual environment. It installs nothing.
+unpacks it under the virtual environment. It installs nothing. With another version in
+``LMCACHE_VERSION``, that one is fetched, and the tests and benchmarks that see the variable use it.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-LMCACHE_VERSION = "0.5.6"
-DIRECTORY = Path(sys.prefix) / "bench-peers" / "wheel"
+LMCACHE_VERSION = os.environ.get("LMCACHE_VERSION", "0.5.6")
+DIRECTORY = Path(sys.prefix) / "bench-peers" / f"lmcache-{LMCACHE_VERSION}"
 HOW_TO_FETCH = (
     "LMCache is not installed: run `python benchmarks/fetch.py`, which downloads its wheel "
     "(`pip download --no-deps lmcache`) and unpacks it without installing it"
@@ -35,9 +37,17 @@ def find_client() -> Path | None:
 
 
 def find_package() -> Path | None:
-    """The directory that contains the package `lmcache` with its server."""
-    places = [place for place in _places() if (place / "lmcache" / "v1" / "server").is_dir()]
-    return next(iter(places), None)
+    """The directory that contains the package `lmcache`, with its multiprocess server."""
+    return _with("v1/distributed")
+
+
+def find_server() -> Path | None:
+    """The same, with the server of ``lm://`` too, which 0.5.7 no longer has."""
+    return _with("v1/server")
+
+
+def _with(part: str) -> Path | None:
+    return next((place for place in _places() if (place / "lmcache" / part).is_dir()), None)
 
 
 def _places() -> list[Path]:
@@ -47,9 +57,9 @@ def _places() -> list[Path]:
 
 
 def unpack(wheel: Path, directory: Path) -> Path:
-    """Unpacks a wheel. Raises KeyError, and unpacks nothing, if client or server is missing."""
+    """Unpacks a wheel. Raises KeyError, and unpacks nothing, if its L2 part or client is missing."""
     with zipfile.ZipFile(wheel) as archive:
-        for name in ("v1/server/__main__.py", file_name()):
+        for name in ("v1/distributed/api.py", file_name()):
             archive.getinfo(f"lmcache/{name}")
         archive.extractall(directory)
     return directory

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.fetch import HOW_TO_FETCH, find_package
+from benchmarks.fetch import HOW_TO_FETCH, find_server
 from benchmarks.lm_client import LOAD_NAME, LmClient, key_text
 from benchmarks.report import percentile, rotated
 from benchmarks.servers import ServerFailed, free_port, own_server, running_module
@@ -188,7 +188,7 @@ def _gateway(
 
 def _lmcache_server(log: Path) -> AbstractContextManager[LmServer]:
     """LMCache's own server, which keeps chunks in memory, from the downloaded wheel."""
-    package = find_package()
+    package = find_server()
     if package is None:
         raise ServerFailed(HOW_TO_FETCH)
     port = free_port()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.fetch import find_package
+from benchmarks.fetch import find_server
 from benchmarks.gateway import MIB, Plan, run
 
 pytestmark = pytest.mark.servers
@@ -24,7 +24,7 @@ PLAN = Plan(
 def test_rows_of_every_operation() -> None:
     said: list[str] = []
     rows = run(PLAN, said.append)
-    servers = ["ours", "before", "lmcache"][: 3 if find_package() is not None else 2]
+    servers = ["ours", "before", "lmcache"][: 3 if find_server() is not None else 2]
     assert [(row["op"], row["server"]) for row in rows] == [
         (op, server) for op in ("put", "get", "get, many") for server in servers
     ]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fetch import find_package
+from benchmarks.fetch import find_server
 from tests.compat.gateway.serving import DictTier, Serving
 
 pytestmark = pytest.mark.servers
 
 ROOT = Path(__file__).parents[3]
-FOLDER = find_package()
+FOLDER = find_server()
 
 
 @pytest.mark.skipif(FOLDER is None, reason="needs LMCache's wheel, which scripts/setup fetches")

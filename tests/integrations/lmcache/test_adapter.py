@@ -156,16 +156,25 @@ def test_a_dead_redis_is_misses_at_once(door: L2Caller, redis: RedisServer) -> N
 
 
 def test_a_stopped_redis_blocks_no_caller(open_door: Open, redis: RedisServer) -> None:
-    door = open_door(lookup_timeout_s=0.2, load_timeout_s=0.2, store_timeout_s=0.2)
+    """Nothing ends before its deadline, so a call that waited would find its task ended."""
+    door = open_door(lookup_timeout_s=5.0, load_timeout_s=5.0, store_timeout_s=5.0)
     door.store(keys(1), filled(1))
     redis.stop()
-    started_s = time.monotonic()
-    door.adapter.submit_lookup_and_lock_task(keys(1), layouts())
-    door.adapter.submit_load_task(keys(1), filled(0))
-    door.adapter.submit_store_task(keys(2), filled(2))
-    assert time.monotonic() - started_s < 0.1, "a controller was blocked"
-    assert door.lookup(keys(1), layouts()) == [False]
+    store = door.adapter.submit_store_task(keys(2), filled(2))
+    load = door.adapter.submit_load_task(keys(1), filled(0))
+    lookup = door.adapter.submit_lookup_and_lock_task(keys(1), layouts())
+    assert not door.adapter.pop_completed_store_tasks(), "a controller was blocked"
+    assert door.adapter.query_load_result(load) is None
+    assert door.adapter.query_lookup_and_lock_result(lookup) is None
+    ended: dict[int, Any] = {}
+
+    def has_ended() -> bool:
+        ended.update(door.adapter.pop_completed_store_tasks())
+        return store in ended
+
+    wait_until(has_ended, "the store's deadline")
     redis.cont()
+    assert not ended[store].is_successful()
 
 
 def test_usage_is_charged_once_and_given_back(door: L2Caller) -> None:
