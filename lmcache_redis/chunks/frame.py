@@ -38,7 +38,6 @@ VERSION = 1
 STORE_ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 MAX_STRIPES = 0xFFFF
-PAYLOAD_ALIGN_BYTES = 64
 STORE_ID = slice(8, 24)
 FLAGS_AT = 28
 PAYLOAD_CHECKSUM = slice(56, 64)
@@ -316,14 +315,14 @@ def is_expected(header: bytes, bare: bytes | bytearray) -> bool:
 
 
 def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
-    """Payload bytes of each stripe but the last, at most slot_bytes.
+    """Payload bytes of each stripe but the last: full slots, then the rest.
 
-    The fewest stripes that fit the slots, as equal in size as multiples of 64 bytes allow. Raises
-    FormatError unless both sizes are positive.
+    Stripes of equal size would take up to a quarter more of the server's memory: its allocator
+    rounds up all but those that fill a slot of the default size. Raises FormatError unless both
+    sizes are positive.
     """
-    count = _pieces(chunk_bytes, slot_bytes)
-    aligned = _ceil_div(_ceil_div(chunk_bytes, count), PAYLOAD_ALIGN_BYTES) * PAYLOAD_ALIGN_BYTES
-    return min(aligned, slot_bytes)
+    _pieces(chunk_bytes, slot_bytes)
+    return min(chunk_bytes, slot_bytes)
 
 
 def _header_of(buf: bytes | bytearray | memoryview) -> bytes:
