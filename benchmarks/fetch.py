@@ -57,7 +57,7 @@ def _places() -> list[Path]:
 
 
 def unpack(wheel: Path, directory: Path) -> Path:
-    """Unpacks a wheel. Raises KeyError, and unpacks nothing, if its L2 part or client is missing."""
+    """Unpacks a wheel. Raises KeyError, and unpacks nothing, if adapters or client are missing."""
     with zipfile.ZipFile(wheel) as archive:
         for name in ("v1/distributed/api.py", file_name()):
             archive.getinfo(f"lmcache/{name}")

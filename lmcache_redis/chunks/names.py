@@ -213,7 +213,7 @@ class ChunkForm(PartNames):
         slot_bytes: int,
         reach: Reach = FULL_REACH,
     ) -> ChunkForm:
-        """The form of chunks in stripes of equal size, at most ``slot_bytes``.
+        """The form of chunks in stripes of at most ``slot_bytes``.
 
         Raises FormatError if such chunks cannot be encoded.
         """
