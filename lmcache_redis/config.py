@@ -108,9 +108,8 @@ class TierSettings:
     """The settings that agents and gateways share: Redis, the disk, and what is seen of both."""
 
     redis_url: str | None = setting(
-        "URL of the server: redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS "
-        "rediss://, rediss+sentinel:// or rediss+cluster://; without it an agent runs its own "
-        "Redis, and a gateway keeps chunks only in memory and on disk",
+        "server: redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS rediss for "
+        "redis; none: an agent runs its own, a gateway has memory and disk alone",
         None,
         form="URL",
         repr=False,  # it may hold a password
@@ -120,17 +119,17 @@ class TierSettings:
         "password, if not in the URL", None, secret=True, repr=False
     )
     redis_password_file: str | None = setting(
-        "file that contains the password, read again at each connect", None, form="FILE"
+        "file with the password, read at each connect", None, form="FILE"
     )
     redis_credential_provider: str | None = setting(
-        "PACKAGE.MODULE:FACTORY: called at the start, returns a CredentialProvider of redis-py, "
-        "which is asked for user and password at each connect",
+        "PACKAGE.MODULE:FACTORY, which returns a CredentialProvider of redis-py, asked at each "
+        "connect",
         None,
         form="NAME",
     )
     seal_key_file: str | None = setting(
-        "file of the keys that values are sealed with (AES-256-GCM), one a line: the first seals, "
-        "all of them open; values that are not sealed are misses",
+        "file of keys, one a line: the first seals values (AES-256-GCM), all of them open them; "
+        "values that are not sealed are misses",
         None,
         form="FILE",
     )
@@ -139,14 +138,14 @@ class TierSettings:
         "directory for the disk tier, which survives restarts", None, form="DIRECTORY"
     )
     disk_size: int = setting(
-        "maximum total size of the files in --disk-path",
+        "maximum size of the files in --disk-path",
         64 << 30,
         (1 << 20, 1 << 60),
         size=True,
         reloadable=True,
     )
     shutdown_deadline_s: float = setting(
-        "maximum time for requests in progress and queued writes when the process stops",
+        "time for requests in progress and queued writes at the end of the process",
         5.0,
         (0, 600),
         reloadable=True,
@@ -185,7 +184,7 @@ class AgentConfig(TierSettings):
     pool_bytes: int = setting(
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),
-        shown="4GiB, at most a quarter of the machine's or container's memory",
+        shown="4GiB, at most a quarter of the memory",
         size=True,
         between=(MIN_SLOT_BYTES + 4096, 1 << 50),
     )
@@ -196,8 +195,7 @@ class AgentConfig(TierSettings):
         size=True,
     )
     write_queue_bytes: int | None = setting(
-        "limit of chunks queued for Redis, and of those queued for disk; beyond it the ends of "
-        "prompts are dropped and counted",
+        "limit of chunks queued for Redis, and for disk; then the ends of prompts are dropped",
         None,
         shown="half of the host pool",
         size=True,
@@ -207,17 +205,17 @@ class AgentConfig(TierSettings):
     embedded_memory_bytes: int = setting(
         "memory limit of the embedded Redis",
         lambda: machine_share(8 << 30),
-        shown="8GiB, at most a quarter of the machine's or container's memory",
+        shown="8GiB, at most a quarter of the memory",
         size=True,
         between=(16 << 20, 1 << 50),
     )
     lookup_deadline_s: float = setting(
-        "maximum wait of a request for a lookup; it is shorter where computing is faster",
+        "maximum wait for a lookup; shorter where computing is faster",
         10.0,
         (0.01, 600),
     )
     op_timeout_s: float = setting(
-        "maximum time for one exchange with Redis; after it the server is probed", 2.0, (0.01, 600)
+        "maximum time of an exchange with Redis; then the server is probed", 2.0, (0.01, 600)
     )
     session_timeout_s: float = setting(
         "time after which the chunks pinned by a request are released",
@@ -242,8 +240,7 @@ class AgentConfig(TierSettings):
     ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0, (0, MAX_TTL_S))
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
     copy_threads: int = setting(
-        "threads that copy into blocks, and as many that copy out of them; each GPU has its own, "
-        "CPU engines share one set",
+        "threads that copy into blocks, and as many out of them, for each GPU, and for CPU engines",
         2,
         (1, 64),
     )
@@ -251,8 +248,7 @@ class AgentConfig(TierSettings):
         "memory that engines may register", "auto", choices=("auto", "cpu", "cuda")
     )
     direct_copy_bytes: int = setting(
-        "pages of so many bytes and more are copied between a GPU and the host pool without a "
-        "kernel",
+        "pages of so many bytes and more are copied to and from a GPU without a kernel",
         64 << 10,
         (1, 1 << 50),
         size=True,
@@ -263,8 +259,7 @@ class AgentConfig(TierSettings):
         (0, 1_000_000_000),
     )
     record: str | None = setting(
-        "file to record lookups and stores in, for `lmcache-redis plan`: names, sizes and times of "
-        "chunks, no tokens",
+        "file to record names, sizes and times of chunks in, for `lmcache-redis plan`; no tokens",
         None,
         form="FILE",
     )
@@ -308,10 +303,9 @@ class ClientConfig:
     load_always: bool = setting("load every hit, also where computing is faster", False)
     # The values are vLLM's names.
     kv_cache_layout: str | None = setting(
-        "the order of vLLM's KV cache in memory, where vLLM 0.29 or newer and its attention "
-        "backend have it: with `BLNHC` or `BLHNC` all layers of a block are one piece, which a "
-        "GPU copies without a kernel. Chunks are not shared with engines that have another "
-        "order. Not asked for in a `MultiConnector`",
+        "order of vLLM's KV cache in memory (vLLM 0.29 or newer): all layers of a block are one "
+        "piece, which a GPU copies without a kernel. Not shared with engines of another order, "
+        "and not asked for in a `MultiConnector`",
         None,
         choices=("BLNHC", "BLHNC"),
     )

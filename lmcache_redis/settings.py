@@ -123,16 +123,6 @@ class Setting:
             return "SECONDS"
         return {"int": "N", "float": "NUMBER"}.get(self.kind, "TEXT")
 
-    @property
-    def shown_values(self) -> str:
-        """What a value may be: bounds, words, or its form."""
-        if self.between is not None:
-            low, high = (f"{n:g}" if type(n) is float else self.write(n) for n in self.between)
-            return f"{low} to {high}"
-        if self.kind == "bool":
-            return "true, false"
-        return ", ".join(self.choices) or self.shown_form.replace("TEXT", "text")
-
     def write(self, value: Any) -> str:
         """A value as it can be written on a command line or in a file."""
         if value is None or value in ("", b""):
@@ -242,10 +232,13 @@ def json_schema(config: type[Any]) -> dict[str, Any]:
     }
 
 
-def markdown_table(config: type[Any], as_fields: bool = False) -> str:
-    """The table in docs/settings.md. as_fields: named as in Python, not as options."""
-    rows = ["| setting | default | values | meaning |", "| --- | --- | --- | --- |"]
+def markdown_list(config: type[Any], as_fields: bool = False) -> str:
+    """A list of docs/reference/settings.md. as_fields: named as in Python, not as options."""
+    lines = []
     for each in settings_of(config).values():
         name = each.name if as_fields else each.variable if each.secret else each.option
-        rows.append(f"| `{name}` | {each.shown_default} | {each.shown_values} | {each.help} |")
-    return "\n".join(rows)
+        default = each.shown_default.replace("none", "")
+        others = ", ".join(choice for choice in each.choices if choice != default)
+        told = ", or ".join(filter(None, (default, others)))
+        lines.append(f"- `{name}`{f' ({told})' if told else ''}: {each.help}")
+    return "\n".join(lines)

@@ -44,21 +44,25 @@ def exposed_name(metric: Metric) -> str:
     return metric.name + ("_total" if metric.type == "counter" else "")
 
 
-def undocumented(metrics: Iterable[Metric], section: str) -> set[str]:
-    """The rows that a section of docs/reference/metrics.md lacks, and those that it has in vain.
-
-    Its last column, what to do when the value is high, is written by hand.
-    """
-    _, _, page = (
-        (ROOT / "docs" / "reference" / "metrics.md").read_text().partition(f"## {section}\n")
-    )
-    found = set(re.findall(r"^(\| `lmcache_redis_.*\|) [^|]*\|$", page.partition("\n## ")[0], re.M))
-    rows = {
-        f"| `{exposed_name(metric)}` | {metric.type} | {_labels(metric)} | {metric.documentation} |"
-        for metric in metrics
-    }
-    return rows ^ found
+def documented(section: str = "") -> set[tuple[str, str]]:
+    """Name and type of each metric in the lists of docs/reference/metrics.md, or of a section."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    _, _, lists = page.partition("## Of an agent\n")
+    text = page.partition(f"## {section}\n")[2].partition("\n## ")[0] if section else lists
+    found = set()
+    for item in re.findall(r"^- [\w ]+: ((?:.|\n  )+)$", text, re.M):
+        others, _, histograms = re.sub(r"\s\([^)]*\)", "", item).partition("histogram")
+        for names, kind in ((others, ""), (histograms, "histogram")):
+            for name in re.findall(r"`([^`]+)`", names):
+                found.add((name, kind or ("counter" if "_total" in name else "gauge")))
+    return found
 
 
-def _labels(metric: Metric) -> str:
-    return ", ".join(label for label in metric.samples[0].labels if label != "le")
+def undocumented(metrics: Iterable[Metric], section: str) -> set[tuple[str, str]]:
+    """What a section of docs/reference/metrics.md lacks, and what it has in vain."""
+    return {(_documented_name(metric), metric.type) for metric in metrics} ^ documented(section)
+
+
+def _documented_name(metric: Metric) -> str:
+    labels = ",".join(label for label in metric.samples[0].labels if label != "le")
+    return exposed_name(metric).removeprefix("lmcache_redis_") + (f"{{{labels}}}" if labels else "")

@@ -25,7 +25,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import (
     format_size,
     json_schema,
-    markdown_table,
+    markdown_list,
     option_name,
     parse_size,
     settings_of,
@@ -322,16 +322,16 @@ def test_no_two_settings_share_a_variable() -> None:
 @pytest.mark.parametrize(("of", "config"), [("agent", AgentConfig), ("engine", ClientConfig)])
 def test_the_page_of_settings_has_them_all(of: str, config: type[Any]) -> None:
     page = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
-    assert markdown_table(config, of == "engine") in page.read_text(), (
-        f"a table in {page} is not that of the code; print it with "
+    assert markdown_list(config, of == "engine") in page.read_text(), (
+        f"a list in {page} is not that of the code; print it with "
         f"`lmcache-redis settings --of {of} --markdown`"
     )
 
 
-def test_the_table_has_every_setting_once() -> None:
-    lines = markdown_table(AgentConfig).splitlines()
-    assert len(lines) == 2 + len(dataclasses.fields(AgentConfig))
-    assert all(line.count(" | ") == 3 for line in lines)
+def test_the_list_has_every_setting_once() -> None:
+    lines = markdown_list(AgentConfig).splitlines()
+    assert len(lines) == len(dataclasses.fields(AgentConfig))
+    assert all(line.startswith("- `") for line in lines)
     text = "\n".join(lines)
     assert "`--pool-bytes`" in text
     # A password on a command line can be read by everybody on the machine.
@@ -340,11 +340,11 @@ def test_the_table_has_every_setting_once() -> None:
 
 
 def test_documents_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [(markdown_table(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)]
+    before = [(markdown_list(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)]
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 15)
     monkeypatch.setattr("os.cpu_count", lambda: 1000)
     monkeypatch.setenv(ENDPOINT_VARIABLE, "ipc:///elsewhere/agent.sock")
-    assert [(markdown_table(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)] == before
+    assert [(markdown_list(c), json_schema(c)) for c in (AgentConfig, GatewayConfig)] == before
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The documents name what exists: links, headings, options, files, modules and counters.
 
-Tables have tests beside what they describe: the settings (`test_project`), LMCache's names
-(`test_compatibility`), hex dumps (`test_stripe`), survived faults (`resp/test_survival_table`).
+Lists have tests beside what they describe: the settings (`test_config`), LMCache's names
+(`compat/test_names`), hex dumps (`chunks/test_frame`), faults (`resp/test_survival_table`).
 The changelog is history: of it only links are checked.
 """
 

@@ -120,17 +120,17 @@ def settings(
         str, typer.Option("--of", help="Whose: agent, gateway or engine.", metavar="NAME")
     ] = "agent",
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table of the docs instead.")
+        bool, typer.Option("--markdown", help="Print the list of the docs instead.")
     ] = False,
 ) -> None:
     """Print all settings as a JSON schema (draft 7), for editors, charts and checks."""
     from lmcache_redis.cli.checked import KINDS
-    from lmcache_redis.settings import json_schema, markdown_table
+    from lmcache_redis.settings import json_schema, markdown_list
 
     if of not in KINDS:
         raise ConfigError(f"--of is {of!r}: choose one of {', '.join(KINDS)}")
     if markdown:
-        print(markdown_table(KINDS[of], as_fields=of == "engine"))
+        print(markdown_list(KINDS[of], as_fields=of == "engine"))
     else:
         print(json.dumps(json_schema(KINDS[of]), indent=2))
 

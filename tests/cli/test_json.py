@@ -29,8 +29,12 @@ def documented() -> list[tuple[set[str], set[str]]]:
     found = []
     for section in (ROOT / "docs" / "reference" / "json.md").read_text().split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
-        cells = re.findall(r"^\| (`[^|]*) \|", text, re.M)
-        names = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+        names = set()
+        for item in text.partition("\n- ")[2].partition("\n\n")[0].split("\n- "):
+            objects, _, listed = item.partition(": ")
+            these = re.findall(r"`([^`]+)`", re.sub(r"\s\([^()]*\)", "", listed))
+            for each in re.findall(r"`([^`]+)`", objects) or [""]:
+                names |= {f"{each}.{name}".removeprefix(".") for name in these}
         found.append((set(re.findall(r"`([a-z]+)", heading)), names))
     return found
 

@@ -23,8 +23,8 @@ _TABLES = re.compile(r"(<!-- names: begin -->\n).*?(<!-- names: end -->)", re.DO
 class Name:
     """A name of an original.
 
-    parameters: as the original has them; None if it is not called. different: how and why; may be
-    empty if it is the same. left_out: why it is not here.
+    parameters: as the original has them; None if it is not called. different: how; not empty if the
+    parameters are others. left_out: why it is not here.
     """
 
     name: str
@@ -54,36 +54,42 @@ class Interface:
             found = getattr(found, part, annotations.get(part))
         return found
 
-    def verdict(self, each: Name) -> str:
-        """The last column. Raises AssertionError if it would not be true."""
+    def check(self, each: Name) -> str:
+        """What differs, new parameters first. Raises AssertionError if it would not be true."""
         found, where = self.find(each.name), f"{self.here}.{each.name}"
         if each.left_out:
             assert found is None, f"{where} is here"
-            return f"left out: {each.left_out}"
+            return ""
         assert found is not None, f"{where} is missing"
-        actual = parameters(found)
-        if actual != each.parameters:
-            assert each.different, f"{where} has the parameters {actual}"
-            # Calls of the original stay calls here: its parameters come first, in its order.
-            assert (actual or "").startswith(("(*", (each.parameters or "(")[:-1])), where
-            return f"different: `{actual}`; {each.different}"
-        return f"different: {each.different}" if each.different else "same"
+        actual, original = parameters(found), each.parameters
+        if actual == original:
+            return each.different
+        assert each.different, f"{where} has the parameters {actual}"
+        # Calls of the original stay calls here: its parameters come first, in its order.
+        assert (actual or "").startswith(("(*", (original or "(")[:-1])), where
+        if original is None or (actual or "").startswith("(*"):
+            return each.different
+        there = original[1:-1].split(", ")
+        added = [one for one in (actual or "")[1:-1].split(", ") if one not in (*there, "*")]
+        return "; ".join(filter(None, [f"`{', '.join(added)}`", each.different]))
 
-    def table(self) -> str:
-        """Its section of the page."""
-        lines = [
-            f"### {self.title}",
-            "",
-            f"`{self.original}`, here `{self.here}`.",
-            *textwrap.wrap(self.dated, 120, break_long_words=False, break_on_hyphens=False),
-            "",
-            "| name | parameters | here |",
-            "| --- | --- | --- |",
-        ]
+    def section(self) -> str:
+        """Its section of the page: what is different, and what is left out for another reason."""
+        texts: dict[str, list[str]] = {}
         for each in self.names:
-            shown = "" if each.parameters is None else f"`{each.parameters}`"
-            lines.append(f"| `{each.name}` | {shown} | {self.verdict(each)} |")
-        return "\n".join(lines)
+            left_out = f"left out: {each.left_out}" if each.left_out not in ("", "internal") else ""
+            if text := self.check(each) or left_out:
+                texts.setdefault(text, []).append(f"`{each.name}`")
+        lines = [f"`{self.original}` is `{self.here}` here. {self.dated}".strip(), ""]
+        lines += [f"- {', '.join(names)}: {text}" for text, names in texts.items()]
+        wrapped = (
+            textwrap.fill(
+                each, 120, subsequent_indent="  " * each.startswith("-"),
+                break_long_words=False, break_on_hyphens=False,
+            )
+            for each in lines
+        )  # fmt: skip
+        return "\n".join([f"### {self.title}", "", *wrapped])
 
 
 def parameters(found: Any) -> str | None:
@@ -106,8 +112,8 @@ def page() -> str:
     """docs/reference/lmcache-names.md with the tables as they are now."""
     from tests.compat.names import INTERFACES
 
-    tables = "\n\n".join(interface.table() for interface in INTERFACES)
-    return _TABLES.sub(lambda found: f"{found[1]}{tables}\n{found[2]}", PAGE.read_text())
+    text = "\n\n".join(interface.section() for interface in INTERFACES)
+    return _TABLES.sub(lambda found: f"{found[1]}{text}\n\n{found[2]}", PAGE.read_text())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tests.matrix.cells import CASES, Result
@@ -60,35 +60,62 @@ def add_python(log: Path, page: Path = PAGE) -> None:
 
 
 def _page(rows: list[Result]) -> Iterator[str]:
-    versions = sorted({row.vllm for row in rows}, key=_numbers, reverse=True)
+    versions = sorted({row.vllm for row in rows}, key=_numbers)
     first_server = rows[0].server
-    cases = [case.name for case in CASES]
     found = {(row.vllm, row.case, row.server): row for row in rows}
+    hits = [
+        tokens / row.asked_tokens
+        for row in rows if row.asked_tokens
+        for tokens in (row.host_tokens, row.redis_tokens)
+    ]  # fmt: skip
     notes: list[str] = []
     yield (
         f"Run on {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d} with Python "
-        f"{platform.python_version()} on {platform.machine()}, on {first_server}:"
+        f"{platform.python_version()} on {platform.machine()}, on {first_server}. At least "
+        f"{100 * min(hits):.0f} % of the prompts' tokens hit."
     )
     yield ""
-    yield from _header("model", [f"vLLM {version}" for version in versions])
-    for case in cases:
+    models: dict[tuple[str, ...], list[str]] = {}
+    for case in (case.name for case in CASES if any(row.case == case.name for row in rows)):
         cells = [_cell(found.get((version, case, first_server)), notes) for version in versions]
-        yield _line([case, *cells])
+        models.setdefault(tuple(_columns(versions, cells)), []).append(case)
+    names = ["cached", "cache off", "vLLM alone fails", "not as they should"]
+    shown = range(4 if any(columns[3] for columns in models) else 3)
+    yield from _header("models", [names[n] for n in shown])
+    for columns, cases in models.items():
+        yield _line(["; ".join(cases), *(columns[n] for n in shown)])
     yield ""
-    servers = list(dict.fromkeys(row.server for row in rows if row.vllm == versions[0]))
-    columns = [
-        case for case in cases
-        if all((versions[0], case, server) in found for server in servers)
-    ]  # fmt: skip
-    yield f"On every server, with vLLM {versions[0]}:"
-    yield ""
-    yield from _header("server", columns)
-    for server in servers:
-        yield _line([server, *(_cell(found[versions[0], case, server], notes) for case in columns)])
-    if notes:
+    servers: dict[tuple[str, ...], list[str]] = {}
+    others = {row.server for row in rows if row.vllm == versions[-1]} - {first_server}
+    for server in sorted(others):
+        cells = [
+            (case.name, _cell(found[versions[-1], case.name, server], notes))
+            for case in CASES if (versions[-1], case.name, server) in found
+        ]  # fmt: skip
+        named = tuple(name if cell == "" else f"{name} {cell}" for name, cell in cells)
+        servers.setdefault(named, []).append(server)
+    for named, those in servers.items():
+        yield f"With vLLM {versions[-1]}, cached on {', '.join(those)} too: {'; '.join(named)}."
         yield ""
     for number, note in enumerate(notes, 1):
         yield f"{number}. {note}"
+
+
+def _columns(versions: Sequence[str], cells: Sequence[str]) -> Iterator[str]:
+    """The versions of a model in four columns, by what their cells say."""
+    by_cell: dict[str, list[str]] = {}
+    for version, cell in zip(versions, cells, strict=True):
+        by_cell.setdefault(cell, []).append(version)
+    for column in ("", "off", "fails alone"):
+        yield _span(versions, by_cell.pop(column, []))
+    yield ", ".join(f"{_span(versions, those)} {cell}" for cell, those in by_cell.items())
+
+
+def _span(versions: Sequence[str], some: Sequence[str]) -> str:
+    """``0.28.0 to 0.30.0``, or a list if one between them is missing."""
+    if len(some) > 2 and versions.index(some[-1]) - versions.index(some[0]) + 1 == len(some):
+        return f"{some[0]} to {some[-1]}"
+    return ", ".join(some)
 
 
 def _without_engines(rows: list[Result]) -> Iterator[str]:
@@ -107,19 +134,14 @@ def _count(row: Result | None) -> str:
 
 
 def _cell(row: Result | None, notes: list[str]) -> str:
+    """Empty if the model was cached."""
     if row is None:
         return "not run"
     if row.wrong:
         return f"**fails** ({_note(row.wrong, notes)})"
     if row.vllm_alone:
-        return f"vLLM alone fails ({_note(row.vllm_alone, notes)})"
-    if row.off:
-        return f"off ({_note(row.off, notes)})"
-    return f"{_percent(row.host_tokens, row)}, {_percent(row.redis_tokens, row)}"
-
-
-def _percent(tokens: int, row: Result) -> str:
-    return f"{100 * tokens / row.asked_tokens:.0f} %"
+        return "fails alone"
+    return "off" if row.off else ""
 
 
 def _note(text: str, notes: list[str]) -> str:

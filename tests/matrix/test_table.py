@@ -19,7 +19,7 @@ def test_the_newest_rows_are_between_the_markers(tmp_path: Path) -> None:
     for result in (
         Result("0.32.0", "Llama", "Redis 7.0.15", wrong="an older row"),
         Result("0.32.0", "Llama", "Redis 7.0.15", **on),
-        Result("0.32.0", "Llama", "Valkey 8.0.1", wrong="other tokens"),
+        Result("0.32.0", "Llama", "Valkey 8.0.1", wrong="other|tokens"),
         Result("0.32.0", "Llama, PP 2", "Redis 7.0.15", vllm_alone="KeyError: 'x|y'"),
         Result("0.9.0", "Llama", "Redis 7.0.15", off="a reason"),
         Result("0.9.0", "Gemma-3", "Redis 7.0.15", off="a reason"),
@@ -29,12 +29,26 @@ def test_the_newest_rows_are_between_the_markers(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\nRun on ")
     assert text.endswith(f"{END}\nafter\n")
-    assert "| model | vLLM 0.32.0 | vLLM 0.9.0 |" in text
-    assert "| Llama | 90 %, 87 % | off (note 1) |" in text
-    assert "| Gemma-3 | not run | off (note 1) |" in text
-    assert "| Llama, PP 2 | vLLM alone fails (note 2) | not run |" in text
-    assert "| Valkey 8.0.1 | **fails** (note 3) |" in text
-    assert "1. a reason\n2. KeyError: 'x\\|y'\n3. other tokens\n" in text
+    assert "At least 87 % of the prompts' tokens hit." in text
+    assert "| models | cached | cache off | vLLM alone fails | not as they should |" in text
+    assert "| Llama | 0.32.0 | 0.9.0 |  |  |" in text
+    assert "| Gemma-3 |  | 0.9.0 |  | 0.32.0 not run |" in text
+    assert "| Llama, PP 2 |  |  | 0.32.0 | 0.9.0 not run |" in text
+    assert "cached on Valkey 8.0.1 too: Llama **fails** (note 1)." in text
+    assert "\n1. other\\|tokens\n" in text
+
+
+def test_versions_with_equal_cells_are_a_range(tmp_path: Path) -> None:
+    rows, page = tmp_path / "rows", tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    for minor in (8, 9, 10, 11):
+        for model, off in (("Llama", ""), ("Gemma-3", "x" if minor == 9 else "")):
+            row = Result(f"0.{minor}.0", model, "Redis 7.0.15", off, 8, 8, 4)
+            row.append_to(rows)
+    main(rows, page)
+    text = page.read_text()
+    assert "| Llama | 0.8.0 to 0.11.0 |  |  |" in text
+    assert "| Gemma-3 | 0.8.0, 0.10.0, 0.11.0 | 0.9.0 |  |" in text
 
 
 def test_rows_without_engines_have_a_table_of_their_own(tmp_path: Path) -> None:

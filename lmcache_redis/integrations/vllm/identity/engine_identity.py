@@ -3,7 +3,7 @@
 Block hashes cover tokens, multimodal content and ``cache_salt``. The identity covers everything
 else, as pairs of text: engines whose identities differ share nothing. A pair too many costs a
 miss; a pair too few costs wrong answers. `settings` says which setting of vLLM is in which pair,
-and which is in none; docs/internals/identity.md is made from it.
+and which is in none.
 """
 
 from __future__ import annotations

@@ -7,5 +7,5 @@
 Settings are named by the class of vllm.config that has them. ``environment`` stands for the
 variables of vllm.envs, ``os.environ`` for those that kernels read without it. A test compares the
 tables with the installed vLLM, and ``scripts/test --matrix`` with each supported version: a setting
-without a verdict fails. docs/internals/identity.md is made from them.
+without a verdict fails.
 """

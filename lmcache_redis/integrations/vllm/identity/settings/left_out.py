@@ -14,7 +14,7 @@ from lmcache_redis.integrations.vllm.identity.settings.pairs import Names
 
 @dataclass(frozen=True)
 class LeftOut:
-    """what: a common name of the settings, with some of them. For docs/internals/identity.md."""
+    """what: a common name of the settings, with some of them."""
 
     what: str
     reason: str

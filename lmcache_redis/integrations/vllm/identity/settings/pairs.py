@@ -16,9 +16,9 @@ Names = Mapping[str, str]
 class Pair:
     """A pair of the identity.
 
-    content, reason: for docs/internals/identity.md. digested: settings whose values are the pair,
-    or a part of it. computed: settings that are in it in another form (identity.py, weights.py), or
-    that the layout shows.
+    content: also for docs/internals/identity.md and `why`. digested: settings whose values are the
+    pair, or a part of it. computed: settings that are in it in another form (identity.py,
+    weights.py), or that the layout shows.
     """
 
     content: str
