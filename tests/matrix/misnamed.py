@@ -10,12 +10,11 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator
 
 from lmcache_redis.integrations.vllm import support
-from lmcache_redis.integrations.vllm.identity import engine_identity
-from lmcache_redis.integrations.vllm.identity.settings import reading
+from lmcache_redis.integrations.vllm.identity import engine_identity, settings
 
 support.MediaNames.are_of_content = lambda self, request: True
 engine_identity._DIGESTS.remove("lora")
-reading.REFUSED = ()
+settings.REFUSED = ()
 
 _simulate = RoutingSimulator.simulate_routing
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import vllm.config
 from vllm import envs
 
-from lmcache_redis.integrations.vllm.identity.settings.left_out import LEFT_OUT
-from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS, REFUSED
+from lmcache_redis.integrations.vllm.identity.pairs import PAIRS, REFUSED
+from tests.matrix.left_out import LEFT_OUT
 
 Setting = tuple[str, str]  # its class, or "environment", or "os.environ", and its name
 

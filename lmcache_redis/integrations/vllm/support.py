@@ -24,7 +24,7 @@ from lmcache_redis.integrations.vllm.groups import (
     common_block_tokens,
     layer_groups,
 )
-from lmcache_redis.integrations.vllm.identity.settings.reading import refusals
+from lmcache_redis.integrations.vllm.identity.settings import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

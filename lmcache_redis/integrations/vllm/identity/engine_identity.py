@@ -2,8 +2,7 @@
 
 Block hashes cover tokens, multimodal content and ``cache_salt``. The identity covers everything
 else, as pairs of text: engines whose identities differ share nothing. A pair too many costs a
-miss; a pair too few costs wrong answers. `settings` says which setting of vLLM is in which pair,
-and which is in none; docs/internals/identity.md is made from it.
+miss; a pair too few costs wrong answers. `pairs` says which setting of vLLM is in which pair.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
-from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS
-from lmcache_redis.integrations.vllm.identity.settings.reading import settings_of, settings_of_class
+from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
+from lmcache_redis.integrations.vllm.identity.settings import settings_of, settings_of_class
 from lmcache_redis.integrations.vllm.identity.weights import Unidentified, weights_identity
 
 if TYPE_CHECKING:

@@ -1,6 +1,10 @@
 """Settings whose values are in the identity, by pair, and those that are refused. Data alone.
 
-A setting belongs here if it changes what is computed, or to how many bits, and also in doubt.
+A setting belongs here if it changes what is computed, or to how many bits, and also in doubt. Every
+other one is in ``tests/matrix/left_out.py``: a setting of a supported vLLM without a verdict fails.
+
+Settings are named by the class of vllm.config that has them. ``environment`` stands for the
+variables of vllm.envs, ``os.environ`` for those that kernels read without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings that change no byte of a chunk, by reason. Data alone.
+"""Settings that change no byte of a chunk, by reason. Data alone, which no engine reads.
 
 A setting belongs here if it decides when, where or with which kernel of equal precision something
 is computed: replicas that differ in it share. ``*`` ends a family of names whose purpose is clear,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmcache_redis.integrations.vllm.identity.settings.pairs import Names
+from lmcache_redis.integrations.vllm.identity.pairs import Names
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 
-from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS, REFUSED
+from lmcache_redis.integrations.vllm.identity.pairs import PAIRS, REFUSED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
