@@ -58,7 +58,7 @@ def ask(scheduler: ConnectorScheduler, local_tokens: int = 0) -> int | None:
 def chunks_of(metadata: StepMetadata) -> tuple[list[bytes], list[bytes]]:
     """The names of the chunks that are compared, and of those that are stored."""
     compared, stored = (
-        [name for _, _, ops in planned for op in ops for name in op.hashes]
+        [name for each in planned for op in each.ops for name in op.hashes]
         for planned in (metadata.checks, metadata.stores)
     )
     return compared, stored
@@ -74,7 +74,7 @@ def test_a_canary_is_computed_and_compared(
     assert chunks_of(first) == (NAMES[:2], [])
     second = scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK, 2 * CHUNK)))
     assert chunks_of(second) == (NAMES[2:3], NAMES[3:])
-    (_, request_id, (op,)) = second.checks[0]
+    (_, request_id, (op,), _) = second.checks[0]
     assert (request_id, op.block_ids) == ("r", BLOCK_IDS[8:12])
 
 
@@ -206,7 +206,7 @@ def test_of_a_window_only_what_is_pinned_is_compared(
         done: Any = {"new": ("r", BLOCK_IDS, 0, tokens)}
         if number:
             done = {"cached": ("r", None, number * tokens, tokens)}
-        for _, _, ops in scheduler.build_metadata(step(**done)).checks:
+        for _, _, ops, _ in scheduler.build_metadata(step(**done)).checks:
             for op in ops:
                 compared[op.group] += op.hashes
     assert compared == {0: NAMES[:3], 1: NAMES[2:3]}

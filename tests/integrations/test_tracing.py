@@ -89,7 +89,8 @@ def test_lookups_and_loads_have_spans(spans: RequestSpans, exporter: InMemorySpa
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     scheduler.allocated(request, [[*range(1, 40)]], 3 * CHUNK)
-    assert scheduler.build_metadata(step()).traced == {"r": HEADERS}
+    (load_of_step,) = scheduler.build_metadata(step()).loads
+    assert load_of_step.trace_headers == HEADERS
     scheduler.load_failed("r")
     scheduler.load_ended("r")
     lookup, load = exporter.get_finished_spans()
@@ -109,10 +110,10 @@ def test_retrieves_and_stores_have_spans(
 
     client = Client()
     worker = ConnectorWorker(client, 0, Recorder(spans), reallocates=True)  # type: ignore[arg-type]
-    traced = {"r": HEADERS}
-    loads, stores = [Planned(1, "r", OPS)], [Planned(2, "r", OPS), Planned(3, "untraced", OPS)]
-    worker.begin_loads(StepMetadata(loads=loads, traced=traced))
-    worker.begin_stores(StepMetadata(stores=stores, checks=loads, traced=traced))
+    loads, checks = [Planned(1, "r", OPS, HEADERS)], [Planned(4, "r", OPS)]
+    stores = [Planned(2, "r", OPS, HEADERS), Planned(3, "untraced", OPS)]
+    worker.begin_loads(StepMetadata(loads=loads))
+    worker.begin_stores(StepMetadata(stores=stores, checks=checks))
     client.begun[1].failed = True
     for each in client.begun:
         each.over = True

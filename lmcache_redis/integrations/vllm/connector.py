@@ -404,9 +404,9 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         """Starts the loads of this step; never waits for them."""
         metadata = self._step()
         self._awaited.expect(metadata.lost_loads)
-        for _, request_id, ops in metadata.loads:
-            written = [self._set_up.groups[op.group].written_by(op) for op in ops]
-            self._awaited.expect({request_id: [*itertools.chain(*written)]})
+        for load in metadata.loads:
+            written = [self._set_up.groups[op.group].written_by(op) for op in load.ops]
+            self._awaited.expect({load.request_id: [*itertools.chain(*written)]})
         if self._worker is not None:
             self._worker.begin_loads(metadata)
 

@@ -100,40 +100,47 @@ class StepPlanner:
         tracked.loading = frozenset(written)
         if not self.needs_all:
             self._missing_blocks[request_id] = self._missing(tracked, end)
-        return Planned(self._references.take(written), request_id, tuple(ops))
+        transfer_id = self._references.take(written)
+        return Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)
 
     def forget_load(self, request_id: str) -> None:
         """The request has been scheduled since its load, or holds no blocks of one."""
         self._missing_blocks.pop(request_id, None)
 
     def store(
-        self, tracked: Tracked, blocks: Sequence[Sequence[int]], chunks: range
+        self,
+        tracked: Tracked,
+        blocks: Sequence[Sequence[int]],
+        chunks: range,
+        *,
+        compare: bool = False,
     ) -> list[Planned]:
-        """The store of ``chunks``, if any of their parts are to be stored."""
-        found = [
-            self._store_of_group(place, tracked, blocks[group.number], chunks)
-            for place, group in enumerate(self._groups)
-        ]
-        return self._planned(tracked, found)
+        """The store of ``chunks``, if any of their parts are in blocks and not stored yet.
 
-    def compare(
-        self, tracked: Tracked, blocks: Sequence[Sequence[int]], chunks: range
-    ) -> list[Planned]:
-        """The comparison of computed ``chunks`` of a canary with what its lookup has pinned."""
-        ops = []
+        compare: instead, the comparison of these computed chunks of a canary with the parts that
+            its lookup has pinned.
+        """
+        names, ops = tracked.chunk_names(), []
         for place, group in enumerate(self._groups):
-            first = group.reach.first_chunk(tracked.canary_chunks, tracked.chunk_tokens)
-            pinned = range(max(first, chunks.start), chunks.stop)
-            found = dict(self._complete_parts(group, tracked, blocks[group.number], pinned))
-            names = tracked.chunk_names()
-            ops.append(
-                TransferOp(
-                    [block_id for part in found.values() for block_id in part],
-                    hashes=[names[chunk] for chunk in found],
-                    group=place,
-                )
-            )
-        return self._planned(tracked, ops)
+            block_ids: list[int] = []
+            hashes: list[bytes] = []
+            pinned = group.reach.first_chunk(tracked.canary_chunks, tracked.chunk_tokens)
+            some = range(max(pinned, chunks.start), chunks.stop) if compare else chunks
+            for chunk, part in self._complete_parts(group, tracked, blocks[group.number], some):
+                if not compare:
+                    keys = _parts(group, names[chunk : chunk + 1])
+                    if keys[0] in self._recent:
+                        continue
+                    self._recent.add(keys)
+                block_ids += part
+                hashes.append(names[chunk])
+            if block_ids:
+                ops.append(TransferOp(block_ids, hashes, group=place))
+        if not ops:
+            return []
+        transfer_id = self._references.take([n for op in ops for n in op.block_ids], for_store=True)
+        headers = None if compare else tracked.trace_headers
+        return [Planned(transfer_id, tracked.request.request_id, tuple(ops), headers)]
 
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""
@@ -188,23 +195,6 @@ class StepPlanner:
             group=place,
         )
 
-    def _store_of_group(
-        self, place: int, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
-    ) -> TransferOp:
-        """The parts of ``chunks`` that are in blocks and not stored yet."""
-        group = self._groups[place]
-        names = tracked.chunk_names()
-        of_parts: list[int] = []
-        hashes_of_parts: list[bytes] = []
-        for chunk, part in self._complete_parts(group, tracked, block_ids, chunks):
-            (key,) = _parts(group, names[chunk : chunk + 1])
-            if key in self._recent:
-                continue
-            self._recent.add([key])
-            of_parts += part
-            hashes_of_parts.append(names[chunk])
-        return TransferOp(of_parts, hashes=hashes_of_parts, group=place)
-
     def _complete_parts(
         self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
     ) -> Iterator[tuple[int, Sequence[int]]]:
@@ -220,15 +210,6 @@ class StepPlanner:
             ):
                 continue
             yield chunk, part
-
-    def _planned(self, tracked: Tracked, ops: Sequence[TransferOp]) -> list[Planned]:
-        """The operations that have blocks, as a transfer with references to these."""
-        some = tuple(op for op in ops if op.block_ids)
-        if not some:
-            return []
-        block_ids = [block_id for op in some for block_id in op.block_ids]
-        transfer_id = self._references.take(block_ids, for_store=True)
-        return [Planned(transfer_id, tracked.request.request_id, some)]
 
 
 def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:

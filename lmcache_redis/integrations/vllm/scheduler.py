@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,6 @@ from lmcache_redis.integrations.vllm.requests import (
     RequestOptions,
     Tracked,
 )
-from lmcache_redis.integrations.vllm.tracing import Headers
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -278,22 +277,11 @@ class ConnectorScheduler:
                 computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         metadata.checks, self._next.checks = self._next.checks, []
-        if self._recorder.spans is not None:
-            metadata.traced = self._headers_of((*metadata.loads, *metadata.stores))
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._next.is_idle = metadata.idle
         self._next.wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
-
-    def _headers_of(self, planned: Iterable[Planned]) -> dict[str, Headers]:
-        """The trace headers of the requests of these transfers that have some."""
-        requests = {each.request_id: self._tracked.get(each.request_id) for each in planned}
-        return {
-            request_id: tracked.trace_headers
-            for request_id, tracked in requests.items()
-            if tracked is not None and tracked.trace_headers
-        }
 
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
@@ -474,7 +462,7 @@ class ConnectorScheduler:
         self._announce(tracked, chunks)
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
         if checked := range(chunks.start, stored_from):
-            self._next.checks += self._planner.compare(tracked, blocks, checked)
+            self._next.checks += self._planner.store(tracked, blocks, checked, compare=True)
         if not self._policy.stores or not tracked.options.store:
             return []
         return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))

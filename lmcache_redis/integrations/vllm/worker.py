@@ -53,12 +53,13 @@ _IDLE_WAIT_S = 0.005
 class Planned(NamedTuple):
     """A load or a store that every worker starts: an operation for each group of layers.
 
-    A ``transfer_id`` is never reused.
+    A ``transfer_id`` is never reused. trace_headers: of the request, if the transfer has a span.
     """
 
     transfer_id: int
     request_id: str
     ops: tuple[TransferOp, ...]
+    trace_headers: Headers | None = None
 
 
 @dataclass
@@ -70,7 +71,6 @@ class StepMetadata(KVConnectorMetadata):
         because the scheduler failed. Workers report them as failed.
     idle: the step runs no model, so that a short wait delays no computation.
     number: the workers report it when the step has ended; 0: they need not.
-    traced: the trace headers of the requests of loads and stores, of those that have some.
     """
 
     loads: list[Planned] = field(default_factory=list)
@@ -79,7 +79,6 @@ class StepMetadata(KVConnectorMetadata):
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
     idle: bool = False
     number: int = 0
-    traced: dict[str, Headers] = field(default_factory=dict)
 
 
 @dataclass
@@ -112,12 +111,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class _Begun(Generic[TransferT]):
-    """One transfer of vLLM's: an operation for each group of layers."""
+    """What was planned, and the transfer of each of its operations."""
 
-    request_id: str
+    planned: Planned
     begun_s: float
     transfers: Sequence[TransferT]
-    headers: Headers | None
 
     @property
     def is_over(self) -> bool:
@@ -161,14 +159,11 @@ class ConnectorWorker:
         self._loads_after = self._client.signal() if metadata.loads else None
 
     def begin_loads(self, metadata: StepMetadata) -> None:
-        for transfer_id, request_id, ops in metadata.loads:
-            self._awaited[request_id] = transfer_id
-            self._loads[transfer_id] = _Begun(
-                request_id,
-                time.monotonic(),
-                self._client.begin_retrieves([request_id] * len(ops), ops, self._loads_after),
-                metadata.traced.get(request_id),
-            )
+        for load in metadata.loads:
+            self._awaited[load.request_id] = load.transfer_id
+            names = [load.request_id] * len(load.ops)
+            transfers = self._client.begin_retrieves(names, load.ops, self._loads_after)
+            self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
 
     def begin_stores(self, metadata: StepMetadata) -> None:
         """Starts the stores of this step, once; on CUDA they follow the work queued so far."""
@@ -177,13 +172,10 @@ class ConnectorWorker:
         self._stored_step = metadata
         begun = [*zip(metadata.stores, repeat(False)), *zip(metadata.checks, repeat(True))]
         after = self._client.signal() if begun else None
-        for (transfer_id, request_id, ops), compare in begun:
-            self._stores[transfer_id] = _Begun(
-                request_id,
-                time.monotonic(),
-                self._client.begin_stores([request_id] * len(ops), ops, after, compare=compare),
-                None if compare else metadata.traced.get(request_id),
-            )
+        for store, compare in begun:
+            names = [store.request_id] * len(store.ops)
+            transfers = self._client.begin_stores(names, store.ops, after, compare=compare)
+            self._stores[store.transfer_id] = _Begun(store, time.monotonic(), transfers)
 
     def drop_stores(self, metadata: StepMetadata) -> None:
         """Ends the stores of a step whose blocks were not computed, before they begin."""
@@ -213,8 +205,8 @@ class ConnectorWorker:
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
             self._recorder.count("failed_chunks", failed_chunks, self._label)
             self._recorder.count("loaded_chunks", loaded_chunks, self._label)
-            self._took("load_seconds", load.begun_s)
-            self._trace("retrieve", load, {"chunks": loaded_chunks, "failed_chunks": failed_chunks})
+            found = {"chunks": loaded_chunks, "failed_chunks": failed_chunks}
+            self._took("load_seconds", "retrieve", load, found)
             if failed_blocks := set().union(*(each.failed_blocks for each in load.transfers)):
                 ended.failed[request_id] = failed_blocks
         for transfer_id in [t for t, load in self._loads.items() if load.is_over]:
@@ -231,9 +223,9 @@ class ConnectorWorker:
                 self._recorder.count("stored_chunks", result.stored, self._label)
                 self._recorder.count("dropped_chunks", result.dropped, self._label)
                 self._next.dropped |= result.dropped > 0
-            self._took("store_seconds", store.begun_s)
             stored, dropped = (sum(getattr(r, n) for r in results) for n in ("stored", "dropped"))
-            self._trace("store", store, {"chunks": stored, "dropped_chunks": dropped})
+            found = {"chunks": stored, "dropped_chunks": dropped}
+            self._took("store_seconds", "store", store, found)
             self._ended.append(transfer_id)
         places = {self._rank: self._client.place}
         if not self._ended and places == self._places and not step:
@@ -253,14 +245,12 @@ class ConnectorWorker:
     def _label(self) -> str:
         return str(self._rank)
 
-    def _trace(self, name: str, begun: _Begun[Any], attributes: Mapping[str, int]) -> None:
-        """Makes the span of a transfer that has ended. chunks: counted once for each group."""
-        if begun.headers and (spans := self._recorder.spans) is not None:
-            which = {"rank": self._rank, **attributes}
-            spans.ended(name, begun.headers, begun.request_id, begun.begun_s, which)
-
-    def _took(self, name: str, begun_s: float) -> None:
-        self._recorder.observe(name, time.monotonic() - begun_s, self._label)
+    def _took(self, name: str, span: str, begun: _Begun[Any], found: Mapping[str, int]) -> None:
+        """Records that a transfer has ended. found: chunks, counted once for each group."""
+        self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
+        _, request_id, _, headers = begun.planned
+        if (spans := self._recorder.spans) is not None:
+            spans.ended(span, headers, request_id, begun.begun_s, {"rank": self._rank, **found})
 
 
 def register(

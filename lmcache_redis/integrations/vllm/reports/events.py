@@ -22,7 +22,7 @@ from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.client.watching import ChunkWatch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
+from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -199,7 +199,7 @@ class Announcer:
         """Whether `take` may return events now."""
         return not self._failed_reports and (bool(self._events) or self._watch.has_news)
 
-    @reporting(nothing, EVENTS)
+    @guarded(nothing, EVENTS)
     def named(
         self, request: Request, names: Sequence[bytes], chunks: range, chunk_tokens: int
     ) -> None:
@@ -209,12 +209,12 @@ class Announcer:
                 chunk = self._described(request, number, chunk_tokens)
                 self._events += self._holdings.follow(names[number], chunk)
 
-    @reporting(nothing, EVENTS)
+    @guarded(nothing, EVENTS)
     def forget(self) -> None:
         """The chunks so far can no longer be loaded."""
         self._events += self._holdings.forget()
 
-    @reporting(lambda self: [], EVENTS)
+    @guarded(lambda self: [], EVENTS)
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call; of many, the first ones."""
         if (news := self._watch.take()) is not None:
