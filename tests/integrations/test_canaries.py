@@ -13,6 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.canary import FIRST_TOKENS
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata
@@ -140,7 +141,7 @@ def test_a_preemption_ends_it(scheduler: ConnectorScheduler, adapter: ScriptedAd
 
 def test_a_new_epoch_ends_it(scheduler: ConnectorScheduler) -> None:
     ask(scheduler)
-    scheduler.change_epoch(scheduler.epochs.weights_may_differ, "a test")
+    scheduler.change_epoch(Epochs.weights_may_differ, "a test")
     metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
     assert chunks_of(metadata) == ([], [])
 

@@ -185,7 +185,7 @@ def scheduler(
 
 
 def name_weights(scheduler: ConnectorScheduler, weights_id: str) -> None:
-    scheduler.change_epoch(lambda: scheduler.epochs.weights_have_id(weights_id), "an update")
+    scheduler.change_epoch(lambda epochs: epochs.weights_have_id(weights_id), "an update")
 
 
 def only_store(metadata: StepMetadata) -> TransferOp:

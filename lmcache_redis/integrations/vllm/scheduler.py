@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
-from lmcache_redis.integrations.vllm.epoch import Epochs
+from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import (
@@ -348,18 +348,13 @@ class ConnectorScheduler:
     def clear(self) -> None:
         """Begins an epoch of its own. Only chunks that no other engine shares are removed."""
         old, was_own = self.epochs.current, self.epochs.is_own
-        self.change_epoch(self.epochs.begin_own, "the cache was cleared")
+        self.change_epoch(Epochs.begin_own, "the cache was cleared")
         if was_own:
             self._client.clear(old)
 
-    def change_epoch(self, change: Callable[[], None], why: str) -> None:
-        """Calls ``change``, a method of `Epochs`.
-
-        In a new epoch, running requests are no longer cached; waiting ones are looked up again.
-        """
-        before = self.epochs.current
-        change()
-        if self.epochs.current == before:
+    def change_epoch(self, change: EpochChange, why: str) -> None:
+        """In a new epoch, running requests are no longer cached; waiting ones are looked up again."""
+        if not change(self.epochs):
             return
         logger.info("%s: KV that was cached before is no longer used", why)
         self._names.begin_epoch()

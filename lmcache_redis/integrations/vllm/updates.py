@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lmcache_redis.integrations.vllm.epoch import Epochs
+from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class UpdateHooks:
         for request in self._scheduler.give_up_loads():
             self._engine.give_up_load(request)
         self._scheduler.change_epoch(
-            self._scheduler.epochs.check_parameters, "the parameters in memory have changed"
+            Epochs.check_parameters, "the parameters in memory have changed"
         )
 
     @guarded(lambda self: True)
@@ -63,23 +63,10 @@ class UpdateHooks:
             self._scheduler.clear()
         return True
 
-    def weights_may_differ(self, why: str) -> None:
-        self._change_epoch(Epochs.weights_may_differ, why)
-
-    def weights_have_id(self, weights_id: str) -> None:
-        self._change_epoch(
-            lambda epochs: epochs.weights_have_id(weights_id), f"weights_id {weights_id!r}"
-        )
-
-    def weights_have_version(self, version: str) -> None:
-        self._change_epoch(
-            lambda epochs: epochs.weights_have_version(version), f"weight version {version!r}"
-        )
-
     @guarded(nothing)
-    def _change_epoch(self, change: Callable[[Epochs], None], why: str) -> None:
-        if (scheduler := self._scheduler) is not None:
-            scheduler.change_epoch(lambda: change(scheduler.epochs), why)
+    def change_epoch(self, change: EpochChange, why: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.change_epoch(change, why)
 
     @guarded(nothing)
     def renamed(self, suffix: str) -> None:
