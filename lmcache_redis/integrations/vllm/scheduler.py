@@ -353,7 +353,7 @@ class ConnectorScheduler:
             self._client.clear(old)
 
     def change_epoch(self, change: EpochChange, why: str) -> None:
-        """In a new epoch, running requests are no longer cached; waiting ones are looked up again."""
+        """In a new epoch, running requests are not cached, and waiting ones looked up again."""
         if not change(self.epochs):
             return
         logger.info("%s: KV that was cached before is no longer used", why)
