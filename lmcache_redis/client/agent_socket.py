@@ -1,4 +1,4 @@
-"""The socket of a link: connected to the agent as soon as there is one, and replaced at will."""
+"""A socket that is connected to the agent as soon as there is one, and replaced at will."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lmcache_redis import transport
 
 
 class AgentSocket:
-    """A DEALER with its monitor. Owned by the link's thread, but for ``wake``.
+    """A DEALER with its monitor. Used by one thread, but for ``wake``.
 
-    sent_s: when it last sent, or tried to. heard_s: when the agent was last heard; the link sets
-    it. Both are of `time.monotonic()`.
+    sent_s: when it last sent, or tried to. heard_s: when the agent was last heard; a link sets it.
+    Both are of `time.monotonic()`.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -46,27 +46,6 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-class Duty(Enum):
-    """The next task of a link's thread."""
-
-    NOTHING = "nothing"
-    HELLO = "hello"
-    PING = "ping"
-    RECONNECT = "reconnect"  # the agent is silent
-
-
-def next_duty(
-    state: LinkState, *, now_s: float, heard_s: float, sent_s: float, dead_after_s: float
-) -> Duty:
-    """What is due at ``now_s``, given the times of the last message received and sent."""
-    if state is LinkState.ONLINE:
-        if now_s - heard_s > dead_after_s:
-            return Duty.RECONNECT
-        return Duty.PING if now_s - sent_s >= _HEARTBEAT_S else Duty.NOTHING
-    pause_s = _REFUSED_TICK_S if state is LinkState.REFUSED else _TICK_S
-    return Duty.HELLO if now_s - sent_s >= pause_s else Duty.NOTHING
-
-
 @dataclass
 class Patience:
     """How long the agent may be silent: longer while it maps memory, as it said last."""
@@ -199,23 +178,18 @@ class AgentLink:
         if has_events:
             self._connection_changed()
         self._send_queued()
-        duty = next_duty(
-            self.state,
-            now_s=time.monotonic(),
-            heard_s=self._socket.heard_s,
-            sent_s=self._socket.sent_s,
-            dead_after_s=self._patience.seconds,
-        )
-        if duty is Duty.HELLO:
-            self._greet()
-        elif duty is Duty.PING:
-            self._send(m.Ping(0))
-        elif duty is Duty.RECONNECT:
+        now_s = time.monotonic()
+        unsent_s = now_s - self._socket.sent_s
+        if not self.online:
+            if unsent_s >= (_REFUSED_TICK_S if self.state is LinkState.REFUSED else _TICK_S):
+                self._greet()
+        elif now_s - self._socket.heard_s > self._patience.seconds:
             self._reconnect(f"it has been silent for {self._patience.seconds:g} s")
         elif self._greeting.engine_id != self._hello.engine_id:
-            self._greeting = self._hello
             self._send(m.Goodbye(0))
             self._reconnect("this engine has another name now", _GOODBYE_S)
+        elif unsent_s >= _HEARTBEAT_S:
+            self._send(m.Ping(0))
 
     def _reconnect(self, why: str, linger_s: float = 0.0) -> None:
         self._go_offline(why)

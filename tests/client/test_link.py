@@ -1,4 +1,4 @@
-"""The next task of a link, and what it sends, to a socket that stands in for an agent's."""
+"""What a link sends, to a socket that stands in for an agent's."""
 
 from __future__ import annotations
 
@@ -12,34 +12,10 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.calls import AgentCall, CallState
-from lmcache_redis.client.link import AgentLink, Duty, LinkState, Patience, next_duty
+from lmcache_redis.client.link import AgentLink, LinkState, Patience
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
-
-
-@pytest.mark.parametrize(
-    ("state", "heard_ago_s", "sent_ago_s", "duty"),
-    [
-        (LinkState.OFFLINE, 99.0, 0.1, Duty.NOTHING),
-        (LinkState.OFFLINE, 99.0, 0.3, Duty.HELLO),
-        (LinkState.REFUSED, 0.1, 4.9, Duty.NOTHING),
-        (LinkState.REFUSED, 0.1, 5.1, Duty.HELLO),
-        (LinkState.ONLINE, 0.1, 0.4, Duty.NOTHING),
-        (LinkState.ONLINE, 0.1, 0.6, Duty.PING),
-        (LinkState.ONLINE, 1.4, 0.6, Duty.PING),
-        (LinkState.ONLINE, 1.6, 0.1, Duty.RECONNECT),  # silent, whatever was sent
-    ],
-)
-def test_next_duty(state: LinkState, heard_ago_s: float, sent_ago_s: float, duty: Duty) -> None:
-    found = next_duty(
-        state,
-        now_s=1000.0,
-        heard_s=1000.0 - heard_ago_s,
-        sent_s=1000.0 - sent_ago_s,
-        dead_after_s=1.5,
-    )
-    assert found is duty
 
 
 def test_an_agent_that_maps_memory_may_be_silent_longer() -> None:
@@ -179,6 +155,7 @@ def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixt
         agent.answer(refusal)
     assert link.wait_for(lambda: link.state is LinkState.REFUSED, WAIT_S)
     assert link.refusal == why
+    assert not agent.router.poll(500)  # it asks again after seconds
     agent.answer(welcome(hello))
     assert link.wait_for(lambda: link.online, WAIT_S)
     assert caplog.messages.count(why) == 1
