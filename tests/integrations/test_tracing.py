@@ -132,9 +132,9 @@ def test_a_request_without_headers_has_no_span(
     spans: RequestSpans, exporter: InMemorySpanExporter
 ) -> None:
     for headers in (None, {}):
-        spans.ended("lookup", headers, "r", 0.0, {})
+        spans.ended("lookup", "r", headers, 0.0, {})
     unsampled = {"traceparent": HEADERS["traceparent"][:-2] + "00"}
-    spans.ended("lookup", unsampled, "r", 0.0, {})
+    spans.ended("lookup", "r", unsampled, 0.0, {})
     assert exporter.get_finished_spans() == ()
 
 
@@ -159,7 +159,7 @@ def test_a_tracer_that_fails_is_logged_once(
 ) -> None:
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
         for _ in range(2):
-            spans.ended("lookup", HEADERS, "r", float("nan"), {})
+            spans.ended("lookup", "r", HEADERS, float("nan"), {})
     assert [record.message for record in caplog.records] == [
         "a span was not made; later failures are not logged"
     ]

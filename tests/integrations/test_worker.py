@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from lmcache_redis.client.transfers import NEVER, TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import layer_groups
-from lmcache_redis.integrations.vllm.loads import AwaitedLoads
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
@@ -252,7 +251,7 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     client: Any = CudaClient(queued)
     connector = object.__new__(LMCacheRedisConnector)
     connector._connector_metadata = connector._ended_step = connector._closing = None
-    connector._awaited = AwaitedLoads()
+    connector._awaited, connector._failed_blocks = {}, set()
     connector._worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)
     return connector, client
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import SchedulerClient
@@ -183,10 +183,10 @@ class ConnectorScheduler:
         lookup.local_tokens = local_tokens
         if lookup.asked_s is not None:
             self._recorder.observe("lookup_seconds", time.monotonic() - lookup.asked_s)
-            if self._recorder.spans is not None:
-                hit_tokens = max(0, tokens - local_tokens)
-                found = {"local_tokens": local_tokens, "hit_tokens": hit_tokens}
-                self._span("lookup", tracked, lookup.asked_s, found)
+            found = {"local_tokens": local_tokens, "hit_tokens": max(0, tokens - local_tokens)}
+            self._recorder.span(
+                "lookup", request.request_id, tracked.trace_headers, lookup.asked_s, found
+            )
             lookup.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
@@ -309,30 +309,21 @@ class ConnectorScheduler:
         if tracked is None or tracked.loading is None:
             return  # another connector's load
         tracked.loading = None
-        if self._recorder.spans is not None:
-            self._trace_load(tracked)
-        if tracked.request.is_finished():
-            del self._tracked[request_id]
-        else:
-            self._resuming.add(request_id)
-
-    def _trace_load(self, tracked: Tracked) -> None:
         lookup = tracked.lookup
         if lookup is not None and lookup.load_began_s is not None:
             # Of the whole chunks from where the prompt was computed locally.
             end = (lookup.first_chunk + len(lookup.tiers)) * tracked.chunk_tokens
             tiers = tracked.hit_tokens(max(0, end - lookup.local_tokens))
             found = {f"{tier}_tokens": tokens for tier, tokens in tiers.items()}
-            failed = {"failed": tracked.computes}
-            self._span("load", tracked, lookup.load_began_s, found | failed)
+            found["failed"] = tracked.computes
+            self._recorder.span(
+                "load", request_id, tracked.trace_headers, lookup.load_began_s, found
+            )
             lookup.load_began_s = None
-
-    def _span(
-        self, name: str, tracked: Tracked, began_s: float, attributes: Mapping[str, Any]
-    ) -> None:
-        if (spans := self._recorder.spans) is not None:
-            request_id = tracked.request.request_id
-            spans.ended(name, tracked.trace_headers, request_id, began_s, attributes)
+        if tracked.request.is_finished():
+            del self._tracked[request_id]
+        else:
+            self._resuming.add(request_id)
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""

@@ -37,7 +37,6 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     engine_identity,
 )
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
-from lmcache_redis.integrations.vllm.loads import EndedLoads
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.tracing import Headers
 
@@ -107,6 +106,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**self.places, **other.places},
             max(self.step, other.step),
         )
+
+
+class EndedLoads(NamedTuple):
+    """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
+
+    requests: set[str]
+    failed: dict[str, set[int]]
 
 
 @dataclass(slots=True)
@@ -249,8 +255,8 @@ class ConnectorWorker:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
         _, request_id, _, headers = begun.planned
-        if (spans := self._recorder.spans) is not None:
-            spans.ended(span, headers, request_id, begun.begun_s, {"rank": self._rank, **found})
+        attributes = {"rank": self._rank, **found}
+        self._recorder.span(span, request_id, headers, begun.begun_s, attributes)
 
 
 def register(
