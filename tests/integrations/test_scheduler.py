@@ -21,7 +21,7 @@ from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm import bookkeeping
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
@@ -163,7 +163,7 @@ def make_scheduler(
 ) -> ConnectorScheduler:
     groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")])
     hashing = BlockHashing(options.pop("hash_stride", 1), BLOCK)
-    names = RequestNames(Epochs(None, None, bytes), StaleBlocks(pool), options.pop("media", None))
+    names = RequestNames(Epochs(None, None, bytes), pool, options.pop("media", None))
     announcer = options.pop("announcer", None)
     step_tokens = options.pop("step_tokens", 4 * CHUNK)
     planner = StepPlanner(references, groups, (), step_tokens, options.pop("block_ids", None))

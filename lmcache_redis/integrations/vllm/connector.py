@@ -27,7 +27,7 @@ from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
     listen,
@@ -226,7 +226,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             None if manager is None else manager.get_block_ids,
         )
         media = MediaNames(self._vllm_config)
-        names = RequestNames(epochs, StaleBlocks(gpu_block_pool), media)
+        names = RequestNames(epochs, gpu_block_pool, media)
         policy = CachePolicy(
             BlockHashing(hash_stride, block_size),
             loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),

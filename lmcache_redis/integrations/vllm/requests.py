@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from lmcache_redis.integrations.vllm.bookkeeping import StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.support import MediaNames
 from lmcache_redis.integrations.vllm.tracing import Headers
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
@@ -168,20 +168,25 @@ class Tracked:
 class RequestNames:
     """What the names of a request's chunks begin with: ``epoch | adapter digest``.
 
-    stale: what vLLM's own prefix cache may hold of an earlier epoch. media: None if the model takes
-    none.
+    media: None if the model takes none.
+
+    Until vLLM's own prefix cache is reset after an update, vLLM still hits blocks that the old
+    weights computed. Requests that may hit such a block are not cached.
     """
 
-    def __init__(self, epochs: Epochs, stale: StaleBlocks, media: MediaNames | None = None) -> None:
+    def __init__(self, epochs: Epochs, pool: BlockPool, media: MediaNames | None = None) -> None:
         self.epochs = epochs
-        self._stale = stale
+        self._pool = pool
         self._media = media
         self._adapters = AdapterDigests()
+        self._stale_blocks: Any = None  # what vLLM's cache had when the epoch began
 
     def prefix(self, request: Request) -> bytes | None:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
-        if self._stale.may_be_hit():
+        # A reset of vLLM's cache replaces the map.
+        if self._stale_blocks and self._stale_blocks is self._pool.cached_block_hash_to_block:
             return None
+        self._stale_blocks = None
         if self._media is not None and not self._media.are_of_content(request):
             return None
         digest = self._adapters.digest(request.lora_request)
@@ -189,4 +194,4 @@ class RequestNames:
 
     def begin_epoch(self) -> None:
         """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
-        self._stale.begin_epoch()
+        self._stale_blocks = self._pool.cached_block_hash_to_block
