@@ -38,7 +38,9 @@ _ANY_LENGTH = frozenset(
     }
 )  # fmt: skip
 # Digests of settings alone. The other pairs are made below, each in its way.
-_DIGESTS = [name for name, pair in PAIRS.items() if pair.digested and not pair.computed]
+_DIGESTS = [
+    name for name, pair in PAIRS.items() if pair.digested and name not in ("draft", "model_config")
+]
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 _LONG_ROPE = frozenset({"longrope", "su"})
 
