@@ -93,10 +93,32 @@ class StepPlanner:
         ops: list[TransferOp] = []
         written: list[int] = []
         for place, group in enumerate(self._groups):
-            op = self._load_of_group(place, local_tokens, tracked, block_ids[group.number], names)
-            if op is not None:
-                ops.append(op)
-                written += group.written_by(op)
+            chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
+            ids, stop = block_ids[group.number], end // block_tokens
+            # Other requests may be reading local blocks, and blocks before a sliding window are
+            # null: the load writes only the blocks after both.
+            first = local_tokens // block_tokens
+            null = [n for n in range(first, stop) if self._references.is_null(ids[n])]
+            if null:
+                first = null[-1] + 1
+            if first == stop:
+                continue
+            first_chunk = first * block_tokens // chunk_tokens
+            parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
+            are_adjacent = all(part.start == before.stop for before, part in pairwise(parts))
+            begin = parts[0].start
+            if first < begin or not are_adjacent:
+                raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
+            self._recent.add(_parts(group, names[first_chunk:]))
+            written += ids[first:stop]
+            ops.append(
+                TransferOp(
+                    block_ids=list(ids[begin:stop]),
+                    hashes=names[first_chunk:],
+                    skip_first_n_tokens=(first - begin) * block_tokens,
+                    group=place,
+                )
+            )
         tracked.loading = frozenset(written)
         if not self.needs_all:
             self._missing_blocks[request_id] = self._missing(tracked, end)
@@ -160,40 +182,6 @@ class StepPlanner:
             count = min(tokens, self._step_tokens) if released else tokens
             missing += count // group.block_size_tokens + 2
         return missing
-
-    def _load_of_group(
-        self,
-        place: int,
-        local_tokens: int,
-        tracked: Tracked,
-        block_ids: Sequence[int],
-        names: Sequence[bytes],
-    ) -> TransferOp | None:
-        """The load of the group at this place among the cached; None if it needs none."""
-        group = self._groups[place]
-        chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
-        end = len(names) * chunk_tokens // block_tokens
-        # Other requests may be reading local blocks, and blocks before a sliding window are null:
-        # the load writes only the blocks after both.
-        first = local_tokens // block_tokens
-        null = [n for n in range(first, end) if self._references.is_null(block_ids[n])]
-        if null:
-            first = null[-1] + 1
-        if first == end:
-            return None
-        first_chunk = first * block_tokens // chunk_tokens
-        parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
-        are_adjacent = all(part.start == before.stop for before, part in pairwise(parts))
-        if first < parts[0].start or not are_adjacent:
-            raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
-        begin = parts[0].start
-        self._recent.add(_parts(group, names[first_chunk:]))
-        return TransferOp(
-            block_ids=list(block_ids[begin:end]),
-            hashes=names[first_chunk:],
-            skip_first_n_tokens=(first - begin) * block_tokens,
-            group=place,
-        )
 
     def _complete_parts(
         self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]

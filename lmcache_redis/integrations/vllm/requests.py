@@ -120,11 +120,6 @@ class Tracked:
         """Leading chunks that are compared with what the lookup has pinned."""
         return (self.lookup.canary_chunks or 0) if self.lookup is not None else 0
 
-    def not_a_canary(self) -> None:
-        """Others have computed some of its tokens: its chunks are not compared."""
-        if self.lookup is not None:
-            self.lookup.canary_chunks = 0
-
     @property
     def trace_headers(self) -> Headers | None:
         """Of the client's span that the request belongs to."""
@@ -135,22 +130,15 @@ class Tracked:
         stride, block_tokens = self.hashing
         return len(self.request.block_hashes) // stride * block_tokens
 
-    def names(self) -> Sequence[bytes]:
-        """One name per block; no copy if vLLM's hashes are the names."""
-        hashes: Sequence[bytes] = self.request.block_hashes
-        if (stride := self.hashing.stride) > 1:
-            hashes = hashes[stride - 1 :: stride]
-        return [self.prefix + each for each in hashes] if self.prefix else hashes
-
-    def chunk_names(self) -> Sequence[bytes]:
-        blocks_per_chunk = self.chunk_tokens // self.hashing.block_size_tokens
-        return self.names()[blocks_per_chunk - 1 :: blocks_per_chunk]
-
     def chunk_hashes(self) -> Sequence[bytes]:
         """vLLM's hash at the end of each chunk."""
         stride = self.hashing.stride * (self.chunk_tokens // self.hashing.block_size_tokens)
         hashes: Sequence[bytes] = self.request.block_hashes
         return hashes[stride - 1 :: stride]
+
+    def chunk_names(self) -> Sequence[bytes]:
+        hashes = self.chunk_hashes()
+        return [self.prefix + each for each in hashes] if self.prefix else hashes
 
     def hit_tokens(self, external_tokens: int) -> dict[str, int]:
         """How many of the tokens of a load come from each tier, without those that have none."""

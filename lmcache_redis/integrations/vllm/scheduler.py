@@ -123,10 +123,11 @@ class ConnectorScheduler:
             # request, later one whose load has failed.
             tracked.matched = False
             return None
-        if tracked.matched and tokens and self._stands_still():
-            # vLLM reserves blocks for a load that it does not reserve for computing, and counts
-            # those of requests whose load has failed. With this one at its head, its queue waits
-            # for blocks that nothing will free.
+        stands_still = self._next.is_idle and not self._planner.expects_reports()
+        if tracked.matched and tokens and stands_still:
+            # No step runs and no transfer will end, so that no block becomes free. vLLM reserves
+            # blocks for a load that it does not reserve for computing, and counts those of requests
+            # whose load has failed. With this one at its head, its queue would wait for ever.
             logger.info("request %s: too few free blocks to load; computing", request.request_id)
             self._compute(tracked)
             return 0
@@ -134,10 +135,6 @@ class ConnectorScheduler:
             return None
         tracked.matched = True
         return tokens
-
-    def _stands_still(self) -> bool:
-        """Whether no step runs and no transfer will end, so that no block becomes free."""
-        return self._next.is_idle and not self._planner.expects_reports()
 
     def _found_tokens(self, tracked: Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
         request = tracked.request
@@ -258,8 +255,8 @@ class ConnectorScheduler:
                 tracked.block_ids = list(new.block_ids[0])
                 if beside_a_load:
                     tracked.stores.after_output_tokens = tracked.request.num_output_tokens
-                if new.num_computed_tokens:  # others have loaded or computed some
-                    tracked.not_a_canary()
+                if new.num_computed_tokens and tracked.lookup is not None:
+                    tracked.lookup.canary_chunks = 0  # others have loaded or computed some
                 computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         cached = output.scheduled_cached_reqs

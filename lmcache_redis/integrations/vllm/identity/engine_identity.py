@@ -86,34 +86,28 @@ def engine_identity(
     for them) is None, or if the settings of this vLLM cannot be read.
     """
     try:
-        return _pairs(vllm_config, rank, backend, weights_id)
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        parallel = vllm_config.parallel_config
+        return {
+            "engine": f"vllm {vllm.__version__}",
+            "attention_backend": backend,
+            "revision": str(model.revision),
+            "commit": str(getattr(model.hf_config, "_commit_hash", None)),
+            **weights_identity(model, vllm_config.load_config, weights_id),
+            "model_config": _digest(_config(model)),
+            "model_dtype": str(model.dtype),
+            "context": _context(model),
+            "quantization": str(model.quantization),
+            "kv_cache_dtype": str(cache.cache_dtype),
+            **{pair: _digest(settings_of(pair, vllm_config)) for pair in _DIGESTS},
+            "draft": _draft(vllm_config, weights_id),
+            "block_hash": str(cache.prefix_caching_hash_algo),
+            "tensor_parallel": str(parallel.tensor_parallel_size),
+            "pipeline_parallel": str(parallel.pipeline_parallel_size),
+            "rank": str(rank),
+        }
     except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
         raise Unidentified(f"the settings of this vLLM cannot be read: {error!r}") from error
-
-
-def _pairs(
-    vllm_config: VllmConfig, rank: int, backend: str, weights_id: str | None
-) -> dict[str, str]:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    return {
-        "engine": f"vllm {vllm.__version__}",
-        "attention_backend": backend,
-        "revision": str(model.revision),
-        "commit": str(getattr(model.hf_config, "_commit_hash", None)),
-        **weights_identity(model, vllm_config.load_config, weights_id),
-        "model_config": _digest(_config(model)),
-        "model_dtype": str(model.dtype),
-        "context": _context(model),
-        "quantization": str(model.quantization),
-        "kv_cache_dtype": str(cache.cache_dtype),
-        **{pair: _digest(settings_of(pair, vllm_config)) for pair in _DIGESTS},
-        "draft": _draft(vllm_config, weights_id),
-        "block_hash": str(cache.prefix_caching_hash_algo),
-        "tensor_parallel": str(parallel.tensor_parallel_size),
-        "pipeline_parallel": str(parallel.pipeline_parallel_size),
-        "rank": str(rank),
-    }
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:

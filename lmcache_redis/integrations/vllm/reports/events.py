@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,16 +103,15 @@ class Holdings:
             self._whole[group] = self._whole.get(group, 0) | 1 << part
         return events
 
-    def renew(self, name: bytes) -> bool:
-        """Whether the chunk is followed. It is now the one that was named last."""
-        is_followed = name in self._chunks
-        if is_followed:
-            self._chunks.move_to_end(name)
-        return is_followed
+    def follow(self, name: bytes, describe: Callable[[], AnnouncedChunk]) -> list[Event]:
+        """Follows a chunk, which is now the one that was named last.
 
-    def follow(self, name: bytes, chunk: AnnouncedChunk) -> list[Event]:
-        """Follows another chunk. The one that was named first may be forgotten for it."""
-        self._chunks[name] = _Followed(chunk, {})
+        The one that was named first may be forgotten for it.
+        """
+        if name in self._chunks:
+            self._chunks.move_to_end(name)
+            return []
+        self._chunks[name] = _Followed(describe(), {})
         if len(self._chunks) <= self._limit:
             return []
         return self._removals(self._chunks.popitem(last=False)[1])
@@ -205,9 +205,8 @@ class Announcer:
     ) -> None:
         """A request asks for chunks, or stores them. names: of all its chunks."""
         for number in chunks:
-            if not self._holdings.renew(names[number]):
-                chunk = self._described(request, number, chunk_tokens)
-                self._events += self._holdings.follow(names[number], chunk)
+            describe = partial(self._described, request, number, chunk_tokens)
+            self._events += self._holdings.follow(names[number], describe)
 
     @guarded(nothing, EVENTS)
     def forget(self) -> None:
