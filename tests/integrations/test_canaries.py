@@ -86,7 +86,7 @@ def test_its_blocks_have_references_until_they_are_read(
     metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
     held = [pool.blocks[block_id].ref_cnt for block_id in BLOCK_IDS]
     assert held == [1] * 8 + [0] * 8
-    scheduler._planner._references.ended({0: [metadata.checks[0].transfer_id]})
+    scheduler._planner.references.ended({0: [metadata.checks[0].transfer_id]})
     assert pool.blocks[1].ref_cnt == 0
 
 

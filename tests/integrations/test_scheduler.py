@@ -380,7 +380,7 @@ def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
     later_s = time.monotonic() + 60.0
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
     assert not references.expects_reports()
-    assert len(references) == 1
+    assert len(references._held) == 1
     references.ended({0: [transfer_id], 1: [transfer_id]})
     assert not references
 
@@ -452,7 +452,7 @@ def test_a_request_aborted_in_its_load_is_reported_loaded(
     ((transfer_id, *_),) = scheduler.build_metadata(step()).loads
     request.over = True
     scheduler.finished(request)
-    assert len(references) == 1  # the agent may still be writing
+    assert len(references._held) == 1  # the agent may still be writing
     scheduler.load_ended("r")
     scheduler.load_ended("r")  # another connector's load, or reported twice
     references.ended({0: [transfer_id], 1: [transfer_id]})

@@ -51,10 +51,6 @@ class BlockReferences:
         self._held: dict[int, _Held] = {}
         self._ids = itertools.count(1)
 
-    def __len__(self) -> int:
-        """Transfers in flight."""
-        return len(self._held)
-
     def expects_reports(self) -> bool:
         """Whether workers will soon report the end of a transfer.
 
@@ -128,7 +124,6 @@ class BlockReferences:
                     self._pool.free_blocks(reversed(held.blocks))
 
     def rank_stopped(self, rank: int) -> None:
-        """The rank no longer touches any block."""
         self.ended({rank: list(self._held)})
 
 

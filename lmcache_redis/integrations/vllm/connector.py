@@ -173,7 +173,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """See the base class (vLLM 0.30 or newer)."""
         self._begin(kv_cache_manager.block_pool, kv_cache_manager)
 
     @guarded(nothing)
@@ -400,7 +399,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The order of the KV cache in memory that a setting asks for."""
         return wanted_layout(vllm_config)
 
     @guarded(nothing)
@@ -419,7 +417,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             self.register_kv_caches(self._kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
         self._step_ends()
         super().bind_connector_metadata(connector_metadata)
         self._step_begins()

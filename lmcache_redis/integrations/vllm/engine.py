@@ -119,7 +119,6 @@ class Engine:
         return list(self._core().model_executor.collective_rpc(function))
 
     def block_pool(self) -> BlockPool | None:
-        """Of the scheduler, once it is made; None if it has none."""
         return getattr(getattr(self._scheduler(), "kv_cache_manager", None), "block_pool", None)
 
     def parameters(self) -> bytes | None:

@@ -24,7 +24,8 @@ class StepPlanner:
     them again. step_tokens: vLLM computes at most so many tokens of a request before it releases
     blocks. block_ids: returns a request's current blocks by group, null ones included; None if vLLM
     does not provide them: then there is one group, and requests keep their blocks until they end.
-    needs_all: a prefix needs every block before its end, and nothing else.
+    needs_all: a prefix needs every block before its end, and nothing else. recent: chunks that are
+    not stored again, for a while.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class StepPlanner:
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
-        self._references = references
+        self.references = references
         self._groups = groups
         self._all_groups = (*groups, *left_out)
         self._step_tokens = step_tokens
         self._block_ids = block_ids
-        self._recent = RecentChunks()
+        self.recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self._missing_blocks: dict[str, int] = {}
         self._is_full = False  # a load waits for blocks in this step
@@ -49,18 +50,12 @@ class StepPlanner:
     def begin_step(self) -> None:
         self._is_full = False
 
-    def expects_reports(self) -> bool:
-        """Whether workers will soon report the end of a transfer."""
-        return self._references.expects_reports()
-
     def blocks_of(self, tracked: Tracked) -> Sequence[Sequence[int]]:
-        """The request's blocks by group."""
         if self._block_ids is None:
             return (tracked.block_ids,)
         return self._block_ids(tracked.request.request_id)
 
     def tokens_in(self, blocks: Sequence[Sequence[int]]) -> int:
-        """The tokens that the blocks of every group hold."""
         return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
 
     def has_room(self, tracked: Tracked, end: int) -> bool:
@@ -78,7 +73,7 @@ class StepPlanner:
                 size = group.block_size_tokens
                 held += end // size - group.reach.first_token(end) // size
             missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
-            self._is_full = self._references.free_blocks() < held + missing
+            self._is_full = self.references.free_blocks() < held + missing
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
 
@@ -98,7 +93,7 @@ class StepPlanner:
             # Other requests may be reading local blocks, and blocks before a sliding window are
             # null: the load writes only the blocks after both.
             first = local_tokens // block_tokens
-            null = [n for n in range(first, stop) if self._references.is_null(ids[n])]
+            null = [n for n in range(first, stop) if self.references.is_null(ids[n])]
             if null:
                 first = null[-1] + 1
             if first == stop:
@@ -109,7 +104,7 @@ class StepPlanner:
             begin = parts[0].start
             if first < begin or not are_adjacent:
                 raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
-            self._recent.add(_parts(group, names[first_chunk:]))
+            self.recent.add(_parts(group, names[first_chunk:]))
             written += ids[first:stop]
             ops.append(
                 TransferOp(
@@ -122,7 +117,7 @@ class StepPlanner:
         tracked.loading = frozenset(written)
         if not self.needs_all:
             self._missing_blocks[request_id] = self._missing(tracked, end)
-        transfer_id = self._references.take(written)
+        transfer_id = self.references.take(written)
         return Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)
 
     def forget_load(self, request_id: str) -> None:
@@ -151,27 +146,23 @@ class StepPlanner:
             for chunk, part in self._complete_parts(group, tracked, blocks[group.number], some):
                 if not compare:
                     keys = _parts(group, names[chunk : chunk + 1])
-                    if keys[0] in self._recent:
+                    if keys[0] in self.recent:
                         continue
-                    self._recent.add(keys)
+                    self.recent.add(keys)
                 block_ids += part
                 hashes.append(names[chunk])
             if block_ids:
                 ops.append(TransferOp(block_ids, hashes, group=place))
         if not ops:
             return []
-        transfer_id = self._references.take([n for op in ops for n in op.block_ids], for_store=True)
+        transfer_id = self.references.take([n for op in ops for n in op.block_ids], for_store=True)
         headers = None if compare else tracked.trace_headers
         return [Planned(transfer_id, tracked.request.request_id, tuple(ops), headers)]
 
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""
         for group in self._groups:
-            self._recent.discard(_parts(group, names))
-
-    def store_again(self) -> None:
-        """All chunks are stored again."""
-        self._recent.clear()
+            self.recent.discard(_parts(group, names))
 
     def _missing(self, tracked: Tracked, end: int) -> int:
         """Blocks that its other tokens need at most, at one time."""
@@ -191,9 +182,9 @@ class StepPlanner:
         for chunk in chunks:
             part = block_ids[group.part(chunk, tracked.chunk_tokens)]
             # A sliding window may have dropped some of the blocks.
-            if any(map(self._references.is_null, part)):
+            if any(map(self.references.is_null, part)):
                 continue
-            if group.is_state and not self._references.has_state(
+            if group.is_state and not self.references.has_state(
                 part[0], hashes[chunk], group.number
             ):
                 continue

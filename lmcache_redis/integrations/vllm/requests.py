@@ -122,7 +122,6 @@ class Tracked:
 
     @property
     def trace_headers(self) -> Headers | None:
-        """Of the client's span that the request belongs to."""
         return getattr(self.request, "trace_headers", None)
 
     def hashed_tokens(self) -> int:

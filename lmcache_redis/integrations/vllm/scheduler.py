@@ -123,7 +123,7 @@ class ConnectorScheduler:
             # request, later one whose load has failed.
             tracked.matched = False
             return None
-        stands_still = self._next.is_idle and not self._planner.expects_reports()
+        stands_still = self._next.is_idle and not self._planner.references.expects_reports()
         if tracked.matched and tokens and stands_still:
             # No step runs and no transfer will end, so that no block becomes free. vLLM reserves
             # blocks for a load that it does not reserve for computing, and counts those of requests
@@ -285,14 +285,14 @@ class ConnectorScheduler:
         self._prefill.ended(report.step, time.monotonic())
         self._client.ranks.reported(report.places)
         if report.dropped:
-            self._planner.store_again()
+            self._planner.recent.clear()
 
     def load_failed(self, request_id: str) -> None:
         """The request's load failed on some rank: its other tokens are computed."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.loading is not None:
             tracked.computes = True
-            self._planner.store_again()  # some of these chunks may not be cached
+            self._planner.recent.clear()  # some of these chunks may not be cached
 
     def blocks_failed(self, block_ids: set[int]) -> None:
         """As `load_failed`, for vLLM versions that report blocks."""
@@ -301,7 +301,6 @@ class ConnectorScheduler:
                 self.load_failed(request_id)
 
     def load_ended(self, request_id: str) -> None:
-        """The request's load has ended on all ranks."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.loading is None:
             return  # another connector's load
@@ -346,7 +345,7 @@ class ConnectorScheduler:
             return
         logger.info("%s: KV that was cached before is no longer used", why)
         self._names.begin_epoch()
-        self._planner.store_again()
+        self._planner.recent.clear()
         if self._announcer is not None:
             self._announcer.forget()
         for request_id, tracked in list(self._tracked.items()):
@@ -451,7 +450,6 @@ class ConnectorScheduler:
         return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))
 
     def _announce(self, tracked: Tracked, chunks: range) -> None:
-        """Describes chunks of which events may follow."""
         if self._announcer is not None:
             names = tracked.chunk_names()
             self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)

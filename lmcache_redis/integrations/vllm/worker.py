@@ -192,7 +192,6 @@ class ConnectorWorker:
         self._next.dropped |= bool(metadata.stores)
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
-        """Loads that have succeeded or failed since the last call."""
         if metadata.idle and self._awaited:
             loads = [self._loads[transfer_id] for transfer_id in self._awaited.values()]
             self._client.link.wait_for(

@@ -53,8 +53,6 @@ DECLARED: Final = {
 
 
 class ConnectorStats(KVConnectorStats):
-    """See the module."""
-
     def reset(self) -> None:
         self.data: dict[str, dict[str, Any]] = {}
 
@@ -90,13 +88,11 @@ class Recorder:
         self._gauges: dict[tuple[str, str], float] = {}
 
     def count(self, name: str, n: int, label: str = "") -> None:
-        """Adds ``n`` to a counter."""
         if n:
             values = self._data.setdefault(name, {})
             values[label] = values.get(label, 0) + n
 
     def observe(self, name: str, value: float, label: str = "") -> None:
-        """Adds a value to a histogram."""
         self._data.setdefault(name, {}).setdefault(label, []).append(value)
 
     def set(self, name: str, value: float, label: str = "") -> None:
