@@ -174,9 +174,14 @@ class AgentLink:
         """Waits for what comes next, for a tick at most, and does what is due."""
         has_messages, has_events = self._socket.wait(_TICK_S)
         if has_messages:
-            self._receive()
+            for frames in self._socket.received():
+                self._received(frames)
         if has_events:
-            self._connection_changed()
+            connected = self._socket.connected()
+            if connected:
+                self._greet()
+            elif connected is False:
+                self._go_offline("it closed the connection")
         self._send_queued()
         now_s = time.monotonic()
         unsent_s = now_s - self._socket.sent_s
@@ -196,13 +201,6 @@ class AgentLink:
         # Queued messages must not reach a silent agent when it resumes.
         self._socket.reopen(linger_s)
 
-    def _connection_changed(self) -> None:
-        connected = self._socket.connected()
-        if connected:
-            self._greet()
-        elif connected is False:
-            self._go_offline("it closed the connection")
-
     def _greet(self) -> None:
         reason = transport.why_untrusted(self.endpoint)
         if reason is not None:
@@ -221,10 +219,6 @@ class AgentLink:
                 self._calls.sent(calls)
             else:
                 lose(calls)
-
-    def _receive(self) -> None:
-        for frames in self._socket.received():
-            self._received(frames)
 
     def _received(self, frames: Sequence[bytes]) -> None:
         try:

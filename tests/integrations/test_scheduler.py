@@ -355,7 +355,7 @@ def test_blocks_are_referenced_until_all_workers_read_them(
     assert pool.get_num_free_blocks() == 0
     references.ended({1: [transfer_id]})
     assert {block.block_id for block in pool.get_new_blocks(4)} == set(ids[:4])
-    assert not references
+    assert not references._held
 
 
 def test_the_blocks_of_a_rank_that_stopped_are_given_back(
@@ -382,7 +382,7 @@ def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
     assert not references.expects_reports()
     assert len(references._held) == 1
     references.ended({0: [transfer_id], 1: [transfer_id]})
-    assert not references
+    assert not references._held
 
 
 def test_null_blocks_are_neither_stored_nor_loaded(
@@ -456,7 +456,7 @@ def test_a_request_aborted_in_its_load_is_reported_loaded(
     scheduler.load_ended("r")
     scheduler.load_ended("r")  # another connector's load, or reported twice
     references.ended({0: [transfer_id], 1: [transfer_id]})
-    assert not references
+    assert not references._held
 
 
 def test_a_preempted_request_starts_over(
