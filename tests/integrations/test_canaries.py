@@ -59,8 +59,14 @@ def ask(scheduler: ConnectorScheduler, local_tokens: int = 0) -> int | None:
 def chunks_of(metadata: StepMetadata) -> tuple[list[bytes], list[bytes]]:
     """The names of the chunks that are compared, and of those that are stored."""
     compared, stored = (
-        [name for each in planned for op in each.ops for name in op.hashes]
-        for planned in (metadata.checks, metadata.stores)
+        [
+            n
+            for each in metadata.stores
+            if each.compare is kind
+            for op in each.ops
+            for n in op.hashes
+        ]
+        for kind in (True, False)
     )
     return compared, stored
 
@@ -75,8 +81,9 @@ def test_a_canary_is_computed_and_compared(
     assert chunks_of(first) == (NAMES[:2], [])
     second = scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK, 2 * CHUNK)))
     assert chunks_of(second) == (NAMES[2:3], NAMES[3:])
-    (_, request_id, (op,), _) = second.checks[0]
-    assert (request_id, op.block_ids) == ("r", BLOCK_IDS[8:12])
+    assert second.stores[0].compare
+    (op,) = second.stores[0].ops
+    assert (second.stores[0].request_id, op.block_ids) == ("r", BLOCK_IDS[8:12])
 
 
 def test_its_blocks_have_references_until_they_are_read(
@@ -86,7 +93,7 @@ def test_its_blocks_have_references_until_they_are_read(
     metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
     held = [pool.blocks[block_id].ref_cnt for block_id in BLOCK_IDS]
     assert held == [1] * 8 + [0] * 8
-    scheduler._planner.references.ended({0: [metadata.checks[0].transfer_id]})
+    scheduler._planner.references.ended({0: [metadata.stores[0].transfer_id]})
     assert pool.blocks[1].ref_cnt == 0
 
 
@@ -207,7 +214,7 @@ def test_of_a_window_only_what_is_pinned_is_compared(
         done: Any = {"new": ("r", BLOCK_IDS, 0, tokens)}
         if number:
             done = {"cached": ("r", None, number * tokens, tokens)}
-        for _, _, ops, _ in scheduler.build_metadata(step(**done)).checks:
-            for op in ops:
+        for planned in scheduler.build_metadata(step(**done)).stores:
+            for op in planned.ops if planned.compare else ():
                 compared[op.group] += op.hashes
     assert compared == {0: NAMES[:3], 1: NAMES[2:3]}

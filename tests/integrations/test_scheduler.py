@@ -189,7 +189,7 @@ def name_weights(scheduler: ConnectorScheduler, weights_id: str) -> None:
 
 
 def only_store(metadata: StepMetadata) -> TransferOp:
-    ((_, _, (op,), _),) = metadata.stores
+    ((_, _, (op,), *_),) = metadata.stores
     return op
 
 
@@ -230,7 +230,7 @@ def test_only_what_is_not_computed_locally_is_loaded(
     assert adapter.lookups == [("r", 1)]
     scheduler.allocated(request, [list(range(100, 117))], 4 * CHUNK - local)
     metadata = scheduler.build_metadata(step())
-    ((_, _, (op,), _),) = metadata.loads
+    ((_, _, (op,), *_),) = metadata.loads
     assert list(op.block_ids) == list(range(104, 116))
     assert list(op.hashes) == request.block_hashes[7:16:4]
     assert op.skip_first_n_tokens == 2 * BLOCK
@@ -398,7 +398,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     adapter.tokens = 4 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 4 * CHUNK
     scheduler.allocated(request, [table], 4 * CHUNK)
-    ((_, _, (op,), _),) = scheduler.build_metadata(step()).loads
+    ((_, _, (op,), *_),) = scheduler.build_metadata(step()).loads
     # The first chunk is not loaded at all, of the second chunk the last two blocks.
     assert list(op.block_ids) == table[4:16]
     assert list(op.hashes) == request.block_hashes[7:16:4]

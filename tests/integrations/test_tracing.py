@@ -110,10 +110,10 @@ def test_retrieves_and_stores_have_spans(
 
     client = Client()
     worker = ConnectorWorker(client, 0, Recorder(spans), reallocates=True)  # type: ignore[arg-type]
-    loads, checks = [Planned(1, "r", OPS, HEADERS)], [Planned(4, "r", OPS)]
-    stores = [Planned(2, "r", OPS, HEADERS), Planned(3, "untraced", OPS)]
-    worker.begin_loads(StepMetadata(loads=loads))
-    worker.begin_stores(StepMetadata(stores=stores, checks=checks))
+    compared = Planned(4, "r", OPS, compare=True)
+    stores = [Planned(2, "r", OPS, HEADERS), Planned(3, "untraced", OPS), compared]
+    worker.begin_loads(StepMetadata(loads=[Planned(1, "r", OPS, HEADERS)]))
+    worker.begin_stores(StepMetadata(stores=stores))
     client.begun[1].failed = True
     for each in client.begun:
         each.over = True

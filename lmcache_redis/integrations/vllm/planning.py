@@ -157,7 +157,7 @@ class StepPlanner:
             return []
         transfer_id = self.references.take([n for op in ops for n in op.block_ids], for_store=True)
         headers = None if compare else tracked.trace_headers
-        return [Planned(transfer_id, tracked.request.request_id, tuple(ops), headers)]
+        return [Planned(transfer_id, tracked.request.request_id, tuple(ops), headers, compare)]
 
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""

@@ -73,7 +73,6 @@ class _NextStep:
     """What the next metadata will have, and how long this step may still wait for lookups."""
 
     loads: list[Planned] = field(default_factory=list)
-    checks: list[Planned] = field(default_factory=list)
     wait_budget_s: float = _IDLE_WAIT_S
     is_idle: bool = False  # the last step ran no model
 
@@ -273,7 +272,6 @@ class ConnectorScheduler:
                     prompt_tokens += scheduled[request_id]
                 computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
-        metadata.checks, self._next.checks = self._next.checks, []
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._next.is_idle = metadata.idle
@@ -443,11 +441,11 @@ class ConnectorScheduler:
         stores.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
-        if checked := range(chunks.start, stored_from):
-            self._next.checks += self._planner.store(tracked, blocks, checked, compare=True)
-        if not self._policy.stores or not tracked.options.store:
-            return []
-        return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))
+        compared, stored = range(chunks.start, stored_from), range(stored_from, chunks.stop)
+        planned = self._planner.store(tracked, blocks, compared, compare=True)
+        if self._policy.stores and tracked.options.store:
+            planned += self._planner.store(tracked, blocks, stored)
+        return planned
 
     def _announce(self, tracked: Tracked, chunks: range) -> None:
         if self._announcer is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -53,19 +52,21 @@ class Planned(NamedTuple):
     """A load or a store that every worker starts: an operation for each group of layers.
 
     A ``transfer_id`` is never reused. trace_headers: of the request, if the transfer has a span.
+    compare: a store whose blocks are compared with what is cached, and not stored.
     """
 
     transfer_id: int
     request_id: str
     ops: tuple[TransferOp, ...]
     trace_headers: Headers | None = None
+    compare: bool = False
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers.
 
-    loads, stores: to start in this step. checks: as stores, but compared with what is cached.
+    loads, stores: to start in this step.
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
     idle: the step runs no model, so that a short wait delays no computation.
@@ -74,7 +75,6 @@ class StepMetadata(KVConnectorMetadata):
 
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
-    checks: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
     idle: bool = False
     number: int = 0
@@ -176,11 +176,10 @@ class ConnectorWorker:
         if metadata is self._stored_step:
             return
         self._stored_step = metadata
-        begun = [*zip(metadata.stores, repeat(False)), *zip(metadata.checks, repeat(True))]
-        after = self._client.signal() if begun else None
-        for store, compare in begun:
+        after = self._client.signal() if metadata.stores else None
+        for store in metadata.stores:
             names = [store.request_id] * len(store.ops)
-            transfers = self._client.begin_stores(names, store.ops, after, compare=compare)
+            transfers = self._client.begin_stores(names, store.ops, after, compare=store.compare)
             self._stores[store.transfer_id] = _Begun(store, time.monotonic(), transfers)
 
     def drop_stores(self, metadata: StepMetadata) -> None:
@@ -188,7 +187,7 @@ class ConnectorWorker:
         if metadata is self._stored_step:
             return
         self._stored_step = metadata
-        self._ended.extend(each.transfer_id for each in (*metadata.stores, *metadata.checks))
+        self._ended.extend(each.transfer_id for each in metadata.stores)
         self._next.dropped |= bool(metadata.stores)
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
@@ -253,9 +252,10 @@ class ConnectorWorker:
     def _took(self, name: str, span: str, begun: _Begun[Any], found: Mapping[str, int]) -> None:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
-        _, request_id, _, headers = begun.planned
-        attributes = {"rank": self._rank, **found}
-        self._recorder.span(span, request_id, headers, begun.begun_s, attributes)
+        planned, attributes = begun.planned, {"rank": self._rank, **found}
+        self._recorder.span(
+            span, planned.request_id, planned.trace_headers, begun.begun_s, attributes
+        )
 
 
 def register(
