@@ -21,8 +21,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
+from lmcache_redis import transport
 from lmcache_redis.client.agent_socket import AgentSocket
 from lmcache_redis.client.calls import AgentCall, AgentCalls, lose
 from lmcache_redis.errors import WireError
@@ -59,31 +59,24 @@ class Patience:
 
 
 class AgentLink:
-    """The connection of one scheduler, worker or tool to the agent at ``endpoint``.
+    """The connection of one scheduler or worker to the agent at ``endpoint``.
 
-    ``on_welcome`` is called on the link's thread after each WELCOME. It may ``submit`` (a worker
-    registers its memory there) and must not block.
+    ``hello`` says which; its ``call_id`` is replaced. ``on_welcome`` is called on the link's thread
+    after each WELCOME. It may ``submit`` (a worker registers its memory there) and must not block.
     """
 
     def __init__(
         self,
         endpoint: str,
+        hello: m.Hello,
         *,
-        engine_id: str,
-        model_name: str,
-        world_size: int,
-        worker_id: int | None,
-        unnamed: bool = False,
         dead_after_s: float = 1.5,
         on_welcome: Callable[[m.Welcome], None] | None = None,
     ) -> None:
         self.state = LinkState.OFFLINE
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
-        self._hello = m.Hello(
-            0, engine_id, model_name, world_size, worker_id, __version__, unnamed=unnamed
-        )
-        self._greeting = self._hello  # as it was sent last
+        self._hello = self._greeting = hello  # and as it was sent last
         self._patience = Patience(dead_after_s)
         self._on_welcome = on_welcome
         self._logged: str | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
 from lmcache_redis.client.calls import AgentCall, CallState
@@ -109,11 +110,7 @@ class WorkerClient:
         self._sending = threading.Lock()
         self.link = AgentLink(
             endpoint,
-            engine_id=engine_id,
-            unnamed=unnamed,
-            model_name=model_name,
-            world_size=world_size,
-            worker_id=worker_id,
+            m.Hello(0, engine_id, model_name, world_size, worker_id, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
             on_welcome=lambda welcome: self._register(),
         )

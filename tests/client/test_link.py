@@ -16,6 +16,7 @@ from lmcache_redis.client.link import AgentLink, LinkState, Patience
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
+HELLO = m.Hello(0, "e", "m", 1, 0, "0")
 
 
 def test_an_agent_that_maps_memory_may_be_silent_longer() -> None:
@@ -61,14 +62,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.fixture
 def link(agent: Agent) -> Iterator[AgentLink]:
-    link = AgentLink(
-        agent.endpoint,
-        engine_id="e",
-        model_name="m",
-        world_size=1,
-        worker_id=0,
-        dead_after_s=WAIT_S,
-    )
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=WAIT_S)
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     assert link.wait_for(lambda: link.online, WAIT_S)
@@ -127,9 +121,7 @@ def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink)
 
 def test_the_link_waits_for_an_agent_that_says_it_maps(agent: Agent, tmp_path: Path) -> None:
     """Until it says that it has ended."""
-    link = AgentLink(
-        agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0, dead_after_s=0.6
-    )
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.6)
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     agent.answer(m.Pong(0, 1, "0", mapping=True))
@@ -147,7 +139,7 @@ def test_a_call_can_be_lost_before_it_is_sent(agent: Agent, link: AgentLink) -> 
 
 def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once, until the agent can be used."""
-    link = AgentLink(agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0)
+    link = AgentLink(agent.endpoint, HELLO)
     (hello,) = agent.receive()
     refusal = m.Failure(hello.call_id, m.REFUSED, "it is full")
     why = f"the agent at {agent.endpoint} cannot be used: it is full"
@@ -189,7 +181,7 @@ def welcome(hello: m.Question, agent_id: str = "agent") -> m.Welcome:
 
 def test_a_welcome_to_an_earlier_hello_is_ignored(agent: Agent) -> None:
     """It may come from an agent that has ended since."""
-    link = AgentLink(agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0)
+    link = AgentLink(agent.endpoint, HELLO)
     (first,) = agent.receive()
     (second,) = agent.receive()  # repeated, because the first had no answer
     assert second.call_id != first.call_id
@@ -223,9 +215,7 @@ def test_an_agent_that_does_not_know_the_link_is_greeted_again(
 
 def test_a_silent_agent_gets_nothing_that_was_meant_for_it(agent: Agent) -> None:
     """Another connection takes the place of the one whose messages it has not read."""
-    link = AgentLink(
-        agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0, dead_after_s=0.3
-    )
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.3)
     (hello,) = agent.receive()
     former = agent.peer
     agent.answer(welcome(hello))
@@ -242,9 +232,7 @@ def test_a_silent_agent_gets_nothing_that_was_meant_for_it(agent: Agent) -> None
 
 def test_calls_of_a_link_that_is_offline_are_lost_at_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    link = AgentLink(
-        f"ipc://{tmp_path}/none.sock", engine_id="e", model_name="m", world_size=1, worker_id=0
-    )
+    link = AgentLink(f"ipc://{tmp_path}/none.sock", HELLO)
     call = link.submit(m.EndSession, request_id="r")
     assert (call.state, call.sent) == (CallState.LOST, False)
     link.close()
