@@ -38,7 +38,8 @@ LEFT_OUT = (
                 prefill_context_parallel_size
             """,
             "environment": """
-                VLLM_DCP_Q_REPLICATE VLLM_ROCM_AITER_MLA_DCP_VERIFY VLLM_USE_DIRECT_DCP_*
+                VLLM_DCP_Q_REPLICATE VLLM_MOE_ROUTING_SIMULATION_STRATEGY
+                VLLM_ROCM_AITER_MLA_DCP_VERIFY VLLM_USE_DIRECT_DCP_*
             """,
         },
     ),

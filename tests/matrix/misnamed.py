@@ -10,11 +10,11 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator
 
 from lmcache_redis.integrations.vllm import support
-from lmcache_redis.integrations.vllm.identity import engine_identity, settings
+from lmcache_redis.integrations.vllm.identity import engine_identity
 
 support.MediaNames.are_of_content = lambda self, request: True
 engine_identity._DIGESTS.remove("lora")
-settings.REFUSED = ()
+support._simulated_experts = lambda: ""
 
 _simulate = RoutingSimulator.simulate_routing
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import vllm.config
 from vllm import envs
 
-from lmcache_redis.integrations.vllm.identity.pairs import PAIRS, REFUSED
+from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
 from tests.matrix.left_out import COMPUTED, LEFT_OUT
 
 Setting = tuple[str, str]  # its class, or "environment", or "os.environ", and its name
@@ -38,7 +38,6 @@ def verdicts() -> Iterator[tuple[str, str, str]]:
     tables += [*((each.names, each.what) for each in LEFT_OUT)]
     for names, verdict in tables:
         yield from ((kind, name, verdict) for kind in names for name in names[kind].split())
-    yield from ((each.kind, each.name, "refused") for each in REFUSED)
 
 
 def read_without_envs() -> list[Setting]:

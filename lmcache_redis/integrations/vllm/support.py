@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from vllm import envs
 
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
@@ -24,7 +25,6 @@ from lmcache_redis.integrations.vllm.groups import (
     common_block_tokens,
     layer_groups,
 )
-from lmcache_redis.integrations.vllm.identity.settings import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,7 +178,11 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
             "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
             "from the checkpoint"
         )
-    yield from refusals(vllm_config)
+    if strategy := _simulated_experts():
+        yield (
+            f"with VLLM_MOE_ROUTING_SIMULATION_STRATEGY={strategy}, experts are chosen by a "
+            "simulation, and the KV is not the model's"
+        )
 
 
 def may_load(vllm_config: VllmConfig) -> bool:
@@ -225,6 +229,10 @@ class MediaNames:
                 else "a client has named one by a uuid of its own",
             )
         return False
+
+
+def _simulated_experts() -> str:
+    return str(getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""))
 
 
 def _returns_experts(vllm_config: VllmConfig) -> bool:

@@ -277,56 +277,42 @@ def register(
         strides = {
             name: strides[layer] for layer in tensors if layer in strides for name in tensors[layer]
         }
-    identity = engine_identity(
-        vllm_config,
-        rank=vllm_config.parallel_config.rank,
-        backend=attention_backend(vllm_config),
-        weights_id=weights_id,
-    )
+    rank, backend = vllm_config.parallel_config.rank, attention_backend(vllm_config)
+    identity = engine_identity(vllm_config, rank=rank, backend=backend, weights_id=weights_id)
     cache_groups = []
     for group in groups:
         # With one group, layers that share the KV of another are listed as well.
         layers = group.layers if len(kv_cache_config.kv_cache_groups) > 1 else tensors
         some = {name: each for layer in layers for name, each in tensors.get(layer, {}).items()}
-        cache_groups.append(_cache_group(vllm_config, kv_cache_config, group, some, strides))
+        if not some:
+            raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
+        pairs = {}  # what decides the group's bytes
+        if not group.is_state:  # states are plain tensors
+            pairs = kv_identity(
+                vllm_config,
+                some,
+                num_blocks=kv_cache_config.num_blocks,
+                block_size_tokens=group.block_size_tokens,
+                block_strides=strides,
+            )
+        spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
+        shard, shards, replicas = shard_of_rank(vllm_config, spec)
+        if replicas > 1:
+            pairs["rank"] = f"shard {shard} of {shards}"
+        cache_groups.append(
+            CacheGroup(
+                some,
+                "+".join(dict.fromkeys(dtype_name(each.dtype) for each in some.values())),
+                group.block_size_tokens,
+                group.reach,
+                pairs,
+                shard=(shard, shards),
+                replica=(rank % replicas, replicas),
+            )
+        )
     client.register_groups(
         cache_groups,
         num_blocks=kv_cache_config.num_blocks,
         identity=identity,
         block_strides=strides,
-    )
-
-
-def _cache_group(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    group: LayerGroup,
-    tensors: Mapping[str, Any],
-    strides: Mapping[str, int] | None,
-) -> CacheGroup:
-    """The group's tensors, and what decides their bytes."""
-    if not tensors:
-        raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
-    identity = {}
-    if not group.is_state:  # states are plain tensors
-        identity = kv_identity(
-            vllm_config,
-            tensors,
-            num_blocks=kv_cache_config.num_blocks,
-            block_size_tokens=group.block_size_tokens,
-            block_strides=strides,
-        )
-    dtypes = dict.fromkeys(dtype_name(each.dtype) for each in tensors.values())
-    spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
-    shard, shards, replicas = shard_of_rank(vllm_config, spec)
-    if replicas > 1:
-        identity["rank"] = f"shard {shard} of {shards}"
-    return CacheGroup(
-        tensors,
-        "+".join(dtypes),
-        group.block_size_tokens,
-        group.reach,
-        identity,
-        shard=(shard, shards),
-        replica=(vllm_config.parallel_config.rank % replicas, replicas),
     )

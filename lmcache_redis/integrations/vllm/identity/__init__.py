@@ -1,7 +1,7 @@
 """What decides the bytes of an engine's KV cache, besides its layout: docs/internals/identity.md.
 
 engine_identity  the identity of a worker's KV cache, as pairs of text
-pairs            the settings of vLLM that are in a pair, and those that are refused
+pairs            the settings of vLLM that are in each pair
 settings         the values of an engine's settings
 weights          a digest of the model's files (`tensorfiles`), or the operator's name for them
 probe            how the layers' backends pack K and V

@@ -1,4 +1,4 @@
-"""Settings whose values are in the identity, by pair, and those that are refused. Data alone.
+"""Settings whose values are in the identity, by pair. Data alone.
 
 A setting belongs here if it changes what is computed, or to how many bits, and also in doubt. Every
 other one is in ``tests/matrix/left_out.py``: a test fails for a setting without a verdict.
@@ -25,16 +25,6 @@ class Pair:
 
     content: str
     digested: Names = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A setting with which nothing is cached, unless its value is ``unless``."""
-
-    kind: str
-    name: str
-    unless: object
-    reason: str
 
 
 PAIRS: Mapping[str, Pair] = {
@@ -207,12 +197,3 @@ PAIRS: Mapping[str, Pair] = {
         "`shard I of N`, equal for them"
     ),
 }
-
-REFUSED = (
-    Refused(
-        "environment",
-        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-        "",
-        "experts are chosen by a simulation, and the KV is not the model's",
-    ),
-)
