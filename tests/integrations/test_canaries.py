@@ -170,7 +170,7 @@ def test_canaries_have_a_share_of_what_is_computed(
     found = [scheduler.matched_tokens(each, 0) for each in requests]
     assert found == [0] * (asked - 1) + [3 * CHUNK]
     for _ in range(40):
-        scheduler.build_metadata(step(new=("new", BLOCK_IDS, 0, 4 * CHUNK)))
+        scheduler.build_metadata(step(new=("r0", BLOCK_IDS, 0, 4 * CHUNK)))
     assert scheduler.matched_tokens(FakeRequest("later"), 0) == 0
 
 

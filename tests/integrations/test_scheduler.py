@@ -27,8 +27,8 @@ from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.requests import BlockHashing, RequestNames
-from lmcache_redis.integrations.vllm.scheduler import CachePolicy, ConnectorScheduler
+from lmcache_redis.integrations.vllm.requests import BlockHashing, CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 
 BLOCK, CHUNK = 16, 64

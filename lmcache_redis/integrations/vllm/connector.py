@@ -41,8 +41,8 @@ from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, no
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
-from lmcache_redis.integrations.vllm.requests import BlockHashing, RequestNames
-from lmcache_redis.integrations.vllm.scheduler import CachePolicy, ConnectorScheduler
+from lmcache_redis.integrations.vllm.requests import BlockHashing, CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     MediaNames,
     SetUp,

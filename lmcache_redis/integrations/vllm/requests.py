@@ -21,6 +21,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_redis")
 
 
+class BlockHashing(NamedTuple):
+    """vLLM's block hashes. stride: hashes per block of ``block_size_tokens``."""
+
+    stride: int
+    block_size_tokens: int
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """What an engine may do with the cache.
+
+    hashing: of blocks of the common multiple of the groups' block sizes. load_always: also what is
+    computed faster. beside_others: other connectors transfer KV of this engine too.
+    """
+
+    hashing: BlockHashing
+    loads: bool = True
+    stores: bool = True
+    load_always: bool = False
+    beside_others: bool = False
+
+
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks of the cache: ``kv_transfer_params={"lmcache_redis": {...}}``.
 
@@ -33,33 +55,26 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @staticmethod
-    def of(params: object, request_id: str, *, beside_others: bool = False) -> RequestOptions:
-        """The options of a request. Those that make no sense are logged and not followed.
-
-        beside_others: other connectors transfer KV too. They bring the whole prompt of a request
-        with ``do_remote_prefill``; a hit would replace that by a part of it.
-        """
+    def of(request: Request, policy: CachePolicy) -> RequestOptions:
+        """What is done for a request. Options that make no sense are logged and not followed."""
+        params = request.kv_transfer_params
         given = params if isinstance(params, Mapping) else {}
-        found = given.get("lmcache_redis")
+        found, options = given.get("lmcache_redis"), RequestOptions()
         try:
-            options = RequestOptions() if found is None else msgspec.convert(found, RequestOptions)
-            if beside_others and given.get("do_remote_prefill"):
-                return msgspec.structs.replace(options, load=False)
-            return options
+            options = options if found is None else msgspec.convert(found, RequestOptions)
         except (msgspec.ValidationError, UnicodeError) as error:
             logger.warning(
                 "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
                 "some of load (bool), store (bool) and max_load_tokens (int)",
-                request_id, found, error,
+                request.request_id, found, error,
             )  # fmt: skip
-            return RequestOptions()
-
-
-class BlockHashing(NamedTuple):
-    """vLLM's block hashes. stride: hashes per block of ``block_size_tokens``."""
-
-    stride: int
-    block_size_tokens: int
+        # Another connector brings its whole prompt; a hit would replace that by a part of it.
+        is_brought = policy.beside_others and bool(given.get("do_remote_prefill"))
+        return msgspec.structs.replace(
+            options,
+            load=options.load and policy.loads and not is_brought,
+            store=options.store and policy.stores,
+        )
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import (
-    BlockHashing,
+    CachePolicy,
     RequestLookup,
     RequestNames,
     RequestOptions,
@@ -51,21 +51,6 @@ logger = logging.getLogger("vllm.lmcache_redis")
 # Time that one step may wait for lookups: it helps an idle engine and stalls a busy one.
 _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
-
-
-@dataclass(frozen=True)
-class CachePolicy:
-    """What an engine may do with the cache.
-
-    hashing: of blocks of the common multiple of the groups' block sizes. load_always: also what is
-    computed faster. beside_others: other connectors transfer KV of this engine too.
-    """
-
-    hashing: BlockHashing
-    loads: bool = True
-    stores: bool = True
-    load_always: bool = False
-    beside_others: bool = False
 
 
 @dataclass
@@ -110,10 +95,9 @@ class ConnectorScheduler:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
-        chunk_tokens = self._client.chunk_size_tokens()
-        tracked = self._track(request, chunk_tokens)
+        tracked = self._track(request)
         self._not_loaded(request.request_id)  # if its load has failed, it holds no blocks
-        tokens = self._found_tokens(tracked, local_tokens, chunk_tokens)
+        tokens = self._found_tokens(tracked, local_tokens)
         if tokens is None:
             return None
         if tracked.matched and self._resuming:
@@ -135,11 +119,10 @@ class ConnectorScheduler:
         tracked.matched = True
         return tokens
 
-    def _found_tokens(self, tracked: Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
-        request = tracked.request
+    def _found_tokens(self, tracked: Tracked, local_tokens: int) -> int | None:
+        request, chunk_tokens = tracked.request, tracked.chunk_tokens
         if (
             not chunk_tokens
-            or not self._policy.loads
             or tracked.computes
             or tracked.prefix is None
             or not tracked.options.load
@@ -209,7 +192,7 @@ class ConnectorScheduler:
         self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
         """vLLM allocated blocks, by group; ``external_tokens`` tokens are to be loaded."""
-        tracked = self._track(request, self._client.chunk_size_tokens())
+        tracked = self._track(request)
         tracked.started = True
         tracked.matched = False
         self._not_loaded(request.request_id)
@@ -245,33 +228,23 @@ class ConnectorScheduler:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.block_ids = []
                 self._forget_lookup(tracked)
-        scheduled = output.num_scheduled_tokens
-        beside_a_load = getattr(output, "has_sync_kv_loads", False)
         prompt_tokens = 0
-        for new in output.scheduled_new_reqs:
-            prompt_tokens += scheduled[new.req_id]
-            if (tracked := self._tracked.get(new.req_id)) is not None:
-                tracked.block_ids = list(new.block_ids[0])
-                if beside_a_load:
+        for request_id, begins, block_ids, computed_tokens in _scheduled(output):
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            if begins:
+                tracked.block_ids = []
+                if getattr(output, "has_sync_kv_loads", False):
                     tracked.stores.after_output_tokens = tracked.request.num_output_tokens
-                if new.num_computed_tokens and tracked.lookup is not None:
+                if computed_tokens and tracked.lookup is not None:
                     tracked.lookup.canary_chunks = 0  # others have loaded or computed some
-                computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
-                metadata.stores += self._plan_store(tracked, computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            if (tracked := self._tracked.get(request_id)) is not None:
-                if request_id in cached.resumed_req_ids:
-                    tracked.block_ids = []
-                    if beside_a_load:
-                        tracked.stores.after_output_tokens = tracked.request.num_output_tokens
-                if new_ids := cached.new_block_ids[index]:
-                    tracked.block_ids.extend(new_ids[0])
-                computed_tokens = cached.num_computed_tokens[index]
-                if computed_tokens < tracked.request.num_prompt_tokens:
-                    prompt_tokens += scheduled[request_id]
-                computed_tokens += scheduled[request_id]
-                metadata.stores += self._plan_store(tracked, computed_tokens)
+            if block_ids:
+                tracked.block_ids.extend(block_ids[0])
+            count = output.num_scheduled_tokens[request_id]
+            if computed_tokens < tracked.request.num_prompt_tokens:
+                prompt_tokens += count
+            metadata.stores += self._plan_store(tracked, computed_tokens + count)
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._next.is_idle = metadata.idle
@@ -366,18 +339,15 @@ class ConnectorScheduler:
                 given_up.append(tracked.request)
         return given_up
 
-    def _track(self, request: Request, chunk_tokens: int) -> Tracked:
+    def _track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self.epochs.is_used = True
-            options = RequestOptions.of(
-                request.kv_transfer_params,
-                request.request_id,
-                beside_others=self._policy.beside_others,
-            )
+            options = RequestOptions.of(request, self._policy)
             prefix = self._names.prefix(request)
             tracked = Tracked(request, prefix, options, self._policy.hashing)
             self._tracked[request.request_id] = tracked
+        chunk_tokens = self._client.chunk_size_tokens()
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
                 self._forget_lookup(tracked)
@@ -412,19 +382,16 @@ class ConnectorScheduler:
 
         computed_tokens: tokens whose KV is in blocks after the step.
         """
-        chunk_tokens = self._client.chunk_size_tokens()
-        if (
-            not chunk_tokens
-            or tracked.prefix is None
-            or not ((self._policy.stores and tracked.options.store) or tracked.canary_chunks)
-        ):
+        if tracked.prefix is None or not (tracked.options.store or tracked.canary_chunks):
             return []
         request, stores = tracked.request, tracked.stores
         if stores.after_output_tokens is not None:
             if request.num_output_tokens <= stores.after_output_tokens:
                 return []
             stores.after_output_tokens = None
-        self._track(request, chunk_tokens)
+        chunk_tokens = self._track(request).chunk_tokens
+        if not chunk_tokens:
+            return []
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
         tokens = min(computed_tokens, tracked.hashed_tokens())
@@ -443,7 +410,7 @@ class ConnectorScheduler:
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
         compared, stored = range(chunks.start, stored_from), range(stored_from, chunks.stop)
         planned = self._planner.store(tracked, blocks, compared, compare=True)
-        if self._policy.stores and tracked.options.store:
+        if tracked.options.store:
             planned += self._planner.store(tracked, blocks, stored)
         return planned
 
@@ -451,3 +418,15 @@ class ConnectorScheduler:
         if self._announcer is not None:
             names = tracked.chunk_names()
             self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
+
+
+def _scheduled(
+    output: SchedulerOutput,
+) -> Iterator[tuple[str, bool, Sequence[Sequence[int]] | None, int]]:
+    """Of each request: whether it begins or resumes, its new blocks, and its tokens before."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, True, new.block_ids, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for request_id, block_ids, computed_tokens in rows:
+        yield request_id, request_id in cached.resumed_req_ids, block_ids, computed_tokens
