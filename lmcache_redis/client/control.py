@@ -9,7 +9,6 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.agent_socket import AgentSocket
 from lmcache_redis.config import check_endpoint, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
@@ -65,14 +64,14 @@ class ControlClient:
         return report
 
     def _ask(self, question: m.Message, expected: type[_A]) -> _A:
-        socket = AgentSocket(self._endpoint)
+        socket = transport.AgentSocket(self._endpoint)
         try:
             frames = self._answer_to(question, socket)
         finally:
             socket.close()
         return self._expected(transport.decode_answer(frames), expected)
 
-    def _answer_to(self, question: m.Message, socket: AgentSocket) -> list[bytes]:
+    def _answer_to(self, question: m.Message, socket: transport.AgentSocket) -> list[bytes]:
         deadline_s = time.monotonic() + self._timeout_s
         is_sent = False
         while (left_s := deadline_s - time.monotonic()) > 0:

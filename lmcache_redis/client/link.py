@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.agent_socket import AgentSocket
 from lmcache_redis.client.calls import AgentCall, AgentCalls, lose
 from lmcache_redis.errors import WireError
 
@@ -82,7 +81,7 @@ class AgentLink:
         self._logged: str | None = None
         self._stop = False
         self._calls = AgentCalls()
-        self._socket = AgentSocket(endpoint)
+        self._socket = transport.AgentSocket(endpoint)
         self._thread = threading.Thread(target=self._run, name="lmcache-redis-link", daemon=True)
         self._thread.start()
 
