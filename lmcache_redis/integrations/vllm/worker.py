@@ -17,19 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_redis.chunks.dtypes import dtype_name
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import (
-    CacheGroup,
-    RetrieveTransfer,
-    StoreTransfer,
-    TransferOp,
-)
+from lmcache_redis.client.transfers import CacheGroup, RetrieveTransfer, StoreTransfer, TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,
     block_strides,
     shard_of_rank,
-    tensors_of,
 )
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
@@ -138,12 +132,7 @@ class ConnectorWorker:
     """
 
     def __init__(
-        self,
-        client: WorkerClient,
-        rank: int,
-        recorder: Recorder,
-        *,
-        reallocates: bool,
+        self, client: WorkerClient, rank: int, recorder: Recorder, *, reallocates: bool
     ) -> None:
         self._recorder = recorder
         self._loads_after: int | None = None
@@ -271,7 +260,11 @@ def register(
     kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
     memory cannot be exported, Unidentified if its bytes cannot be identified.
     """
-    tensors = {layer: dict(tensors_of(layer, cache)) for layer, cache in kv_caches.items()}
+    tensors: dict[str, dict[str, Any]] = {}  # by layer: a recurrent one has one for each state
+    for layer, cache in kv_caches.items():
+        several = cache if isinstance(cache, (list, tuple)) else ()
+        states = {f"{layer}#{number}": state for number, state in enumerate(several)}
+        tensors[layer] = states or {layer: cache}
     strides = block_strides(kv_cache_config)
     if strides is not None:
         strides = {

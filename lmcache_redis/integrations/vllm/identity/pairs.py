@@ -37,8 +37,7 @@ PAIRS: Mapping[str, Pair] = {
     "weights_id": Pair("the operator's name"),
     "load_format": Pair("of the files"),
     "loader": Pair(
-        "how files are chosen and read",
-        {"LoadConfig": "model_loader_extra_config ignore_patterns"},
+        "how files are chosen and read", {"LoadConfig": "model_loader_extra_config ignore_patterns"}
     ),
     "revision": Pair("of the hub"),
     "commit": Pair("of the hub"),
@@ -158,7 +157,7 @@ PAIRS: Mapping[str, Pair] = {
             "LoRAConfig": """
                 enable_mixed_moe_lora_format enable_moe_shared_loras enable_tower_connector_lora
                 lora_dtype target_modules
-            """,
+            """
         },
     ),
     "draft": Pair(
@@ -181,16 +180,12 @@ PAIRS: Mapping[str, Pair] = {
             "environment": "VLLM_PLUGINS",
         },
     ),
-    "platform_config": Pair(
-        "",
-        {"VllmConfig": "additional_config"},
-    ),
+    "platform_config": Pair("", {"VllmConfig": "additional_config"}),
     "block_hash": Pair("the hash algorithm"),
     "tensor_parallel": Pair("the split"),
     "pipeline_parallel": Pair("the split"),
     "layer_split": Pair(
-        "which layers are in which stage",
-        {"environment": "VLLM_PP_LAYER_PARTITION"},
+        "which layers are in which stage", {"environment": "VLLM_PP_LAYER_PARTITION"}
     ),
     "rank": Pair(
         "the worker's; where several ranks hold the same bytes (MLA, fewer KV heads than ranks), "
