@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
-from lmcache_redis.integrations.vllm.requests import BlockHashing, CachePolicy, RequestOptions
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
 
 
 def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
@@ -59,7 +59,7 @@ def test_new_steps_count_more() -> None:
     assert rate.token_s == pytest.approx(0.004, rel=0.1)
 
 
-POLICY = CachePolicy(BlockHashing(1, 16))
+POLICY = CachePolicy(16)
 
 
 def request(params: Any) -> Any:

@@ -27,7 +27,7 @@ from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.requests import BlockHashing, CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 
@@ -162,7 +162,7 @@ def make_scheduler(
     **options: Any,
 ) -> ConnectorScheduler:
     groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")])
-    hashing = BlockHashing(options.pop("hash_stride", 1), BLOCK)
+    hash_tokens = options.pop("hash_tokens", BLOCK)
     names = RequestNames(Epochs(None, None, bytes), pool, options.pop("media", None))
     announcer = options.pop("announcer", None)
     step_tokens = options.pop("step_tokens", 4 * CHUNK)
@@ -171,7 +171,7 @@ def make_scheduler(
         adapter,  # type: ignore[arg-type]
         planner,
         names,
-        CachePolicy(hashing, **options),
+        CachePolicy(hash_tokens, **options),
         recorder or Recorder(),
         announcer,
     )

@@ -41,7 +41,7 @@ from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, no
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
-from lmcache_redis.integrations.vllm.requests import BlockHashing, CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     MediaNames,
@@ -200,8 +200,8 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             or getattr(cache, "hash_block_size", None)
             or int(cache.block_size)
         )
-        hash_stride = max(1, block_size // hash_block)
-        self._begin_events(adapter, groups, block_size // hash_stride)
+        hash_tokens = block_size // max(1, block_size // hash_block)
+        self._begin_events(adapter, groups, hash_tokens)
         self._references = references = BlockReferences(
             gpu_block_pool, self._vllm_config.parallel_config.world_size
         )
@@ -227,7 +227,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         media = MediaNames(self._vllm_config)
         names = RequestNames(epochs, gpu_block_pool, media)
         policy = CachePolicy(
-            BlockHashing(hash_stride, block_size),
+            hash_tokens,
             loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
             stores=self._kv_transfer_config.is_kv_producer,
             load_always=config.load_always,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -21,22 +21,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_redis")
 
 
-class BlockHashing(NamedTuple):
-    """vLLM's block hashes. stride: hashes per block of ``block_size_tokens``."""
-
-    stride: int
-    block_size_tokens: int
-
-
 @dataclass(frozen=True)
 class CachePolicy:
     """What an engine may do with the cache.
 
-    hashing: of blocks of the common multiple of the groups' block sizes. load_always: also what is
-    computed faster. beside_others: other connectors transfer KV of this engine too.
+    hash_tokens: tokens that one hash of vLLM covers. load_always: also what is computed faster.
+    beside_others: other connectors transfer KV of this engine too.
     """
 
-    hashing: BlockHashing
+    hash_tokens: int
     loads: bool = True
     stores: bool = True
     load_always: bool = False
@@ -120,7 +113,7 @@ class Tracked:
     request: Request
     prefix: bytes | None
     options: RequestOptions
-    hashing: BlockHashing
+    hash_tokens: int
     chunk_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     lookup: RequestLookup | None = None
@@ -140,13 +133,11 @@ class Tracked:
         return getattr(self.request, "trace_headers", None)
 
     def hashed_tokens(self) -> int:
-        """Its tokens in whole blocks that have a hash."""
-        stride, block_tokens = self.hashing
-        return len(self.request.block_hashes) // stride * block_tokens
+        return len(self.request.block_hashes) * self.hash_tokens
 
     def chunk_hashes(self) -> Sequence[bytes]:
         """vLLM's hash at the end of each chunk."""
-        stride = self.hashing.stride * (self.chunk_tokens // self.hashing.block_size_tokens)
+        stride = self.chunk_tokens // self.hash_tokens
         hashes: Sequence[bytes] = self.request.block_hashes
         return hashes[stride - 1 :: stride]
 

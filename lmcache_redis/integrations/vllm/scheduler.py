@@ -345,7 +345,7 @@ class ConnectorScheduler:
             self.epochs.is_used = True
             options = RequestOptions.of(request, self._policy)
             prefix = self._names.prefix(request)
-            tracked = Tracked(request, prefix, options, self._policy.hashing)
+            tracked = Tracked(request, prefix, options, self._policy.hash_tokens)
             self._tracked[request.request_id] = tracked
         chunk_tokens = self._client.chunk_size_tokens()
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
