@@ -13,6 +13,7 @@ from lmcache_redis.config import check_endpoint, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
+_RETRY_S = 0.001
 
 
 class AgentUnreachable(LMCacheRedisError):
@@ -73,18 +74,20 @@ class ControlClient:
 
     def _answer_to(self, question: m.Message, socket: transport.AgentSocket) -> list[bytes]:
         deadline_s = time.monotonic() + self._timeout_s
-        is_sent = False
+        is_there = is_sent = False
         while (left_s := deadline_s - time.monotonic()) > 0:
-            has_messages, has_events = socket.wait(left_s)
+            if is_there and not is_sent:  # right after the handshake it may not be possible yet
+                is_sent = socket.send(transport.encode(question))
+            must_retry = is_there and not is_sent
+            has_messages, has_events = socket.wait(_RETRY_S if must_retry else left_s)
             if has_messages:
                 return next(socket.received())
-            is_connected = socket.connected() if has_events else None
-            if is_connected and not is_sent:
-                is_sent = socket.send(transport.encode(question))
-            elif is_connected is False and is_sent:
-                raise AgentUnreachable(
-                    f"the agent at {self._endpoint} went away before it answered: see its log"
-                )
+            if has_events and (connected := socket.connected()) is not None:
+                if is_sent and not connected:
+                    raise AgentUnreachable(
+                        f"the agent at {self._endpoint} went away before it answered: see its log"
+                    )
+                is_there = connected
         raise AgentUnreachable(
             f"no agent answers at {self._endpoint}: start one with "
             "`lmcache-redis agent`, or pass its --endpoint"
