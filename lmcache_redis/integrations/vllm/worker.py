@@ -262,9 +262,10 @@ def register(
     """
     tensors: dict[str, dict[str, Any]] = {}  # by layer: a recurrent one has one for each state
     for layer, cache in kv_caches.items():
-        several = cache if isinstance(cache, (list, tuple)) else ()
-        states = {f"{layer}#{number}": state for number, state in enumerate(several)}
-        tensors[layer] = states or {layer: cache}
+        if isinstance(cache, (list, tuple)):
+            tensors[layer] = {f"{layer}#{number}": state for number, state in enumerate(cache)}
+        else:
+            tensors[layer] = {layer: cache}
     strides = block_strides(kv_cache_config)
     if strides is not None:
         strides = {
