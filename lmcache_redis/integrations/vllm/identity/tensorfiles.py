@@ -93,15 +93,11 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 def _read(file: BinaryIO, extent: Extent) -> bytes:
     """The bytes of ``extent``. Raises OSError if the file has become shorter."""
-    parts = []
-    offset, left = extent
-    while left:
-        part = os.pread(file.fileno(), left, offset)
-        if not part:
-            raise OSError(f"{file.name} became shorter while it was read")
-        parts.append(part)
-        offset, left = offset + len(part), left - len(part)
-    return b"".join(parts)
+    file.seek(extent.offset)
+    found = file.read(extent.size)
+    if len(found) != extent.size:
+        raise OSError(f"{file.name} became shorter while it was read")
+    return found
 
 
 def _spread(extent: Extent, count: int) -> Iterator[Extent]:

@@ -68,11 +68,8 @@ class Event(NamedTuple):
     chunk: AnnouncedChunk
 
 
-class _Followed(NamedTuple):
-    """A chunk, and which of its parts are where: bit masks, by tier and group."""
-
-    chunk: AnnouncedChunk
-    parts: dict[tuple[str, int], int]
+# Which parts of a chunk are where: bit masks, by tier and group.
+_Parts = dict[tuple[str, int], int]
 
 
 class Holdings:
@@ -88,15 +85,15 @@ class Holdings:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._chunks: OrderedDict[bytes, _Followed] = OrderedDict()
+        self._chunks: OrderedDict[bytes, tuple[AnnouncedChunk, _Parts]] = OrderedDict()
         self._groups: Sequence[int] = ()
         self._whole: dict[int, int] = {}  # the bit mask of all parts, by group
 
     def begin(self, groups: Sequence[int]) -> list[Event]:
         """Chunks have these parts, each of a group. Nothing is in any tier, as far as is known."""
-        events = [event for held in self._chunks.values() for event in self._removals(held)]
-        for held in self._chunks.values():
-            held.parts.clear()
+        events = [event for held in self._chunks.values() for event in self._removals(*held)]
+        for _, parts in self._chunks.values():
+            parts.clear()
         self._groups = groups
         self._whole = {}
         for part, group in enumerate(groups):
@@ -111,24 +108,24 @@ class Holdings:
         if name in self._chunks:
             self._chunks.move_to_end(name)
             return []
-        self._chunks[name] = _Followed(describe(), {})
+        self._chunks[name] = (describe(), {})
         if len(self._chunks) <= self._limit:
             return []
-        return self._removals(self._chunks.popitem(last=False)[1])
+        return self._removals(*self._chunks.popitem(last=False)[1])
 
     def changed(self, part: int, tier: str, there: bool, name: bytes) -> Event | None:
         """What follows from a change of one part."""
-        held = self._chunks.get(name)
-        if held is None or part >= len(self._groups):
+        if name not in self._chunks or part >= len(self._groups):
             return None
+        chunk, parts = self._chunks[name]
         group = self._groups[part]
-        before = held.parts.get((tier, group), 0)
+        before = parts.get((tier, group), 0)
         after = before | 1 << part if there else before & ~(1 << part)
-        held.parts[tier, group] = after
+        parts[tier, group] = after
         whole = self._whole[group]
         if (before == whole) == (after == whole):
             return None
-        return Event(after == whole, tier, group, held.chunk)
+        return Event(after == whole, tier, group, chunk)
 
     def forget(self) -> list[Event]:
         """Follows no chunk any more."""
@@ -136,10 +133,10 @@ class Holdings:
         self._chunks.clear()
         return events
 
-    def _removals(self, held: _Followed) -> list[Event]:
+    def _removals(self, chunk: AnnouncedChunk, parts: _Parts) -> list[Event]:
         return [
-            Event(False, tier, group, held.chunk)
-            for (tier, group), mask in held.parts.items()
+            Event(False, tier, group, chunk)
+            for (tier, group), mask in parts.items()
             if mask == self._whole[group]
         ]
 
