@@ -6,15 +6,18 @@ frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the conne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
 from lmcache_redis.config import endpoint_path, why_unsafe
@@ -118,31 +121,6 @@ def hidden_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.full")
 
 
-def connect_watched_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A DEALER that connects to ``endpoint`` as soon as an agent listens there, and its monitor.
-
-    The monitor has EVENT_HANDSHAKE_SUCCEEDED, from which on the DEALER sends, and
-    EVENT_DISCONNECTED.
-    """
-    dealer = _bounded_socket(context, zmq.DEALER, _OUTBOX)
-    # A restarted agent is found within 100 ms.
-    dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    # No messages are queued for an absent agent: they would be stale when it starts.
-    dealer.setsockopt(zmq.IMMEDIATE, 1)
-    # Before it connects, so that no event is missed.
-    monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-    try:
-        dealer.connect(endpoint)
-    except zmq.ZMQError as error:
-        dealer.close()
-        monitor.close(linger=0)
-        raise ConfigError(f"{endpoint!r} is not an agent's endpoint: use ipc://PATH") from error
-    return dealer, monitor
-
-
 def why_untrusted(endpoint: str) -> str | None:
     """Why a listener at ``endpoint`` cannot be trusted, or None.
 
@@ -222,3 +200,88 @@ class Wakeup:
             if not self._closed:
                 self._closed = True
                 os.close(self.fd)
+
+
+class AgentSocket:
+    """A DEALER with its monitor. Used by one thread, but for ``wake``.
+
+    sent_s: when it last sent, or tried to. heard_s: when the agent was last heard; a link sets it.
+    Both are of `time.monotonic()`.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.sent_s = 0.0
+        self.heard_s = 0.0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup()
+        self._open()
+
+    def wake(self) -> None:
+        """Ends `wait` at once. From any thread, also after `close`."""
+        self._wakeup.set()
+
+    def wait(self, timeout_s: float) -> tuple[bool, bool]:
+        """Waits for something to come, or `wake`; whether messages are there, and events."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._wakeup.fd in ready:
+            self._wakeup.clear()
+        return self._socket in ready, self._monitor in ready
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Sends a message; False if there is no agent, or it does not read."""
+        self.sent_s = time.monotonic()
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def received(self) -> Iterator[list[bytes]]:
+        """The messages that have come."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
+
+    def connected(self) -> bool | None:
+        """The next event: whether the agent is there now; None for any other."""
+        event = recv_monitor_message(self._monitor)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return True
+        return False if event == zmq.EVENT_DISCONNECTED else None
+
+    def reopen(self, linger_s: float = 0.0) -> None:
+        """Another socket in its place. linger_s: how long what was sent last may take."""
+        self._close(linger_s)
+        self._open()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._close(linger_s)
+        self._context.term()
+        self._wakeup.close()
+
+    def _open(self) -> None:
+        self._socket = dealer = _bounded_socket(self._context, zmq.DEALER, _OUTBOX)
+        # A restarted agent is found within 100 ms.
+        dealer.setsockopt(zmq.RECONNECT_IVL, 100)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        # No messages are queued for an absent agent: they would be stale when it starts.
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        # Before it connects, so that no event is missed.
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = dealer.get_monitor_socket(events)
+        self._poller = zmq.Poller()
+        for source in (dealer, self._monitor, self._wakeup.fd):
+            self._poller.register(source, zmq.POLLIN)
+        try:
+            dealer.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"{self.endpoint!r} is not an agent's endpoint: use ipc://PATH"
+            ) from error
+
+    def _close(self, linger_s: float) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger_s * 1000))

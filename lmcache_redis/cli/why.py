@@ -298,7 +298,7 @@ def comparison_lines(compared: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pair_lines(name: str, values: Sequence[str | None]) -> Iterator[str]:
-    from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS
+    from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
 
     about = PAIRS.get(name)
     yield f"  {name}" + (f": {about.content}" if about is not None else "")

@@ -7,6 +7,5 @@ canary          which hits are compared instead of loaded
 watching        which chunks come and go in the agent's tiers
 link            the connection to the agent, on a thread
 calls           messages to the agent, and their answers
-agent_socket    the link's socket
 control         requests of command-line tools
 """

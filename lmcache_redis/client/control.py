@@ -6,8 +6,6 @@ import time
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
@@ -15,6 +13,7 @@ from lmcache_redis.config import check_endpoint, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
+_RETRY_S = 0.001
 
 
 class AgentUnreachable(LMCacheRedisError):
@@ -66,34 +65,33 @@ class ControlClient:
         return report
 
     def _ask(self, question: m.Message, expected: type[_A]) -> _A:
-        with zmq.Context() as context:
-            dealer, monitor = transport.connect_watched_dealer(context, self._endpoint)
-            try:
-                deadline_s = time.monotonic() + self._timeout_s
-                if not dealer.poll(_left_ms(deadline_s), zmq.POLLOUT):
-                    raise self._unreachable()
-                dealer.send_multipart(transport.encode(question))
-                frames = self._receive(dealer, monitor, deadline_s)
-            finally:
-                dealer.disable_monitor()
-                monitor.close(linger=0)
-                dealer.close()
+        socket = transport.AgentSocket(self._endpoint)
+        try:
+            frames = self._answer_to(question, socket)
+        finally:
+            socket.close()
         return self._expected(transport.decode_answer(frames), expected)
 
-    def _receive(
-        self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline_s: float
-    ) -> list[bytes]:
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        while ready := dict(poller.poll(_left_ms(deadline_s))):
-            if dealer in ready:
-                return dealer.recv_multipart()
-            if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
-                raise AgentUnreachable(
-                    f"the agent at {self._endpoint} went away before it answered: see its log"
-                )
-        raise self._unreachable()
+    def _answer_to(self, question: m.Message, socket: transport.AgentSocket) -> list[bytes]:
+        deadline_s = time.monotonic() + self._timeout_s
+        is_there = is_sent = False
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if is_there and not is_sent:  # right after the handshake it may not be possible yet
+                is_sent = socket.send(transport.encode(question))
+            must_retry = is_there and not is_sent
+            has_messages, has_events = socket.wait(_RETRY_S if must_retry else left_s)
+            if has_messages:
+                return next(socket.received())
+            if has_events and (connected := socket.connected()) is not None:
+                if is_sent and not connected:
+                    raise AgentUnreachable(
+                        f"the agent at {self._endpoint} went away before it answered: see its log"
+                    )
+                is_there = connected
+        raise AgentUnreachable(
+            f"no agent answers at {self._endpoint}: start one with "
+            "`lmcache-redis agent`, or pass its --endpoint"
+        )
 
     def _expected(self, answer: m.Answer, expected: type[_A]) -> _A:
         if isinstance(answer, expected):
@@ -102,13 +100,3 @@ class ControlClient:
         if isinstance(answer, m.Failure) and answer.code == m.BAD_MESSAGE:
             reason += " (is it of another version? `lmcache-redis ping` shows it)"
         raise LMCacheRedisError(f"the agent at {self._endpoint} answered: {reason}")
-
-    def _unreachable(self) -> AgentUnreachable:
-        return AgentUnreachable(
-            f"no agent answers at {self._endpoint}: start one with "
-            "`lmcache-redis agent`, or pass its --endpoint"
-        )
-
-
-def _left_ms(deadline_s: float) -> int:
-    return max(0, int((deadline_s - time.monotonic()) * 1000))

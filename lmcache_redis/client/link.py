@@ -21,9 +21,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
-from lmcache_redis.client.agent_socket import AgentSocket
+from lmcache_redis import transport
 from lmcache_redis.client.calls import AgentCall, AgentCalls, lose
 from lmcache_redis.errors import WireError
 
@@ -46,27 +45,6 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-class Duty(Enum):
-    """The next task of a link's thread."""
-
-    NOTHING = "nothing"
-    HELLO = "hello"
-    PING = "ping"
-    RECONNECT = "reconnect"  # the agent is silent
-
-
-def next_duty(
-    state: LinkState, *, now_s: float, heard_s: float, sent_s: float, dead_after_s: float
-) -> Duty:
-    """What is due at ``now_s``, given the times of the last message received and sent."""
-    if state is LinkState.ONLINE:
-        if now_s - heard_s > dead_after_s:
-            return Duty.RECONNECT
-        return Duty.PING if now_s - sent_s >= _HEARTBEAT_S else Duty.NOTHING
-    pause_s = _REFUSED_TICK_S if state is LinkState.REFUSED else _TICK_S
-    return Duty.HELLO if now_s - sent_s >= pause_s else Duty.NOTHING
-
-
 @dataclass
 class Patience:
     """How long the agent may be silent: longer while it maps memory, as it said last."""
@@ -80,37 +58,30 @@ class Patience:
 
 
 class AgentLink:
-    """The connection of one scheduler, worker or tool to the agent at ``endpoint``.
+    """The connection of one scheduler or worker to the agent at ``endpoint``.
 
-    ``on_welcome`` is called on the link's thread after each WELCOME. It may ``submit`` (a worker
-    registers its memory there) and must not block.
+    ``hello`` says which; its ``call_id`` is replaced. ``on_welcome`` is called on the link's thread
+    after each WELCOME. It may ``submit`` (a worker registers its memory there) and must not block.
     """
 
     def __init__(
         self,
         endpoint: str,
+        hello: m.Hello,
         *,
-        engine_id: str,
-        model_name: str,
-        world_size: int,
-        worker_id: int | None,
-        unnamed: bool = False,
         dead_after_s: float = 1.5,
         on_welcome: Callable[[m.Welcome], None] | None = None,
     ) -> None:
         self.state = LinkState.OFFLINE
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
-        self._hello = m.Hello(
-            0, engine_id, model_name, world_size, worker_id, __version__, unnamed=unnamed
-        )
-        self._greeting = self._hello  # as it was sent last
+        self._hello = self._greeting = hello  # and as it was sent last
         self._patience = Patience(dead_after_s)
         self._on_welcome = on_welcome
         self._logged: str | None = None
         self._stop = False
         self._calls = AgentCalls()
-        self._socket = AgentSocket(endpoint)
+        self._socket = transport.AgentSocket(endpoint)
         self._thread = threading.Thread(target=self._run, name="lmcache-redis-link", daemon=True)
         self._thread.start()
 
@@ -195,39 +166,32 @@ class AgentLink:
         """Waits for what comes next, for a tick at most, and does what is due."""
         has_messages, has_events = self._socket.wait(_TICK_S)
         if has_messages:
-            self._receive()
+            for frames in self._socket.received():
+                self._received(frames)
         if has_events:
-            self._connection_changed()
+            connected = self._socket.connected()
+            if connected:
+                self._greet()
+            elif connected is False:
+                self._go_offline("it closed the connection")
         self._send_queued()
-        duty = next_duty(
-            self.state,
-            now_s=time.monotonic(),
-            heard_s=self._socket.heard_s,
-            sent_s=self._socket.sent_s,
-            dead_after_s=self._patience.seconds,
-        )
-        if duty is Duty.HELLO:
-            self._greet()
-        elif duty is Duty.PING:
-            self._send(m.Ping(0))
-        elif duty is Duty.RECONNECT:
+        now_s = time.monotonic()
+        unsent_s = now_s - self._socket.sent_s
+        if not self.online:
+            if unsent_s >= (_REFUSED_TICK_S if self.state is LinkState.REFUSED else _TICK_S):
+                self._greet()
+        elif now_s - self._socket.heard_s > self._patience.seconds:
             self._reconnect(f"it has been silent for {self._patience.seconds:g} s")
         elif self._greeting.engine_id != self._hello.engine_id:
-            self._greeting = self._hello
             self._send(m.Goodbye(0))
             self._reconnect("this engine has another name now", _GOODBYE_S)
+        elif unsent_s >= _HEARTBEAT_S:
+            self._send(m.Ping(0))
 
     def _reconnect(self, why: str, linger_s: float = 0.0) -> None:
         self._go_offline(why)
         # Queued messages must not reach a silent agent when it resumes.
         self._socket.reopen(linger_s)
-
-    def _connection_changed(self) -> None:
-        connected = self._socket.connected()
-        if connected:
-            self._greet()
-        elif connected is False:
-            self._go_offline("it closed the connection")
 
     def _greet(self) -> None:
         reason = transport.why_untrusted(self.endpoint)
@@ -247,10 +211,6 @@ class AgentLink:
                 self._calls.sent(calls)
             else:
                 lose(calls)
-
-    def _receive(self) -> None:
-        for frames in self._socket.received():
-            self._received(frames)
 
     def _received(self, frames: Sequence[bytes]) -> None:
         try:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import AgentCall
 from lmcache_redis.client.link import AgentLink
@@ -125,11 +126,7 @@ class SchedulerClient:
         self.ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
-            engine_id=engine_id,
-            unnamed=unnamed,
-            model_name=model_name,
-            world_size=world_size,
-            worker_id=None,
+            m.Hello(0, engine_id, model_name, world_size, None, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
             on_welcome=lambda welcome: self.ranks.own_agent(welcome.agent_id),
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
 from lmcache_redis.client.calls import AgentCall, CallState
@@ -60,8 +61,7 @@ class _ExportedMemory:
 class _SentRegistration:
     """A registration that was sent: of a worker's memory, with the agent of a WELCOME.
 
-    number: of the worker's registrations, from 1 on.
-    is_mapped: the agent has mapped the memory.
+    number: of the worker's registrations, from 1 on. is_mapped: the agent has mapped the memory.
     refusal: why the memory cannot be used.
     """
 
@@ -110,11 +110,7 @@ class WorkerClient:
         self._sending = threading.Lock()
         self.link = AgentLink(
             endpoint,
-            engine_id=engine_id,
-            unnamed=unnamed,
-            model_name=model_name,
-            world_size=world_size,
-            worker_id=worker_id,
+            m.Hello(0, engine_id, model_name, world_size, worker_id, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
             on_welcome=lambda welcome: self._register(),
         )
@@ -231,9 +227,7 @@ class WorkerClient:
             if not self._memory.layouts:  # perhaps there is no link yet
                 return
             welcome, last = self.link.welcome, self._registration
-            if welcome is None:
-                return
-            if last is None or not self._is_of_now(last):
+            if welcome is not None and (last is None or not self._is_of_now(last)):
                 self._send_registration(1 if last is None else last.number + 1, welcome)
 
     def _send_registration(self, number: int, welcome: m.Welcome) -> None:
@@ -317,13 +311,11 @@ class WorkerClient:
         """Starts a store of each op's chunks for its request, all in one message.
 
         after: of `signal`; the agent reads the blocks when the GPU has come to it.
-
         compare: the agent compares the blocks with what it has, and stores nothing. Each replica
             compares all chunks, because its own bytes may be wrong.
         Starts all of them or, if it raises ``ValueError`` because the lists have different lengths,
         none.
         """
-        _check_lengths(request_ids, ops)
         if self._memory.groups and not compare:
             ops = [op.share(*self._memory.groups[op.group].replica) for op in ops]
         lease_ns = _lease(STORE_LEASE_S if after is None else STEP_S + STORE_LEASE_S)
@@ -340,16 +332,12 @@ class WorkerClient:
         ]
 
     def begin_retrieves(
-        self,
-        request_ids: Sequence[str],
-        ops: Sequence[TransferOp],
-        after: int | None = None,
+        self, request_ids: Sequence[str], ops: Sequence[TransferOp], after: int | None = None
     ) -> list[RetrieveTransfer]:
         """As `begin_stores`, for chunks that lookups have pinned: loads them into the ops' blocks.
 
         after: of `signal`; the agent writes the blocks when the GPU has come to it.
         """
-        _check_lengths(request_ids, ops)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         before = self._registration
         registrations = 0 if before is None else before.number
@@ -417,13 +405,6 @@ class WorkerClient:
     def _block_tokens(self, op: TransferOp) -> int:
         groups = self._memory.groups
         return groups[op.group].block_size_tokens if groups else self._block_size_tokens
-
-
-def _check_lengths(request_ids: Sequence[str], ops: Sequence[TransferOp]) -> None:
-    if len(request_ids) != len(ops):
-        raise ValueError(
-            f"{len(request_ids)} request ids and {len(ops)} operations: give one of each"
-        )
 
 
 def _lease(seconds: float) -> int:

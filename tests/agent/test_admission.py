@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lmcache_redis import transport
 from lmcache_redis.agent import admission
 from lmcache_redis.processes import free_descriptors
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
@@ -26,10 +25,9 @@ def crowd(endpoint: str, count: int) -> Iterator[None]:
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         for _ in range(count):
-            dealer, monitor = transport.connect_watched_dealer(context, endpoint)
+            dealer = context.socket(zmq.DEALER)
             stack.callback(dealer.close, 0)
-            stack.callback(monitor.close, 0)
-            stack.callback(dealer.disable_monitor)
+            dealer.connect(endpoint)
             time.sleep(0.002)
         yield
 

@@ -1,4 +1,4 @@
-"""The next task of a link, and what it sends, to a socket that stands in for an agent's."""
+"""What a link sends, to a socket that stands in for an agent's."""
 
 from __future__ import annotations
 
@@ -12,34 +12,11 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.calls import AgentCall, CallState
-from lmcache_redis.client.link import AgentLink, Duty, LinkState, Patience, next_duty
+from lmcache_redis.client.link import AgentLink, LinkState, Patience
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
-
-
-@pytest.mark.parametrize(
-    ("state", "heard_ago_s", "sent_ago_s", "duty"),
-    [
-        (LinkState.OFFLINE, 99.0, 0.1, Duty.NOTHING),
-        (LinkState.OFFLINE, 99.0, 0.3, Duty.HELLO),
-        (LinkState.REFUSED, 0.1, 4.9, Duty.NOTHING),
-        (LinkState.REFUSED, 0.1, 5.1, Duty.HELLO),
-        (LinkState.ONLINE, 0.1, 0.4, Duty.NOTHING),
-        (LinkState.ONLINE, 0.1, 0.6, Duty.PING),
-        (LinkState.ONLINE, 1.4, 0.6, Duty.PING),
-        (LinkState.ONLINE, 1.6, 0.1, Duty.RECONNECT),  # silent, whatever was sent
-    ],
-)
-def test_next_duty(state: LinkState, heard_ago_s: float, sent_ago_s: float, duty: Duty) -> None:
-    found = next_duty(
-        state,
-        now_s=1000.0,
-        heard_s=1000.0 - heard_ago_s,
-        sent_s=1000.0 - sent_ago_s,
-        dead_after_s=1.5,
-    )
-    assert found is duty
+HELLO = m.Hello(0, "e", "m", 1, 0, "0")
 
 
 def test_an_agent_that_maps_memory_may_be_silent_longer() -> None:
@@ -85,14 +62,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.fixture
 def link(agent: Agent) -> Iterator[AgentLink]:
-    link = AgentLink(
-        agent.endpoint,
-        engine_id="e",
-        model_name="m",
-        world_size=1,
-        worker_id=0,
-        dead_after_s=WAIT_S,
-    )
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=WAIT_S)
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     assert link.wait_for(lambda: link.online, WAIT_S)
@@ -151,9 +121,7 @@ def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink)
 
 def test_the_link_waits_for_an_agent_that_says_it_maps(agent: Agent, tmp_path: Path) -> None:
     """Until it says that it has ended."""
-    link = AgentLink(
-        agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0, dead_after_s=0.6
-    )
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.6)
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     agent.answer(m.Pong(0, 1, "0", mapping=True))
@@ -171,7 +139,7 @@ def test_a_call_can_be_lost_before_it_is_sent(agent: Agent, link: AgentLink) -> 
 
 def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once, until the agent can be used."""
-    link = AgentLink(agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0)
+    link = AgentLink(agent.endpoint, HELLO)
     (hello,) = agent.receive()
     refusal = m.Failure(hello.call_id, m.REFUSED, "it is full")
     why = f"the agent at {agent.endpoint} cannot be used: it is full"
@@ -179,6 +147,7 @@ def test_why_an_agent_cannot_be_used(agent: Agent, caplog: pytest.LogCaptureFixt
         agent.answer(refusal)
     assert link.wait_for(lambda: link.state is LinkState.REFUSED, WAIT_S)
     assert link.refusal == why
+    assert not agent.router.poll(500)  # it asks again after seconds
     agent.answer(welcome(hello))
     assert link.wait_for(lambda: link.online, WAIT_S)
     assert caplog.messages.count(why) == 1
@@ -212,7 +181,7 @@ def welcome(hello: m.Question, agent_id: str = "agent") -> m.Welcome:
 
 def test_a_welcome_to_an_earlier_hello_is_ignored(agent: Agent) -> None:
     """It may come from an agent that has ended since."""
-    link = AgentLink(agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0)
+    link = AgentLink(agent.endpoint, HELLO)
     (first,) = agent.receive()
     (second,) = agent.receive()  # repeated, because the first had no answer
     assert second.call_id != first.call_id
@@ -246,9 +215,7 @@ def test_an_agent_that_does_not_know_the_link_is_greeted_again(
 
 def test_a_silent_agent_gets_nothing_that_was_meant_for_it(agent: Agent) -> None:
     """Another connection takes the place of the one whose messages it has not read."""
-    link = AgentLink(
-        agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0, dead_after_s=0.3
-    )
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.3)
     (hello,) = agent.receive()
     former = agent.peer
     agent.answer(welcome(hello))
@@ -265,9 +232,7 @@ def test_a_silent_agent_gets_nothing_that_was_meant_for_it(agent: Agent) -> None
 
 def test_calls_of_a_link_that_is_offline_are_lost_at_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    link = AgentLink(
-        f"ipc://{tmp_path}/none.sock", engine_id="e", model_name="m", world_size=1, worker_id=0
-    )
+    link = AgentLink(f"ipc://{tmp_path}/none.sock", HELLO)
     call = link.submit(m.EndSession, request_id="r")
     assert (call.state, call.sent) == (CallState.LOST, False)
     link.close()

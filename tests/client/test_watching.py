@@ -44,14 +44,7 @@ def ranks() -> Ranks:
 
 @pytest.fixture
 def watch(agent: Agent, ranks: Ranks) -> Iterator[ChunkWatch]:
-    link = AgentLink(
-        agent.endpoint,
-        engine_id="e",
-        model_name="m",
-        world_size=2,
-        worker_id=None,
-        dead_after_s=WAIT_S,
-    )
+    link = AgentLink(agent.endpoint, m.Hello(0, "e", "m", 2, None, "0"), dead_after_s=WAIT_S)
     watch = ChunkWatch(link, ranks)
     assert watch.take() is None, "no agent yet"
     (hello,) = agent.receive()

@@ -199,7 +199,6 @@ class PlayedEngine:
         self._truth: dict[bytes, list[int]] = {}  # by vLLM's hash: the digests up to there
         self._loads: list[tuple[Planned, bool]] = []  # and whether vLLM was told that it failed
         self._stores: list[Planned] = []
-        self._checks: list[Planned] = []
         self._ended: list[int] = []
 
     # Requests
@@ -229,7 +228,7 @@ class PlayedEngine:
     def run(self) -> None:
         """Steps until all requests are answered and all transfers have ended."""
         for _ in range(_STEPS):
-            transfers = (*self._loads, *self._stores, *self._checks, *self._ended)
+            transfers = (*self._loads, *self._stores, *self._ended)
             if not self._requests and not transfers:
                 break
             self.step()
@@ -260,13 +259,10 @@ class PlayedEngine:
         for store in metadata.stores:
             self._check_store(store)
             self._stores.append(store)
-        for check in metadata.checks:
-            self._check_store(check)
-            pinned = self.agent.pinned[check.request_id]
-            for op in check.ops:
+            pinned = self.agent.pinned[store.request_id] if store.compare else set()
+            for op in store.ops if store.compare else ():
                 for name in op.hashes:
                     assert (op.group, name) in pinned, "a part that no lookup has pinned"
-            self._checks.append(check)
         report = self._end_some()
         self.scheduler.update_from_output(
             output,
@@ -434,14 +430,8 @@ class PlayedEngine:
             if self._rng.random() < 0.5:
                 self._stores.remove(store)
                 for op in store.ops:
-                    self._read(op)
+                    self._read(op, compare=store.compare)
                 self._ended.append(store.transfer_id)
-        for check in list(self._checks):
-            if self._rng.random() < 0.5:
-                self._checks.remove(check)
-                for op in check.ops:
-                    self._read(op, compare=True)
-                self._ended.append(check.transfer_id)
         report = WorkerReport({0: self._ended}) if self._ended else None
         self._ended = []
         return KVConnectorOutput(

@@ -13,6 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.canary import FIRST_TOKENS
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata
@@ -58,8 +59,14 @@ def ask(scheduler: ConnectorScheduler, local_tokens: int = 0) -> int | None:
 def chunks_of(metadata: StepMetadata) -> tuple[list[bytes], list[bytes]]:
     """The names of the chunks that are compared, and of those that are stored."""
     compared, stored = (
-        [name for _, _, ops in planned for op in ops for name in op.hashes]
-        for planned in (metadata.checks, metadata.stores)
+        [
+            n
+            for each in metadata.stores
+            if each.compare is kind
+            for op in each.ops
+            for n in op.hashes
+        ]
+        for kind in (True, False)
     )
     return compared, stored
 
@@ -74,8 +81,9 @@ def test_a_canary_is_computed_and_compared(
     assert chunks_of(first) == (NAMES[:2], [])
     second = scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK, 2 * CHUNK)))
     assert chunks_of(second) == (NAMES[2:3], NAMES[3:])
-    (_, request_id, (op,)) = second.checks[0]
-    assert (request_id, op.block_ids) == ("r", BLOCK_IDS[8:12])
+    assert second.stores[0].compare
+    (op,) = second.stores[0].ops
+    assert (second.stores[0].request_id, op.block_ids) == ("r", BLOCK_IDS[8:12])
 
 
 def test_its_blocks_have_references_until_they_are_read(
@@ -85,7 +93,7 @@ def test_its_blocks_have_references_until_they_are_read(
     metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
     held = [pool.blocks[block_id].ref_cnt for block_id in BLOCK_IDS]
     assert held == [1] * 8 + [0] * 8
-    scheduler._planner._references.ended({0: [metadata.checks[0].transfer_id]})
+    scheduler._planner.references.ended({0: [metadata.stores[0].transfer_id]})
     assert pool.blocks[1].ref_cnt == 0
 
 
@@ -140,7 +148,7 @@ def test_a_preemption_ends_it(scheduler: ConnectorScheduler, adapter: ScriptedAd
 
 def test_a_new_epoch_ends_it(scheduler: ConnectorScheduler) -> None:
     ask(scheduler)
-    scheduler.change_epoch(scheduler.epochs.weights_may_differ, "a test")
+    scheduler.change_epoch(Epochs.weights_may_differ, "a test")
     metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
     assert chunks_of(metadata) == ([], [])
 
@@ -162,7 +170,7 @@ def test_canaries_have_a_share_of_what_is_computed(
     found = [scheduler.matched_tokens(each, 0) for each in requests]
     assert found == [0] * (asked - 1) + [3 * CHUNK]
     for _ in range(40):
-        scheduler.build_metadata(step(new=("new", BLOCK_IDS, 0, 4 * CHUNK)))
+        scheduler.build_metadata(step(new=("r0", BLOCK_IDS, 0, 4 * CHUNK)))
     assert scheduler.matched_tokens(FakeRequest("later"), 0) == 0
 
 
@@ -206,7 +214,7 @@ def test_of_a_window_only_what_is_pinned_is_compared(
         done: Any = {"new": ("r", BLOCK_IDS, 0, tokens)}
         if number:
             done = {"cached": ("r", None, number * tokens, tokens)}
-        for _, _, ops in scheduler.build_metadata(step(**done)).checks:
-            for op in ops:
+        for planned in scheduler.build_metadata(step(**done)).stores:
+            for op in planned.ops if planned.compare else ():
                 compared[op.group] += op.hashes
     assert compared == {0: NAMES[:3], 1: NAMES[2:3]}

@@ -63,7 +63,7 @@ class Core(EngineCore):
         self.vllm_config = played.scheduler.vllm_config
         inner = played.connector._scheduler
         assert inner is not None
-        played.connector._engine = engine = Engine(self, played.scheduler)
+        engine = Engine(self, played.scheduler)
         self.epochs = inner._names.epochs = Epochs(None, run, engine.parameters)
         # No transfer ends until the test says so.
         self._random = played._rng.random

@@ -28,6 +28,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
+from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import AnnouncedChunk, Announcer, blocks_of
@@ -321,7 +322,7 @@ def test_requests_name_the_chunks_they_look_up_and_store() -> None:
     request.grow(4 * CHUNK + 1)
     scheduler.build_metadata(step(cached=("r", [14, 15, 16, 17], 3 * CHUNK + 1, CHUNK)))
     assert named[2:] == [([3], CHUNK)]
-    scheduler.change_epoch(scheduler.epochs.weights_may_differ, "a test")
+    scheduler.change_epoch(Epochs.weights_may_differ, "a test")
     assert named[3:] == [([], 0)]
 
 

@@ -17,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
+from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 BLOCK = 16
@@ -102,7 +103,7 @@ def blocks(*ids: int) -> Any:
         (lambda c: c.update_connector_output(OUTPUT), None),
         (lambda c: c.request_finished(REQUEST, [1]), (False, None)),
         (lambda c: c.reset_cache(), True),
-        (lambda c: c.weights_may_differ("a test"), None),
+        (lambda c: c.change_epoch(Epochs.weights_may_differ, "a test"), None),
     ],
 )
 def test_an_error_in_the_scheduler_turns_the_cache_off(

@@ -17,7 +17,7 @@ Note = tuple[int, str, bool, bytes]
 
 def remember(made: Holdings, name: bytes) -> list[Event]:
     chunk: Any = name.decode()  # what it says does not matter here
-    return [] if made.renew(name) else made.follow(name, chunk)
+    return made.follow(name, lambda: chunk)
 
 
 def holdings(groups: tuple[int, ...] = (0,), limit: int = 10) -> Holdings:

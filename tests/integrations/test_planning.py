@@ -15,7 +15,6 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.groups import layer_groups, left_out_groups
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.requests import (
-    BlockHashing,
     RequestLookup,
     RequestOptions,
     Tracked,
@@ -40,8 +39,7 @@ def planner_of(pool: BlockPool, *specs: Any) -> StepPlanner:
 def tracked(chunks: int, request_id: str = "r") -> Tracked:
     request: Any = FakeRequest(request_id, chunks * CHUNK + 1)
     lookup = RequestLookup(0, None)
-    hashing = BlockHashing(1, BLOCK)
-    return Tracked(request, b"", RequestOptions(), hashing, CHUNK, lookup=lookup)
+    return Tracked(request, b"", RequestOptions(), BLOCK, CHUNK, lookup=lookup)
 
 
 def test_operations_name_groups_as_the_agent_numbers_them(pool: BlockPool) -> None:

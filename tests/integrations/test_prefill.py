@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
-from lmcache_redis.integrations.vllm.requests import RequestOptions
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
 
 
 def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
@@ -58,6 +59,13 @@ def test_new_steps_count_more() -> None:
     assert rate.token_s == pytest.approx(0.004, rel=0.1)
 
 
+POLICY = CachePolicy(16)
+
+
+def request(params: Any) -> Any:
+    return SimpleNamespace(request_id="request-7", kv_transfer_params=params)
+
+
 @pytest.mark.parametrize(
     ("params", "options"),
     [
@@ -71,7 +79,7 @@ def test_new_steps_count_more() -> None:
     ],
 )
 def test_a_request_may_ask_for_less(params: Any, options: RequestOptions) -> None:
-    assert RequestOptions.of(params, "r") == options
+    assert RequestOptions.of(request(params), POLICY) == options
 
 
 @pytest.mark.parametrize(
@@ -92,7 +100,7 @@ def test_a_request_may_ask_for_less(params: Any, options: RequestOptions) -> Non
 def test_options_that_make_no_sense_are_not_followed(
     wish: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert RequestOptions.of({"lmcache_redis": wish}, "request-7") == RequestOptions()
+    assert RequestOptions.of(request({"lmcache_redis": wish}), POLICY) == RequestOptions()
     (record,) = caplog.records
     assert "request-7" in record.getMessage()
     assert words in record.getMessage()

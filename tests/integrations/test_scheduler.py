@@ -21,14 +21,14 @@ from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm import bookkeeping
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.requests import BlockHashing, RequestNames
-from lmcache_redis.integrations.vllm.scheduler import CachePolicy, ConnectorScheduler
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 
 BLOCK, CHUNK = 16, 64
@@ -162,8 +162,8 @@ def make_scheduler(
     **options: Any,
 ) -> ConnectorScheduler:
     groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")])
-    hashing = BlockHashing(options.pop("hash_stride", 1), BLOCK)
-    names = RequestNames(Epochs(None, None, bytes), StaleBlocks(pool), options.pop("media", None))
+    hash_tokens = options.pop("hash_tokens", BLOCK)
+    names = RequestNames(Epochs(None, None, bytes), pool, options.pop("media", None))
     announcer = options.pop("announcer", None)
     step_tokens = options.pop("step_tokens", 4 * CHUNK)
     planner = StepPlanner(references, groups, (), step_tokens, options.pop("block_ids", None))
@@ -171,7 +171,7 @@ def make_scheduler(
         adapter,  # type: ignore[arg-type]
         planner,
         names,
-        CachePolicy(hashing, **options),
+        CachePolicy(hash_tokens, **options),
         recorder or Recorder(),
         announcer,
     )
@@ -185,11 +185,11 @@ def scheduler(
 
 
 def name_weights(scheduler: ConnectorScheduler, weights_id: str) -> None:
-    scheduler.change_epoch(lambda: scheduler.epochs.weights_have_id(weights_id), "an update")
+    scheduler.change_epoch(lambda epochs: epochs.weights_have_id(weights_id), "an update")
 
 
 def only_store(metadata: StepMetadata) -> TransferOp:
-    ((_, _, (op,)),) = metadata.stores
+    ((_, _, (op,), *_),) = metadata.stores
     return op
 
 
@@ -230,7 +230,7 @@ def test_only_what_is_not_computed_locally_is_loaded(
     assert adapter.lookups == [("r", 1)]
     scheduler.allocated(request, [list(range(100, 117))], 4 * CHUNK - local)
     metadata = scheduler.build_metadata(step())
-    ((_, _, (op,)),) = metadata.loads
+    ((_, _, (op,), *_),) = metadata.loads
     assert list(op.block_ids) == list(range(104, 116))
     assert list(op.hashes) == request.block_hashes[7:16:4]
     assert op.skip_first_n_tokens == 2 * BLOCK
@@ -342,7 +342,7 @@ def test_blocks_are_referenced_until_all_workers_read_them(
     blocks = pool.get_new_blocks(5)
     ids = [block.block_id for block in blocks]
     metadata = scheduler.build_metadata(step(new=("r", ids, 0, CHUNK + 1)))
-    ((transfer_id, _, _),) = metadata.stores
+    ((transfer_id, *_),) = metadata.stores
     scheduler.finished(request)
     pool.free_blocks(reversed(blocks))  # as vLLM does at the end of the request
     free = pool.get_num_free_blocks()
@@ -355,7 +355,7 @@ def test_blocks_are_referenced_until_all_workers_read_them(
     assert pool.get_num_free_blocks() == 0
     references.ended({1: [transfer_id]})
     assert {block.block_id for block in pool.get_new_blocks(4)} == set(ids[:4])
-    assert not references
+    assert not references._held
 
 
 def test_the_blocks_of_a_rank_that_stopped_are_given_back(
@@ -380,9 +380,9 @@ def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
     later_s = time.monotonic() + 60.0
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
     assert not references.expects_reports()
-    assert len(references) == 1
+    assert len(references._held) == 1
     references.ended({0: [transfer_id], 1: [transfer_id]})
-    assert not references
+    assert not references._held
 
 
 def test_null_blocks_are_neither_stored_nor_loaded(
@@ -398,7 +398,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     adapter.tokens = 4 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 4 * CHUNK
     scheduler.allocated(request, [table], 4 * CHUNK)
-    ((_, _, (op,)),) = scheduler.build_metadata(step()).loads
+    ((_, _, (op,), *_),) = scheduler.build_metadata(step()).loads
     # The first chunk is not loaded at all, of the second chunk the last two blocks.
     assert list(op.block_ids) == table[4:16]
     assert list(op.hashes) == request.block_hashes[7:16:4]
@@ -449,14 +449,14 @@ def test_a_request_aborted_in_its_load_is_reported_loaded(
     adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [list(range(1, 18))], 4 * CHUNK)
-    ((transfer_id, _, _),) = scheduler.build_metadata(step()).loads
+    ((transfer_id, *_),) = scheduler.build_metadata(step()).loads
     request.over = True
     scheduler.finished(request)
-    assert len(references) == 1  # the agent may still be writing
+    assert len(references._held) == 1  # the agent may still be writing
     scheduler.load_ended("r")
     scheduler.load_ended("r")  # another connector's load, or reported twice
     references.ended({0: [transfer_id], 1: [transfer_id]})
-    assert not references
+    assert not references._held
 
 
 def test_a_preempted_request_starts_over(

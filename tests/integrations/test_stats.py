@@ -22,7 +22,6 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.reports.stats import DECLARED, ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.requests import (
-    BlockHashing,
     RequestLookup,
     RequestOptions,
     Tracked,
@@ -63,7 +62,7 @@ def test_tokens_before_the_lookup_do_not_count() -> None:
 def tokens_by_tier(tokens: range, tiers: list[str], *, first_chunk: int) -> dict[str, int]:
     """Of a load of these tokens, with chunks of four."""
     request: Any = None
-    tracked = Tracked(request, None, RequestOptions(), BlockHashing(1, 4), 4)
+    tracked = Tracked(request, None, RequestOptions(), 4, 4)
     tracked.lookup = RequestLookup(first_chunk, None, tokens.start, tiers)
     return tracked.hit_tokens(len(tokens))
 

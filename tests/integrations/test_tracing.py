@@ -89,7 +89,8 @@ def test_lookups_and_loads_have_spans(spans: RequestSpans, exporter: InMemorySpa
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     scheduler.allocated(request, [[*range(1, 40)]], 3 * CHUNK)
-    assert scheduler.build_metadata(step()).traced == {"r": HEADERS}
+    (load_of_step,) = scheduler.build_metadata(step()).loads
+    assert load_of_step.trace_headers == HEADERS
     scheduler.load_failed("r")
     scheduler.load_ended("r")
     lookup, load = exporter.get_finished_spans()
@@ -109,10 +110,10 @@ def test_retrieves_and_stores_have_spans(
 
     client = Client()
     worker = ConnectorWorker(client, 0, Recorder(spans), reallocates=True)  # type: ignore[arg-type]
-    traced = {"r": HEADERS}
-    loads, stores = [Planned(1, "r", OPS)], [Planned(2, "r", OPS), Planned(3, "untraced", OPS)]
-    worker.begin_loads(StepMetadata(loads=loads, traced=traced))
-    worker.begin_stores(StepMetadata(stores=stores, checks=loads, traced=traced))
+    compared = Planned(4, "r", OPS, compare=True)
+    stores = [Planned(2, "r", OPS, HEADERS), Planned(3, "untraced", OPS), compared]
+    worker.begin_loads(StepMetadata(loads=[Planned(1, "r", OPS, HEADERS)]))
+    worker.begin_stores(StepMetadata(stores=stores))
     client.begun[1].failed = True
     for each in client.begun:
         each.over = True
@@ -131,9 +132,9 @@ def test_a_request_without_headers_has_no_span(
     spans: RequestSpans, exporter: InMemorySpanExporter
 ) -> None:
     for headers in (None, {}):
-        spans.ended("lookup", headers, "r", 0.0, {})
+        spans.ended("lookup", "r", headers, 0.0, {})
     unsampled = {"traceparent": HEADERS["traceparent"][:-2] + "00"}
-    spans.ended("lookup", unsampled, "r", 0.0, {})
+    spans.ended("lookup", "r", unsampled, 0.0, {})
     assert exporter.get_finished_spans() == ()
 
 
@@ -158,7 +159,7 @@ def test_a_tracer_that_fails_is_logged_once(
 ) -> None:
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
         for _ in range(2):
-            spans.ended("lookup", HEADERS, "r", float("nan"), {})
+            spans.ended("lookup", "r", HEADERS, float("nan"), {})
     assert [record.message for record in caplog.records] == [
         "a span was not made; later failures are not logged"
     ]

@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from lmcache_redis.client.transfers import NEVER, TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import layer_groups
-from lmcache_redis.integrations.vllm.loads import AwaitedLoads
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
@@ -252,7 +251,7 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     client: Any = CudaClient(queued)
     connector = object.__new__(LMCacheRedisConnector)
     connector._connector_metadata = connector._ended_step = connector._closing = None
-    connector._awaited = AwaitedLoads()
+    connector._awaited, connector._failed_blocks = {}, set()
     connector._worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)
     return connector, client
 
@@ -309,8 +308,8 @@ def test_stores_of_a_step_that_is_given_up_end_with_the_next() -> None:
 def test_stores_of_a_step_that_fails_end_before_they_begin() -> None:
     """vLLM calls the connector in the same way while an error ends the step."""
     connector, client = on_cuda([])
-    planned = [Planned(number, "s", OPS[:1]) for number in range(3)]
-    connector.bind_connector_metadata(StepMetadata(stores=planned[:2], checks=planned[2:]))
+    planned = [Planned(number, "s", OPS[:1], compare=number == 2) for number in range(3)]
+    connector.bind_connector_metadata(StepMetadata(stores=planned))
     report = None
 
     def step() -> None:
@@ -336,7 +335,7 @@ def test_the_chunks_of_a_canary_are_compared() -> None:
     worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_stores(
-        StepMetadata(stores=[Planned(1, "r", OPS[:1])], checks=[Planned(2, "r", OPS)])
+        StepMetadata(stores=[Planned(1, "r", OPS[:1]), Planned(2, "r", OPS, compare=True)])
     )
     assert [each.compared for each in client.begun] == [False, True, True, True]
     for each in client.begun[1:]:

@@ -11,11 +11,10 @@ from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import
 
 from lmcache_redis.integrations.vllm import support
 from lmcache_redis.integrations.vllm.identity import engine_identity
-from lmcache_redis.integrations.vllm.identity.settings import reading
 
 support.MediaNames.are_of_content = lambda self, request: True
 engine_identity._DIGESTS.remove("lora")
-reading.REFUSED = ()
+support._simulated_experts = lambda: ""
 
 _simulate = RoutingSimulator.simulate_routing
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import vllm.config
 from vllm import envs
 
-from lmcache_redis.integrations.vllm.identity.settings.left_out import LEFT_OUT
-from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS, REFUSED
+from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
+from tests.matrix.left_out import COMPUTED, LEFT_OUT
 
 Setting = tuple[str, str]  # its class, or "environment", or "os.environ", and its name
 
@@ -33,13 +33,11 @@ def settings_of_vllm() -> list[Setting]:
 
 def verdicts() -> Iterator[tuple[str, str, str]]:
     """(class, name or family of names, verdict)"""
-    for pair, each in PAIRS.items():
-        for names in (each.digested, each.computed):
-            yield from ((kind, name, pair) for kind in names for name in names[kind].split())
-    yield from ((each.kind, each.name, "refused") for each in REFUSED)
-    for left in LEFT_OUT:
-        names = left.names
-        yield from ((kind, name, left.what) for kind in names for name in names[kind].split())
+    tables = [*((each.digested, pair) for pair, each in PAIRS.items())]
+    tables += [*((names, pair) for pair, names in COMPUTED.items())]
+    tables += [*((each.names, each.what) for each in LEFT_OUT)]
+    for names, verdict in tables:
+        yield from ((kind, name, verdict) for kind in names for name in names[kind].split())
 
 
 def read_without_envs() -> list[Setting]:

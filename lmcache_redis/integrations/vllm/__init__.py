@@ -13,7 +13,6 @@ support         which engines, and which of their requests, can be cached
 identity        what decides the bytes of the KV cache, besides its layout
 engine          what the connector needs of vLLM's engine beyond its interface: updates of weights,
                 pauses, resets; `parameters` tells whether the weights in memory have changed
-updates         the part of the connector that follows these
 epoch           separates the KV of old weights from that of new ones
 guard           keeps errors of the cache out of the engine
 reports         statistics and events

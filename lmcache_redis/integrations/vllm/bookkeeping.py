@@ -1,4 +1,4 @@
-"""The scheduler's bookkeeping: references to blocks, stale blocks, recent chunks.
+"""The scheduler's bookkeeping: references to blocks, and recent chunks.
 
 And what computing a prompt costs this engine, from its own steps.
 """
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -50,10 +50,6 @@ class BlockReferences:
         self._world_size = world_size
         self._held: dict[int, _Held] = {}
         self._ids = itertools.count(1)
-
-    def __len__(self) -> int:
-        """Transfers in flight."""
-        return len(self._held)
 
     def expects_reports(self) -> bool:
         """Whether workers will soon report the end of a transfer.
@@ -128,34 +124,7 @@ class BlockReferences:
                     self._pool.free_blocks(reversed(held.blocks))
 
     def rank_stopped(self, rank: int) -> None:
-        """The rank no longer touches any block."""
         self.ended({rank: list(self._held)})
-
-
-class StaleBlocks:
-    """Whether vLLM's own prefix cache may hold KV of an earlier epoch.
-
-    Until that cache is reset after an update, vLLM still hits blocks that the old weights computed.
-    Requests that may hit such a block are not cached.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._suspect: Any = None
-
-    def begin_epoch(self) -> None:
-        """Everything that is in vLLM's cache now belongs to an earlier epoch."""
-        self._suspect = self._pool.cached_block_hash_to_block
-
-    def may_be_hit(self) -> bool:
-        """Whether vLLM's cache still holds blocks of an earlier epoch."""
-        suspect = self._suspect  # a reset of vLLM's cache replaces the map
-        if suspect is None:
-            return False
-        if suspect is self._pool.cached_block_hash_to_block and len(suspect) > 0:
-            return True
-        self._suspect = None
-        return False
 
 
 class RecentChunks:

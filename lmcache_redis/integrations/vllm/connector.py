@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -26,7 +27,7 @@ from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
     listen,
@@ -34,17 +35,14 @@ from lmcache_redis.integrations.vllm.engine import (
     recompute_failed_loads,
     watch_resets,
 )
-from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import (
-    left_out_groups,
-)
+from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
+from lmcache_redis.integrations.vllm.groups import left_out_groups
 from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
-from lmcache_redis.integrations.vllm.loads import AwaitedLoads, EndedLoads
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
-from lmcache_redis.integrations.vllm.requests import BlockHashing, RequestNames
-from lmcache_redis.integrations.vllm.scheduler import CachePolicy, ConnectorScheduler
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     MediaNames,
     SetUp,
@@ -52,9 +50,9 @@ from lmcache_redis.integrations.vllm.support import (
     supported_groups,
     wanted_layout,
 )
-from lmcache_redis.integrations.vllm.updates import UpdateHooks
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
+    EndedLoads,
     StepMetadata,
     WorkerReport,
     register,
@@ -80,8 +78,10 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 _UNMAP_WITHIN_S = 5.0
 
 
-class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, SupportsHMA):
-    """Loads and stores KV through the agent of this node."""
+class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
+    """Loads and stores KV through the agent of this node. In the scheduler an `EngineListener`."""
+
+    is_paused = False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -92,7 +92,11 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         self._worker: ConnectorWorker | None = None
         self._adapter: SchedulerClient | WorkerClient | None = None
         self._references: BlockReferences | None = None
-        self._awaited = AwaitedLoads()
+        # The blocks of loads that vLLM waits for. In the scheduler: not yet sent to the workers; in
+        # a worker: not yet reported to vLLM. Here, so that they are reported even after
+        # `ConnectorScheduler` or `ConnectorWorker` has failed.
+        self._awaited: dict[str, Sequence[int]] = {}
+        self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
         self._ended_step: StepMetadata | None = None  # the last that has asked for ended loads
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
@@ -169,7 +173,6 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
 
     @guarded(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """See the base class (vLLM 0.30 or newer)."""
         self._begin(kv_cache_manager.block_pool, kv_cache_manager)
 
     @guarded(nothing)
@@ -197,9 +200,9 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             or getattr(cache, "hash_block_size", None)
             or int(cache.block_size)
         )
-        hash_stride = max(1, block_size // hash_block)
-        self._begin_events(adapter, groups, block_size // hash_stride)
-        self._references = BlockReferences(
+        hash_tokens = block_size // max(1, block_size // hash_block)
+        self._begin_events(adapter, groups, hash_tokens)
+        self._references = references = BlockReferences(
             gpu_block_pool, self._vllm_config.parallel_config.world_size
         )
         # A request can have so many tokens in steps in flight.
@@ -207,7 +210,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             getattr(self._vllm_config, "max_in_flight_tokens", None)
             or self._vllm_config.scheduler_config.max_num_batched_tokens
         )
-        self._engine = engine = Engine.found()
+        engine = Engine.found()
         config = self._set_up.config
         epochs = Epochs(
             config.weights_id,
@@ -215,16 +218,16 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             engine.parameters if config.check_weights else bytes,
         )
         planner = StepPlanner(
-            self._references,
+            references,
             groups,
             left_out_groups(self._kv_cache_config),
             int(step_tokens),
             None if manager is None else manager.get_block_ids,
         )
         media = MediaNames(self._vllm_config)
-        names = RequestNames(epochs, StaleBlocks(gpu_block_pool), media)
+        names = RequestNames(epochs, gpu_block_pool, media)
         policy = CachePolicy(
-            BlockHashing(hash_stride, block_size),
+            hash_tokens,
             loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
             stores=self._kv_transfer_config.is_kv_producer,
             load_always=config.load_always,
@@ -233,7 +236,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         self._scheduler = ConnectorScheduler(
             adapter, planner, names, policy, self._recorder, self._announcer
         )
-        watch_resets(gpu_block_pool, self._during_reset)
+        watch_resets(gpu_block_pool, lambda: self._during_reset(engine, references))
         if not listen(self):
             logger.warning(
                 "this vLLM version does not report weight updates: call "
@@ -258,7 +261,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         if num_external_tokens:
             # Of one group: vLLM versions that report blocks have no other.
             external_blocks = -(-num_external_tokens // self._vllm_config.cache_config.block_size)
-            self._awaited.expect({request.request_id: block_ids[0][-external_blocks:]})
+            self._awaited[request.request_id] = block_ids[0][-external_blocks:]
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
@@ -268,11 +271,11 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         if self._scheduler is not None:
             metadata = self._scheduler.build_metadata(scheduler_output)
         for load in metadata.loads:
-            self._awaited.forget(load.request_id)
+            self._awaited.pop(load.request_id, None)
         return self._with_lost_loads(metadata)
 
     def _with_lost_loads(self, metadata: StepMetadata) -> StepMetadata:
-        metadata.lost_loads = self._awaited.take_lost()
+        metadata.lost_loads, self._awaited = self._awaited, {}
         return metadata
 
     @guarded(nothing)
@@ -326,6 +329,46 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         """Whether vLLM should wait a step for blocks rather than preempt a request."""
         return self._references is not None and self._references.frees_soon()
 
+    # What happens to the engine: `engine` notices it, `epoch` says what it means for names
+
+    @contextmanager
+    def _during_reset(self, engine: Engine, references: BlockReferences) -> Iterator[None]:
+        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
+        self._before_reset(engine)
+        with references.given_back():
+            yield
+
+    @guarded(nothing)
+    def _before_reset(self, engine: Engine) -> None:
+        if self._scheduler is not None:
+            for request in self._scheduler.give_up_loads():
+                engine.give_up_load(request)
+            why = "the parameters in memory have changed"
+            self._scheduler.change_epoch(Epochs.check_parameters, why)
+
+    @guarded(lambda self: True)
+    def reset_cache(self) -> bool | None:
+        """Begins a new epoch: this engine no longer loads chunks that were stored before.
+
+        A pause empties vLLM's caches too, but leaves the weights alone: the epoch stays.
+        """
+        if self._scheduler is None:
+            return None
+        if not self.is_paused:
+            self._scheduler.clear()
+        return True
+
+    @guarded(nothing)
+    def change_epoch(self, change: EpochChange, why: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.change_epoch(change, why)
+
+    @guarded(nothing)
+    def renamed(self, suffix: str) -> None:
+        """This engine is a copy of another, restored from a snapshot (either role)."""
+        if self._adapter is not None:
+            self._adapter.link.rename(f"{self._set_up.engine_id}/{suffix}")
+
     # Worker
 
     @guarded(nothing)
@@ -356,7 +399,6 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The order of the KV cache in memory that a setting asks for."""
         return wanted_layout(vllm_config)
 
     @guarded(nothing)
@@ -375,7 +417,6 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             self.register_kv_caches(self._kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
         self._step_ends()
         super().bind_connector_metadata(connector_metadata)
         self._step_begins()
@@ -403,10 +444,10 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Starts the loads of this step; never waits for them."""
         metadata = self._step()
-        self._awaited.expect(metadata.lost_loads)
-        for _, request_id, ops in metadata.loads:
-            written = [self._set_up.groups[op.group].written_by(op) for op in ops]
-            self._awaited.expect({request_id: [*itertools.chain(*written)]})
+        self._awaited.update(metadata.lost_loads)
+        for load in metadata.loads:
+            written = [self._set_up.groups[op.group].written_by(op) for op in load.ops]
+            self._awaited[load.request_id] = [*itertools.chain(*written)]
         if self._worker is not None:
             self._worker.begin_loads(metadata)
 
@@ -432,17 +473,22 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads have ended. No request is held for a store."""
         ended = self._ended_loads()
-        self._awaited.add_failed(ended)
+        self._failed_blocks.update(*ended.failed.values())
         return None, ended.requests or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load did not fill: vLLM recomputes a request from its first such block."""
-        return self._awaited.take_failed_blocks()
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
-    @guarded(lambda self: self._awaited.all_failed())
+    def _all_failed(self) -> EndedLoads:
+        lost, self._awaited = self._awaited, {}
+        return EndedLoads(set(lost), {r: set(block_ids) for r, block_ids in lost.items()})
+
+    @guarded(_all_failed)
     def _ended_loads(self) -> EndedLoads:
         if self._worker is None:
-            return self._awaited.all_failed()
+            return self._all_failed()
         self._ended_step = self._step()
         if engine_is_failing():
             self._worker.drop_stores(self._step())
@@ -451,7 +497,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             ended.requests.add(request_id)
             ended.failed[request_id] = set(block_ids)
         for request_id in ended.requests:
-            self._awaited.forget(request_id)
+            self._awaited.pop(request_id, None)
         return ended
 
     @guarded(nothing)

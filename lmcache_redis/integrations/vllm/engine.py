@@ -23,10 +23,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.parameters import parameters_digest
 
 if TYPE_CHECKING:
@@ -63,14 +65,8 @@ class EngineListener(Protocol):
 
     is_paused: bool
 
-    def weights_may_differ(self, why: str) -> None:
-        """The weights may have changed."""
-
-    def weights_have_id(self, weights_id: str) -> None:
-        """The operator has named the weights."""
-
-    def weights_have_version(self, version: str) -> None:
-        """The caller of vLLM has named the weights."""
+    def change_epoch(self, change: EpochChange, why: str) -> None:
+        """The weights may have changed, or have a name."""
 
     def renamed(self, suffix: str) -> None:
         """The engine is a copy of another, and has the suffix in its id from now on."""
@@ -123,7 +119,6 @@ class Engine:
         return list(self._core().model_executor.collective_rpc(function))
 
     def block_pool(self) -> BlockPool | None:
-        """Of the scheduler, once it is made; None if it has none."""
         return getattr(getattr(self._scheduler(), "kv_cache_manager", None), "block_pool", None)
 
     def parameters(self) -> bytes | None:
@@ -213,6 +208,11 @@ def listen_in_worker(connector: Any) -> None:
     _workers.add(connector)
 
 
+def _change_epochs(change: EpochChange, why: str) -> None:
+    for listener in list(_listeners):
+        listener.change_epoch(change, why)
+
+
 def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective_rpc)
     def watched(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,8 +224,7 @@ def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
             # Also after a failure: some of the weights may be new.
             if method not in _HARMLESS:
                 name = method if isinstance(method, str) else "a function"
-                for listener in list(_listeners):
-                    listener.weights_may_differ(f"collective_rpc of {name}")
+                _change_epochs(Epochs.weights_may_differ, f"collective_rpc of {name}")
             elif method == _RESTORE_RPC:
                 _rename(core)
 
@@ -236,8 +235,8 @@ def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(set_weight_version)
     def watched(core: Any, weight_version: str) -> Any:
         result = set_weight_version(core, weight_version)
-        for listener in list(_listeners):
-            listener.weights_have_version(weight_version)
+        change = methodcaller("weights_have_version", weight_version)
+        _change_epochs(change, f"weight version {weight_version!r}")
         return result
 
     return watched
@@ -267,8 +266,7 @@ def _name_weights(
         raise ValueError(
             f"{WEIGHTS_ID_RPC} takes one id of 1 to 256 characters, not {weights_id!r}"
         )
-    for listener in list(_listeners):
-        listener.weights_have_id(weights_id)
+    _change_epochs(methodcaller("weights_have_id", weights_id), f"weights_id {weights_id!r}")
     return [True] * core.vllm_config.parallel_config.world_size
 
 

@@ -33,6 +33,8 @@ def _digest(text: str, person: bytes) -> bytes:
 class Epochs:
     """The epoch of an engine, and the parameters in memory that it stands for.
 
+    Each method returns whether the epoch is another one now (`EpochChange`).
+
     weights_id: names the first epoch; None for the shared one.
     run: the operator's name for the training run; None: versions of weights are not shared.
     parameters: reads the digest of the parameters in memory; None if that is not possible.
@@ -48,37 +50,44 @@ class Epochs:
         self._read_parameters = parameters
         self._parameters = parameters()
 
-    def begin_own(self) -> None:
+    def begin_own(self) -> bool:
         """Begins an epoch that no other engine has."""
-        self._begin(os.urandom(EPOCH_BYTES), own=True)
+        return self._begin(os.urandom(EPOCH_BYTES), own=True)
 
-    def weights_may_differ(self) -> None:
+    def weights_may_differ(self) -> bool:
         """The weights may have changed, and have no name."""
         self._parameters = None
         # One update may take hundreds of calls: an own epoch without a request is kept.
-        if self.is_used or not self.is_own:
-            self.begin_own()
+        return (self.is_used or not self.is_own) and self.begin_own()
 
-    def weights_have_id(self, weights_id: str) -> None:
+    def weights_have_id(self, weights_id: str) -> bool:
         """The operator has named the weights in memory."""
-        self._parameters = self._read_parameters()
-        self._begin(named_epoch(weights_id), own=False)
+        return self._named(named_epoch(weights_id))
 
-    def weights_have_version(self, version: str) -> None:
+    def weights_have_version(self, version: str) -> bool:
         """The caller of vLLM has named the weights in memory, perhaps as another run does."""
         if self._run is None:
-            self.weights_may_differ()
-        else:
-            self._parameters = self._read_parameters()
-            self._begin(version_epoch(self._run, version), own=False)
+            return self.weights_may_differ()
+        return self._named(version_epoch(self._run, version))
 
-    def check_parameters(self) -> None:
+    def check_parameters(self) -> bool:
         """Compares the parameters in memory with those that the epoch stands for."""
         found = self._read_parameters()
-        if found is None or found != self._parameters:
-            self.weights_may_differ()
+        is_same = found is not None and found == self._parameters
+        is_another = not is_same and self.weights_may_differ()
         self._parameters = found
+        return is_another
 
-    def _begin(self, epoch: bytes, *, own: bool) -> None:
-        if epoch != self.current:
-            self.current, self.is_own, self.is_used = epoch, own, False
+    def _named(self, epoch: bytes) -> bool:
+        self._parameters = self._read_parameters()
+        return self._begin(epoch, own=False)
+
+    def _begin(self, epoch: bytes, *, own: bool) -> bool:
+        if epoch == self.current:
+            return False
+        self.current, self.is_own, self.is_used = epoch, own, False
+        return True
+
+
+# A method of `Epochs`.
+EpochChange = Callable[[Epochs], bool]

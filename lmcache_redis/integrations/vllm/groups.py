@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -155,15 +155,6 @@ def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
     if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
         return None
     return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
-
-
-def tensors_of(layer: str, cache: Any) -> Iterator[tuple[str, Any]]:
-    """A layer's tensors with names: a recurrent layer has one for each of its states."""
-    if not isinstance(cache, (list, tuple)):
-        yield layer, cache
-        return
-    for number, tensor in enumerate(cache):
-        yield f"{layer}#{number}", tensor
 
 
 def _reach(spec: Any) -> Reach | str:

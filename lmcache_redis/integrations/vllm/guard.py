@@ -16,49 +16,33 @@ EVENTS = "KV events"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
+def guarded(otherwise: Callable[..., Any], report: str = "") -> Callable[[_F], _F]:
     """Makes a method return ``otherwise(self, *args)`` if it raises.
 
     The error is logged with its traceback, and ``self.turn_off()`` turns the cache off.
+
+    report: what the method makes (a plural), if it only reports. Then the cache stays on, and with
+    ``report`` in ``self._failed_reports`` no such method is called again.
     """
 
     def guard(method: _F) -> _F:
         @functools.wraps(method)
         def guarded_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:
-                logger.exception(
-                    "%s failed: the cache of this engine is now off and its requests are computed; "
-                    "please report this with the vLLM version", method.__name__,
-                )  # fmt: skip
-                self.turn_off()
-                return otherwise(self, *args, **kwargs)
-
-        return guarded_method  # type: ignore[return-value]
-
-    return guard
-
-
-def reporting(otherwise: Callable[..., Any], what: str) -> Callable[[_F], _F]:
-    """As `guarded`, for a method that only reports: the cache stays on.
-
-    After an error, ``self._failed_reports`` has ``what`` (a plural), and no method that reports it
-    is called again.
-    """
-
-    def guard(method: _F) -> _F:
-        @functools.wraps(method)
-        def guarded_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if what not in self._failed_reports:
+            if not report or report not in self._failed_reports:
                 try:
                     return method(self, *args, **kwargs)
                 except Exception:
-                    self._failed_reports.add(what)
                     logger.exception(
-                        "%s failed: the connector no longer reports %s, and caches as before; "
-                        "please report this with the vLLM version", method.__name__, what,
-                    )  # fmt: skip
+                        "%s failed: %s; please report this with the vLLM version",
+                        method.__name__,
+                        f"the connector no longer reports {report}, and caches as before"
+                        if report
+                        else "the cache of this engine is now off and its requests are computed",
+                    )
+                    if report:
+                        self._failed_reports.add(report)
+                    else:
+                        self.turn_off()
             return otherwise(self, *args, **kwargs)
 
         return guarded_method  # type: ignore[return-value]

@@ -24,7 +24,8 @@ class StepPlanner:
     them again. step_tokens: vLLM computes at most so many tokens of a request before it releases
     blocks. block_ids: returns a request's current blocks by group, null ones included; None if vLLM
     does not provide them: then there is one group, and requests keep their blocks until they end.
-    needs_all: a prefix needs every block before its end, and nothing else.
+    needs_all: a prefix needs every block before its end, and nothing else. recent: chunks that are
+    not stored again, for a while.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class StepPlanner:
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
-        self._references = references
+        self.references = references
         self._groups = groups
         self._all_groups = (*groups, *left_out)
         self._step_tokens = step_tokens
         self._block_ids = block_ids
-        self._recent = RecentChunks()
+        self.recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self._missing_blocks: dict[str, int] = {}
         self._is_full = False  # a load waits for blocks in this step
@@ -49,18 +50,12 @@ class StepPlanner:
     def begin_step(self) -> None:
         self._is_full = False
 
-    def expects_reports(self) -> bool:
-        """Whether workers will soon report the end of a transfer."""
-        return self._references.expects_reports()
-
     def blocks_of(self, tracked: Tracked) -> Sequence[Sequence[int]]:
-        """The request's blocks by group."""
         if self._block_ids is None:
             return (tracked.block_ids,)
         return self._block_ids(tracked.request.request_id)
 
     def tokens_in(self, blocks: Sequence[Sequence[int]]) -> int:
-        """The tokens that the blocks of every group hold."""
         return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
 
     def has_room(self, tracked: Tracked, end: int) -> bool:
@@ -78,7 +73,7 @@ class StepPlanner:
                 size = group.block_size_tokens
                 held += end // size - group.reach.first_token(end) // size
             missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
-            self._is_full = self._references.free_blocks() < held + missing
+            self._is_full = self.references.free_blocks() < held + missing
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
 
@@ -93,56 +88,81 @@ class StepPlanner:
         ops: list[TransferOp] = []
         written: list[int] = []
         for place, group in enumerate(self._groups):
-            op = self._load_of_group(place, local_tokens, tracked, block_ids[group.number], names)
-            if op is not None:
-                ops.append(op)
-                written += group.written_by(op)
+            chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
+            ids, stop = block_ids[group.number], end // block_tokens
+            # Other requests may be reading local blocks, and blocks before a sliding window are
+            # null: the load writes only the blocks after both.
+            first = local_tokens // block_tokens
+            null = [n for n in range(first, stop) if self.references.is_null(ids[n])]
+            if null:
+                first = null[-1] + 1
+            if first == stop:
+                continue
+            first_chunk = first * block_tokens // chunk_tokens
+            parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
+            are_adjacent = all(part.start == before.stop for before, part in pairwise(parts))
+            begin = parts[0].start
+            if first < begin or not are_adjacent:
+                raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
+            self.recent.add(_parts(group, names[first_chunk:]))
+            written += ids[first:stop]
+            ops.append(
+                TransferOp(
+                    block_ids=list(ids[begin:stop]),
+                    hashes=names[first_chunk:],
+                    skip_first_n_tokens=(first - begin) * block_tokens,
+                    group=place,
+                )
+            )
         tracked.loading = frozenset(written)
         if not self.needs_all:
             self._missing_blocks[request_id] = self._missing(tracked, end)
-        return Planned(self._references.take(written), request_id, tuple(ops))
+        transfer_id = self.references.take(written)
+        return Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)
 
     def forget_load(self, request_id: str) -> None:
         """The request has been scheduled since its load, or holds no blocks of one."""
         self._missing_blocks.pop(request_id, None)
 
     def store(
-        self, tracked: Tracked, blocks: Sequence[Sequence[int]], chunks: range
+        self,
+        tracked: Tracked,
+        blocks: Sequence[Sequence[int]],
+        chunks: range,
+        *,
+        compare: bool = False,
     ) -> list[Planned]:
-        """The store of ``chunks``, if any of their parts are to be stored."""
-        found = [
-            self._store_of_group(place, tracked, blocks[group.number], chunks)
-            for place, group in enumerate(self._groups)
-        ]
-        return self._planned(tracked, found)
+        """The store of ``chunks``, if any of their parts are in blocks and not stored yet.
 
-    def compare(
-        self, tracked: Tracked, blocks: Sequence[Sequence[int]], chunks: range
-    ) -> list[Planned]:
-        """The comparison of computed ``chunks`` of a canary with what its lookup has pinned."""
-        ops = []
+        compare: instead, the comparison of these computed chunks of a canary with the parts that
+            its lookup has pinned.
+        """
+        names, ops = tracked.chunk_names(), []
         for place, group in enumerate(self._groups):
-            first = group.reach.first_chunk(tracked.canary_chunks, tracked.chunk_tokens)
-            pinned = range(max(first, chunks.start), chunks.stop)
-            found = dict(self._complete_parts(group, tracked, blocks[group.number], pinned))
-            names = tracked.chunk_names()
-            ops.append(
-                TransferOp(
-                    [block_id for part in found.values() for block_id in part],
-                    hashes=[names[chunk] for chunk in found],
-                    group=place,
-                )
-            )
-        return self._planned(tracked, ops)
+            block_ids: list[int] = []
+            hashes: list[bytes] = []
+            pinned = group.reach.first_chunk(tracked.canary_chunks, tracked.chunk_tokens)
+            some = range(max(pinned, chunks.start), chunks.stop) if compare else chunks
+            for chunk, part in self._complete_parts(group, tracked, blocks[group.number], some):
+                if not compare:
+                    keys = _parts(group, names[chunk : chunk + 1])
+                    if keys[0] in self.recent:
+                        continue
+                    self.recent.add(keys)
+                block_ids += part
+                hashes.append(names[chunk])
+            if block_ids:
+                ops.append(TransferOp(block_ids, hashes, group=place))
+        if not ops:
+            return []
+        transfer_id = self.references.take([n for op in ops for n in op.block_ids], for_store=True)
+        headers = None if compare else tracked.trace_headers
+        return [Planned(transfer_id, tracked.request.request_id, tuple(ops), headers, compare)]
 
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""
         for group in self._groups:
-            self._recent.discard(_parts(group, names))
-
-    def store_again(self) -> None:
-        """All chunks are stored again."""
-        self._recent.clear()
+            self.recent.discard(_parts(group, names))
 
     def _missing(self, tracked: Tracked, end: int) -> int:
         """Blocks that its other tokens need at most, at one time."""
@@ -154,57 +174,6 @@ class StepPlanner:
             missing += count // group.block_size_tokens + 2
         return missing
 
-    def _load_of_group(
-        self,
-        place: int,
-        local_tokens: int,
-        tracked: Tracked,
-        block_ids: Sequence[int],
-        names: Sequence[bytes],
-    ) -> TransferOp | None:
-        """The load of the group at this place among the cached; None if it needs none."""
-        group = self._groups[place]
-        chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
-        end = len(names) * chunk_tokens // block_tokens
-        # Other requests may be reading local blocks, and blocks before a sliding window are null:
-        # the load writes only the blocks after both.
-        first = local_tokens // block_tokens
-        null = [n for n in range(first, end) if self._references.is_null(block_ids[n])]
-        if null:
-            first = null[-1] + 1
-        if first == end:
-            return None
-        first_chunk = first * block_tokens // chunk_tokens
-        parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
-        are_adjacent = all(part.start == before.stop for before, part in pairwise(parts))
-        if first < parts[0].start or not are_adjacent:
-            raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
-        begin = parts[0].start
-        self._recent.add(_parts(group, names[first_chunk:]))
-        return TransferOp(
-            block_ids=list(block_ids[begin:end]),
-            hashes=names[first_chunk:],
-            skip_first_n_tokens=(first - begin) * block_tokens,
-            group=place,
-        )
-
-    def _store_of_group(
-        self, place: int, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
-    ) -> TransferOp:
-        """The parts of ``chunks`` that are in blocks and not stored yet."""
-        group = self._groups[place]
-        names = tracked.chunk_names()
-        of_parts: list[int] = []
-        hashes_of_parts: list[bytes] = []
-        for chunk, part in self._complete_parts(group, tracked, block_ids, chunks):
-            (key,) = _parts(group, names[chunk : chunk + 1])
-            if key in self._recent:
-                continue
-            self._recent.add([key])
-            of_parts += part
-            hashes_of_parts.append(names[chunk])
-        return TransferOp(of_parts, hashes=hashes_of_parts, group=place)
-
     def _complete_parts(
         self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
     ) -> Iterator[tuple[int, Sequence[int]]]:
@@ -213,22 +182,13 @@ class StepPlanner:
         for chunk in chunks:
             part = block_ids[group.part(chunk, tracked.chunk_tokens)]
             # A sliding window may have dropped some of the blocks.
-            if any(map(self._references.is_null, part)):
+            if any(map(self.references.is_null, part)):
                 continue
-            if group.is_state and not self._references.has_state(
+            if group.is_state and not self.references.has_state(
                 part[0], hashes[chunk], group.number
             ):
                 continue
             yield chunk, part
-
-    def _planned(self, tracked: Tracked, ops: Sequence[TransferOp]) -> list[Planned]:
-        """The operations that have blocks, as a transfer with references to these."""
-        some = tuple(op for op in ops if op.block_ids)
-        if not some:
-            return []
-        block_ids = [block_id for op in some for block_id in op.block_ids]
-        transfer_id = self._references.take(block_ids, for_store=True)
-        return [Planned(transfer_id, tracked.request.request_id, some)]
 
 
 def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:

@@ -5,20 +5,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from lmcache_redis.integrations.vllm.bookkeeping import StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.support import MediaNames
 from lmcache_redis.integrations.vllm.tracing import Headers
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """What an engine may do with the cache.
+
+    hash_tokens: tokens that one hash of vLLM covers. load_always: also what is computed faster.
+    beside_others: other connectors transfer KV of this engine too.
+    """
+
+    hash_tokens: int
+    loads: bool = True
+    stores: bool = True
+    load_always: bool = False
+    beside_others: bool = False
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,33 +48,26 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @staticmethod
-    def of(params: object, request_id: str, *, beside_others: bool = False) -> RequestOptions:
-        """The options of a request. Those that make no sense are logged and not followed.
-
-        beside_others: other connectors transfer KV too. They bring the whole prompt of a request
-        with ``do_remote_prefill``; a hit would replace that by a part of it.
-        """
+    def of(request: Request, policy: CachePolicy) -> RequestOptions:
+        """What is done for a request. Options that make no sense are logged and not followed."""
+        params = request.kv_transfer_params
         given = params if isinstance(params, Mapping) else {}
-        found = given.get("lmcache_redis")
+        found, options = given.get("lmcache_redis"), RequestOptions()
         try:
-            options = RequestOptions() if found is None else msgspec.convert(found, RequestOptions)
-            if beside_others and given.get("do_remote_prefill"):
-                return msgspec.structs.replace(options, load=False)
-            return options
+            options = options if found is None else msgspec.convert(found, RequestOptions)
         except (msgspec.ValidationError, UnicodeError) as error:
             logger.warning(
                 "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
                 "some of load (bool), store (bool) and max_load_tokens (int)",
-                request_id, found, error,
+                request.request_id, found, error,
             )  # fmt: skip
-            return RequestOptions()
-
-
-class BlockHashing(NamedTuple):
-    """vLLM's block hashes. stride: hashes per block of ``block_size_tokens``."""
-
-    stride: int
-    block_size_tokens: int
+        # Another connector brings its whole prompt; a hit would replace that by a part of it.
+        is_brought = policy.beside_others and bool(given.get("do_remote_prefill"))
+        return msgspec.structs.replace(
+            options,
+            load=options.load and policy.loads and not is_brought,
+            store=options.store and policy.stores,
+        )
 
 
 @dataclass(slots=True)
@@ -105,7 +113,7 @@ class Tracked:
     request: Request
     prefix: bytes | None
     options: RequestOptions
-    hashing: BlockHashing
+    hash_tokens: int
     chunk_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     lookup: RequestLookup | None = None
@@ -120,37 +128,22 @@ class Tracked:
         """Leading chunks that are compared with what the lookup has pinned."""
         return (self.lookup.canary_chunks or 0) if self.lookup is not None else 0
 
-    def not_a_canary(self) -> None:
-        """Others have computed some of its tokens: its chunks are not compared."""
-        if self.lookup is not None:
-            self.lookup.canary_chunks = 0
-
     @property
     def trace_headers(self) -> Headers | None:
-        """Of the client's span that the request belongs to."""
         return getattr(self.request, "trace_headers", None)
 
     def hashed_tokens(self) -> int:
-        """Its tokens in whole blocks that have a hash."""
-        stride, block_tokens = self.hashing
-        return len(self.request.block_hashes) // stride * block_tokens
-
-    def names(self) -> Sequence[bytes]:
-        """One name per block; no copy if vLLM's hashes are the names."""
-        hashes: Sequence[bytes] = self.request.block_hashes
-        if (stride := self.hashing.stride) > 1:
-            hashes = hashes[stride - 1 :: stride]
-        return [self.prefix + each for each in hashes] if self.prefix else hashes
-
-    def chunk_names(self) -> Sequence[bytes]:
-        blocks_per_chunk = self.chunk_tokens // self.hashing.block_size_tokens
-        return self.names()[blocks_per_chunk - 1 :: blocks_per_chunk]
+        return len(self.request.block_hashes) * self.hash_tokens
 
     def chunk_hashes(self) -> Sequence[bytes]:
         """vLLM's hash at the end of each chunk."""
-        stride = self.hashing.stride * (self.chunk_tokens // self.hashing.block_size_tokens)
+        stride = self.chunk_tokens // self.hash_tokens
         hashes: Sequence[bytes] = self.request.block_hashes
         return hashes[stride - 1 :: stride]
+
+    def chunk_names(self) -> Sequence[bytes]:
+        hashes = self.chunk_hashes()
+        return [self.prefix + each for each in hashes] if self.prefix else hashes
 
     def hit_tokens(self, external_tokens: int) -> dict[str, int]:
         """How many of the tokens of a load come from each tier, without those that have none."""
@@ -168,20 +161,25 @@ class Tracked:
 class RequestNames:
     """What the names of a request's chunks begin with: ``epoch | adapter digest``.
 
-    stale: what vLLM's own prefix cache may hold of an earlier epoch. media: None if the model takes
-    none.
+    media: None if the model takes none.
+
+    Until vLLM's own prefix cache is reset after an update, vLLM still hits blocks that the old
+    weights computed. Requests that may hit such a block are not cached.
     """
 
-    def __init__(self, epochs: Epochs, stale: StaleBlocks, media: MediaNames | None = None) -> None:
+    def __init__(self, epochs: Epochs, pool: BlockPool, media: MediaNames | None = None) -> None:
         self.epochs = epochs
-        self._stale = stale
+        self._pool = pool
         self._media = media
         self._adapters = AdapterDigests()
+        self._stale_blocks: Any = None  # what vLLM's cache had when the epoch began
 
     def prefix(self, request: Request) -> bytes | None:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
-        if self._stale.may_be_hit():
+        # A reset of vLLM's cache replaces the map.
+        if self._stale_blocks and self._stale_blocks is self._pool.cached_block_hash_to_block:
             return None
+        self._stale_blocks = None
         if self._media is not None and not self._media.are_of_content(request):
             return None
         digest = self._adapters.digest(request.lora_request)
@@ -189,4 +187,4 @@ class RequestNames:
 
     def begin_epoch(self) -> None:
         """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
-        self._stale.begin_epoch()
+        self._stale_blocks = self._pool.cached_block_hash_to_block

@@ -21,24 +21,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
-from lmcache_redis.integrations.vllm.epoch import Epochs
+from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import (
-    BlockHashing,
+    CachePolicy,
     RequestLookup,
     RequestNames,
     RequestOptions,
     Tracked,
 )
-from lmcache_redis.integrations.vllm.tracing import Headers
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -54,27 +53,11 @@ _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
 
 
-@dataclass(frozen=True)
-class CachePolicy:
-    """What an engine may do with the cache.
-
-    hashing: of blocks of the common multiple of the groups' block sizes. load_always: also what is
-    computed faster. beside_others: other connectors transfer KV of this engine too.
-    """
-
-    hashing: BlockHashing
-    loads: bool = True
-    stores: bool = True
-    load_always: bool = False
-    beside_others: bool = False
-
-
 @dataclass
 class _NextStep:
     """What the next metadata will have, and how long this step may still wait for lookups."""
 
     loads: list[Planned] = field(default_factory=list)
-    checks: list[Planned] = field(default_factory=list)
     wait_budget_s: float = _IDLE_WAIT_S
     is_idle: bool = False  # the last step ran no model
 
@@ -112,10 +95,9 @@ class ConnectorScheduler:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
-        chunk_tokens = self._client.chunk_size_tokens()
-        tracked = self._track(request, chunk_tokens)
+        tracked = self._track(request)
         self._not_loaded(request.request_id)  # if its load has failed, it holds no blocks
-        tokens = self._found_tokens(tracked, local_tokens, chunk_tokens)
+        tokens = self._found_tokens(tracked, local_tokens)
         if tokens is None:
             return None
         if tracked.matched and self._resuming:
@@ -124,10 +106,11 @@ class ConnectorScheduler:
             # request, later one whose load has failed.
             tracked.matched = False
             return None
-        if tracked.matched and tokens and self._stands_still():
-            # vLLM reserves blocks for a load that it does not reserve for computing, and counts
-            # those of requests whose load has failed. With this one at its head, its queue waits
-            # for blocks that nothing will free.
+        stands_still = self._next.is_idle and not self._planner.references.expects_reports()
+        if tracked.matched and tokens and stands_still:
+            # No step runs and no transfer will end, so that no block becomes free. vLLM reserves
+            # blocks for a load that it does not reserve for computing, and counts those of requests
+            # whose load has failed. With this one at its head, its queue would wait for ever.
             logger.info("request %s: too few free blocks to load; computing", request.request_id)
             self._compute(tracked)
             return 0
@@ -136,15 +119,10 @@ class ConnectorScheduler:
         tracked.matched = True
         return tokens
 
-    def _stands_still(self) -> bool:
-        """Whether no step runs and no transfer will end, so that no block becomes free."""
-        return self._next.is_idle and not self._planner.expects_reports()
-
-    def _found_tokens(self, tracked: Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
-        request = tracked.request
+    def _found_tokens(self, tracked: Tracked, local_tokens: int) -> int | None:
+        request, chunk_tokens = tracked.request, tracked.chunk_tokens
         if (
             not chunk_tokens
-            or not self._policy.loads
             or tracked.computes
             or tracked.prefix is None
             or not tracked.options.load
@@ -184,10 +162,10 @@ class ConnectorScheduler:
         lookup.local_tokens = local_tokens
         if lookup.asked_s is not None:
             self._recorder.observe("lookup_seconds", time.monotonic() - lookup.asked_s)
-            if self._recorder.spans is not None:
-                hit_tokens = max(0, tokens - local_tokens)
-                found = {"local_tokens": local_tokens, "hit_tokens": hit_tokens}
-                self._span("lookup", tracked, lookup.asked_s, found)
+            found = {"local_tokens": local_tokens, "hit_tokens": max(0, tokens - local_tokens)}
+            self._recorder.span(
+                "lookup", request.request_id, tracked.trace_headers, lookup.asked_s, found
+            )
             lookup.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
@@ -214,7 +192,7 @@ class ConnectorScheduler:
         self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
         """vLLM allocated blocks, by group; ``external_tokens`` tokens are to be loaded."""
-        tracked = self._track(request, self._client.chunk_size_tokens())
+        tracked = self._track(request)
         tracked.started = True
         tracked.matched = False
         self._not_loaded(request.request_id)
@@ -250,64 +228,42 @@ class ConnectorScheduler:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.block_ids = []
                 self._forget_lookup(tracked)
-        scheduled = output.num_scheduled_tokens
-        beside_a_load = getattr(output, "has_sync_kv_loads", False)
         prompt_tokens = 0
-        for new in output.scheduled_new_reqs:
-            prompt_tokens += scheduled[new.req_id]
-            if (tracked := self._tracked.get(new.req_id)) is not None:
-                tracked.block_ids = list(new.block_ids[0])
-                if beside_a_load:
+        for request_id, begins, block_ids, computed_tokens in _scheduled(output):
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            if begins:
+                tracked.block_ids = []
+                if getattr(output, "has_sync_kv_loads", False):
                     tracked.stores.after_output_tokens = tracked.request.num_output_tokens
-                if new.num_computed_tokens:  # others have loaded or computed some
-                    tracked.not_a_canary()
-                computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
-                metadata.stores += self._plan_store(tracked, computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            if (tracked := self._tracked.get(request_id)) is not None:
-                if request_id in cached.resumed_req_ids:
-                    tracked.block_ids = []
-                    if beside_a_load:
-                        tracked.stores.after_output_tokens = tracked.request.num_output_tokens
-                if new_ids := cached.new_block_ids[index]:
-                    tracked.block_ids.extend(new_ids[0])
-                computed_tokens = cached.num_computed_tokens[index]
-                if computed_tokens < tracked.request.num_prompt_tokens:
-                    prompt_tokens += scheduled[request_id]
-                computed_tokens += scheduled[request_id]
-                metadata.stores += self._plan_store(tracked, computed_tokens)
-        metadata.checks, self._next.checks = self._next.checks, []
-        if self._recorder.spans is not None:
-            metadata.traced = self._headers_of((*metadata.loads, *metadata.stores))
+                if computed_tokens and tracked.lookup is not None:
+                    tracked.lookup.canary_chunks = 0  # others have loaded or computed some
+            if block_ids:
+                tracked.block_ids.extend(block_ids[0])
+            count = output.num_scheduled_tokens[request_id]
+            if computed_tokens < tracked.request.num_prompt_tokens:
+                prompt_tokens += count
+            metadata.stores += self._plan_store(tracked, computed_tokens + count)
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._next.is_idle = metadata.idle
         self._next.wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
-    def _headers_of(self, planned: Iterable[Planned]) -> dict[str, Headers]:
-        """The trace headers of the requests of these transfers that have some."""
-        requests = {each.request_id: self._tracked.get(each.request_id) for each in planned}
-        return {
-            request_id: tracked.trace_headers
-            for request_id, tracked in requests.items()
-            if tracked is not None and tracked.trace_headers
-        }
-
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
         self._prefill.ended(report.step, time.monotonic())
         self._client.ranks.reported(report.places)
         if report.dropped:
-            self._planner.store_again()
+            self._planner.recent.clear()
 
     def load_failed(self, request_id: str) -> None:
         """The request's load failed on some rank: its other tokens are computed."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.loading is not None:
             tracked.computes = True
-            self._planner.store_again()  # some of these chunks may not be cached
+            self._planner.recent.clear()  # some of these chunks may not be cached
 
     def blocks_failed(self, block_ids: set[int]) -> None:
         """As `load_failed`, for vLLM versions that report blocks."""
@@ -316,35 +272,25 @@ class ConnectorScheduler:
                 self.load_failed(request_id)
 
     def load_ended(self, request_id: str) -> None:
-        """The request's load has ended on all ranks."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.loading is None:
             return  # another connector's load
         tracked.loading = None
-        if self._recorder.spans is not None:
-            self._trace_load(tracked)
-        if tracked.request.is_finished():
-            del self._tracked[request_id]
-        else:
-            self._resuming.add(request_id)
-
-    def _trace_load(self, tracked: Tracked) -> None:
         lookup = tracked.lookup
         if lookup is not None and lookup.load_began_s is not None:
             # Of the whole chunks from where the prompt was computed locally.
             end = (lookup.first_chunk + len(lookup.tiers)) * tracked.chunk_tokens
             tiers = tracked.hit_tokens(max(0, end - lookup.local_tokens))
             found = {f"{tier}_tokens": tokens for tier, tokens in tiers.items()}
-            failed = {"failed": tracked.computes}
-            self._span("load", tracked, lookup.load_began_s, found | failed)
+            found["failed"] = tracked.computes
+            self._recorder.span(
+                "load", request_id, tracked.trace_headers, lookup.load_began_s, found
+            )
             lookup.load_began_s = None
-
-    def _span(
-        self, name: str, tracked: Tracked, began_s: float, attributes: Mapping[str, Any]
-    ) -> None:
-        if (spans := self._recorder.spans) is not None:
-            request_id = tracked.request.request_id
-            spans.ended(name, tracked.trace_headers, request_id, began_s, attributes)
+        if tracked.request.is_finished():
+            del self._tracked[request_id]
+        else:
+            self._resuming.add(request_id)
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
@@ -360,22 +306,17 @@ class ConnectorScheduler:
     def clear(self) -> None:
         """Begins an epoch of its own. Only chunks that no other engine shares are removed."""
         old, was_own = self.epochs.current, self.epochs.is_own
-        self.change_epoch(self.epochs.begin_own, "the cache was cleared")
+        self.change_epoch(Epochs.begin_own, "the cache was cleared")
         if was_own:
             self._client.clear(old)
 
-    def change_epoch(self, change: Callable[[], None], why: str) -> None:
-        """Calls ``change``, a method of `Epochs`.
-
-        In a new epoch, running requests are no longer cached; waiting ones are looked up again.
-        """
-        before = self.epochs.current
-        change()
-        if self.epochs.current == before:
+    def change_epoch(self, change: EpochChange, why: str) -> None:
+        """In a new epoch, running requests are not cached, and waiting ones looked up again."""
+        if not change(self.epochs):
             return
         logger.info("%s: KV that was cached before is no longer used", why)
         self._names.begin_epoch()
-        self._planner.store_again()
+        self._planner.recent.clear()
         if self._announcer is not None:
             self._announcer.forget()
         for request_id, tracked in list(self._tracked.items()):
@@ -398,18 +339,15 @@ class ConnectorScheduler:
                 given_up.append(tracked.request)
         return given_up
 
-    def _track(self, request: Request, chunk_tokens: int) -> Tracked:
+    def _track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self.epochs.is_used = True
-            options = RequestOptions.of(
-                request.kv_transfer_params,
-                request.request_id,
-                beside_others=self._policy.beside_others,
-            )
+            options = RequestOptions.of(request, self._policy)
             prefix = self._names.prefix(request)
-            tracked = Tracked(request, prefix, options, self._policy.hashing)
+            tracked = Tracked(request, prefix, options, self._policy.hash_tokens)
             self._tracked[request.request_id] = tracked
+        chunk_tokens = self._client.chunk_size_tokens()
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
                 self._forget_lookup(tracked)
@@ -444,19 +382,16 @@ class ConnectorScheduler:
 
         computed_tokens: tokens whose KV is in blocks after the step.
         """
-        chunk_tokens = self._client.chunk_size_tokens()
-        if (
-            not chunk_tokens
-            or tracked.prefix is None
-            or not ((self._policy.stores and tracked.options.store) or tracked.canary_chunks)
-        ):
+        if tracked.prefix is None or not (tracked.options.store or tracked.canary_chunks):
             return []
         request, stores = tracked.request, tracked.stores
         if stores.after_output_tokens is not None:
             if request.num_output_tokens <= stores.after_output_tokens:
                 return []
             stores.after_output_tokens = None
-        self._track(request, chunk_tokens)
+        chunk_tokens = self._track(request).chunk_tokens
+        if not chunk_tokens:
+            return []
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
         tokens = min(computed_tokens, tracked.hashed_tokens())
@@ -473,14 +408,25 @@ class ConnectorScheduler:
         stores.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
-        if checked := range(chunks.start, stored_from):
-            self._next.checks += self._planner.compare(tracked, blocks, checked)
-        if not self._policy.stores or not tracked.options.store:
-            return []
-        return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))
+        compared, stored = range(chunks.start, stored_from), range(stored_from, chunks.stop)
+        planned = self._planner.store(tracked, blocks, compared, compare=True)
+        if tracked.options.store:
+            planned += self._planner.store(tracked, blocks, stored)
+        return planned
 
     def _announce(self, tracked: Tracked, chunks: range) -> None:
-        """Describes chunks of which events may follow."""
         if self._announcer is not None:
             names = tracked.chunk_names()
             self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
+
+
+def _scheduled(
+    output: SchedulerOutput,
+) -> Iterator[tuple[str, bool, Sequence[Sequence[int]] | None, int]]:
+    """Of each request: whether it begins or resumes, its new blocks, and its tokens before."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, True, new.block_ids, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for request_id, block_ids, computed_tokens in rows:
+        yield request_id, request_id in cached.resumed_req_ids, block_ids, computed_tokens

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from vllm import envs
 
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
@@ -24,7 +25,6 @@ from lmcache_redis.integrations.vllm.groups import (
     common_block_tokens,
     layer_groups,
 )
-from lmcache_redis.integrations.vllm.identity.settings.reading import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,10 +77,31 @@ def supported_groups(
 
 
 def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
-    yield from _wrong_groups(vllm_config, groups)
-    yield from _wrong_ranks(vllm_config)
+    if not groups:
+        yield "the model has no KV cache"
+    step = vllm_config.cache_config.block_size
+    for group in groups:
+        # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
+        if group.is_state and group.block_size_tokens != step:
+            yield (
+                f"KV cache group {group.number} ({group.kind}) keeps states every "
+                f"{group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
+            )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            yield (
+                f"the engine spreads a request's tokens over {size} ranks ({name}), which this "
+                "version does not handle"
+            )
+    ranks = getattr(parallel, "world_size", 1)
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
+        yield (
+            f"with external_launcher each of {ranks} ranks has its own scheduler, and they would "
+            "not learn of hits in the same step"
+        )
     yield from unfit_settings(vllm_config)
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
+    device = _device(vllm_config) or "cpu"
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
     elif device == "cuda" and torch.version.hip:
@@ -90,6 +111,10 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
             "--enable-return-routed-experts needs the experts of every token; a loaded prefix has "
             "none, and this vLLM version would end with an error"
         )
+
+
+def _device(vllm_config: VllmConfig) -> str:
+    return getattr(getattr(vllm_config, "device_config", None), "device_type", "")
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
@@ -115,9 +140,49 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
 
 def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
     """Why KV must not be cached by its block hash, whoever moves it: a sentence for each."""
-    yield from _wrong_hashes(vllm_config)
-    yield from _wrong_model(vllm_config)
-    yield from refusals(vllm_config)
+    cache = vllm_config.cache_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    if algorithm not in _HASHES:
+        yield (
+            f"block hashes made with {algorithm} can be forged or differ between processes; start "
+            "vLLM with --prefix-caching-hash-algo sha256"
+        )
+    elif not _hashes_are_reproducible():
+        yield (
+            "block hashes of this vLLM version differ between processes; set PYTHONHASHSEED to the "
+            "same value for all engines"
+        )
+    block_size = cache.block_size or 0
+    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
+    if block_size < 1 or block_size % (hashed or block_size):
+        yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
+    model = vllm_config.model_config
+    if getattr(model, "is_encoder_decoder", False):
+        yield "encoder-decoder models are not handled"
+    elif getattr(model, "is_diffusion", False):
+        yield "a diffusion model writes the KV of a token more than once"
+    elif not getattr(model, "is_prefix_caching_supported", True):
+        yield "vLLM does not support prefix caching for this model"
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    if (
+        _device(vllm_config) == "cpu"
+        and getattr(model, "use_mla", False)
+        and not getattr(scheduler, "enable_chunked_prefill", True)
+    ):
+        yield (
+            "vLLM's latent attention (MLA) on a CPU without AMX cannot continue after a cached "
+            "prefix, and vLLM itself turns prefix caching off for it"
+        )
+    if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
+        yield (
+            "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
+            "from the checkpoint"
+        )
+    if strategy := _simulated_experts():
+        yield (
+            f"with VLLM_MOE_ROUTING_SIMULATION_STRATEGY={strategy}, experts are chosen by a "
+            "simulation, and the KV is not the model's"
+        )
 
 
 def may_load(vllm_config: VllmConfig) -> bool:
@@ -166,6 +231,10 @@ class MediaNames:
         return False
 
 
+def _simulated_experts() -> str:
+    return str(getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""))
+
+
 def _returns_experts(vllm_config: VllmConfig) -> bool:
     name = "enable_return_routed_experts"
     auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
@@ -179,81 +248,6 @@ def _limits_hits() -> bool:
     except ImportError:
         return False
     return hasattr(connector.AuxOutputSchedulerConnector, "cap_external_hit")
-
-
-def _wrong_groups(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
-    if not groups:
-        yield "the model has no KV cache"
-    step = vllm_config.cache_config.block_size
-    for group in groups:
-        # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
-        if group.is_state and group.block_size_tokens != step:
-            yield (
-                f"KV cache group {group.number} ({group.kind}) keeps states every "
-                f"{group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
-            )
-
-
-def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
-    cache = vllm_config.cache_config
-    algorithm = str(cache.prefix_caching_hash_algo)
-    if algorithm not in _HASHES:
-        yield (
-            f"block hashes made with {algorithm} can be forged or differ between processes; start "
-            "vLLM with --prefix-caching-hash-algo sha256"
-        )
-    elif not _hashes_are_reproducible():
-        yield (
-            "block hashes of this vLLM version differ between processes; set PYTHONHASHSEED to the "
-            "same value for all engines"
-        )
-    block_size = cache.block_size or 0
-    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
-    if block_size < 1 or block_size % (hashed or block_size):
-        yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
-
-
-def _wrong_ranks(vllm_config: VllmConfig) -> Iterator[str]:
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            yield (
-                f"the engine spreads a request's tokens over {size} ranks ({name}), which this "
-                "version does not handle"
-            )
-    ranks = getattr(parallel, "world_size", 1)
-    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
-        yield (
-            f"with external_launcher each of {ranks} ranks has its own scheduler, and they would "
-            "not learn of hits in the same step"
-        )
-
-
-def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    if getattr(model, "is_encoder_decoder", False):
-        yield "encoder-decoder models are not handled"
-    elif getattr(model, "is_diffusion", False):
-        yield "a diffusion model writes the KV of a token more than once"
-    elif not getattr(model, "is_prefix_caching_supported", True):
-        yield "vLLM does not support prefix caching for this model"
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
-    scheduler = getattr(vllm_config, "scheduler_config", None)
-    if (
-        device == "cpu"
-        and getattr(model, "use_mla", False)
-        and not getattr(scheduler, "enable_chunked_prefill", True)
-    ):
-        yield (
-            "vLLM's latent attention (MLA) on a CPU without AMX cannot continue after a cached "
-            "prefix, and vLLM itself turns prefix caching off for it"
-        )
-    if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
-        yield (
-            "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
-            "from the checkpoint"
-        )
 
 
 def _hashes_are_reproducible() -> bool:

@@ -64,8 +64,8 @@ class RequestSpans:
     def ended(
         self,
         name: str,
-        headers: Headers | None,
         request_id: str,
+        headers: Headers | None,
         began_s: float,
         attributes: Mapping[str, Any],
     ) -> None:
@@ -75,30 +75,17 @@ class RequestSpans:
         """
         if not headers:
             return
+        found = {_PREFIX + key: value for key, value in attributes.items()}
+        now_ns = time.time_ns()
         try:
-            self._export(name, headers, request_id, began_s, attributes)
+            span = self._tracer.start_span(
+                _PREFIX + name,
+                context=self._propagator.extract(headers),
+                attributes={_REQUEST_ID: request_id, **found},
+                start_time=now_ns - int((time.monotonic() - began_s) * 1e9),
+            )
+            span.end(now_ns)
         except Exception:  # of whatever exporter and sampler are configured
             if not self._has_failed:
                 self._has_failed = True
                 logger.exception("a span was not made; later failures are not logged")
-
-    def _export(
-        self,
-        name: str,
-        headers: Headers,
-        request_id: str,
-        began_s: float,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        now_ns = time.time_ns()
-        took_ns = int((time.monotonic() - began_s) * 1e9)
-        span = self._tracer.start_span(
-            _PREFIX + name,
-            context=self._propagator.extract(headers),
-            attributes={
-                _REQUEST_ID: request_id,
-                **{_PREFIX + key: value for key, value in attributes.items()},
-            },
-            start_time=now_ns - took_ns,
-        )
-        span.end(now_ns)

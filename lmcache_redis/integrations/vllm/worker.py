@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,26 +17,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_redis.chunks.dtypes import dtype_name
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import (
-    CacheGroup,
-    RetrieveTransfer,
-    StoreTransfer,
-    TransferOp,
-)
+from lmcache_redis.client.transfers import CacheGroup, RetrieveTransfer, StoreTransfer, TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,
     block_strides,
     shard_of_rank,
-    tensors_of,
 )
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_identity,
 )
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
-from lmcache_redis.integrations.vllm.loads import EndedLoads
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.tracing import Headers
 
@@ -53,33 +45,33 @@ _IDLE_WAIT_S = 0.005
 class Planned(NamedTuple):
     """A load or a store that every worker starts: an operation for each group of layers.
 
-    A ``transfer_id`` is never reused.
+    A ``transfer_id`` is never reused. trace_headers: of the request, if the transfer has a span.
+    compare: a store whose blocks are compared with what is cached, and not stored.
     """
 
     transfer_id: int
     request_id: str
     ops: tuple[TransferOp, ...]
+    trace_headers: Headers | None = None
+    compare: bool = False
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers.
 
-    loads, stores: to start in this step. checks: as stores, but compared with what is cached.
+    loads, stores: to start in this step.
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
     idle: the step runs no model, so that a short wait delays no computation.
     number: the workers report it when the step has ended; 0: they need not.
-    traced: the trace headers of the requests of loads and stores, of those that have some.
     """
 
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
-    checks: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
     idle: bool = False
     number: int = 0
-    traced: dict[str, Headers] = field(default_factory=dict)
 
 
 @dataclass
@@ -110,14 +102,20 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
 
+class EndedLoads(NamedTuple):
+    """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
+
+    requests: set[str]
+    failed: dict[str, set[int]]
+
+
 @dataclass(slots=True)
 class _Begun(Generic[TransferT]):
-    """One transfer of vLLM's: an operation for each group of layers."""
+    """What was planned, and the transfer of each of its operations."""
 
-    request_id: str
+    planned: Planned
     begun_s: float
     transfers: Sequence[TransferT]
-    headers: Headers | None
 
     @property
     def is_over(self) -> bool:
@@ -134,12 +132,7 @@ class ConnectorWorker:
     """
 
     def __init__(
-        self,
-        client: WorkerClient,
-        rank: int,
-        recorder: Recorder,
-        *,
-        reallocates: bool,
+        self, client: WorkerClient, rank: int, recorder: Recorder, *, reallocates: bool
     ) -> None:
         self._recorder = recorder
         self._loads_after: int | None = None
@@ -161,40 +154,32 @@ class ConnectorWorker:
         self._loads_after = self._client.signal() if metadata.loads else None
 
     def begin_loads(self, metadata: StepMetadata) -> None:
-        for transfer_id, request_id, ops in metadata.loads:
-            self._awaited[request_id] = transfer_id
-            self._loads[transfer_id] = _Begun(
-                request_id,
-                time.monotonic(),
-                self._client.begin_retrieves([request_id] * len(ops), ops, self._loads_after),
-                metadata.traced.get(request_id),
-            )
+        for load in metadata.loads:
+            self._awaited[load.request_id] = load.transfer_id
+            names = [load.request_id] * len(load.ops)
+            transfers = self._client.begin_retrieves(names, load.ops, self._loads_after)
+            self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
 
     def begin_stores(self, metadata: StepMetadata) -> None:
         """Starts the stores of this step, once; on CUDA they follow the work queued so far."""
         if metadata is self._stored_step:
             return
         self._stored_step = metadata
-        begun = [*zip(metadata.stores, repeat(False)), *zip(metadata.checks, repeat(True))]
-        after = self._client.signal() if begun else None
-        for (transfer_id, request_id, ops), compare in begun:
-            self._stores[transfer_id] = _Begun(
-                request_id,
-                time.monotonic(),
-                self._client.begin_stores([request_id] * len(ops), ops, after, compare=compare),
-                None if compare else metadata.traced.get(request_id),
-            )
+        after = self._client.signal() if metadata.stores else None
+        for store in metadata.stores:
+            names = [store.request_id] * len(store.ops)
+            transfers = self._client.begin_stores(names, store.ops, after, compare=store.compare)
+            self._stores[store.transfer_id] = _Begun(store, time.monotonic(), transfers)
 
     def drop_stores(self, metadata: StepMetadata) -> None:
         """Ends the stores of a step whose blocks were not computed, before they begin."""
         if metadata is self._stored_step:
             return
         self._stored_step = metadata
-        self._ended.extend(each.transfer_id for each in (*metadata.stores, *metadata.checks))
+        self._ended.extend(each.transfer_id for each in metadata.stores)
         self._next.dropped |= bool(metadata.stores)
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
-        """Loads that have succeeded or failed since the last call."""
         if metadata.idle and self._awaited:
             loads = [self._loads[transfer_id] for transfer_id in self._awaited.values()]
             self._client.link.wait_for(
@@ -213,8 +198,8 @@ class ConnectorWorker:
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
             self._recorder.count("failed_chunks", failed_chunks, self._label)
             self._recorder.count("loaded_chunks", loaded_chunks, self._label)
-            self._took("load_seconds", load.begun_s)
-            self._trace("retrieve", load, {"chunks": loaded_chunks, "failed_chunks": failed_chunks})
+            found = {"chunks": loaded_chunks, "failed_chunks": failed_chunks}
+            self._took("load_seconds", "retrieve", load, found)
             if failed_blocks := set().union(*(each.failed_blocks for each in load.transfers)):
                 ended.failed[request_id] = failed_blocks
         for transfer_id in [t for t, load in self._loads.items() if load.is_over]:
@@ -231,9 +216,9 @@ class ConnectorWorker:
                 self._recorder.count("stored_chunks", result.stored, self._label)
                 self._recorder.count("dropped_chunks", result.dropped, self._label)
                 self._next.dropped |= result.dropped > 0
-            self._took("store_seconds", store.begun_s)
             stored, dropped = (sum(getattr(r, n) for r in results) for n in ("stored", "dropped"))
-            self._trace("store", store, {"chunks": stored, "dropped_chunks": dropped})
+            found = {"chunks": stored, "dropped_chunks": dropped}
+            self._took("store_seconds", "store", store, found)
             self._ended.append(transfer_id)
         places = {self._rank: self._client.place}
         if not self._ended and places == self._places and not step:
@@ -253,14 +238,13 @@ class ConnectorWorker:
     def _label(self) -> str:
         return str(self._rank)
 
-    def _trace(self, name: str, begun: _Begun[Any], attributes: Mapping[str, int]) -> None:
-        """Makes the span of a transfer that has ended. chunks: counted once for each group."""
-        if begun.headers and (spans := self._recorder.spans) is not None:
-            which = {"rank": self._rank, **attributes}
-            spans.ended(name, begun.headers, begun.request_id, begun.begun_s, which)
-
-    def _took(self, name: str, begun_s: float) -> None:
-        self._recorder.observe(name, time.monotonic() - begun_s, self._label)
+    def _took(self, name: str, span: str, begun: _Begun[Any], found: Mapping[str, int]) -> None:
+        """Records that a transfer has ended. found: chunks, counted once for each group."""
+        self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
+        planned, attributes = begun.planned, {"rank": self._rank, **found}
+        self._recorder.span(
+            span, planned.request_id, planned.trace_headers, begun.begun_s, attributes
+        )
 
 
 def register(
@@ -276,62 +260,53 @@ def register(
     kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
     memory cannot be exported, Unidentified if its bytes cannot be identified.
     """
-    tensors = {layer: dict(tensors_of(layer, cache)) for layer, cache in kv_caches.items()}
+    tensors: dict[str, dict[str, Any]] = {}  # by layer: a recurrent one has one for each state
+    for layer, cache in kv_caches.items():
+        if isinstance(cache, (list, tuple)):
+            tensors[layer] = {f"{layer}#{number}": state for number, state in enumerate(cache)}
+        else:
+            tensors[layer] = {layer: cache}
     strides = block_strides(kv_cache_config)
     if strides is not None:
         strides = {
             name: strides[layer] for layer in tensors if layer in strides for name in tensors[layer]
         }
-    identity = engine_identity(
-        vllm_config,
-        rank=vllm_config.parallel_config.rank,
-        backend=attention_backend(vllm_config),
-        weights_id=weights_id,
-    )
+    rank, backend = vllm_config.parallel_config.rank, attention_backend(vllm_config)
+    identity = engine_identity(vllm_config, rank=rank, backend=backend, weights_id=weights_id)
     cache_groups = []
     for group in groups:
         # With one group, layers that share the KV of another are listed as well.
         layers = group.layers if len(kv_cache_config.kv_cache_groups) > 1 else tensors
         some = {name: each for layer in layers for name, each in tensors.get(layer, {}).items()}
-        cache_groups.append(_cache_group(vllm_config, kv_cache_config, group, some, strides))
+        if not some:
+            raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
+        pairs = {}  # what decides the group's bytes
+        if not group.is_state:  # states are plain tensors
+            pairs = kv_identity(
+                vllm_config,
+                some,
+                num_blocks=kv_cache_config.num_blocks,
+                block_size_tokens=group.block_size_tokens,
+                block_strides=strides,
+            )
+        spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
+        shard, shards, replicas = shard_of_rank(vllm_config, spec)
+        if replicas > 1:
+            pairs["rank"] = f"shard {shard} of {shards}"
+        cache_groups.append(
+            CacheGroup(
+                some,
+                "+".join(dict.fromkeys(dtype_name(each.dtype) for each in some.values())),
+                group.block_size_tokens,
+                group.reach,
+                pairs,
+                shard=(shard, shards),
+                replica=(rank % replicas, replicas),
+            )
+        )
     client.register_groups(
         cache_groups,
         num_blocks=kv_cache_config.num_blocks,
         identity=identity,
         block_strides=strides,
-    )
-
-
-def _cache_group(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    group: LayerGroup,
-    tensors: Mapping[str, Any],
-    strides: Mapping[str, int] | None,
-) -> CacheGroup:
-    """The group's tensors, and what decides their bytes."""
-    if not tensors:
-        raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
-    identity = {}
-    if not group.is_state:  # states are plain tensors
-        identity = kv_identity(
-            vllm_config,
-            tensors,
-            num_blocks=kv_cache_config.num_blocks,
-            block_size_tokens=group.block_size_tokens,
-            block_strides=strides,
-        )
-    dtypes = dict.fromkeys(dtype_name(each.dtype) for each in tensors.values())
-    spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
-    shard, shards, replicas = shard_of_rank(vllm_config, spec)
-    if replicas > 1:
-        identity["rank"] = f"shard {shard} of {shards}"
-    return CacheGroup(
-        tensors,
-        "+".join(dtypes),
-        group.block_size_tokens,
-        group.reach,
-        identity,
-        shard=(shard, shards),
-        replica=(vllm_config.parallel_config.rank % replicas, replicas),
     )

@@ -9,11 +9,11 @@ weights also has to reset its prefix cache, with ``reset_connector``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lmcache_redis.integrations.vllm.engine import Engine, listen, watch_resets
-from lmcache_redis.integrations.vllm.epoch import Epochs
+from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
@@ -57,25 +57,12 @@ class TierEpochs:
 
     @contextmanager
     def _around_reset(self) -> Iterator[None]:
-        self._change(self._epochs.check_parameters, "the parameters in memory have changed")
+        self.change_epoch(Epochs.check_parameters, "the parameters in memory have changed")
         yield
-
-    def weights_may_differ(self, why: str) -> None:
-        self._change(self._epochs.weights_may_differ, why)
-
-    def weights_have_id(self, weights_id: str) -> None:
-        self._change(lambda: self._epochs.weights_have_id(weights_id), f"weights_id {weights_id!r}")
-
-    def weights_have_version(self, version: str) -> None:
-        self._change(
-            lambda: self._epochs.weights_have_version(version), f"weight version {version!r}"
-        )
 
     def renamed(self, suffix: str) -> None:
         """Names of chunks do not depend on the engine's."""
 
-    def _change(self, change: Callable[[], None], why: str) -> None:
-        before = self._epochs.current
-        change()
-        if self._epochs.current != before:
+    def change_epoch(self, change: EpochChange, why: str) -> None:
+        if change(self._epochs):
             logger.info("%s: from now on chunks in Redis are those of other weights", why)

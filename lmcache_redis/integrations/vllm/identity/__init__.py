@@ -1,7 +1,8 @@
 """What decides the bytes of an engine's KV cache, besides its layout: docs/internals/identity.md.
 
 engine_identity  the identity of a worker's KV cache, as pairs of text
-settings         the verdict on each setting of vLLM: in a pair, refused or left out
+pairs            the settings of vLLM that are in each pair
+settings         the values of an engine's settings
 weights          a digest of the model's files (`tensorfiles`), or the operator's name for them
 probe            how the layers' backends pack K and V
 lora             a digest of a request's adapter, which is in the names of its chunks

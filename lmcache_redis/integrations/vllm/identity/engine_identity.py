@@ -2,8 +2,7 @@
 
 Block hashes cover tokens, multimodal content and ``cache_salt``. The identity covers everything
 else, as pairs of text: engines whose identities differ share nothing. A pair too many costs a
-miss; a pair too few costs wrong answers. `settings` says which setting of vLLM is in which pair,
-and which is in none.
+miss; a pair too few costs wrong answers. `pairs` says which setting of vLLM is in which pair.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
-from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS
-from lmcache_redis.integrations.vllm.identity.settings.reading import settings_of, settings_of_class
+from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
+from lmcache_redis.integrations.vllm.identity.settings import settings_of, settings_of_class
 from lmcache_redis.integrations.vllm.identity.weights import Unidentified, weights_identity
 
 if TYPE_CHECKING:
@@ -39,7 +38,9 @@ _ANY_LENGTH = frozenset(
     }
 )  # fmt: skip
 # Digests of settings alone. The other pairs are made below, each in its way.
-_DIGESTS = [name for name, pair in PAIRS.items() if pair.digested and not pair.computed]
+_DIGESTS = [
+    name for name, pair in PAIRS.items() if pair.digested and name not in ("draft", "model_config")
+]
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 _LONG_ROPE = frozenset({"longrope", "su"})
 
@@ -85,34 +86,28 @@ def engine_identity(
     for them) is None, or if the settings of this vLLM cannot be read.
     """
     try:
-        return _pairs(vllm_config, rank, backend, weights_id)
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        parallel = vllm_config.parallel_config
+        return {
+            "engine": f"vllm {vllm.__version__}",
+            "attention_backend": backend,
+            "revision": str(model.revision),
+            "commit": str(getattr(model.hf_config, "_commit_hash", None)),
+            **weights_identity(model, vllm_config.load_config, weights_id),
+            "model_config": _digest(_config(model)),
+            "model_dtype": str(model.dtype),
+            "context": _context(model),
+            "quantization": str(model.quantization),
+            "kv_cache_dtype": str(cache.cache_dtype),
+            **{pair: _digest(settings_of(pair, vllm_config)) for pair in _DIGESTS},
+            "draft": _draft(vllm_config, weights_id),
+            "block_hash": str(cache.prefix_caching_hash_algo),
+            "tensor_parallel": str(parallel.tensor_parallel_size),
+            "pipeline_parallel": str(parallel.pipeline_parallel_size),
+            "rank": str(rank),
+        }
     except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
         raise Unidentified(f"the settings of this vLLM cannot be read: {error!r}") from error
-
-
-def _pairs(
-    vllm_config: VllmConfig, rank: int, backend: str, weights_id: str | None
-) -> dict[str, str]:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    return {
-        "engine": f"vllm {vllm.__version__}",
-        "attention_backend": backend,
-        "revision": str(model.revision),
-        "commit": str(getattr(model.hf_config, "_commit_hash", None)),
-        **weights_identity(model, vllm_config.load_config, weights_id),
-        "model_config": _digest(_config(model)),
-        "model_dtype": str(model.dtype),
-        "context": _context(model),
-        "quantization": str(model.quantization),
-        "kv_cache_dtype": str(cache.cache_dtype),
-        **{pair: _digest(settings_of(pair, vllm_config)) for pair in _DIGESTS},
-        "draft": _draft(vllm_config, weights_id),
-        "block_hash": str(cache.prefix_caching_hash_algo),
-        "tensor_parallel": str(parallel.tensor_parallel_size),
-        "pipeline_parallel": str(parallel.pipeline_parallel_size),
-        "rank": str(rank),
-    }
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:

@@ -48,12 +48,6 @@ class _Adapter(NamedTuple):
     is_3d: bool
     is_read_again: bool
 
-    @staticmethod
-    def of(request: LoRARequest) -> _Adapter:
-        is_3d = bool(getattr(request, "is_3d_lora_weight", False))
-        is_read_again = bool(getattr(request, "load_inplace", False))
-        return _Adapter(request.lora_int_id, request.lora_path, is_3d, is_read_again)
-
 
 class _Seen(NamedTuple):
     """An adapter's files at a look that began at ``since_s``.
@@ -92,7 +86,13 @@ class AdapterDigests:
         """
         if lora_request is None:
             return b""
-        adapter, now_s = _Adapter.of(lora_request), time.monotonic()
+        now_s = time.monotonic()
+        adapter = _Adapter(
+            lora_request.lora_int_id,
+            lora_request.lora_path,
+            bool(getattr(lora_request, "is_3d_lora_weight", False)),
+            bool(getattr(lora_request, "load_inplace", False)),
+        )
         oldest_s = now_s - (0.0 if adapter.is_read_again else self._believed_s)
 
         def is_believed(oldest_s: float) -> bool:

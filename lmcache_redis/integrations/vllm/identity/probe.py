@@ -88,7 +88,6 @@ def _digest(value: Any) -> str:
 
 
 def _scales(layer: Any) -> list[list[float] | None]:
-    """The scales of a quantized cache, for K and for V."""
     found = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
     return [
         each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None

@@ -1,10 +1,10 @@
 """A digest of one weights file that reads only a small part of it.
 
-The table of a file (safetensors, GGUF, the zip files of ``torch.save``) says where its tensors
-begin. The digest covers the whole table, with names, shapes and the CRCs of a zip file, and the
-first, the middle and the last bytes of every tensor, because a fine-tune may change norms or biases
-only. Large tensors have more, evenly spread samples: training changes almost every number. A file
-without a valid table is sampled more densely. A small file is read whole.
+The table of a file (safetensors, the zip files of ``torch.save``) says where its tensors begin. The
+digest covers the whole table, with names, shapes and the CRCs of a zip file, and the first, the
+middle and the last bytes of every tensor, because a fine-tune may change norms or biases only.
+Large tensors have more, evenly spread samples: training changes almost every number. A small file,
+and one of another format, is read whole.
 
 Tables are untrusted: every offset is checked against the file's size.
 """
@@ -22,16 +22,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
+import xxhash
+
 _WHOLE_BYTES = 4 << 20
 _SAMPLE_BYTES = 4096
 _SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three samples of each
-_UNKNOWN_EVERY_BYTES = 1 << 18  # of a file without a table
 _MAX_HEADER_BYTES = 1 << 30
-_MAX_VALUE_BYTES = 64 << 20
-
-# Bytes of GGUF's metadata types by number; 8 is a string, 9 an array.
-_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_GGUF_STRING, _GGUF_ARRAY = 8, 9
 
 
 class Extent(NamedTuple):
@@ -41,6 +37,10 @@ class Extent(NamedTuple):
     size: int
 
 
+# What a header that is none, or none that can be believed, raises.
+_BAD_TABLE = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 # What a file says of itself, and where its tensors begin. Each ends where the next begins.
 _Table: TypeAlias = tuple[bytes, list[int]]
 
@@ -67,16 +67,18 @@ def digest_file(path: Path) -> bytes:
 
 def _parts(file: BinaryIO, size_bytes: int) -> Iterator[bytes | Extent]:
     """What the digest covers, in this order: bytes, and extents of the file."""
-    whole_file = Extent(0, size_bytes)
     if size_bytes <= _WHOLE_BYTES:
-        yield whole_file
+        yield Extent(0, size_bytes)
         return
     try:
         described, begins = _table(file, size_bytes)
         if not begins or min(begins) < 0 or max(begins) > size_bytes:
             raise _NoTable
     except _NoTable:
-        yield from _spread(whole_file, 2 + size_bytes // _UNKNOWN_EVERY_BYTES)
+        whole = xxhash.xxh3_128()
+        for offset in range(0, size_bytes, _WHOLE_BYTES):
+            whole.update(_read(file, Extent(offset, min(_WHOLE_BYTES, size_bytes - offset))))
+        yield whole.digest()
         return
     yield struct.pack("<Q", len(described)) + described
     for begin, end in pairwise(sorted([*begins, size_bytes])):
@@ -91,15 +93,11 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 def _read(file: BinaryIO, extent: Extent) -> bytes:
     """The bytes of ``extent``. Raises OSError if the file has become shorter."""
-    parts = []
-    offset, left = extent
-    while left:
-        part = os.pread(file.fileno(), left, offset)
-        if not part:
-            raise OSError(f"{file.name} became shorter while it was read")
-        parts.append(part)
-        offset, left = offset + len(part), left - len(part)
-    return b"".join(parts)
+    file.seek(extent.offset)
+    found = file.read(extent.size)
+    if len(found) != extent.size:
+        raise OSError(f"{file.name} became shorter while it was read")
+    return found
 
 
 def _spread(extent: Extent, count: int) -> Iterator[Extent]:
@@ -113,16 +111,9 @@ def _spread(extent: Extent, count: int) -> Iterator[Extent]:
 
 
 def _table(file: BinaryIO, size_bytes: int) -> _Table:
-    magic = _read(file, Extent(0, 4))
-    if magic == b"GGUF":
-        return _Gguf(file, size_bytes).table()
-    if magic[:2] == b"PK":
-        return _zip_table(file)
-    return _safetensors_table(file, size_bytes)
-
-
-def _safetensors_table(file: BinaryIO, size_bytes: int) -> _Table:
     """https://huggingface.co/docs/safetensors: header length, JSON header, data."""
+    if _read(file, Extent(0, 2)) == b"PK":
+        return _zip_table(file)
     header_bytes = struct.unpack("<Q", _read(file, Extent(0, 8)))[0]
     if header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
         raise _NoTable
@@ -133,15 +124,8 @@ def _safetensors_table(file: BinaryIO, size_bytes: int) -> _Table:
             for name, tensor in json.loads(header[8:]).items()
             if name != "__metadata__"
         ]
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as e:
-        raise _NoTable from e
+    except _BAD_TABLE as error:
+        raise _NoTable from error
 
 
 def _zip_table(file: BinaryIO) -> _Table:
@@ -157,59 +141,3 @@ def _zip_table(file: BinaryIO) -> _Table:
     described = "".join(f"{each.filename}\0{each.CRC}\0{each.file_size}\0" for each in members)
     begins = [each.header_offset for each in members]
     return described.encode(errors="surrogateescape"), begins
-
-
-class _Gguf:
-    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3."""
-
-    def __init__(self, file: BinaryIO, size_bytes: int) -> None:
-        self._file = file
-        self._size_bytes = size_bytes
-
-    def table(self) -> _Table:
-        self._file.seek(4)
-        version, tensors, pairs = self._unpack("<IQQ")
-        if version not in (2, 3) or max(tensors, pairs) > self._size_bytes:
-            raise _NoTable
-        alignment = 32
-        for _ in range(pairs):
-            name, (kind,) = self._string(), self._unpack("<I")
-            value = self._value(kind)
-            if name == b"general.alignment":
-                alignment = max(1, int.from_bytes(value, "little"))
-        offsets: list[int] = []
-        for _ in range(tensors):
-            self._string()
-            (dimensions,) = self._unpack("<I")
-            self._take(8 * dimensions + 4)
-            offsets += self._unpack("<Q")
-        header_bytes = self._file.tell()
-        data = -(-header_bytes // alignment) * alignment
-        begins = [data + offset for offset in offsets]
-        return _read(self._file, Extent(0, header_bytes)), begins
-
-    def _value(self, kind: int) -> bytes:
-        if kind == _GGUF_STRING:
-            return self._string()
-        count = 1
-        if kind == _GGUF_ARRAY:
-            kind, count = self._unpack("<IQ")
-            if kind == _GGUF_STRING:
-                for _ in range(count):
-                    self._string()
-                return b""
-        if kind not in _GGUF_SIZES:
-            raise _NoTable
-        return self._take(count * _GGUF_SIZES[kind])
-
-    def _string(self) -> bytes:
-        return self._take(*self._unpack("<Q"))
-
-    def _unpack(self, form: str) -> tuple[int, ...]:
-        return struct.unpack(form, self._take(struct.calcsize(form)))
-
-    def _take(self, count: int) -> bytes:
-        found = self._file.read(count) if count <= _MAX_VALUE_BYTES else b""
-        if len(found) != count:
-            raise _NoTable
-        return found

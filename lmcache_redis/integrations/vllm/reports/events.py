@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.client.watching import ChunkWatch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
+from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -67,11 +68,8 @@ class Event(NamedTuple):
     chunk: AnnouncedChunk
 
 
-class _Followed(NamedTuple):
-    """A chunk, and which of its parts are where: bit masks, by tier and group."""
-
-    chunk: AnnouncedChunk
-    parts: dict[tuple[str, int], int]
+# Which parts of a chunk are where: bit masks, by tier and group.
+_Parts = dict[tuple[str, int], int]
 
 
 class Holdings:
@@ -87,48 +85,47 @@ class Holdings:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._chunks: OrderedDict[bytes, _Followed] = OrderedDict()
+        self._chunks: OrderedDict[bytes, tuple[AnnouncedChunk, _Parts]] = OrderedDict()
         self._groups: Sequence[int] = ()
         self._whole: dict[int, int] = {}  # the bit mask of all parts, by group
 
     def begin(self, groups: Sequence[int]) -> list[Event]:
         """Chunks have these parts, each of a group. Nothing is in any tier, as far as is known."""
-        events = [event for held in self._chunks.values() for event in self._removals(held)]
-        for held in self._chunks.values():
-            held.parts.clear()
+        events = [event for held in self._chunks.values() for event in self._removals(*held)]
+        for _, parts in self._chunks.values():
+            parts.clear()
         self._groups = groups
         self._whole = {}
         for part, group in enumerate(groups):
             self._whole[group] = self._whole.get(group, 0) | 1 << part
         return events
 
-    def renew(self, name: bytes) -> bool:
-        """Whether the chunk is followed. It is now the one that was named last."""
-        is_followed = name in self._chunks
-        if is_followed:
-            self._chunks.move_to_end(name)
-        return is_followed
+    def follow(self, name: bytes, describe: Callable[[], AnnouncedChunk]) -> list[Event]:
+        """Follows a chunk, which is now the one that was named last.
 
-    def follow(self, name: bytes, chunk: AnnouncedChunk) -> list[Event]:
-        """Follows another chunk. The one that was named first may be forgotten for it."""
-        self._chunks[name] = _Followed(chunk, {})
+        The one that was named first may be forgotten for it.
+        """
+        if name in self._chunks:
+            self._chunks.move_to_end(name)
+            return []
+        self._chunks[name] = (describe(), {})
         if len(self._chunks) <= self._limit:
             return []
-        return self._removals(self._chunks.popitem(last=False)[1])
+        return self._removals(*self._chunks.popitem(last=False)[1])
 
     def changed(self, part: int, tier: str, there: bool, name: bytes) -> Event | None:
         """What follows from a change of one part."""
-        held = self._chunks.get(name)
-        if held is None or part >= len(self._groups):
+        if name not in self._chunks or part >= len(self._groups):
             return None
+        chunk, parts = self._chunks[name]
         group = self._groups[part]
-        before = held.parts.get((tier, group), 0)
+        before = parts.get((tier, group), 0)
         after = before | 1 << part if there else before & ~(1 << part)
-        held.parts[tier, group] = after
+        parts[tier, group] = after
         whole = self._whole[group]
         if (before == whole) == (after == whole):
             return None
-        return Event(after == whole, tier, group, held.chunk)
+        return Event(after == whole, tier, group, chunk)
 
     def forget(self) -> list[Event]:
         """Follows no chunk any more."""
@@ -136,10 +133,10 @@ class Holdings:
         self._chunks.clear()
         return events
 
-    def _removals(self, held: _Followed) -> list[Event]:
+    def _removals(self, chunk: AnnouncedChunk, parts: _Parts) -> list[Event]:
         return [
-            Event(False, tier, group, held.chunk)
-            for (tier, group), mask in held.parts.items()
+            Event(False, tier, group, chunk)
+            for (tier, group), mask in parts.items()
             if mask == self._whole[group]
         ]
 
@@ -199,22 +196,21 @@ class Announcer:
         """Whether `take` may return events now."""
         return not self._failed_reports and (bool(self._events) or self._watch.has_news)
 
-    @reporting(nothing, EVENTS)
+    @guarded(nothing, EVENTS)
     def named(
         self, request: Request, names: Sequence[bytes], chunks: range, chunk_tokens: int
     ) -> None:
         """A request asks for chunks, or stores them. names: of all its chunks."""
         for number in chunks:
-            if not self._holdings.renew(names[number]):
-                chunk = self._described(request, number, chunk_tokens)
-                self._events += self._holdings.follow(names[number], chunk)
+            describe = partial(self._described, request, number, chunk_tokens)
+            self._events += self._holdings.follow(names[number], describe)
 
-    @reporting(nothing, EVENTS)
+    @guarded(nothing, EVENTS)
     def forget(self) -> None:
         """The chunks so far can no longer be loaded."""
         self._events += self._holdings.forget()
 
-    @reporting(lambda self: [], EVENTS)
+    @guarded(lambda self: [], EVENTS)
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call; of many, the first ones."""
         if (news := self._watch.take()) is not None:

@@ -16,7 +16,7 @@ from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.watching import ChunkWatch
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
+from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.tracing import RequestSpans
 
@@ -46,7 +46,7 @@ class ReportingHooks:
         self._announcer: Announcer | None = None
         self._failed_reports: set[str] = set()
 
-    @reporting(nothing, EVENTS)
+    @guarded(nothing, EVENTS)
     def _begin_events(
         self, adapter: SchedulerClient, groups: Sequence[LayerGroup], hash_tokens: int
     ) -> None:
@@ -64,7 +64,7 @@ class ReportingHooks:
         """Which chunks can be loaded now, or no longer, see `reports.events`."""
         return () if self._announcer is None else self._announcer.take()
 
-    @reporting(
+    @guarded(
         lambda self, *args: KVConnectorBase_V1.get_external_cache_hit_sources(self, *args),
         "the sources of hits",
     )
@@ -81,7 +81,7 @@ class ReportingHooks:
         remote = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
         return {sources.get(tier, remote): count for tier, count in tokens.items()}
 
-    @reporting(nothing, "statistics")
+    @guarded(nothing, "statistics")
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What this process has counted since the last call."""
         if self.role is KVConnectorRole.WORKER:

@@ -6,20 +6,18 @@ model and the number of the engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
 from lmcache_redis.integrations.vllm.reports.stats import DECLARED, TIERS
 from lmcache_redis.metrics import PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger("vllm.lmcache_redis")
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
@@ -33,7 +31,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._failed = False
+        self._failed_reports: set[str] = set()
         self._metrics: dict[str, Any] = {}
         _forget_former()
         workers = [str(rank) for rank in range(vllm_config.parallel_config.world_size)]
@@ -47,18 +45,11 @@ class ConnectorMetrics(KVConnectorPromMetrics):
                 for label in values[declared.label]:
                     _child(metric, engine, label)
 
+    @guarded(nothing, "metrics")
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds what `stats.ConnectorStats` has counted. Never raises."""
-        if self._failed:
-            return
-        try:
-            self._observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
-        except Exception:
-            self._failed = True
-            logger.exception("the connector's metrics are now off; please report this")
-
-    def _observe(self, data: Mapping[str, Mapping[str, Any]], engine: Sequence[object]) -> None:
-        for name, values in data.items():
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, values in transfer_stats_data.items():
             metric, kind = self._metrics[name], DECLARED[name].kind
             for label, value in values.items():
                 child = _child(metric, engine, label)

@@ -7,12 +7,13 @@ processes as msgpack.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from lmcache_redis.integrations.vllm.tracing import RequestSpans
+from lmcache_redis.integrations.vllm.tracing import Headers, RequestSpans
 from lmcache_redis.metrics import SECONDS, Declared
 
 # Label values of ``hit_tokens``.
@@ -52,8 +53,6 @@ DECLARED: Final = {
 
 
 class ConnectorStats(KVConnectorStats):
-    """See the module."""
-
     def reset(self) -> None:
         self.data: dict[str, dict[str, Any]] = {}
 
@@ -84,18 +83,16 @@ class Recorder:
     """What one process has counted since the last `take`. spans: None where tracing is off."""
 
     def __init__(self, spans: RequestSpans | None = None) -> None:
-        self.spans = spans
+        self._spans = spans
         self._data: dict[str, dict[str, Any]] = {}
         self._gauges: dict[tuple[str, str], float] = {}
 
     def count(self, name: str, n: int, label: str = "") -> None:
-        """Adds ``n`` to a counter."""
         if n:
             values = self._data.setdefault(name, {})
             values[label] = values.get(label, 0) + n
 
     def observe(self, name: str, value: float, label: str = "") -> None:
-        """Adds a value to a histogram."""
         self._data.setdefault(name, {}).setdefault(label, []).append(value)
 
     def set(self, name: str, value: float, label: str = "") -> None:
@@ -103,6 +100,18 @@ class Recorder:
         if self._gauges.get((name, label)) != value:
             self._gauges[name, label] = value
             self._data.setdefault(name, {})[label] = value
+
+    def span(
+        self,
+        name: str,
+        request_id: str,
+        headers: Headers | None,
+        began_s: float,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        """Makes a span that ends now, where tracing is on; see `RequestSpans.ended`."""
+        if self._spans is not None:
+            self._spans.ended(name, request_id, headers, began_s, attributes)
 
     def take(self) -> ConnectorStats | None:
         """What was counted since the last call; None if nothing was."""

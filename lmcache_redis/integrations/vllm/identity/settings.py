@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 
-from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS, REFUSED
+from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,15 +32,6 @@ _PLACES = {
 }
 # Settings that name a file: what it contains is the value, and replicas may keep it elsewhere.
 _FILES = frozenset({"mm_encoder_fp8_scale_path"})
-
-
-def refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    """Why an engine with these settings must not be cached: a sentence for each."""
-    for refused in REFUSED:
-        place = _place(refused.kind, vllm_config)
-        for value in _values(refused.kind, place, refused.name).values():
-            if value != refused.unless:
-                yield f"with {refused.name}={value}, {refused.reason}"
 
 
 def settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:

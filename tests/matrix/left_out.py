@@ -1,15 +1,16 @@
-"""Settings that change no byte of a chunk, by reason. Data alone.
+"""Verdicts on settings whose own values are in no pair. Data alone, which no engine reads.
 
-A setting belongs here if it decides when, where or with which kernel of equal precision something
-is computed: replicas that differ in it share. ``*`` ends a family of names whose purpose is clear,
-and alone it stands for every field of a class.
+A setting belongs in ``LEFT_OUT`` if it decides when, where or with which kernel of equal precision
+something is computed: replicas that differ in it share. ``*`` ends a family of names whose purpose
+is clear, and alone it stands for every field of a class.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lmcache_redis.integrations.vllm.identity.settings.pairs import Names
+from lmcache_redis.integrations.vllm.identity.pairs import Names
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ LEFT_OUT = (
                 prefill_context_parallel_size
             """,
             "environment": """
-                VLLM_DCP_Q_REPLICATE VLLM_ROCM_AITER_MLA_DCP_VERIFY VLLM_USE_DIRECT_DCP_*
+                VLLM_DCP_Q_REPLICATE VLLM_MOE_ROUTING_SIMULATION_STRATEGY
+                VLLM_ROCM_AITER_MLA_DCP_VERIFY VLLM_USE_DIRECT_DCP_*
             """,
         },
     ),
@@ -372,3 +374,43 @@ LEFT_OUT = (
         },
     ),
 )
+
+# Settings that are in a pair in another form (engine_identity.py, weights.py), or that the layout
+# shows, by pair.
+COMPUTED: Mapping[str, Names] = {
+    "weights": {
+        "ModelConfig": "model model_weights seed word_embeddings_untied_by_checkpoint",
+        "LoadConfig": "download_dir",
+        "environment": "VLLM_USE_MODELSCOPE VLLM_MODEL_REDIRECT_PATH",
+    },
+    "load_format": {"LoadConfig": "load_format"},
+    "revision": {"ModelConfig": "revision"},
+    "model_config": {
+        "ModelConfig": "hf_config hf_text_config hf_overrides hf_config_path config_format",
+        "ModelArchitectureConfig": "*",
+        "QuantizationConfigArgs": "*",
+        "QuantSpec": "*",
+        "VllmConfig": "quant_config",
+    },
+    "context": {
+        "ModelConfig": "max_model_len",
+        "environment": "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+    },
+    "model_dtype": {"ModelConfig": "dtype"},
+    "quantization": {"ModelConfig": "quantization"},
+    "kv_cache_dtype": {"CacheConfig": "cache_dtype"},
+    "kv_scales": {"environment": "Q_SCALE_CONSTANT K_SCALE_CONSTANT V_SCALE_CONSTANT"},
+    "attention_backend": {"AttentionConfig": "backend backend_per_kind"},
+    "draft": {
+        "SpeculativeConfig": """
+            code_revision draft_load_config draft_model_config method model quantization revision
+            target_model_config
+        """
+    },
+    "block_hash": {"CacheConfig": "prefix_caching_hash_algo"},
+    "tensor_parallel": {
+        "ParallelConfig": "tensor_parallel_size rank world_size",
+        "SpeculativeConfig": "target_parallel_config draft_parallel_config",
+    },
+    "pipeline_parallel": {"ParallelConfig": "pipeline_parallel_size"},
+}
