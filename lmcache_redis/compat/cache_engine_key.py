@@ -50,7 +50,7 @@ _Key = TypeVar("_Key", bound="CacheEngineKey")
 
 
 @dataclass(frozen=True, eq=False)
-class _Fields:
+class _KeyParts:
     fmt: str | None
     model_name: str
     world_size: int
@@ -117,7 +117,7 @@ class _Fields:
         return f"{self.chunk_hash:x}" if isinstance(self.chunk_hash, int) else self.chunk_hash
 
 
-class CacheEngineKey(_Fields):
+class CacheEngineKey(_KeyParts):
     """The key of a worker's chunk. Immutable; keys of one class and text are equal.
 
     Arguments, in this order or by name: fmt, model_name, world_size, worker_id, chunk_hash, dtype,

@@ -44,7 +44,7 @@ from lmcache_redis.tiers import (
 )
 
 
-class Held(NamedTuple):
+class HeldChunk(NamedTuple):
     """A pinned chunk in memory, or reserved memory to be filled.
 
     payload: one contiguous view of `metadata.length` bytes, writable if it was reserved. Do not use
@@ -99,7 +99,6 @@ class ObjectCache:
         self._names = names
         self._new_form = lru_cache(1024)(partial(ChunkForm.of, names, slot_bytes=stripe_bytes))
         self._pool = cache.pool
-        self._finds: dict[bytes, list[Done[Found | None]]] = {}
         self._post = cache.owner.post
         self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
         assert len(self._tiers) == len(cache.tiers), "they are asked by key"
@@ -113,7 +112,7 @@ class ObjectCache:
 
     # ------------------------------------------------------------------ get
 
-    def hold(self, key: ObjectKey) -> Held | None:
+    def hold(self, key: ObjectKey) -> HeldChunk | None:
         """The chunk if it is in memory, which counts as a use. The caller releases it."""
         entry = self._pool.get(self._names.chunk_key(key))
         if entry is None or entry.state is not EntryState.READY:
@@ -123,63 +122,37 @@ class ObjectCache:
         return self._held(entry)
 
     def get(
-        self, key: ObjectKey, deadline: float, done: Done[Held | None], places: Places = EVERYWHERE
+        self, key: ObjectKey, deadline: float, done: Done[HeldChunk | None], first: int = 0
     ) -> None:
-        """`hold`, or `find` and `load` from the first tier that delivers the chunk."""
-        held = self.hold(key) if places.memory else None
+        """`hold`, or `find` and `load` from tier number `first` or one below it."""
+        held = self.hold(key)
         if held is not None:
             done(held)
             return
 
-        def answer(found: Found | None) -> None:
+        def found_it(found: Found | None) -> None:
             if found is None:
                 done(None)
             else:
                 self.load(key, found, deadline, partial(loaded, found))
 
-        def loaded(found: Found, held: Held | None) -> None:
+        def loaded(found: Found, held: HeldChunk | None) -> None:
             if held is None:
-                self.get(key, deadline, done, places._replace(first=found.level + 1))
+                self.get(key, deadline, done, found.level + 1)
             else:
                 done(held)
 
-        self.find(key, deadline, answer, places)
+        self.find(key, deadline, found_it, Places(first=first))
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldChunk) -> None:
         """Unpin a chunk that `hold` or `load` returned."""
         self._pool.unpin(held.entry)
 
     def find(
         self, key: ObjectKey, deadline: float, done: Done[Found | None], places: Places = EVERYWHERE
     ) -> None:
-        """Find the chunk in the first tier of the places that has it. Does not look in memory.
-
-        Equal questions everywhere are one, so that all of them load the chunk together.
-        """
+        """Find the chunk in the first tier of the places that has it. Does not look in memory."""
         chunk_key = self._names.chunk_key(key)
-        if places != EVERYWHERE:
-            self._find(key, chunk_key, deadline, done, places)
-        elif chunk_key in self._finds:
-            self._finds[chunk_key].append(done)
-        else:
-            waiting = self._finds[chunk_key] = [done]
-
-            def answer(found: Found | None) -> None:
-                if self._finds.get(chunk_key) is waiting:
-                    del self._finds[chunk_key]
-                for each in waiting:
-                    each(found)
-
-            self._find(key, chunk_key, deadline, answer, places)
-
-    def _find(
-        self,
-        key: ObjectKey,
-        chunk_key: bytes,
-        deadline: float,
-        done: Done[Found | None],
-        places: Places,
-    ) -> None:
         level = self._level_of(chunk_key, places)
         if level is None:
             done(None)
@@ -196,14 +169,16 @@ class ObjectCache:
                 form = ChunkForm(self._names, key.model_name, key.kv_rank, *sizes)
                 done(Found(form, parsed_metadata(frame.metadata), level))
             else:
-                self._find(key, chunk_key, deadline, done, places._replace(first=level + 1))
+                self.find(key, deadline, done, places._replace(first=level + 1))
 
         self._tiers[level].describe(
             (chunk_key,), deadline, lambda result: self._post(partial(described, result))
         )
 
-    def load(self, key: ObjectKey, found: Found, deadline: float, done: Done[Held | None]) -> None:
-        """Reads a chunk into memory, once for all callers. Each caller releases its `Held`.
+    def load(
+        self, key: ObjectKey, found: Found, deadline: float, done: Done[HeldChunk | None]
+    ) -> None:
+        """Reads a chunk into memory, once for all callers. Each caller releases its `HeldChunk`.
 
         None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
         meanwhile, the result may be the new one: check its metadata.
@@ -228,21 +203,21 @@ class ObjectCache:
                 self.cache.begin_loads((job,))
 
     def _loaded(
-        self, key: ObjectKey, entry: Entry, done: Done[Held | None], filled: Filled
+        self, key: ObjectKey, entry: Entry, done: Done[HeldChunk | None], filled: Filled
     ) -> None:
         # If it is not READY, it may have been replaced by an entry that is.
         held = self._held(entry) if filled is Filled.READY else self.hold(key)
         self._pool.unpin(entry)
         done(held)
 
-    def _held(self, entry: Entry) -> Held:
+    def _held(self, entry: Entry) -> HeldChunk:
         self._pool.pin(entry)
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
-        return Held(entry, parsed_metadata(_form_of(entry).metadata), payload.toreadonly())
+        return HeldChunk(entry, parsed_metadata(_form_of(entry).metadata), payload.toreadonly())
 
     # ------------------------------------------------------------------ put
 
-    def reserve(self, metadata: RemoteMetadata) -> Held | None:
+    def reserve(self, metadata: RemoteMetadata) -> HeldChunk | None:
         """Memory for a chunk, which gets do not find yet; None if there is no room or no payload.
 
         The caller publishes or abandons it.
@@ -253,9 +228,9 @@ class ObjectCache:
         if entry is None:
             return None
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
-        return Held(entry, metadata, payload)
+        return HeldChunk(entry, metadata, payload)
 
-    def publish(self, key: ObjectKey, held: Held, written: Done[bool]) -> None:
+    def publish(self, key: ObjectKey, held: HeldChunk, written: Done[bool]) -> None:
         """Makes reserved and filled memory the key's chunk, and writes it to every tier.
 
         written: called when every tier has answered, with whether any of them, or memory, keeps the
@@ -292,7 +267,7 @@ class ObjectCache:
         else:
             queue.remove(job.key, time.monotonic() + self._write_s, lambda removed: add(False))
 
-    def abandon(self, held: Held) -> None:
+    def abandon(self, held: HeldChunk) -> None:
         """Frees reserved memory that will not be published."""
         self._pool.discard(held.entry)
         self._pool.unpin(held.entry)
@@ -339,8 +314,7 @@ class ObjectCache:
             queue.remove(chunk_key, deadline, lambda result: add(result.removed > 0))
 
     def _supersede(self, chunk_key: bytes) -> None:
-        """Detaches finds and cancels a load of the key: they may bring the previous chunk."""
-        self._finds.pop(chunk_key, None)
+        """Cancels a load of the key: it may bring the previous chunk."""
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)

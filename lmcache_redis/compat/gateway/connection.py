@@ -41,7 +41,7 @@ from lmcache_redis.compat.gateway.wire import (
     reply_of,
 )
 from lmcache_redis.compat.lm_wire import MEMORY_LOCATION, ClientCommand, ClientMetaMessage
-from lmcache_redis.compat.objects import Held, Places
+from lmcache_redis.compat.objects import HeldChunk, Places
 from lmcache_redis.errors import FormatError
 
 _HEADER_BYTES = ClientMetaMessage.packlength()
@@ -153,7 +153,7 @@ class Connection:
             self._complain("put", "a PUT is dropped: %s", problem)
             return await self._receive_and_drop(length)
         await self._room.take(length)
-        held: Held | None = None
+        held: HeldChunk | None = None
         try:
             held = self._cache.reserve(metadata)
             if held is None:
@@ -175,7 +175,7 @@ class Connection:
         for at in range(0, length, len(_DROPPED)):
             await self.stream.receive(_DROPPED[: length - at])
 
-    def _publish(self, key: ObjectKey, held: Held | None, length: int) -> asyncio.Future[None]:
+    def _publish(self, key: ObjectKey, held: HeldChunk | None, length: int) -> asyncio.Future[None]:
         """Makes the chunk visible to GETs. The future is done when every tier has answered."""
         counters = self._shared.counters
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -235,7 +235,7 @@ class Connection:
             cache.release(held)
             room.give_back(room_bytes)
 
-    def _drop(self, held: Held | None) -> None:
+    def _drop(self, held: HeldChunk | None) -> None:
         if held is not None:
             self._cache.release(held)
 
