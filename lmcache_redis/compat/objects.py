@@ -56,17 +56,6 @@ class HeldChunk(NamedTuple):
     payload: memoryview
 
 
-class Places(NamedTuple):
-    """Where to look for a chunk: in memory, and in the tiers from number `first` to `end` - 1."""
-
-    memory: bool = True
-    first: int = 0
-    end: int | None = None
-
-
-EVERYWHERE = Places()
-
-
 class Found(NamedTuple):
     """A chunk in tier number `level`. form: how it is split into stripes there."""
 
@@ -142,18 +131,18 @@ class ObjectCache:
             else:
                 done(held)
 
-        self.find(key, deadline, found_it, Places(first=first))
+        self.find(key, deadline, found_it, first)
 
     def release(self, held: HeldChunk) -> None:
         """Unpin a chunk that `hold` or `load` returned."""
         self._pool.unpin(held.entry)
 
     def find(
-        self, key: ObjectKey, deadline: float, done: Done[Found | None], places: Places = EVERYWHERE
+        self, key: ObjectKey, deadline: float, done: Done[Found | None], first: int = 0
     ) -> None:
-        """Find the chunk in the first tier of the places that has it. Does not look in memory."""
+        """Find the chunk in the first tier, from number `first` on, that has it. Not in memory."""
         chunk_key = self._names.chunk_key(key)
-        level = self._level_of(chunk_key, places)
+        level = self._level_of(chunk_key, first)
         if level is None:
             done(None)
             return
@@ -169,7 +158,7 @@ class ObjectCache:
                 form = ChunkForm(self._names, key.model_name, key.kv_rank, *sizes)
                 done(Found(form, parsed_metadata(frame.metadata), level))
             else:
-                self.find(key, deadline, done, places._replace(first=level + 1))
+                self.find(key, deadline, done, level + 1)
 
         self._tiers[level].describe(
             (chunk_key,), deadline, lambda result: self._post(partial(described, result))
@@ -274,13 +263,10 @@ class ObjectCache:
 
     # ----------------------------------------------------------------- keys
 
-    def contains(
-        self, key: ObjectKey, deadline: float, done: Done[bool], places: Places = EVERYWHERE
-    ) -> None:
+    def contains(self, key: ObjectKey, deadline: float, done: Done[bool], first: int = 0) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
-        entry = self._pool.peek(chunk_key) if places.memory else None
-        level = self._level_of(chunk_key, places)
+        entry, level = self._pool.peek(chunk_key), self._level_of(chunk_key, first)
         if entry is not None and entry.state is EntryState.READY:
             done(True)
             return
@@ -292,7 +278,7 @@ class ObjectCache:
             if result.outcome is CallOutcome.DONE and result.present[0]:
                 done(True)
             else:
-                self.contains(key, deadline, done, Places(False, level + 1, places.end))
+                self.contains(key, deadline, done, level + 1)
 
         self._tiers[level].exists(
             (chunk_key,), deadline, lambda result: self._post(partial(answer, result))
@@ -345,10 +331,8 @@ class ObjectCache:
         self._lists.stop()
         return self.cache.close(deadline_s)
 
-    def _level_of(self, chunk_key: bytes, places: Places) -> int | None:
-        if self._is_closed:
-            return None
-        return self.cache.level_of(chunk_key, places.first, places.end)
+    def _level_of(self, chunk_key: bytes, first: int) -> int | None:
+        return None if self._is_closed else self.cache.level_of(chunk_key, first)
 
 
 def _form_of(entry: Entry) -> ChunkForm:

@@ -35,9 +35,9 @@ from lmcache_redis.chunks.keys import ObjectKey, share_rank
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.compat.lm_wire import (
     MAX_KEY_LENGTH,
-    ClientMetaMessage,
-    ServerMetaMessage,
+    PayloadFields,
     ServerReturnCode,
+    packed_reply,
 )
 from lmcache_redis.errors import FormatError
 
@@ -56,7 +56,7 @@ _NO_DTYPE = "uint8"
 _NOT_GIVEN: tuple[int, ...] = ()
 
 FAILED, SUCCEEDED = (
-    ServerMetaMessage(code, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4).serialize()
+    packed_reply(code, PayloadFields(0, MemoryFormat.KV_2LTD, "float16", (0,) * 4))
     for code in (ServerReturnCode.FAIL, ServerReturnCode.SUCCESS)
 )
 
@@ -98,9 +98,9 @@ def _with_hash(match: re.Match[str], chunk_hash: str) -> str:
     return match.string[: match.start("hash")] + chunk_hash + match.string[match.end("hash") :]
 
 
-def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
+def metadata_of(message: PayloadFields) -> RemoteMetadata:
     """The metadata of the payload that follows a PUT."""
-    shape, name = message.shape or (0,), message.dtype_name
+    shape, name = message.shape, message.dtype_name
     if name is None:
         shapes, names = [_NOT_GIVEN, shape], [_NO_DTYPE, _NO_DTYPE]
     elif message.fmt in ENCODED_FORMATS or math.prod(shape) * itemsize(name) == message.length:
@@ -121,13 +121,11 @@ def reply_of(metadata: RemoteMetadata) -> bytes:
         shape, name = shapes[1], None
     else:
         raise FormatError(f"a chunk of {len(shapes)} groups; a reply describes one")
-    return ServerMetaMessage(
-        ServerReturnCode.SUCCESS, metadata.length, metadata.fmt, name, shape
-    ).serialize()
+    payload = PayloadFields(metadata.length, metadata.fmt, name, shape)
+    return packed_reply(ServerReturnCode.SUCCESS, payload)
 
 
 def list_reply_of(length: int) -> bytes:
     """The header of the reply to a LIST."""
-    return ServerMetaMessage(
-        ServerReturnCode.SUCCESS, length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0)
-    ).serialize()
+    payload = PayloadFields(length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0))
+    return packed_reply(ServerReturnCode.SUCCESS, payload)
