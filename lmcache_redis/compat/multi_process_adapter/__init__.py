@@ -20,8 +20,8 @@ docs/reference/lmcache-names.md lists what differs from the originals. Why some 
 A restarted agent is found again. Without an agent, lookups miss and stores are dropped.
 """
 
-from lmcache_redis.compat.multi_process.operations import LoadStoreOp
-from lmcache_redis.compat.multi_process.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.compat.multi_process.worker import LMCacheMPWorkerAdapter
+from lmcache_redis.compat.multi_process_adapter.operations import LoadStoreOp
+from lmcache_redis.compat.multi_process_adapter.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.compat.multi_process_adapter.worker import LMCacheMPWorkerAdapter
 
 __all__ = ["LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LoadStoreOp"]
