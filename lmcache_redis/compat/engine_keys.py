@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeAlias
 
 from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
+from lmcache_redis.compat.cache_engine_key import CacheEngineKey, LayerCacheEngineKey
 from lmcache_redis.errors import FormatError, check_int
 
 _MARK = "lmcache"
@@ -86,8 +87,6 @@ def engine_key_of(object_key: ObjectKey) -> AnyKey:
 
     The ObjectKey itself if it stands for itself, or for a key that these classes cannot be.
     """
-    from lmcache_redis.compat.cache_engine_key import CacheEngineKey, LayerCacheEngineKey
-
     mark, *fields = object_key.model_name.split("@", 5)
     if mark != _MARK or len(fields) < 5:
         return object_key

@@ -33,6 +33,7 @@ import re
 from lmcache_redis.chunks.dtypes import ENCODED_FORMATS, itemsize
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.cache_engine_key import KEY_TEXT
 from lmcache_redis.compat.lm_wire import (
     MAX_KEY_LENGTH,
     PayloadFields,
@@ -42,14 +43,7 @@ from lmcache_redis.compat.lm_wire import (
 from lmcache_redis.errors import FormatError
 
 _TEXT_HASH = "~"
-_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
-_DTYPE = r"@[a-z][a-z0-9_]*"
-# After the model comes a number, after a format the model. A hash is empty or `~` in an ObjectKey.
-_KEY = re.compile(
-    rf"(?P<fmt>[^@]+@(?!{_NUMBER}@))?[^@]+@(?P<size>{_NUMBER})@(?P<worker>{_NUMBER})"
-    rf"@(?P<hash>-?[0-9a-f]+|~?)(?(fmt)(?:{_DTYPE})?|{_DTYPE})(?:@{_NUMBER})?(?:@[^@%]+%[^@]*)*",
-    re.ASCII,
-)
+_HASH = re.compile(r"-?[0-9a-f]+", re.ASCII)
 _WHOLE_BYTES = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 
 _NO_DTYPE = "uint8"
@@ -67,35 +61,43 @@ def object_key_of(text: str) -> ObjectKey:
         raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
     if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
         raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
-    match = _KEY.fullmatch(text)
-    if match is None or match["hash"] in ("", _TEXT_HASH):
+    match = KEY_TEXT.fullmatch(text)
+    if (
+        match is None
+        or not _HASH.fullmatch(match["chunk_hash"])
+        or not (match["dtype"] or match["fmt"])
+    ):
         raise FormatError(
             "a key text is model@world_size@worker_id@hash@dtype, then perhaps @layer_id and "
             f"@tag%value, with plain numbers and a hash in lower-case hex, not {text!r:.200}"
         )
-    chunk_hash = match["hash"]
+    chunk_hash = match["chunk_hash"]
     is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
     return ObjectKey(
         bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
         _with_hash(match, "" if is_bytes else _TEXT_HASH),
-        share_rank(int(match["size"]), int(match["worker"])),
+        share_rank(int(match["world_size"]), int(match["worker_id"])),
     )
 
 
 def key_text_of(key: ObjectKey) -> str:
     """The inverse of `object_key_of`. Raises FormatError for any other key."""
-    match = _KEY.fullmatch(key.model_name)
-    if match is not None and match["hash"] in ("", _TEXT_HASH):
+    match = KEY_TEXT.fullmatch(key.model_name)
+    if match is not None and match["chunk_hash"] in ("", _TEXT_HASH):
         # A hash that is not ASCII makes a malformed key text.
         as_text = key.chunk_hash.decode("ascii", "replace")
-        text = _with_hash(match, as_text if match["hash"] else key.chunk_hash.hex())
+        text = _with_hash(match, as_text if match["chunk_hash"] else key.chunk_hash.hex())
         if object_key_of(text) == key:
             return text
     raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
 
 
 def _with_hash(match: re.Match[str], chunk_hash: str) -> str:
-    return match.string[: match.start("hash")] + chunk_hash + match.string[match.end("hash") :]
+    return (
+        match.string[: match.start("chunk_hash")]
+        + chunk_hash
+        + match.string[match.end("chunk_hash") :]
+    )
 
 
 def metadata_of(message: PayloadFields) -> RemoteMetadata:
