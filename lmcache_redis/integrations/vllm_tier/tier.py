@@ -82,7 +82,6 @@ class RedisTierManager(SecondaryTierManager):
         self._transfers = _Transfers()
         self._counted: dict[str, float] = {}
         self._cache: _NamedChunks | None = None
-        self._lookups: _Lookups | None = None
         settings = DoorSettings.of(given)
         engine = Engine.found()
         try:
@@ -94,8 +93,7 @@ class RedisTierManager(SecondaryTierManager):
         except LMCacheRedisError as error:
             logger.error("the tier in Redis stays off: %s", error)
             return
-        self._cache = _NamedChunks(RegionStore(settings), form, TierEpochs(engine))
-        self._lookups = _Lookups(tier_type, self._cache)
+        self._cache = _NamedChunks(tier_type, RegionStore(settings), form, TierEpochs(engine))
 
     # Lookups
 
@@ -105,23 +103,25 @@ class RedisTierManager(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        cache, lookups = self._cache, self._lookups
-        if cache is None or lookups is None or cache.store.why_down:
+        cache = self._cache
+        if (
+            cache is None
+            or cache.store.why_down
+            or not cache.epochs.are_current(req_context.req_id)
+        ):
             return LookupResult.MISS
-        if not cache.epochs.are_current(req_context.req_id):
-            return LookupResult.MISS
-        found = lookups.lookup(key, req_context)
+        found = cache.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if self._lookups is not None:
-            self._lookups.flush()
+        if self._cache is not None:
+            self._cache.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if self._cache is not None and self._lookups is not None:
-            self._lookups.cleanup(req_context.req_id)
+        if self._cache is not None:
+            self._cache.cleanup(req_context.req_id)
             self._cache.epochs.end_request(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -168,8 +168,8 @@ class RedisTierManager(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
         for result, failed in self._transfers.take_ended():
-            if failed and self._lookups is not None:
-                self._lookups.mark_miss(failed)
+            if failed and self._cache is not None:
+                self._cache.mark_miss(failed)
             results.append(result)
         return results
 
@@ -177,9 +177,8 @@ class RedisTierManager(SecondaryTierManager):
         self._transfers.wait_ended()
 
     def shutdown(self) -> None:
-        if self._lookups is not None:
-            self._lookups.shutdown()
         if self._cache is not None:
+            self._cache.shutdown()
             self._cache.store.close(_CLOSE_S)
         self._memory.release()  # vLLM unmaps the region, which it cannot while this is held
 
@@ -217,28 +216,26 @@ def _workers(engine: Engine) -> Sequence[Mapping[str, str]]:
         raise Unidentified(f"the workers cannot say how they pack KV: {error!r}") from error
 
 
-class _NamedChunks:
-    """Chunks in Redis by vLLM's keys, in the namespace of an engine and its weights."""
+class _NamedChunks(AsyncLookupManager):
+    """Chunks in Redis by vLLM's keys, in the namespace of an engine and its weights.
 
-    def __init__(self, store: RegionStore, form: ChunkForm, epochs: TierEpochs) -> None:
+    And vLLM's table of lookups, which asks on a thread of its own.
+    """
+
+    def __init__(
+        self, tier_type: str, store: RegionStore, form: ChunkForm, epochs: TierEpochs
+    ) -> None:
         self.store = store
         self.form = form
         self.epochs = epochs
+        super().__init__(tier_type)
 
     def chunk(self, key: OffloadKey, *views: memoryview) -> RegionChunk:
         return RegionChunk(self.form, self.epochs.current + key, views)
 
-
-class _Lookups(AsyncLookupManager):
-    """vLLM's table of lookups, which asks on a thread of its own."""
-
-    def __init__(self, tier_type: str, cache: _NamedChunks) -> None:
-        self._cache = cache
-        super().__init__(tier_type)
-
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
         answers: queue.SimpleQueue[list[bool]] = queue.SimpleQueue()
-        self._cache.store.lookup([self._cache.chunk(key) for key in keys], answers.put)
+        self.store.lookup([self.chunk(key) for key in keys], answers.put)
         return answers.get()
 
 
