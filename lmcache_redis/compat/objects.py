@@ -79,9 +79,7 @@ class ObjectCache:
     write, and again of the removal that follows a failed one.
     """
 
-    def __init__(
-        self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float = 5.0
-    ) -> None:
+    def __init__(self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float) -> None:
         self.cache = cache
         self._write_s = write_s
         self._is_closed = False

@@ -36,7 +36,7 @@ class Objects:
         self.loop = OwnerLoop(lambda: None)
         backings = [Backing(tier, DISK_COUNTERS, 1 << 30) for tier in tiers]
         self.cache = Cache(self.loop, HeapMemory(), backings, Metrics(), keeps)
-        self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES)
+        self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES, 5.0)
 
     def ask(self, call: Callable[..., None], *args: Any) -> Any:
         """The answer of a call that takes a deadline and `done`."""

@@ -54,7 +54,7 @@ class Objects(World):
             (tier, DISK_COUNTERS if tier.index is not None else REDIS_COUNTERS) for tier in tiers
         ]
         super().__init__(counted)
-        self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES)
+        self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES, 5.0)
 
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
         return Cache(self.loop, HeapMemory(self.capacity), backings, self.metrics, self.keeps)
@@ -261,7 +261,7 @@ def test_no_room_beside_what_is_held(make: Callable[..., Objects]) -> None:
 def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects]) -> None:
     tier = redis()
     objects = make(tier)
-    objects.objects = ObjectCache(objects.cache, NAMES, 1)
+    objects.objects = ObjectCache(objects.cache, NAMES, 1, 5.0)
     objects.put(A, b"old")
     objects.end_write(tier)
     held = objects.reserve(bytes(70_000))  # more stripes than can be numbered

@@ -77,7 +77,6 @@ class ChunkBackend:
 
     def __init__(self, storages: Sequence[ChunkStorage], dst_device: str = "cpu") -> None:
         self.dst_device = dst_device
-        self._memory_bytes = storages[0].memory_bytes if storages else 0
         self._thread = CacheThread(storages)
         self._objects = self._thread.objects
         self._is_probed = False
@@ -271,7 +270,7 @@ class ChunkBackend:
         return _Put(ended, deadline, metadata.length)
 
     def _is_stored(self, put: _Put) -> bool:
-        return _result(put.ended, put.deadline, put.nbytes <= self._memory_bytes)
+        return _result(put.ended, put.deadline, put.nbytes <= self._thread.memory_bytes)
 
     def _begin_get(self, key: AnyKey, deadline: float) -> Future[HeldChunk | None]:
         return self._thread.call(partial(self._objects.get, object_key_of(key), deadline))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from lmcache_redis.cache import Backing, Cache, OwnerLoop
+from lmcache_redis.cache import OwnerLoop
 from lmcache_redis.cache.threads import Action
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.backends.storage import ChunkStorage, common_names
+from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import HeldChunk, ObjectCache
-from lmcache_redis.metrics import Metrics
+from lmcache_redis.compat.objects import HeldChunk
 from lmcache_redis.tiers import Done
 
 ResultT = TypeVar("ResultT")
@@ -32,25 +30,15 @@ class CacheThread:
     """
 
     def __init__(self, storages: Sequence[ChunkStorage]) -> None:
-        names = common_names(storages)
-        self._memory_bytes = storages[0].memory_bytes
-        self._queue_bytes = min(each.queue_bytes for each in storages)
-        self._queued_bytes = 0
+        with_tiers = [each for each in storages if each.open_tier is not None]
+        self.deadline_s = min((each.deadline_s for each in with_tiers or storages), default=0.0)
         self._woken = threading.Event()
         self._loop = OwnerLoop(self._woken.set)
-        backings: list[Backing] = []
-        with contextlib.ExitStack() as opened:
-            for storage in storages:
-                if storage.open_tier is not None:
-                    backings.append(storage.open_tier())
-                    opened.callback(backings[-1].tier.close, 0.0)
-            cache = Cache(self._loop, HeapMemory(), backings, Metrics(), self._memory_bytes)
-            opened.pop_all()
-        self.tiers = [each.tier for each in backings]
-        with_tiers = [each for each in storages if each.open_tier is not None]
-        self.deadline_s = min(each.deadline_s for each in with_tiers or storages)
-        stripe_bytes = min(each.stripe_bytes for each in storages)
-        self.objects = ObjectCache(cache, names, stripe_bytes, self.deadline_s)
+        self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
+        self.tiers = self.objects.cache.tiers
+        self.memory_bytes = storages[0].memory_bytes
+        self._queue_bytes = min(each.queue_bytes for each in storages)
+        self._queued_bytes = 0
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
@@ -103,7 +91,7 @@ class CacheThread:
         """
 
         def reserve(done: Done[HeldChunk | None]) -> None:
-            is_kept = metadata.length <= self._memory_bytes or any(t.state.up for t in self.tiers)
+            is_kept = metadata.length <= self.memory_bytes or any(t.state.up for t in self.tiers)
             has_room = self._queued_bytes + queued_bytes <= self._queue_bytes
             held = self.objects.reserve(metadata) if is_kept and has_room else None
             if held is not None:

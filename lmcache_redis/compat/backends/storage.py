@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
+from lmcache_redis.cache.threads import Owner
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES
 from lmcache_redis.chunks.metadata import MAX_SIZE
 from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.compat.heap import HeapMemory
+from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
 
 DEFAULT_QUEUE_BYTES = 256 << 20
@@ -59,13 +64,15 @@ def on_disk(
     patience_s: float = DEFAULT_PATIENCE_S,
     layout: bytes | None = None,
     key_prefix: bytes = b"",
+    threads: int | None = None,
 ) -> ChunkStorage:
     """Files of a directory, created if needed, that no other tier uses.
 
     limit_bytes: what the files may take. patience_s: once a call of the disk has been in flight for
     longer, no other starts until it returns: puts are not stored, gets are misses, removals do
     nothing. layout, key_prefix: the fingerprint (32 bytes) of an engine's KV cache and the key
-    prefix of its agent, to share the chunks that the agent keeps in this directory.
+    prefix of its agent, to share the chunks that the agent keeps in this directory. threads: that
+    read, and as many that write; by default two and one.
 
     Raises ConfigError if a value is invalid, or when it is opened: if the directory cannot be used
     or is in use by another tier, of this process or another.
@@ -77,6 +84,7 @@ def on_disk(
         disk = DiskTier(
             directory, limit_bytes,
             read_patience_s=patience_s, write_patience_s=patience_s, write_nice=0,
+            read_threads=threads or 2, write_threads=threads or 1,
         )  # fmt: skip
         return Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES)
 
@@ -121,18 +129,28 @@ def in_redis(
     return ChunkStorage(0, open_tier, names, deadline_s, queue_bytes, slot_bytes)
 
 
-def common_names(storages: Sequence[ChunkStorage]) -> ChunkNames:
-    """The names of chunks in all storages of a backend. Raises ConfigError if they do not fit."""
+def open_cache(
+    storages: Sequence[ChunkStorage], owner: Owner, memory: HeapMemory, write_s: float
+) -> ObjectCache:
+    """A cache over the storages, the fastest first.
+
+    Raises ConfigError for storages that cannot be opened, or not together.
+    """
     if not storages or any(each.memory_bytes for each in storages[1:]):
-        raise ConfigError("a backend has one storage or several; memory, if any, is the first")
-    found = {
-        (each.names.common, each.names.fingerprint): each.names
-        for each in storages
-        if each.open_tier is not None
-    }
+        raise ConfigError("there is one storage or several; memory, if any, is the first")
+    opening = [(each.open_tier, each.names) for each in storages if each.open_tier is not None]
+    found = {(names.common, names.fingerprint): names for _, names in opening}
     if len(found) > 1:
         raise ConfigError("the storages of a backend have one layout and one key_prefix")
-    return next(iter(found.values()), ChunkNames())
+    with contextlib.ExitStack() as opened:
+        backings = []
+        for open_tier, _ in opening:
+            backings.append(open_tier())
+            opened.callback(backings[-1].tier.close, 0.0)
+        cache = Cache(owner, memory, backings, Metrics(), storages[0].memory_bytes)
+        opened.pop_all()
+    stripe_bytes = min(each.stripe_bytes for each in storages)
+    return ObjectCache(cache, next(iter(found.values()), ChunkNames()), stripe_bytes, write_s)
 
 
 def _names_of(layout: bytes | None, key_prefix: bytes) -> ChunkNames:
