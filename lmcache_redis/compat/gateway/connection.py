@@ -29,7 +29,7 @@ from typing import TypeVar
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.gateway.shared import Shared
-from lmcache_redis.compat.gateway.stream import Gone, Stream
+from lmcache_redis.compat.gateway.stream import ClientStream, Gone
 from lmcache_redis.compat.gateway.wire import (
     FAILED,
     SUCCEEDED,
@@ -70,10 +70,10 @@ class OutOfStep(Exception):
     """The beginning of the next request is unknown."""
 
 
-class Connection:
+class ClientConnection:
     """Serves one stream. host: the client's address. peer: host and port, for log lines."""
 
-    def __init__(self, stream: Stream, host: str, peer: str, shared: Shared) -> None:
+    def __init__(self, stream: ClientStream, host: str, peer: str, shared: Shared) -> None:
         self.stream = stream
         self.host = host
         self.peer = peer
@@ -216,7 +216,7 @@ class Connection:
             room_bytes = found.metadata.length
             await room.take(room_bytes)
             try:
-                held = await _ask(partial(cache.load, key, found, _deadline()), self._drop)
+                held = await _ask(partial(cache.load, key, found, _deadline()))
             finally:
                 if held is None:
                     room.give_back(room_bytes)
@@ -233,10 +233,6 @@ class Connection:
         finally:
             cache.release(held)
             room.give_back(room_bytes)
-
-    def _drop(self, held: HeldChunk | None) -> None:
-        if held is not None:
-            self._cache.release(held)
 
     async def _list(self) -> None:
         shared = self._shared
@@ -288,29 +284,20 @@ def _reply_to(metadata: RemoteMetadata, most_bytes: int) -> bytes | None:
         return None  # a chunk of another protocol
 
 
-async def _ask(
-    begin: Callable[[Callable[[_Answer], None]], None],
-    unwanted: Callable[[_Answer], None] = lambda _: None,
-) -> _Answer:
-    """The result of an asynchronous call to the cache.
+async def _ask(begin: Callable[[Callable[[_Answer], None]], None]) -> _Answer:
+    """The result of an asynchronous call to the cache. begin: the call without its `done`.
 
-    begin: the call without its `done`. unwanted: gets the result if the task is cancelled first.
+    A task is cancelled only when the gateway stops: an answer then comes to nobody, and the cache
+    is closed with what it has pinned.
     """
     answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
 
     def done(result: _Answer) -> None:
-        if answer.cancelled():
-            unwanted(result)
-        else:
+        if not answer.done():
             answer.set_result(result)
 
     begin(done)
-    try:
-        return await answer
-    except asyncio.CancelledError:
-        if not answer.cancelled():
-            unwanted(answer.result())
-        raise
+    return await answer
 
 
 def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
-from lmcache_redis.compat.gateway.connection import Connection
+from lmcache_redis.compat.gateway.connection import ClientConnection
 from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared, new_counters
-from lmcache_redis.compat.gateway.stream import Stream
+from lmcache_redis.compat.gateway.stream import ClientStream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError, StartError
 from lmcache_redis.processes import free_descriptors
@@ -67,7 +67,7 @@ class Gateway:
         self._pool = ThreadPoolExecutor(config.payload_threads, "gateway-payload")
         self._most_clients = config.max_connections
         self._peers: Counter[str] = Counter()  # their connections, by address
-        self._connections: set[Connection] = set()
+        self._connections: set[ClientConnection] = set()
         self._clients: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -169,7 +169,7 @@ class Gateway:
 
     async def _serve(self, accepted: socket.socket, host: str, peer: str) -> None:
         timeout_s = self.config.request_timeout_s
-        stream = Stream(accepted, self._pool, timeout_s, partial(self._stalled, peer))
+        stream = ClientStream(accepted, self._pool, timeout_s, partial(self._stalled, peer))
         with contextlib.closing(stream):
             try:
                 prepare(accepted)
@@ -179,7 +179,7 @@ class Gateway:
                 self._shared.counters["failed_handshakes"] += 1
                 self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
                 return
-            connection = Connection(stream, host, peer, self._shared)
+            connection = ClientConnection(stream, host, peer, self._shared)
             self._connections.add(connection)
             if self._stopping:
                 connection.stop()
