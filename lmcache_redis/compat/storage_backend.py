@@ -92,9 +92,16 @@ class LMCBackendInterface(ABC):
 class _Backend(ChunkBackend, LMCBackendInterface):
     """A backend that lists LMCache's keys. It is closed when it is no longer referenced."""
 
-    def __init__(self, storages: Sequence[ChunkStorage], dst_device: str) -> None:
+    def __init__(
+        self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
+    ) -> None:
         check_device(dst_device)
-        super().__init__(storages, dst_device)
+        super().__init__(self._storages(config, metadata), dst_device)
+
+    @staticmethod
+    @abstractmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        """Raises ConfigError for a setting that is missing or wrong."""
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
         """`put` that blocks."""
@@ -119,10 +126,9 @@ class LMCLocalBackend(_Backend):
     smaller one is the limit, in GiB.
     """
 
-    def __init__(
-        self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
-    ) -> None:
-        super().__init__([memory_of(config, metadata)], dst_device)
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [memory_of(config, metadata)]
 
 
 class LMCLocalDiskBackend(_Backend):
@@ -132,10 +138,9 @@ class LMCLocalDiskBackend(_Backend):
     metadata: not used, because puts need no pool of buffers.
     """
 
-    def __init__(
-        self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
-    ) -> None:
-        super().__init__([directory_of(config)], dst_device)
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [directory_of(config)]
 
 
 class LMCRemoteBackend(_Backend):
@@ -150,10 +155,9 @@ class LMCRemoteBackend(_Backend):
     Raises ConfigError for lm:// and for a serde that compresses.
     """
 
-    def __init__(
-        self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
-    ) -> None:
-        super().__init__([redis_of(config)], dst_device)
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [redis_of(config)]
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
@@ -175,7 +179,11 @@ class LMCHybridBackend(_Backend):
         mpool_metadata: LMCacheMemPoolMetadata,
         dst_device: str = "cuda",
     ) -> None:
-        super().__init__([memory_of(config, mpool_metadata), redis_of(config)], dst_device)
+        super().__init__(config, mpool_metadata, dst_device)
+
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [memory_of(config, metadata), redis_of(config)]
 
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> bool:
         # LMCache calls the chunk `value` here.

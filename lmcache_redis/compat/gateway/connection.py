@@ -48,6 +48,7 @@ from lmcache_redis.compat.lm_wire import (
 from lmcache_redis.compat.objects import HeldChunk
 from lmcache_redis.errors import FormatError
 
+_COUNTED = {1: "puts", 2: "gets", 3: "exists", 4: "lists", 5: "healths"}
 # For one question to the tiers, or one load.
 _TIER_TIMEOUT_S = 5.0
 _LIST_TIMEOUT_S = 60.0
@@ -112,31 +113,27 @@ class ClientConnection:
     async def _answer(self) -> None:
         command, length = command_and_length(self._header)
         counters, send = self._shared.counters, self.stream.send
+        if command not in _COUNTED:
+            await send(FAILED)
+            raise OutOfStep(f"unknown command {command}")
+        counters[_COUNTED[command]] += 1
         if command == ClientCommand.PUT:
-            counters["puts"] += 1
             await self._put(length)
         elif command == ClientCommand.GET:
-            counters["gets"] += 1
             key = self._wanted_key()
             if key is None or not await self._send_chunk(key):
                 counters["misses"] += 1
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
-            counters["exists"] += 1
             key = self._wanted_key()
             await self._written_through()
             there = key is not None and await _ask(partial(self._cache.contains, key, _deadline()))
             await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
-            counters["lists"] += 1
             await self._written_through()
             await self._list()
-        elif command == ClientCommand.HEALTH:
-            counters["healths"] += 1
-            await send(SUCCEEDED if self._cache.is_up else FAILED)
         else:
-            await send(FAILED)
-            raise OutOfStep(f"unknown command {command}")
+            await send(SUCCEEDED if self._cache.is_up else FAILED)
 
     async def _put(self, length: int) -> None:
         shared = self._shared
@@ -205,13 +202,13 @@ class ClientConnection:
 
         Room for a chunk that is not in memory is taken before the first tier that has it is read.
         """
-        cache, room, most_bytes = self._cache, self._room, self._shared.max_payload_bytes
+        cache, room = self._cache, self._room
         held, room_bytes, first = cache.hold(key), 0, 0
         if held is None:
             await self._written_through()
         while held is None:
             found = await _ask(partial(cache.find, key, _deadline(), first=first))
-            if found is None or _reply_to(found.metadata, most_bytes) is None:
+            if found is None or self._reply_to(found.metadata) is None:
                 return False
             room_bytes = found.metadata.length
             await room.take(room_bytes)
@@ -222,7 +219,7 @@ class ClientConnection:
                     room.give_back(room_bytes)
             first = found.level + 1
         try:
-            if (reply := _reply_to(held.metadata, most_bytes)) is None:
+            if (reply := self._reply_to(held.metadata)) is None:
                 return False
             if not room_bytes:
                 await room.take(held.metadata.length)
@@ -233,6 +230,11 @@ class ClientConnection:
         finally:
             cache.release(held)
             room.give_back(room_bytes)
+
+    def _reply_to(self, metadata: RemoteMetadata) -> bytes | None:
+        """The header of a reply; None for a chunk that cannot be sent: a miss."""
+        is_sent = metadata.length <= self._shared.max_payload_bytes
+        return reply_of(metadata) if is_sent else None
 
     async def _list(self) -> None:
         shared = self._shared
@@ -274,14 +276,6 @@ class ClientConnection:
     def _complain(self, kind: str, message: str, *args: object) -> None:
         self._shared.counters["malformed"] += 1
         self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
-
-
-def _reply_to(metadata: RemoteMetadata, most_bytes: int) -> bytes | None:
-    """The header of a reply; None for a chunk that this protocol cannot deliver: a miss."""
-    try:
-        return reply_of(metadata) if metadata.length <= most_bytes else None
-    except FormatError:
-        return None  # a chunk of another protocol
 
 
 async def _ask(begin: Callable[[Callable[[_Answer], None]], None]) -> _Answer:

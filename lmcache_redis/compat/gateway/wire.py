@@ -113,18 +113,20 @@ def metadata_of(message: PayloadFields) -> RemoteMetadata:
 
 
 @functools.lru_cache(maxsize=1024)
-def reply_of(metadata: RemoteMetadata) -> bytes:
-    """The header of a reply. Raises FormatError for a chunk that no request stored."""
+def reply_of(metadata: RemoteMetadata) -> bytes | None:
+    """The header of a reply; None for a chunk that no request stored: a miss."""
     shapes, names = metadata.shapes, metadata.dtype_names
-    name: str | None = names[0] if names else None
-    if len(shapes) == 1 or (len(shapes) == 2 and shapes[1] == _NOT_GIVEN):
-        shape = shapes[0]
-    elif len(shapes) == 2 and shapes[0] == _NOT_GIVEN:
-        shape, name = shapes[1], None
+    if len(shapes) == 2 and shapes[0] == _NOT_GIVEN:
+        name, shape = None, shapes[1]
+    elif len(shapes) == 1 or (len(shapes) == 2 and shapes[1] == _NOT_GIVEN):
+        name, shape = names[0], shapes[0]
     else:
-        raise FormatError(f"a chunk of {len(shapes)} groups; a reply describes one")
-    payload = PayloadFields(metadata.length, metadata.fmt, name, shape)
-    return packed_reply(ServerReturnCode.SUCCESS, payload)
+        return None
+    try:
+        payload = PayloadFields(metadata.length, metadata.fmt, name, shape)
+        return packed_reply(ServerReturnCode.SUCCESS, payload)
+    except FormatError:
+        return None
 
 
 def list_reply_of(length: int) -> bytes:

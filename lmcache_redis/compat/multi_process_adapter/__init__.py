@@ -4,18 +4,13 @@ An engine has one scheduler adapter and a worker adapter for each rank, all with
 the originals, the constructors return when the agent has told its chunk size, and
 ``register_kv_caches`` when the agent has mapped the memory; both wait at most ``timeout_s``.
 
-docs/reference/lmcache-names.md lists what differs from the originals. Why some of it does:
-
-- ``server_url`` is an agent's ``ipc://PATH``. Any user of the machine could reach a TCP port, and
-  an agent writes into the memory of engines.
-- ``context`` is checked and not used. An adapter has its own context, because its thread closes its
-  sockets: a caller that ends a shared context first would wait for that thread, or race with it.
-- Several engines of one model may differ in what their chunks hold, so an engine has a name here:
-  ``engine_id``, or ``$LMCACHE_REDIS_ENGINE_ID`` in all its processes. Without one the adapters find
-  each other as `default_engine_id` says or, as in the originals, by model name and world size; then
-  lookups miss while workers of different layouts are registered under these.
-- Blocks that a retrieve did not fill are in ``get_block_ids_with_load_errors``, besides the log: an
-  engine must not compute with them.
+docs/reference/lmcache-names.md lists what differs from the originals. ``context`` is checked and
+not used: an adapter has its own, because its thread closes its sockets, and a caller that ends a
+shared context first would wait for that thread, or race with it. Several engines of one model may
+differ in what their chunks hold, so an engine has a name here: ``engine_id``, or
+``$LMCACHE_REDIS_ENGINE_ID`` in all its processes. Without one the adapters find each other as
+`default_engine_id` says or, as in the originals, by model name and world size; then lookups miss
+while workers of different layouts are registered under these.
 
 A restarted agent is found again. Without an agent, lookups miss and stores are dropped.
 """
