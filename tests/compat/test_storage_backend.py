@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,33 +98,7 @@ def make(server: RedisServer, tmp_path: Path) -> MakeFacade:
     return lambda kind, **options: made(kind, server.url, tmp_path / "chunks", **options)
 
 
-@pytest.fixture(params=KINDS)
-def backend(request: pytest.FixtureRequest, make: MakeFacade) -> Iterator[Any]:
-    facade = make(request.param)
-    yield facade
-    facade.close()
-
-
 # ------------------------------------------------------------------ as documented
-
-
-def test_keys_that_look_alike(backend: Any) -> None:
-    """In each field."""
-    names = ("m", "M", "m@", "@m", "..", "/", "a\0b", "", "m" * 900)
-    hashes = ("ab", "AB", "0ab", "{x}", "*", "?[a]\\", "171", "~")
-    alike = [KeyOfAnEngine("vllm", name, 1, 0, "ab") for name in names]
-    alike += [KeyOfAnEngine("vllm", "m", 1, 0, each) for each in hashes[1:]]
-    alike += [KeyOfAnEngine("vllm", "m", 2, rank, "ab") for rank in (0, 1)]
-    alike += [KeyOfAnEngine(fmt, "m", 1, 0, "ab") for fmt in ("huggingface", "VLLM")]
-    for number, key in enumerate(alike):
-        assert not backend.contains(key)
-        backend.put(key, tensor_of(number, (number + 1,)))
-    assert {object_key_of(key) for key in backend.list()} == {*map(object_key_of, alike)}
-    for number, key in enumerate(alike):
-        assert same(backend.get(key), tensor_of(number, (number + 1,)))
-    for key in alike[::2]:
-        backend.remove(key)
-    assert {object_key_of(key) for key in backend.list()} == {*map(object_key_of, alike[1::2])}
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "local", "disk", "pipelined", "remote"])
@@ -193,19 +168,9 @@ def test_a_backend_of_ones_own() -> None:
         LMCBackendInterface()  # type: ignore[abstract]
 
 
-def test_formats_do_not_meet(backend: Any) -> None:
-    backend.put(engine_key(1, "vllm"), chunk_of(1))
-    assert not backend.contains(engine_key(1, "huggingface"))
-    backend.put(engine_key(1, "huggingface"), chunk_of(2))
-    assert same(backend.get(engine_key(1, "vllm")), chunk_of(1))
-    assert same(backend.get(engine_key(1, "huggingface")), chunk_of(2))
-    assert {key.fmt for key in backend.list()} == {"vllm", "huggingface"}
-
-
-@pytest.mark.parametrize("kind", ["remote", "pipelined", "hybrid"])
-def test_another_process_lists_and_reads_the_keys(make: MakeFacade, kind: str) -> None:
+def test_another_process_lists_and_reads_the_keys(make: MakeFacade) -> None:
     make("remote").put(engine_key(1), chunk_of(1))
-    other = make(kind)
+    other = make("hybrid")
     (found,) = other.list()
     assert found == CacheEngineKey("vllm", "org/model", 1, 0, engine_key(1).chunk_hash)
     assert same(other.get(found), chunk_of(1))
@@ -235,15 +200,13 @@ def test_a_directory_is_found_again(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the end of a backend
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_iterator_keeps_its_backend_open(make: MakeFacade, kind: str) -> None:
-    make(kind).put(engine_key(1), chunk_of(1))
+def test_an_iterator_keeps_its_backend_open(make: MakeFacade) -> None:
+    make("remote").put(engine_key(1), chunk_of(1))
     gc.collect()
-    # Chunks in memory are gone with their backend.
-    expected = None if kind == "local" else chunk_of(1)
-    found = [*make(kind).batched_get(engine_key(1) for _ in range(40))]
+    found = [*make("hybrid").batched_get(engine_key(1) for _ in range(40))]
     assert len(found) == 40
-    assert all(same(each, expected) for each in found)
+    assert all(same(each, chunk_of(1)) for each in found)
+    assert not [each for each in threading.enumerate() if each.name == "lmcr-cache"]
 
 
 @pytest.mark.servers
@@ -345,13 +308,6 @@ def test_what_is_no_chunk(make: MakeFacade) -> None:
     with pytest.raises(FormatError, match="has no model_name"):
         backend.put("vllm@org/model@1@0@ab", chunk_of(1))
     assert backend.list() == []
-
-
-def test_a_unix_socket(server: RedisServer) -> None:
-    backend = LMCRemoteBackend(config_of(remote_url=server.unix_url), METADATA, "cpu")
-    backend.put(engine_key(1), chunk_of(1))
-    assert same(backend.get(engine_key(1)), chunk_of(1))
-    backend.close()
 
 
 def test_the_environment_names_the_seal_keys(

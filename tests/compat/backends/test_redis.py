@@ -20,30 +20,15 @@ from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.compat.backends import ChunkBackend, in_redis
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.seal import SealKeys
 from tests.compat.backends.redis_tiers import SLOT, stripes_in, tier, wait_until
-from tests.compat.backends.samples import Buffers, key_of, metadata_of, raw_of, same, tensor_of
+from tests.compat.backends.samples import key_of, same, tensor_of
 from tests.servers import RedisServer, server_binaries
-from tests.topologies import running_cluster, running_sentinel
+from tests.topologies import running_cluster
 
 BIG = 10 * SLOT
 
 
 # ------------------------------------------------------------------ stripes and buffers
-
-
-def test_buffers_that_do_not_end_where_stripes_do(server: RedisServer) -> None:
-    sizes = (3, 3 * SLOT, 100, 7 * SLOT + 1, 64)
-    raw = raw_of(tensor_of(1, (sum(sizes),)))
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(memoryview(raw)[start : start + size])
-        start += size
-    with tier(server.url) as backend:
-        assert backend.put_bytes(key_of(1), metadata_of(len(raw)), parts)
-        scattered = Buffers(*reversed(sizes))
-        assert backend.get_bytes(key_of(1), scattered) == metadata_of(len(raw))
-        assert scattered.data == raw
 
 
 def test_what_was_cut_otherwise_is_read_all_the_same(server: RedisServer) -> None:
@@ -71,22 +56,6 @@ def test_tiers_with_different_prefixes_do_not_meet(server: RedisServer) -> None:
             assert same(backend.get(key_of(0)), tensor_of(number, (9,)))
 
 
-def test_sealed_chunks(server: RedisServer) -> None:
-    """Found and described without a key, and read with it alone."""
-    chunk = tensor_of(1, (BIG,))
-    sealed = RedisOptions(server.url, seal_keys=SealKeys([b"k" * 32]))
-    with tier(sealed) as backend:
-        assert backend.put(key_of(1), chunk)
-        assert same(backend.get(key_of(1)), chunk)
-    with tier(server.url) as plain:
-        assert plain.contains(key_of(1))
-        assert plain.get(key_of(1)) is None
-        assert plain.put(key_of(2), chunk)
-    with tier(sealed) as backend:
-        assert backend.get(key_of(2)) is None
-        assert same(backend.get(key_of(1)), chunk)
-
-
 def test_a_list_is_complete_and_holds_nothing_else(server: RedisServer) -> None:
     with tier(server.url, slot_bytes=64) as backend:
         with server.client() as client:
@@ -98,96 +67,7 @@ def test_a_list_is_complete_and_holds_nothing_else(server: RedisServer) -> None:
         assert set(found) == set(expected)
 
 
-def test_removal_leaves_no_stripe(server: RedisServer) -> None:
-    with tier(server.url, slot_bytes=64) as backend:
-        assert backend.put(key_of(1), tensor_of(1, (64 * 1500,)))
-        assert len(stripes_in(server)) == 1500
-        assert backend.remove(key_of(1))
-        assert stripes_in(server) == []
-        assert not backend.remove(key_of(1))
-
-
 # ------------------------------------------------------------------ what others do
-
-
-def test_single_stripes_that_were_evicted(server: RedisServer) -> None:
-    with tier(server.url) as backend:
-        for lost in (0, 1, 9):
-            assert backend.put(key_of(1), tensor_of(1, (BIG,)))
-            names = {parse_stripe_key(name)[2]: name for name in stripes_in(server)}
-            assert len(names) == 10
-            server.command("DEL", names[lost])
-            assert backend.get(key_of(1)) is None
-            assert backend.put(key_of(1), tensor_of(2, (BIG,)))
-            server.command("FLUSHALL")
-
-
-def test_another_value_under_the_key(server: RedisServer) -> None:
-    chunk = tensor_of(1, (100,))
-    with tier(server.url) as backend:
-        assert backend.put(key_of(1), chunk)
-        assert backend.put(key_of(2), tensor_of(2, (100,)))
-        first, second = stripes_in(server)
-        value = server.command("GET", first)
-        damaged = bytearray(value)
-        damaged[-1] ^= 1
-        foreign = [b"", b"LMCR", b"\0" * 5000, value[:-1], value + b"x", value[:512]]
-        foreign += [bytes(damaged), server.command("GET", second)]
-        for other in foreign:
-            server.command("SET", first, other)
-            assert backend.get(key_of(1)) is None
-            server.command("SET", first, value)
-            assert same(backend.get(key_of(1)), chunk)
-        server.command("DEL", first)
-        server.command("LPUSH", first, "a")
-        assert backend.get(key_of(1)) is None
-        assert backend.remove(key_of(1))
-        assert server.command("EXISTS", first) == 0
-        server.command("LPUSH", first, "a")
-        assert backend.put(key_of(1), chunk)
-        assert same(backend.get(key_of(1)), chunk)
-
-
-def test_two_processes_that_write_the_same_key(server: RedisServer) -> None:
-    """Whole chunks of either process, or misses. Their sizes differ too."""
-    writer = """
-import select, sys
-from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import ChunkBackend, in_redis
-backend = ChunkBackend([in_redis(sys.argv[1], slot_bytes=4096)])
-key = ObjectKey((1).to_bytes(8, "big"), "org/model", 0x01000100)
-stored = 0
-while not select.select([sys.stdin], [], [], 0.001 * (stored % 3))[0]:
-    length = 40_000 + 1_000 * (stored % 2)
-    metadata = RemoteMetadata(length, [(length,)], ["uint8"], MemoryFormat.UNDEFINED)
-    payload = bytes([int(sys.argv[2])]) * length
-    stored += backend.put_bytes(key, metadata, [memoryview(payload)])
-backend.close()
-"""
-    command = [sys.executable, "-c", writer, server.url]
-    with contextlib.ExitStack() as stack:
-        backend = stack.enter_context(tier(server.url, counts_descriptors=False))
-        # Each writes until its input is closed, also by leaving the stack.
-        writers = [
-            stack.enter_context(subprocess.Popen([*command, str(seed)], stdin=subprocess.PIPE))
-            for seed in (17, 34)
-        ]
-        hits = {17: 0, 34: 0}
-        reads, stop_at = 0, time.monotonic() + 60.0
-        while reads < 300 or min(hits.values()) < 3:
-            assert time.monotonic() < stop_at, hits
-            found = backend.get(key_of(1))
-            reads += max(hits.values()) > 0
-            if found is not None:
-                assert bool((found == found[0]).all())
-                hits[int(found[0])] += 1
-        for process in writers:
-            process.communicate(timeout=60.0)
-            assert process.returncode == 0
-        mine = tensor_of(1, (BIG,))
-        assert backend.put(key_of(1), mine)
-        assert same(backend.get(key_of(1)), mine)
 
 
 # ------------------------------------------------------------------ servers that fail
@@ -222,23 +102,6 @@ def test_no_server_at_all(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             assert backend.stored_keys() == []
         assert len([r for r in caplog.records if r.name.startswith("lmcache_redis")]) == 1
-
-
-def test_killed_and_restarted(own_server: RedisServer) -> None:
-    chunk = tensor_of(1, (BIG,))
-    with tier(own_server.url) as backend:
-        for _ in range(2):
-            assert backend.put(key_of(1), chunk)
-            assert same(backend.get(key_of(1)), chunk)
-            own_server.restart()
-            # No call fails because of a connection that was lost while idle.
-            assert backend.get(key_of(1)) is None
-            works_again(backend, key_of(1), chunk)
-            assert backend.stored_keys() == [key_of(1)]
-        own_server.kill()
-        answers_in_time(backend, 2.0)
-        own_server.start()
-        works_again(backend, key_of(1), chunk)
 
 
 def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> None:
@@ -347,17 +210,6 @@ def test_calls_that_are_interrupted(own_server: RedisServer) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_server_that_is_full(own_server: RedisServer) -> None:
-    with tier(own_server.url) as backend:
-        used = int(own_server.command("INFO", "memory")["used_memory"])
-        own_server.config_set("maxmemory", str(used + (1 << 20)))
-        assert not backend.put(key_of(1), tensor_of(1, (4 << 20,)))
-        assert backend.get(key_of(1)) is None
-        # What was sent of it stays.
-        own_server.config_set("maxmemory", "0")
-        wait_until(lambda: backend.put(key_of(2), tensor_of(2, (1000,))))
-
-
 # ------------------------------------------------------------------ puts that nobody waits for
 
 
@@ -426,23 +278,6 @@ def test_a_cluster(tmp_path: Path) -> None:
         for number in chunks:
             assert backend.remove(key_of(number))
         assert [node.command("DBSIZE") for node in cluster.nodes] == [0, 0, 0]
-
-
-@pytest.mark.servers
-def test_behind_a_sentinel_that_names_another_master(tmp_path: Path) -> None:
-    with running_sentinel(tmp_path) as watched, tier(watched.url) as backend:
-        chunk = tensor_of(1, (BIG,))
-        assert backend.put(key_of(1), chunk)
-        assert same(backend.get(key_of(1)), chunk)
-        before = watched.master.port
-        watched.fail_over()
-        wait_until(lambda: watched.master.port != before)
-        # The former master still takes writes, which are lost, until it is told. A list asks the
-        # new one.
-        wait_until(lambda: backend.put(key_of(2), chunk) and key_of(2) in backend.stored_keys())
-        works_again(backend, key_of(1), chunk)
-        assert backend.remove(key_of(1))
-        assert backend.stored_keys() == [key_of(2)]
 
 
 # ------------------------------------------------------------------ settings
