@@ -406,7 +406,8 @@ INTERFACES = (
             Name(
                 "LMCHybridBackend",
                 "(config, metadata, mpool_metadata, dst_device='cuda')",
-                "fetches no keys at the start, which would load the whole store",
+                "fetches no keys at the start, which would load the whole store; "
+                "`pipelined_backend` changes nothing",
             ),
             Name("LMCHybridBackend.batched_get", "(keys)"),
             Name("LMCHybridBackend.close", "()"),
@@ -465,7 +466,7 @@ INTERFACES = (
             Name(
                 "LMCPipelinedRemoteBackend",
                 "(config, metadata, dst_device='cuda')",
-                "for libraries: agent and gateway pipeline on the data plane",
+                "the same as `LMCRemoteBackend`: batched calls of every backend read and write ahead",
             ),
             Name("LMCPipelinedRemoteBackend.batched_get", "(keys)"),
             Name("LMCPipelinedRemoteBackend.close", "()"),

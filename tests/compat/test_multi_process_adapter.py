@@ -311,23 +311,18 @@ class TestEngineId:
 
 
 class TestRegistration:
-    @pytest.mark.parametrize(
-        "shape",
-        [
+    def test_blocks_are_counted(self, agent: AgentServer, context: zmq.Context[Any]) -> None:
+        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        for shape in (
             (2, BLOCKS, BLOCK, 2, 8),  # K and V outside
             (BLOCKS, 2, BLOCK, 2, 8),  # inside
             (BLOCKS, BLOCK, 72),  # latent attention
             (2, BLOCKS, BLOCK * 16),
-        ],
-    )
-    def test_blocks_are_counted(
-        self, shape: tuple[int, ...], agent: AgentServer, context: zmq.Context[Any]
-    ) -> None:
-        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
-        worker.register_kv_caches({"a": torch.zeros(shape), "b": torch.zeros(shape)})
-        assert worker.ready  # the agent has mapped the memory when the call returns
-        (layout,) = worker._memory.layouts
-        assert (layout.num_blocks, layout.dtype) == (BLOCKS, "float32")
+        ):
+            worker.register_kv_caches({"a": torch.zeros(shape), "b": torch.zeros(shape)})
+            assert worker.ready  # the agent has mapped the memory when the call returns
+            (layout,) = worker._memory.layouts
+            assert (layout.num_blocks, layout.dtype) == (BLOCKS, "float32")
         worker.shutdown()
 
     def test_tensors_that_do_not_say_enough(
