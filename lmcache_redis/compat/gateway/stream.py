@@ -131,16 +131,14 @@ class ClientStream:
                     moved, events = await self._turn_on_thread(view, receiving)
                 else:
                     moved, events = self._turn(view, receiving, waits=False)
-                if moved:
-                    self._idle_from_s = math.inf
                 view = view[moved:]
                 if view and self.in_message:  # small messages need no timer
                     stall = stall or self._loop.call_later(self._timeout_s, self._stalled)
                 if view:
                     await (self._ready(events) if events else asyncio.sleep(0))
+        except Gone:
+            raise
         except OSError as error:
-            if isinstance(error, Gone):
-                raise
             raise Gone(f"the connection was lost: {error.strerror or error}") from error
         finally:
             if stall is not None:
@@ -182,16 +180,11 @@ class ClientStream:
                 poll.register(self._fd, events)  # EPOLLIN and EPOLLOUT are POLLIN and POLLOUT
                 if not poll.poll(_WAIT_MS):
                     return moved, events
-            except OSError:
-                if not moved:
-                    raise
-                return moved, 0  # the next turn raises
             else:
                 if not nbytes:
-                    if not moved:
-                        raise Gone("the client closed its side")
-                    return moved, 0
+                    raise Gone("the client closed its side")
                 moved += nbytes
+                self._idle_from_s = math.inf
         return moved, 0
 
     async def _ready(self, events: int) -> None:
