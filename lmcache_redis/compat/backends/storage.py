@@ -11,7 +11,6 @@ from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES
-from lmcache_redis.chunks.metadata import MAX_SIZE
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import ObjectCache
@@ -42,7 +41,7 @@ class ChunkStorage:
     names: ChunkNames = field(default_factory=ChunkNames)
     deadline_s: float = 5.0
     queue_bytes: int = _NO_LIMIT_BYTES
-    stripe_bytes: int = MAX_SIZE
+    stripe_bytes: int = DEFAULT_SLOT_BYTES
 
 
 def in_memory(limit_bytes: int) -> ChunkStorage:
