@@ -32,7 +32,6 @@ from lmcache_redis.chunks.frame import parsed_metadata
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
-from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
@@ -204,35 +203,32 @@ class ObjectCache:
 
     # ------------------------------------------------------------------ put
 
-    def reserve(self, metadata: RemoteMetadata) -> HeldChunk | None:
+    def reserve(self, key: ObjectKey, metadata: RemoteMetadata) -> HeldChunk | None:
         """Memory for a chunk, which gets do not find yet; None if there is no room or no payload.
 
-        The caller publishes or abandons it.
+        The caller publishes or abandons it. Raises FormatError if the chunk has no encoding.
         """
         if not metadata.length:
             return None
+        form = self._new_form(key.model_name, key.kv_rank, metadata)
         entry = self._pool.reserve(None, metadata.length)
         if entry is None:
             return None
+        entry.tag = form
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
         return HeldChunk(entry, metadata, payload)
 
     def publish(self, key: ObjectKey, held: HeldChunk, written: Done[bool]) -> None:
-        """Makes reserved and filled memory the key's chunk, and writes it to every tier.
+        """Makes memory that was reserved for the key, and filled, its chunk; begins all writes.
 
         written: called when every tier has answered, with whether any of them, or memory, keeps the
-        chunk. Raises FormatError if the chunk has no encoding: then the memory is freed.
+        chunk.
         """
-        entry = held.entry
-        try:
-            form = self._new_form(key.model_name, key.kv_rank, held.metadata)
-        except FormatError:
-            self.abandon(held)
-            raise
+        entry, form = held.entry, _form_of(held.entry)
         chunk_key = form.key(key.chunk_hash)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        entry.tag, entry.refreshed_s = form, time.monotonic()
+        entry.refreshed_s = time.monotonic()
         frame, views = form.frame(key.chunk_hash), self.cache.views(form, entry)
         job = ChunkIO(chunk_key, frame, views, entry.refreshed_s + self._write_s, entry)
         queues = self.cache.queues

@@ -466,7 +466,8 @@ INTERFACES = (
             Name(
                 "LMCPipelinedRemoteBackend",
                 "(config, metadata, dst_device='cuda')",
-                "the same as `LMCRemoteBackend`: batched calls of every backend read and write ahead",
+                "the same as `LMCRemoteBackend`: batched calls of every backend read and write "
+                "ahead",
             ),
             Name("LMCPipelinedRemoteBackend.batched_get", "(keys)"),
             Name("LMCPipelinedRemoteBackend.close", "()"),

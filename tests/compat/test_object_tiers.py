@@ -45,7 +45,7 @@ class Objects:
         return answers[0]
 
     def put(self, number: int, payload: bytes) -> bool:
-        held = self.objects.reserve(metadata_of(len(payload)))
+        held = self.objects.reserve(key_of(number), metadata_of(len(payload)))
         assert held is not None
         held.payload[:] = payload
         written: list[bool] = []

@@ -59,8 +59,8 @@ class Objects(World):
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
         return Cache(self.loop, HeapMemory(self.capacity), backings, self.metrics, self.keeps)
 
-    def reserve(self, payload: bytes) -> HeldChunk:
-        held = self.objects.reserve(metadata_of(len(payload)))
+    def reserve(self, payload: bytes, key: ObjectKey = A) -> HeldChunk:
+        held = self.objects.reserve(key, metadata_of(len(payload)))
         assert held is not None
         held.payload[:] = payload
         return held
@@ -68,7 +68,7 @@ class Objects(World):
     def put(self, key: ObjectKey, payload: bytes) -> list[bool]:
         """The list gets the argument of `written`."""
         written: list[bool] = []
-        self.objects.publish(key, self.reserve(payload), written.append)
+        self.objects.publish(key, self.reserve(payload, key), written.append)
         return written
 
     def in_memory(self, key: ObjectKey) -> bytes | None:
@@ -253,8 +253,8 @@ def test_no_room_beside_what_is_held(make: Callable[..., Objects]) -> None:
     objects.put(A, bytes(600))
     held = objects.reserve(bytes(900))  # evicts
     assert objects.in_memory(A) is None
-    assert objects.objects.reserve(metadata_of(101)) is None
-    assert objects.objects.reserve(metadata_of(0)) is None
+    assert objects.objects.reserve(A, metadata_of(101)) is None
+    assert objects.objects.reserve(A, metadata_of(0)) is None
     objects.objects.abandon(held)
 
 
@@ -264,9 +264,8 @@ def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects
     objects.objects = ObjectCache(objects.cache, NAMES, 1, 5.0)
     objects.put(A, b"old")
     objects.end_write(tier)
-    held = objects.reserve(bytes(70_000))  # more stripes than can be numbered
     with pytest.raises(FormatError):
-        objects.objects.publish(A, held, lambda written: None)
+        objects.reserve(bytes(70_000))  # more stripes than can be numbered
     assert objects.in_memory(A) == b"old"
 
 

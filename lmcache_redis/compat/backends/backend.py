@@ -258,7 +258,8 @@ class ChunkBackend:
         object_key = object_key_of(key)
         queued_bytes = 0 if blocking else metadata.length
         abandon = partial(self._thread.abandon, queued_bytes)
-        held = _result(self._thread.reserve(metadata, queued_bytes), deadline, None, abandon)
+        reserving = self._thread.reserve(object_key, metadata, queued_bytes)
+        held = _result(reserving, deadline, None, abandon)
         if held is None:
             return None
         try:

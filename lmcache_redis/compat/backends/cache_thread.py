@@ -84,7 +84,9 @@ class CacheThread:
 
     # -------------------------------------------------------- memory of chunks
 
-    def reserve(self, metadata: RemoteMetadata, queued_bytes: int) -> Future[HeldChunk | None]:
+    def reserve(
+        self, key: ObjectKey, metadata: RemoteMetadata, queued_bytes: int
+    ) -> Future[HeldChunk | None]:
         """Memory for a chunk to put, if memory or a tier can keep it now.
 
         queued_bytes: to be counted until the chunk is published or abandoned; 0 if somebody waits.
@@ -93,7 +95,7 @@ class CacheThread:
         def reserve(done: Done[HeldChunk | None]) -> None:
             is_kept = metadata.length <= self.memory_bytes or any(t.state.up for t in self.tiers)
             has_room = self._queued_bytes + queued_bytes <= self._queue_bytes
-            held = self.objects.reserve(metadata) if is_kept and has_room else None
+            held = self.objects.reserve(key, metadata) if is_kept and has_room else None
             if held is not None:
                 self._queued_bytes += queued_bytes
             done(held)
@@ -108,11 +110,7 @@ class CacheThread:
                 self._queued_bytes -= queued_bytes
                 done(is_stored)
 
-            try:
-                self.objects.publish(key, held, written)
-            except ValueError:
-                self._queued_bytes -= queued_bytes
-                raise
+            self.objects.publish(key, held, written)
 
         return self.call(publish)
 

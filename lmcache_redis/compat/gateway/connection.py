@@ -151,7 +151,8 @@ class ClientConnection:
         await self._room.take(length)
         held: HeldChunk | None = None
         try:
-            held = self._cache.reserve(metadata)
+            with contextlib.suppress(FormatError):  # the tiers have no encoding for it
+                held = self._cache.reserve(key, metadata)
             if held is None:
                 await self._receive_and_drop(length)
             else:
@@ -190,11 +191,8 @@ class ClientConnection:
 
         if held is None:
             written(False)
-            return ended
-        try:
+        else:
             self._cache.publish(key, held, written)
-        except FormatError:  # the tiers have no encoding for it
-            written(False)
         return ended
 
     async def _send_chunk(self, key: ObjectKey) -> bool:

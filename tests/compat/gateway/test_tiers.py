@@ -126,7 +126,7 @@ def test_a_chunk_larger_than_the_memory_leaves_the_others_there() -> None:
 
 def test_a_put_that_there_is_no_memory_for_is_dropped() -> None:
     with Serving(DictTier()) as serving, serving.client() as client:
-        serving.cache.reserve = lambda metadata: None  # type: ignore[method-assign]
+        serving.cache.reserve = lambda *_: None  # type: ignore[method-assign]
         client.put(KEY, bytes(500_000))
         assert client.get(KEY) is None
         serving.until(not_stored=1, misses=1, buffer_used_bytes=0, open_connections=1)
