@@ -24,62 +24,58 @@ FORMS = [
 
 
 @pytest.mark.parametrize("tiers", ["memory", "disk", "redis", "all"])
-def test_whatever_a_request_says_is_in_the_reply(tmp_path: Path, tiers: str) -> None:
-    redis_directory = tmp_path / "redis"
-    redis_directory.mkdir()
-    with RedisServer(redis_directory) as redis:
-        everything = tiers == "all"
-        on_disk = tiers in ("disk", "all")
-        settings = {
-            "memory_bytes": 16 << 20 if everything or tiers == "memory" else 0,
-            "disk_path": str(tmp_path / "disk") if on_disk else None,
-            "disk_size": 16 << 20,
-            "redis_url": redis.url if everything or tiers == "redis" else None,
-            "buffer_bytes": 8 << 20,
-            "max_payload_bytes": 4 << 20,
-        }
-        with Serving(None, **settings) as serving, serving.client() as client:
-            for number, (length, fmt, dtype, shape) in enumerate(FORMS):
-                payload = random.Random(number).randbytes(length)
-                key = f"m@1@0@{number:x}@half"
-                client.send(header(PUT, key, length, fmt, dtype, shape) + payload)
-                client.send(header(GET, key))
-                assert client.reply() == (SUCCESS, length, fmt, dtype, shape, 0)
-                assert client.receive(length) == payload
-            client.send(header(PUT, "m@1@0@ff@half"))
-            assert not client.exists("m@1@0@ff@half"), "tiers have no chunks of no bytes"
-            assert client.list() == {f"m@1@0@{n:x}@half" for n in range(len(FORMS))}
+def test_whatever_a_request_says_is_in_the_reply(
+    tmp_path: Path, server: RedisServer, tiers: str
+) -> None:
+    everything = tiers == "all"
+    on_disk = tiers in ("disk", "all")
+    settings = {
+        "memory_bytes": 16 << 20 if everything or tiers == "memory" else 0,
+        "disk_path": str(tmp_path / "disk") if on_disk else None,
+        "disk_size": 16 << 20,
+        "redis_url": server.url if everything or tiers == "redis" else None,
+        "buffer_bytes": 8 << 20,
+        "max_payload_bytes": 4 << 20,
+    }
+    with Serving(None, **settings) as serving, serving.client() as client:
+        for number, (length, fmt, dtype, shape) in enumerate(FORMS):
+            payload = random.Random(number).randbytes(length)
+            key = f"m@1@0@{number:x}@half"
+            client.send(header(PUT, key, length, fmt, dtype, shape) + payload)
+            client.send(header(GET, key))
+            assert client.reply() == (SUCCESS, length, fmt, dtype, shape, 0)
+            assert client.receive(length) == payload
+        client.send(header(PUT, "m@1@0@ff@half"))
+        assert not client.exists("m@1@0@ff@half"), "tiers have no chunks of no bytes"
+        assert client.list() == {f"m@1@0@{n:x}@half" for n in range(len(FORMS))}
 
 
-def test_many_clients_on_all_tiers(tmp_path: Path) -> None:
+def test_many_clients_on_all_tiers(server: RedisServer) -> None:
     """Memory holds a third of the chunks, buffers fewer still: nothing mixes, nothing is lost."""
-    redis_directory = tmp_path / "redis"
-    redis_directory.mkdir()
     problems: list[BaseException] = []
-    with RedisServer(redis_directory) as redis:
-        settings = {"memory_bytes": 2 << 20, "disk_path": None, "redis_url": redis.url}
-        sizes = {"buffer_bytes": 2 << 20, "max_payload_bytes": 1 << 20}
-        with Serving(None, **settings, **sizes) as serving:
+    settings = {"memory_bytes": 2 << 20, "disk_path": None, "redis_url": server.url}
+    sizes = {"buffer_bytes": 2 << 20, "max_payload_bytes": 1 << 20}
+    with Serving(None, **settings, **sizes) as serving:
 
-            def work(number: int) -> None:
-                source = random.Random(number)
-                chunks = [source.randbytes(source.randrange(200_000)) for _ in range(4)]
-                try:
-                    with serving.client() as client:
-                        for turn, chunk in enumerate(chunks):
-                            client.put(f"m@16@{number}@{turn:02x}@half", chunk)
-                        for turn, chunk in enumerate(chunks):
-                            assert client.get(f"m@16@{number}@{turn:02x}@half") == chunk
-                except BaseException as problem:
-                    problems.append(problem)
+        def work(number: int) -> None:
+            source = random.Random(number)
+            chunks = [source.randbytes(source.randrange(200_000)) for _ in range(4)]
+            try:
+                with serving.client() as client:
+                    for turn, chunk in enumerate(chunks):
+                        client.put(f"m@16@{number}@{turn:02x}@half", chunk)
+                    for turn, chunk in enumerate(chunks):
+                        assert client.get(f"m@16@{number}@{turn:02x}@half") == chunk
+            except BaseException as problem:
+                problems.append(problem)
 
-            threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert problems == []
-            assert serving.stats()["hits"] == 64
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+        assert serving.stats()["hits"] == 64
 
 
 def test_a_write_that_hangs_holds_up_no_client() -> None:
