@@ -15,7 +15,14 @@ import time
 from collections.abc import Sequence
 
 from lmcache_redis.chunks.metadata import MemoryFormat
-from lmcache_redis.compat.lm_wire import ClientCommand, ClientMetaMessage, ServerMetaMessage
+from lmcache_redis.compat.lm_wire import (
+    REPLY_BYTES,
+    ClientCommand,
+    PayloadFields,
+    ServerReturnCode,
+    packed_request,
+    unpacked_reply,
+)
 from lmcache_redis.errors import LMCacheRedisError
 
 LOAD_NAME = "many"
@@ -37,7 +44,7 @@ class LmClient:
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), _TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._header = memoryview(bytearray(ServerMetaMessage.packlength()))
+        self._header = memoryview(bytearray(REPLY_BYTES))
 
     def __enter__(self) -> LmClient:
         return self
@@ -65,8 +72,8 @@ class LmClient:
     def _reply(self) -> int | None:
         """The length that a reply announces; None for a FAIL."""
         self._receive(self._header)
-        reply = ServerMetaMessage.deserialize(self._header)
-        return reply.length if reply.code == 200 else None
+        code, reply = unpacked_reply(self._header)
+        return reply.length if code is ServerReturnCode.SUCCESS else None
 
     def _receive(self, view: memoryview) -> None:
         while view.nbytes:
@@ -79,9 +86,8 @@ class LmClient:
 def _request(command: ClientCommand, key: str, nbytes: int) -> bytes:
     elements = max(1, nbytes // 2)
     shape = (2, 1, elements // 2, 1)
-    return ClientMetaMessage(
-        command, key, nbytes, MemoryFormat.KV_2LTD, "bfloat16", shape
-    ).serialize()
+    payload = PayloadFields(nbytes, MemoryFormat.KV_2LTD, "bfloat16", shape)
+    return packed_request(command, key, payload)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,12 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import (
-    LMCBackendInterface,
-    LMCHybridBackend,
-    LMCLocalBackend,
-    LMCPipelinedRemoteBackend,
-)
+from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis
 from lmcache_redis.compat.backends.buffers import TensorAllocation
 from lmcache_redis.errors import FormatError
 from lmcache_redis.resp import RedisOptions
@@ -78,17 +73,10 @@ class KVStore:
         self.namespace = namespace
         self._key_of("a")  # checks the namespace
         layout = hashlib.blake2b(namespace.encode(), digest_size=32, person=b"lmcr1.store").digest()
-        self._remote = LMCPipelinedRemoteBackend(
-            redis, device, deadline_s=deadline_s, layout=layout
-        )
-        self._backend: LMCBackendInterface = self._remote
+        storages = [in_redis(redis, deadline_s=deadline_s, layout=layout)]
         if memory_bytes:
-            try:
-                members = [LMCLocalBackend(memory_bytes), self._remote]
-                self._backend = LMCHybridBackend(members, device, wait_s=deadline_s)
-            except BaseException:
-                self._remote.close()
-                raise
+            storages.insert(0, in_memory(memory_bytes))
+        self._backend = ChunkBackend(storages, device)
         self._stats = StoreStats()
         self._lock = threading.Lock()
 
@@ -174,16 +162,15 @@ class KVStore:
         return self._backend.batched_contains(map(self._key_of, names))
 
     def names(self) -> list[str]:
-        """What the server has in this namespace, in any order. Looks at all keys of the server."""
-        return [key.chunk_hash.decode("utf-8", "replace") for key in self._remote.list()]
+        """What this namespace has, in any order. Looks at all keys of the server."""
+        return [key.chunk_hash.decode("utf-8", "replace") for key in self._backend.stored_keys()]
 
     # ---------------------------------------------------------------- state
 
     @property
     def why_down(self) -> str:
         """Why the server cannot be used now; empty if it can, or if nothing is known yet."""
-        state = self._remote.storage.tiers[0].tier.state
-        return "" if state.up else state.reason
+        return self._backend.why_down
 
     @property
     def stats(self) -> StoreStats:

@@ -1,4 +1,4 @@
-"""The backends that LMCache's configuration objects describe.
+"""Where LMCache's configuration objects say that a backend keeps chunks.
 
 A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
 named by the environment, as for the commands. Raises ConfigError, which names the setting and what
@@ -8,56 +8,49 @@ it may be, for one that is missing, wrong or not supported.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from lmcache_redis.compat import backends
+from lmcache_redis.compat.backends.storage import ChunkStorage, in_memory, in_redis, on_disk
 from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import read_seal_keys
-
-if TYPE_CHECKING:
-    pass
 
 # They keep every bit, as a backend does without them.
 _EXACT_SERDES = (None, "torch", "safetensor", "fast")
 _SENTINELS = "redis-sentinel://"
 
 
-def memory_backend(config: object, metadata: object, dst_device: str) -> backends.LMCLocalBackend:
+def memory_of(config: object, metadata: object) -> ChunkStorage:
     """Memory, with the smaller limit of the two."""
-    device = setting(config, "local_device")
+    device = _setting(config, "local_device")
     if device not in ("cpu", "cuda"):
         raise ConfigError(
             f'local_device is {device!r}: set it to "cpu" to keep chunks in memory; a directory is '
             "for LMCLocalDiskBackend"
         )
-    return backends.LMCLocalBackend(min(_limit_bytes(config), _limit_bytes(metadata)), dst_device)
+    return in_memory(min(_limit_bytes(config), _limit_bytes(metadata)))
 
 
-def disk_backend(config: object, dst_device: str) -> backends.LMCLocalDiskBackend:
+def directory_of(config: object) -> ChunkStorage:
     """The directory of local_device, with or without file:// before it."""
-    device = setting(config, "local_device")
+    device = _setting(config, "local_device")
     directory = device.removeprefix("file://") if isinstance(device, str) else ""
     if directory in ("", "cpu", "cuda"):
         raise ConfigError(f"local_device is {device!r}: set it to a directory for this backend")
-    limit_bytes = _limit_bytes(config)
-    return backends.LMCLocalDiskBackend(directory, limit_bytes, dst_device=dst_device)
+    return on_disk(directory, _limit_bytes(config))
 
 
-def redis_backend(config: object, dst_device: str, is_pipelined: bool) -> backends.LMCRemoteBackend:
+def redis_of(config: object) -> ChunkStorage:
     """The servers of remote_url."""
-    serde = setting(config, "remote_serde")
+    serde = _setting(config, "remote_serde")
     if serde not in _EXACT_SERDES:
         raise ConfigError(
             f'remote_serde is {serde!r}: set it to "torch", "safetensor", "fast" or None; chunks '
             "are stored as they are, neither compressed nor quantized"
         )
-    options = _redis_options(setting(config, "remote_url"))
-    if is_pipelined:
-        return backends.LMCPipelinedRemoteBackend(options, dst_device)
-    return backends.LMCRemoteBackend(options, dst_device)
+    return in_redis(_redis_options(_setting(config, "remote_url")))
 
 
 def _redis_options(url: object) -> RedisOptions:
@@ -91,7 +84,7 @@ def _redis_options(url: object) -> RedisOptions:
     )
 
 
-def setting(settings: object, name: str) -> Any:
+def _setting(settings: object, name: str) -> Any:
     """The value of a setting. Raises ConfigError if it is missing."""
     try:
         return getattr(settings, name)
@@ -101,7 +94,7 @@ def setting(settings: object, name: str) -> Any:
 
 def _limit_bytes(settings: object) -> int:
     """max_local_cache_size in bytes."""
-    size_gib = setting(settings, "max_local_cache_size")
+    size_gib = _setting(settings, "max_local_cache_size")
     if type(size_gib) not in (int, float) or not 0 < size_gib < 1 << 30:
         raise ConfigError(
             f"max_local_cache_size is {size_gib!r}: set it to a positive number of GiB"

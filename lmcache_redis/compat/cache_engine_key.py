@@ -14,30 +14,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
+from lmcache_redis.chunks.dtypes import torch_dtype
 from lmcache_redis.errors import FormatError, check_int
 
-_DTYPES: dict[str, torch.dtype] = {
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "double": torch.float64,
-    "fp8_e4m3fn": torch.float8_e4m3fn,
-    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
-    **{name: getattr(torch, name) for name in ("int8", "uint8", "int16", "int32", "int64", "bool")},
+if TYPE_CHECKING:
+    import torch
+
+_NAME_OF_TEXT = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    **{f"fp8_{kind}": f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")},
+    **{name: name for name in ["bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool"]},
 }
-_DTYPE_TEXTS = {dtype: text for text, dtype in _DTYPES.items()}
+_TEXT_OF_NAME = {name: text for text, name in _NAME_OF_TEXT.items()}
 
 _INT = r"(?:0|[1-9]\d{0,9})"
 # A format is followed by a name, a name without one by a number.
-_KEY = re.compile(
+KEY_TEXT = re.compile(
     rf"(?:(?P<fmt>[^@]+)@(?!\d+@))?(?P<model_name>[^@]+)@(?P<world_size>{_INT})"
-    rf"@(?P<worker_id>{_INT})@(?P<chunk_hash>[^@]+)(?:@(?P<dtype>{'|'.join(_DTYPES)}))?"
+    rf"@(?P<worker_id>{_INT})@(?P<chunk_hash>[^@]*)(?:@(?P<dtype>[a-z][a-z0-9_]*))?"
     rf"(?:@(?P<layer_id>{_INT}))?(?P<tags>(?:@[^@%]+%[^@]*)*)",
     re.ASCII,
 )
@@ -50,7 +48,7 @@ _Key = TypeVar("_Key", bound="CacheEngineKey")
 
 
 @dataclass(frozen=True, eq=False)
-class _Fields:
+class _KeyParts:
     fmt: str | None
     model_name: str
     world_size: int
@@ -69,8 +67,7 @@ class _Fields:
             raise FormatError("only the key of a layer has a layer_id")
         if self.fmt is None and self.dtype is None:
             raise FormatError("a key has a dtype, or the fmt of earlier versions")
-        is_known = isinstance(self.dtype, torch.dtype) and self.dtype in _DTYPE_TEXTS
-        if self.dtype is not None and not is_known:
+        if self.dtype is not None and (isinstance(self.dtype, str) or not self._dtype_text):
             raise FormatError(f"a key has no text for the dtype {self.dtype!r:.80}")
         configs = self.request_configs
         if configs is not None and not (
@@ -84,7 +81,7 @@ class _Fields:
 
     @cached_property
     def _texts(self) -> dict[str, str | None]:
-        """The groups of `_KEY`."""
+        """The groups of `KEY_TEXT`."""
         tags = "".join(f"@{name}%{value}" for name, value in self.tags or ())
         return {
             "fmt": self.fmt,
@@ -92,10 +89,14 @@ class _Fields:
             "world_size": str(self.world_size),
             "worker_id": str(self.worker_id),
             "chunk_hash": self.chunk_hash_hex,
-            "dtype": None if self.dtype is None else _DTYPE_TEXTS[self.dtype],
+            "dtype": self._dtype_text,
             "layer_id": None if self.layer_id is None else str(self.layer_id),
             "tags": tags,
         }
+
+    @property
+    def _dtype_text(self) -> str | None:
+        return _TEXT_OF_NAME.get(str(self.dtype).removeprefix("torch."))
 
     @cached_property
     def _text(self) -> str:
@@ -117,7 +118,7 @@ class _Fields:
         return f"{self.chunk_hash:x}" if isinstance(self.chunk_hash, int) else self.chunk_hash
 
 
-class CacheEngineKey(_Fields):
+class CacheEngineKey(_KeyParts):
     """The key of a worker's chunk. Immutable; keys of one class and text are equal.
 
     Arguments, in this order or by name: fmt, model_name, world_size, worker_id, chunk_hash, dtype,
@@ -201,7 +202,7 @@ def parse_cache_key(key_str: str) -> CacheEngineKey | LayerCacheEngineKey:
         int(texts["world_size"] or 0),
         int(texts["worker_id"] or 0),
         _hash_of(chunk_hash),
-        _DTYPES[texts["dtype"]] if texts["dtype"] else None,
+        torch_dtype(_NAME_OF_TEXT[texts["dtype"]]) if texts["dtype"] else None,
         {_TAG + name: value for name, _, value in tags} or None,
     )
     if layer_id is None:
@@ -210,8 +211,10 @@ def parse_cache_key(key_str: str) -> CacheEngineKey | LayerCacheEngineKey:
 
 
 def _groups(text: str) -> dict[str, str | None] | None:
-    match = _KEY.fullmatch(text)
-    return None if match is None else match.groupdict()
+    match = KEY_TEXT.fullmatch(text)
+    if match is None or not match["chunk_hash"]:
+        return None
+    return match.groupdict() if match["dtype"] in (None, *_NAME_OF_TEXT) else None
 
 
 def _hash_of(text: str) -> int | bytes | str:

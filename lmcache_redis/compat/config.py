@@ -18,8 +18,8 @@ __all__ = ["LMCacheEngineConfig", "LMCacheEngineMetadata", "LMCacheMemPoolMetada
 class LMCacheEngineConfig:
     """chunk_size: in tokens. local_device: "cpu", "cuda" or a directory. max_local_cache_size: GiB.
 
-    The backends use local_device, max_local_cache_size, remote_url, remote_serde and
-    pipelined_backend. The other fields are for engines.
+    The backends use local_device, max_local_cache_size, remote_url and remote_serde. The other
+    fields are for engines.
     """
 
     chunk_size: int = 256

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -42,16 +42,6 @@ __all__ = [
 KVCache = list[CudaIPCWrapper]
 
 
-class _Extension(NamedTuple):
-    code: int
-    kind: type
-    encode: Callable[[Any], bytes]
-    decode: Callable[[bytes], Any]
-
-
-_size_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
-
-
 def _encoded_size(size: torch.Size) -> bytes:
     return msgspec.msgpack.encode(checked_shape(size, MAX_SIZE))
 
@@ -60,32 +50,30 @@ def _decoded_size(body: bytes) -> torch.Size:
     return torch.Size(checked_shape(_size_decoder.decode(body), MAX_SIZE))
 
 
-_EXTENSIONS = (
-    _Extension(
-        1,
-        torch.dtype,
-        lambda dtype: dtype_name(dtype).encode(),
-        lambda body: torch_dtype(str(body, "utf-8")),
-    ),
-    _Extension(2, torch.Size, _encoded_size, _decoded_size),
-    _Extension(3, CudaIPCWrapper, CudaIPCWrapper.Serialize, CudaIPCWrapper.Deserialize),
-    _Extension(4, IPCCacheEngineKey, IPCCacheEngineKey.Serialize, IPCCacheEngineKey.Deserialize),
-    _Extension(5, ObjectKey, ObjectKey.to_bytes, ObjectKey.from_bytes),
-)
-_BY_CODE = {each.code: each for each in _EXTENSIONS}
-_BY_KIND = {each.kind: each for each in _EXTENSIONS}
+_size_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
+_ENCODINGS: dict[type, tuple[int, Callable[[Any], bytes]]] = {
+    torch.dtype: (1, lambda dtype: dtype_name(dtype).encode()),
+    torch.Size: (2, _encoded_size),
+    CudaIPCWrapper: (3, CudaIPCWrapper.Serialize),
+    IPCCacheEngineKey: (4, IPCCacheEngineKey.Serialize),
+    ObjectKey: (5, ObjectKey.to_bytes),
+}
+_DECODINGS: dict[int, Callable[[bytes], Any]] = {
+    1: lambda body: torch_dtype(str(body, "utf-8")),
+    2: _decoded_size,
+    3: CudaIPCWrapper.Deserialize,
+    4: IPCCacheEngineKey.Deserialize,
+    5: ObjectKey.from_bytes,
+}
 
 
 class CustomizedEncoder:
     """A msgpack encoder, also for the types of the table above."""
 
-    def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_extension)
-
     def encode(self, obj: Any) -> bytes:
         """Encodes a value. Raises FormatError for one of a type that has no encoding."""
         try:
-            return self._encoder.encode(_with_extensions(obj))
+            return msgspec.msgpack.encode(_with_extensions(obj), enc_hook=_encode_extension)
         except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
             raise FormatError(f"a value that cannot be encoded: {error}") from None
 
@@ -123,21 +111,24 @@ def get_customized_decoder(type: Any = Any) -> CustomizedDecoder:
 class _Extended:
     """A value to be encoded by `_encode_extension`: msgspec encodes what it knows by itself."""
 
-    __slots__ = ("value",)
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
+def _encode_extension(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, _Extended):
+        raise TypeError(f"{type(value).__name__} has no encoding")
+    code, encoded = _ENCODINGS[type(value.value)]
+    return msgspec.msgpack.Ext(code, encoded(value.value))
+
+
 def _with_extensions(value: Any) -> Any:
-    """The value with `_Extended` around each part that msgspec would encode as an array."""
-    if isinstance(value, (torch.Size, IPCCacheEngineKey, ObjectKey)):
+    """The value with `_Extended` around each part that has an extension."""
+    if type(value) in _ENCODINGS:
         return _Extended(value)
     if isinstance(value, dict):
         return {_with_extensions(key): _with_extensions(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_with_extensions(each) for each in value]
-    if isinstance(value, (tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return tuple(_with_extensions(each) for each in value)
     if isinstance(value, msgspec.Struct):
         return _replaced(value, value.__struct_fields__, msgspec.structs.force_setattr)
@@ -157,20 +148,10 @@ def _replaced(
     return replaced
 
 
-def _encode_extension(value: Any) -> msgspec.msgpack.Ext:
-    if isinstance(value, _Extended):
-        value = value.value
-    extension = _BY_KIND.get(type(value))
-    if extension is None:
-        raise TypeError(f"{type(value).__name__} has no encoding")
-    return msgspec.msgpack.Ext(extension.code, extension.encode(value))
-
-
 def _decode_extension(code: int, data: memoryview) -> Any:
-    extension = _BY_CODE.get(code)
-    if extension is None:
+    if code not in _DECODINGS:
         raise FormatError(f"extension type {code} is unknown")
-    return extension.decode(bytes(data))
+    return _DECODINGS[code](bytes(data))
 
 
 def _as_expected(expected: type, value: Any) -> Any:

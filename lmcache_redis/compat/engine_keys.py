@@ -19,18 +19,13 @@ So unequal keys have unequal ObjectKeys. An ObjectKey stands for itself.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
 from lmcache_redis.compat.cache_engine_key import CacheEngineKey, LayerCacheEngineKey
 from lmcache_redis.errors import FormatError, check_int
-
-if TYPE_CHECKING:
-    import torch
 
 _MARK = "lmcache"
 _ALWAYS = ("model_name", "world_size", "worker_id", "chunk_hash")
@@ -52,51 +47,10 @@ class EngineKey(Protocol):
     def chunk_hash(self) -> Any: ...
 
 
-@dataclass(frozen=True)
-class KeyFields:
-    """The fields of a key that no class of LMCache fits. layer_id: of one layer's part."""
-
-    fmt: str | None
-    model_name: str
-    world_size: int
-    worker_id: int
-    chunk_hash: str | int | bytes
-    dtype: torch.dtype | None = None
-    layer_id: int | None = None
+AnyKey: TypeAlias = ObjectKey | EngineKey
 
 
-class KeyKinds:
-    """Remembers the classes of the keys that were put, so that a list can return such keys."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[tuple[bool, ...], type[Any]] = {}
-
-    def object_key_of(self, key: ObjectKey | EngineKey) -> ObjectKey:
-        """`object_key_of` of a key to put."""
-        object_key = object_key_of(key)
-        if not isinstance(key, ObjectKey):
-            self._kinds[_given(key)] = type(key)
-        return object_key
-
-    def key_of(self, object_key: ObjectKey) -> ObjectKey | EngineKey:
-        """The key for which an ObjectKey stands.
-
-        It has the class of the last put key with the same fields, or is a `CacheEngineKey` or a
-        `LayerCacheEngineKey`; `KeyFields` if none of these takes its fields.
-        """
-        key = engine_key_of(object_key)
-        if key is None:
-            return object_key
-        own = CacheEngineKey if key.layer_id is None else LayerCacheEngineKey
-        given = {name: value for name, value in vars(key).items() if value is not None}
-        for kind in (self._kinds.get(_given(key), own), own):
-            with contextlib.suppress(TypeError, FormatError):
-                made: EngineKey = kind(**given)
-                return made
-        return key
-
-
-def object_key_of(key: ObjectKey | EngineKey) -> ObjectKey:
+def object_key_of(key: AnyKey) -> ObjectKey:
     """The ObjectKey of a key. Raises FormatError if the key lacks a field or has no encoding."""
     if isinstance(key, ObjectKey):
         return key
@@ -128,29 +82,30 @@ def object_key_of(key: ObjectKey | EngineKey) -> ObjectKey:
     return ObjectKey(chunk_hash, "@".join(fields), kv_rank)
 
 
-def engine_key_of(object_key: ObjectKey) -> KeyFields | None:
-    """The key for which an ObjectKey stands; None if it stands for itself."""
-    fields = object_key.model_name.split("@", 5)
-    if len(fields) < 6 or fields[0] != _MARK:
-        return None
-    _, fmt, dtype, layer_id, hash_type, model_name = fields
+def engine_key_of(object_key: ObjectKey) -> AnyKey:
+    """The `CacheEngineKey` or `LayerCacheEngineKey` for which an ObjectKey stands.
+
+    The ObjectKey itself if it stands for itself, or for a key that these classes cannot be.
+    """
+    mark, *fields = object_key.model_name.split("@", 5)
+    if mark != _MARK or len(fields) < 5:
+        return object_key
+    fmt, dtype, layer_id, hash_type, model_name = fields
     try:
-        key = KeyFields(
-            fmt or None,
-            model_name,
-            object_key.kv_rank >> 24,
-            object_key.kv_rank >> 16 & 0xFF,
-            _unpacked(hash_type, object_key.chunk_hash),
-            torch_dtype(dtype) if dtype else None,
-            int(layer_id) if layer_id else None,
-        )
-        return key if object_key_of(key) == object_key else None
-    except ValueError:  # a name that only looks like one of these
-        return None
-
-
-def _given(key: EngineKey) -> tuple[bool, ...]:
-    return tuple(getattr(key, name, None) is not None for name in _OPTIONAL)
+        named = {
+            "fmt": fmt or None,
+            "model_name": model_name,
+            "world_size": object_key.kv_rank >> 24,
+            "worker_id": object_key.kv_rank >> 16 & 0xFF,
+            "chunk_hash": _unpacked(hash_type, object_key.chunk_hash),
+            "dtype": torch_dtype(dtype) if dtype else None,
+        }
+        key = CacheEngineKey(**named)
+        if layer_id:
+            key = LayerCacheEngineKey(**named, layer_id=int(layer_id))
+        return key if object_key_of(key) == object_key else object_key
+    except ValueError:  # a name that only looks like one of these, or that they refuse
+        return object_key
 
 
 def _packed(chunk_hash: object) -> tuple[str, bytes]:

@@ -10,7 +10,6 @@ Trailing fields may be left out if they are nil, 0 or empty. request_id does not
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -140,12 +139,7 @@ def ipc_keys_to_object_keys(ipc_keys: Iterable[IPCCacheEngineKey]) -> list[Objec
             raise FormatError(f"an IPCCacheEngineKey is converted, not {key!r:.80}")
         if key.chunk_hash is None:
             raise FormatError("a key with token_ids names no chunk until the tokens are hashed")
-        ranks = _kv_ranks(key.world_size, key.worker_id)
-        object_keys += [ObjectKey(key.chunk_hash, key.model_name, rank) for rank in ranks]
+        for worker in range(key.world_size) if key.worker_id is None else (key.worker_id,):
+            rank = share_rank(key.world_size, worker)
+            object_keys.append(ObjectKey(key.chunk_hash, key.model_name, rank))
     return object_keys
-
-
-@functools.lru_cache(maxsize=1024)
-def _kv_ranks(world_size: int, worker_id: int | None) -> tuple[int, ...]:
-    workers = range(world_size) if worker_id is None else (worker_id,)
-    return tuple(share_rank(world_size, worker) for worker in workers)

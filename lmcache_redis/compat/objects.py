@@ -32,7 +32,6 @@ from lmcache_redis.chunks.frame import parsed_metadata
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
-from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
@@ -44,7 +43,7 @@ from lmcache_redis.tiers import (
 )
 
 
-class Held(NamedTuple):
+class HeldChunk(NamedTuple):
     """A pinned chunk in memory, or reserved memory to be filled.
 
     payload: one contiguous view of `metadata.length` bytes, writable if it was reserved. Do not use
@@ -54,17 +53,6 @@ class Held(NamedTuple):
     entry: Entry
     metadata: RemoteMetadata
     payload: memoryview
-
-
-class Places(NamedTuple):
-    """Where to look for a chunk: in memory, and in the tiers from number `first` to `end` - 1."""
-
-    memory: bool = True
-    first: int = 0
-    end: int | None = None
-
-
-EVERYWHERE = Places()
 
 
 class Found(NamedTuple):
@@ -90,16 +78,13 @@ class ObjectCache:
     write, and again of the removal that follows a failed one.
     """
 
-    def __init__(
-        self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float = 5.0
-    ) -> None:
+    def __init__(self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float) -> None:
         self.cache = cache
         self._write_s = write_s
         self._is_closed = False
         self._names = names
         self._new_form = lru_cache(1024)(partial(ChunkForm.of, names, slot_bytes=stripe_bytes))
         self._pool = cache.pool
-        self._finds: dict[bytes, list[Done[Found | None]]] = {}
         self._post = cache.owner.post
         self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
         assert len(self._tiers) == len(cache.tiers), "they are asked by key"
@@ -113,7 +98,7 @@ class ObjectCache:
 
     # ------------------------------------------------------------------ get
 
-    def hold(self, key: ObjectKey) -> Held | None:
+    def hold(self, key: ObjectKey) -> HeldChunk | None:
         """The chunk if it is in memory, which counts as a use. The caller releases it."""
         entry = self._pool.get(self._names.chunk_key(key))
         if entry is None or entry.state is not EntryState.READY:
@@ -123,64 +108,38 @@ class ObjectCache:
         return self._held(entry)
 
     def get(
-        self, key: ObjectKey, deadline: float, done: Done[Held | None], places: Places = EVERYWHERE
+        self, key: ObjectKey, deadline: float, done: Done[HeldChunk | None], first: int = 0
     ) -> None:
-        """`hold`, or `find` and `load` from the first tier that delivers the chunk."""
-        held = self.hold(key) if places.memory else None
+        """`hold`, or `find` and `load` from tier number `first` or one below it."""
+        held = self.hold(key)
         if held is not None:
             done(held)
             return
 
-        def answer(found: Found | None) -> None:
+        def found_it(found: Found | None) -> None:
             if found is None:
                 done(None)
             else:
                 self.load(key, found, deadline, partial(loaded, found))
 
-        def loaded(found: Found, held: Held | None) -> None:
+        def loaded(found: Found, held: HeldChunk | None) -> None:
             if held is None:
-                self.get(key, deadline, done, places._replace(first=found.level + 1))
+                self.get(key, deadline, done, found.level + 1)
             else:
                 done(held)
 
-        self.find(key, deadline, answer, places)
+        self.find(key, deadline, found_it, first)
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldChunk) -> None:
         """Unpin a chunk that `hold` or `load` returned."""
         self._pool.unpin(held.entry)
 
     def find(
-        self, key: ObjectKey, deadline: float, done: Done[Found | None], places: Places = EVERYWHERE
+        self, key: ObjectKey, deadline: float, done: Done[Found | None], first: int = 0
     ) -> None:
-        """Find the chunk in the first tier of the places that has it. Does not look in memory.
-
-        Equal questions everywhere are one, so that all of them load the chunk together.
-        """
+        """Find the chunk in the first tier, from number `first` on, that has it. Not in memory."""
         chunk_key = self._names.chunk_key(key)
-        if places != EVERYWHERE:
-            self._find(key, chunk_key, deadline, done, places)
-        elif chunk_key in self._finds:
-            self._finds[chunk_key].append(done)
-        else:
-            waiting = self._finds[chunk_key] = [done]
-
-            def answer(found: Found | None) -> None:
-                if self._finds.get(chunk_key) is waiting:
-                    del self._finds[chunk_key]
-                for each in waiting:
-                    each(found)
-
-            self._find(key, chunk_key, deadline, answer, places)
-
-    def _find(
-        self,
-        key: ObjectKey,
-        chunk_key: bytes,
-        deadline: float,
-        done: Done[Found | None],
-        places: Places,
-    ) -> None:
-        level = self._level_of(chunk_key, places)
+        level = self._level_of(chunk_key, first)
         if level is None:
             done(None)
             return
@@ -196,14 +155,16 @@ class ObjectCache:
                 form = ChunkForm(self._names, key.model_name, key.kv_rank, *sizes)
                 done(Found(form, parsed_metadata(frame.metadata), level))
             else:
-                self._find(key, chunk_key, deadline, done, places._replace(first=level + 1))
+                self.find(key, deadline, done, level + 1)
 
         self._tiers[level].describe(
             (chunk_key,), deadline, lambda result: self._post(partial(described, result))
         )
 
-    def load(self, key: ObjectKey, found: Found, deadline: float, done: Done[Held | None]) -> None:
-        """Reads a chunk into memory, once for all callers. Each caller releases its `Held`.
+    def load(
+        self, key: ObjectKey, found: Found, deadline: float, done: Done[HeldChunk | None]
+    ) -> None:
+        """Reads a chunk into memory, once for all callers. Each caller releases its `HeldChunk`.
 
         None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
         meanwhile, the result may be the new one: check its metadata.
@@ -228,49 +189,46 @@ class ObjectCache:
                 self.cache.begin_loads((job,))
 
     def _loaded(
-        self, key: ObjectKey, entry: Entry, done: Done[Held | None], filled: Filled
+        self, key: ObjectKey, entry: Entry, done: Done[HeldChunk | None], filled: Filled
     ) -> None:
         # If it is not READY, it may have been replaced by an entry that is.
         held = self._held(entry) if filled is Filled.READY else self.hold(key)
         self._pool.unpin(entry)
         done(held)
 
-    def _held(self, entry: Entry) -> Held:
+    def _held(self, entry: Entry) -> HeldChunk:
         self._pool.pin(entry)
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
-        return Held(entry, parsed_metadata(_form_of(entry).metadata), payload.toreadonly())
+        return HeldChunk(entry, parsed_metadata(_form_of(entry).metadata), payload.toreadonly())
 
     # ------------------------------------------------------------------ put
 
-    def reserve(self, metadata: RemoteMetadata) -> Held | None:
+    def reserve(self, key: ObjectKey, metadata: RemoteMetadata) -> HeldChunk | None:
         """Memory for a chunk, which gets do not find yet; None if there is no room or no payload.
 
-        The caller publishes or abandons it.
+        The caller publishes or abandons it. Raises FormatError if the chunk has no encoding.
         """
         if not metadata.length:
             return None
+        form = self._new_form(key.model_name, key.kv_rank, metadata)
         entry = self._pool.reserve(None, metadata.length)
         if entry is None:
             return None
+        entry.tag = form
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
-        return Held(entry, metadata, payload)
+        return HeldChunk(entry, metadata, payload)
 
-    def publish(self, key: ObjectKey, held: Held, written: Done[bool]) -> None:
-        """Makes reserved and filled memory the key's chunk, and writes it to every tier.
+    def publish(self, key: ObjectKey, held: HeldChunk, written: Done[bool]) -> None:
+        """Makes memory that was reserved for the key, and filled, its chunk; begins all writes.
 
         written: called when every tier has answered, with whether any of them, or memory, keeps the
-        chunk. Raises FormatError if the chunk has no encoding: then the memory is freed.
+        chunk.
         """
-        entry = held.entry
-        try:
-            form = self._new_form(key.model_name, key.kv_rank, held.metadata)
-        except FormatError:
-            self.abandon(held)
-            raise
+        entry, form = held.entry, _form_of(held.entry)
         chunk_key = form.key(key.chunk_hash)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        entry.tag, entry.refreshed_s = form, time.monotonic()
+        entry.refreshed_s = time.monotonic()
         frame, views = form.frame(key.chunk_hash), self.cache.views(form, entry)
         job = ChunkIO(chunk_key, frame, views, entry.refreshed_s + self._write_s, entry)
         queues = self.cache.queues
@@ -292,20 +250,17 @@ class ObjectCache:
         else:
             queue.remove(job.key, time.monotonic() + self._write_s, lambda removed: add(False))
 
-    def abandon(self, held: Held) -> None:
+    def abandon(self, held: HeldChunk) -> None:
         """Frees reserved memory that will not be published."""
         self._pool.discard(held.entry)
         self._pool.unpin(held.entry)
 
     # ----------------------------------------------------------------- keys
 
-    def contains(
-        self, key: ObjectKey, deadline: float, done: Done[bool], places: Places = EVERYWHERE
-    ) -> None:
+    def contains(self, key: ObjectKey, deadline: float, done: Done[bool], first: int = 0) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
-        entry = self._pool.peek(chunk_key) if places.memory else None
-        level = self._level_of(chunk_key, places)
+        entry, level = self._pool.peek(chunk_key), self._level_of(chunk_key, first)
         if entry is not None and entry.state is EntryState.READY:
             done(True)
             return
@@ -317,7 +272,7 @@ class ObjectCache:
             if result.outcome is CallOutcome.DONE and result.present[0]:
                 done(True)
             else:
-                self.contains(key, deadline, done, Places(False, level + 1, places.end))
+                self.contains(key, deadline, done, level + 1)
 
         self._tiers[level].exists(
             (chunk_key,), deadline, lambda result: self._post(partial(answer, result))
@@ -339,8 +294,7 @@ class ObjectCache:
             queue.remove(chunk_key, deadline, lambda result: add(result.removed > 0))
 
     def _supersede(self, chunk_key: bytes) -> None:
-        """Detaches finds and cancels a load of the key: they may bring the previous chunk."""
-        self._finds.pop(chunk_key, None)
+        """Cancels a load of the key: it may bring the previous chunk."""
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)
@@ -371,10 +325,8 @@ class ObjectCache:
         self._lists.stop()
         return self.cache.close(deadline_s)
 
-    def _level_of(self, chunk_key: bytes, places: Places) -> int | None:
-        if self._is_closed:
-            return None
-        return self.cache.level_of(chunk_key, places.first, places.end)
+    def _level_of(self, chunk_key: bytes, first: int) -> int | None:
+        return None if self._is_closed else self.cache.level_of(chunk_key, first)
 
 
 def _form_of(entry: Entry) -> ChunkForm:

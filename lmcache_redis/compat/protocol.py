@@ -11,13 +11,12 @@ The encoding of `RemoteMetadata` is this package's (docs/reference/value-format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
 
 import torch
 
 from lmcache_redis.chunks import metadata as protocol
-from lmcache_redis.chunks.dtypes import NAME_OF_CODE, dtype_name, torch_dtype
+from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
 from lmcache_redis.chunks.metadata import MAX_GROUPS, MemoryFormat
 from lmcache_redis.compat import lm_wire
 from lmcache_redis.compat.cache_engine_key import (
@@ -30,6 +29,7 @@ from lmcache_redis.compat.lm_wire import (
     LOCATION_TO_INT,
     MAX_KEY_LENGTH,
     ClientCommand,
+    PayloadFields,
     ServerReturnCode,
 )
 from lmcache_redis.errors import FormatError
@@ -53,16 +53,14 @@ __all__ = [
     "parse_cache_key",
 ]
 
-# LMCache's codes are those below 64; its protocol adds 0 for no dtype.
 INT_TO_DTYPE: dict[int, torch.dtype | None] = {
-    0: None,
-    **{code: torch_dtype(name) for code, name in NAME_OF_CODE.items() if code < 64},
+    code: None if name is None else torch_dtype(name)
+    for code, name in lm_wire.NAME_OF_WIRE_CODE.items()
 }
 # Of the two codes of float16 the second is written.
 DTYPE_TO_INT = {dtype: code for code, dtype in INT_TO_DTYPE.items()}
 
 _Buffer = bytes | bytearray | memoryview
-_Of = TypeVar("_Of", bound="_Message")
 
 
 @dataclass
@@ -111,52 +109,10 @@ class RemoteMetadata:
         return protocol.RemoteMetadata(self.length, self.shapes, self.dtypes, self.fmt)
 
 
-class _Message:
-    """What both messages have. _wire: the same message without torch."""
-
-    _wire: ClassVar[type[lm_wire.ClientMetaMessage] | type[lm_wire.ServerMetaMessage]]
-
-    def __post_init__(self) -> None:
-        for name, value in self._fields_of(self._encoded()).items():
-            setattr(self, name, value)
-
-    def serialize(self) -> bytes:
-        encoded: bytes = self._encoded().serialize()
-        return encoded
-
-    @classmethod
-    def deserialize(cls: type[_Of], s: _Buffer) -> _Of:
-        """The message that bytes encode. Also raises FormatError for a malformed key."""
-        return cls(**cls._fields_of(cls._wire.deserialize(s)))
-
-    @classmethod
-    def packlength(cls) -> int:
-        return cls._wire.packlength()
-
-    @staticmethod
-    def _fields_of(message: Any) -> dict[str, Any]:
-        values = {field.name: getattr(message, field.name) for field in fields(message)}
-        name = values.pop("dtype_name")
-        values["dtype"] = None if name is None else torch_dtype(name)
-        if values.get("key"):
-            values["key"] = parse_cache_key(values["key"])
-        return values | {"shape": torch.Size(message.shape)}
-
-    def _encoded(self) -> Any:
-        values = dict(vars(self))
-        dtype, key = values.pop("dtype"), values.get("key")
-        if isinstance(key, CacheEngineKey):
-            values["key"] = key.to_string()
-        elif "key" in values and not isinstance(key, str):
-            raise FormatError(f"a key is a CacheEngineKey or its text, not {key!r:.80}")
-        return self._wire(dtype_name=None if dtype is None else dtype_name(dtype), **values)
-
-
 @dataclass
-class ClientMetaMessage(_Message):
+class ClientMetaMessage:
     """A request. key: a key object or its text; empty if the request names no chunk."""
 
-    _wire = lm_wire.ClientMetaMessage
     command: ClientCommand
     key: CacheEngineKey | LayerCacheEngineKey | str
     length: int
@@ -165,18 +121,68 @@ class ClientMetaMessage(_Message):
     shape: torch.Size
     location: str | None = None
 
+    def __post_init__(self) -> None:
+        self.serialize()
+        self.command, self.shape = ClientCommand(self.command), torch.Size(self.shape)
+        if isinstance(self.key, str) and self.key:
+            self.key = parse_cache_key(self.key)
+
+    def serialize(self) -> bytes:
+        key = self.key.to_string() if isinstance(self.key, CacheEngineKey) else self.key
+        if not isinstance(key, str):
+            raise FormatError(f"a key is a CacheEngineKey or its text, not {key!r:.80}")
+        return lm_wire.packed_request(self.command, key, _payload(self))
+
+    @staticmethod
+    def deserialize(s: _Buffer) -> ClientMetaMessage:
+        """The message that bytes encode. Also raises FormatError for a malformed key."""
+        command, key, payload = lm_wire.unpacked_request(s)
+        return ClientMetaMessage(command, key, *_fields(payload))
+
+    @staticmethod
+    def packlength() -> int:
+        return lm_wire.REQUEST_BYTES
+
 
 @dataclass
-class ServerMetaMessage(_Message):
+class ServerMetaMessage:
     """A reply."""
 
-    _wire = lm_wire.ServerMetaMessage
     code: ServerReturnCode
     length: int
     fmt: MemoryFormat
     dtype: torch.dtype | None
     shape: torch.Size
     location: str | None = None
+
+    def __post_init__(self) -> None:
+        self.serialize()
+        self.code, self.shape = ServerReturnCode(self.code), torch.Size(self.shape)
+
+    def serialize(self) -> bytes:
+        return lm_wire.packed_reply(self.code, _payload(self))
+
+    @staticmethod
+    def deserialize(s: _Buffer) -> ServerMetaMessage:
+        code, payload = lm_wire.unpacked_reply(s)
+        return ServerMetaMessage(code, *_fields(payload))
+
+    @staticmethod
+    def packlength() -> int:
+        return lm_wire.REPLY_BYTES
+
+
+def _payload(message: ClientMetaMessage | ServerMetaMessage) -> PayloadFields:
+    name = None if message.dtype is None else dtype_name(message.dtype)
+    return PayloadFields(message.length, message.fmt, name, message.shape, message.location)
+
+
+def _fields(
+    payload: PayloadFields,
+) -> tuple[int, MemoryFormat, torch.dtype | None, torch.Size, str | None]:
+    length, fmt, name, shape, location = payload
+    dtype = None if name is None else torch_dtype(name)
+    return length, fmt, dtype, torch.Size(shape), location
 
 
 _group_count: int | None = None

@@ -1,10 +1,10 @@
-"""LMCache's storage backends (`lmcache.storage_backend`) over `lmcache_redis.compat.backends`.
+"""LMCache's storage backends (`lmcache.storage_backend`): constructors of a `ChunkBackend`.
 
-The classes have LMCache's names, constructors, parameters and return types. They take LMCache's
-configuration objects and keys, and any objects with the same attributes (`compat.config`,
-`compat.engine_keys`), and ObjectKeys too. Each is a thin face of the backend with the same name,
-whose promises hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk that
-fails raises nothing: a get is a miss, a put stores nothing, and `batched_put` returns fewer.
+The classes have LMCache's names, constructors and parameters. They take LMCache's configuration
+objects and keys, and any objects with the same attributes (`compat.config`, `compat.engine_keys`),
+and ObjectKeys too. The promises of `compat.backends` hold: a limit in bytes, LRU eviction,
+checksums, deadlines. A server or a disk that fails raises nothing: a get is a miss, and a put
+stores nothing and says so.
 
 docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
 not read.
@@ -12,29 +12,20 @@ not read.
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat import backends
-from lmcache_redis.compat.backend_settings import (
-    check_device,
-    disk_backend,
-    memory_backend,
-    redis_backend,
-    setting,
-)
+from lmcache_redis.compat.backend_settings import check_device, directory_of, memory_of, redis_of
+from lmcache_redis.compat.backends import ChunkBackend
+from lmcache_redis.compat.backends.storage import ChunkStorage
 from lmcache_redis.compat.cache_engine_key import CacheEngineKey
 from lmcache_redis.compat.config import (
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
     LMCacheMemPoolMetadata,
 )
-from lmcache_redis.compat.engine_keys import EngineKey, KeyKinds, object_key_of
+from lmcache_redis.compat.engine_keys import AnyKey, engine_key_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +43,6 @@ __all__ = [
     "LMCacheMemPoolMetadata",
 ]
 
-AnyKey: TypeAlias = "ObjectKey | EngineKey"
-
 
 class LMCBackendInterface(ABC):
     """The calls of every backend. A backend of one's own has put, get, contains and close.
@@ -67,7 +56,7 @@ class LMCBackendInterface(ABC):
         self.dst_device = dst_device
 
     @abstractmethod
-    def put(self, key: AnyKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
+    def put(self, key: AnyKey, kv_chunk: torch.Tensor, blocking: bool = True) -> Any:
         """Store a chunk of one to eight dimensions, none of them a batch.
 
         blocking: it is stored on return. Otherwise it is copied, and stored in the background.
@@ -100,27 +89,19 @@ class LMCBackendInterface(ABC):
         return map(self.get, keys)
 
 
-class _Backend(LMCBackendInterface):
-    """The face of a backend. It is closed when it is no longer referenced, or at exit."""
+class _Backend(ChunkBackend, LMCBackendInterface):
+    """A backend that lists LMCache's keys. It is closed when it is no longer referenced."""
 
     def __init__(
         self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
     ) -> None:
-        super().__init__(dst_device)
-        self._tier = self._open(config, metadata)
-        self._kinds = KeyKinds()
-        self._close = weakref.finalize(self, self._tier.close)
+        check_device(dst_device)
+        super().__init__(self._storages(config, metadata), dst_device)
 
+    @staticmethod
     @abstractmethod
-    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
-        """The backend. Raises ConfigError for a setting that is missing or wrong."""
-
-    def _named(self, key: AnyKey) -> ObjectKey:
-        # A method, so that an iterator of batched_get keeps its backend open.
-        return object_key_of(key)
-
-    def put(self, key: AnyKey, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
-        self._tier.put(self._kinds.object_key_of(key), kv_chunk, blocking)
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        """Raises ConfigError for a setting that is missing or wrong."""
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
         """`put` that blocks."""
@@ -130,36 +111,12 @@ class _Backend(LMCBackendInterface):
         """`put` that does not block."""
         self.put(key, kv_chunk, blocking=False)
 
-    def get(self, key: AnyKey) -> torch.Tensor | None:
-        return self._tier.get(self._named(key))
+    def list(self) -> list[AnyKey]:
+        """The keys of all chunks, also of those that other processes put, as `CacheEngineKey`s.
 
-    def contains(self, key: AnyKey) -> bool:
-        return self._tier.contains(self._named(key))
-
-    def remove(self, key: AnyKey) -> None:
-        """Remove a chunk, if there is one, and drop a queued put of it."""
-        self._tier.remove(self._named(key))
-
-    def list(self) -> builtins.list[AnyKey]:
-        """The keys of all chunks, also of those that other processes put.
-
-        They have the class of the keys that were put here, or are `CacheEngineKey`s.
+        `LayerCacheEngineKey`s for one layer; ObjectKeys for what was put with other keys.
         """
-        return [self._kinds.key_of(key) for key in self._tier.list()]
-
-    def batched_put(
-        self, keys_and_chunks: Iterable[tuple[AnyKey, torch.Tensor]], blocking: bool = True
-    ) -> int:
-        """`put` for each; returns how many were stored or, without blocking, accepted."""
-        named = ((self._kinds.object_key_of(key), chunk) for key, chunk in keys_and_chunks)
-        return self._tier.batched_put(named, blocking)
-
-    def batched_get(self, keys: Iterable[AnyKey]) -> Iterable[torch.Tensor | None]:
-        """`get` for each, in order: an iterator, which yields each when it is loaded."""
-        return self._tier.batched_get(map(self._named, keys))
-
-    def close(self) -> None:
-        self._close()
+        return [engine_key_of(key) for key in self.stored_keys()]
 
 
 class LMCLocalBackend(_Backend):
@@ -169,8 +126,9 @@ class LMCLocalBackend(_Backend):
     smaller one is the limit, in GiB.
     """
 
-    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
-        return memory_backend(config, metadata, self.dst_device)
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [memory_of(config, metadata)]
 
 
 class LMCLocalDiskBackend(_Backend):
@@ -180,8 +138,9 @@ class LMCLocalDiskBackend(_Backend):
     metadata: not used, because puts need no pool of buffers.
     """
 
-    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
-        return disk_backend(config, self.dst_device)
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [directory_of(config)]
 
 
 class LMCRemoteBackend(_Backend):
@@ -196,27 +155,21 @@ class LMCRemoteBackend(_Backend):
     Raises ConfigError for lm:// and for a serde that compresses.
     """
 
-    _is_pipelined = False
-
-    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
-        return redis_backend(config, self.dst_device, self._is_pipelined)
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [redis_of(config)]
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
-    """`LMCRemoteBackend` whose `batched_get` reads ahead and whose `batched_put` writes ahead.
-
-    It is for libraries. The agent and the gateway do not use it: they pipeline on the data plane.
-    """
-
-    _is_pipelined = True
+    """The same: every backend reads and writes ahead in batched calls."""
 
 
 class LMCHybridBackend(_Backend):
     """Memory above Redis: puts are written to both, and what Redis has is put into memory by a get.
 
-    config: as of `LMCLocalBackend` and `LMCRemoteBackend`; with pipelined_backend the remote one is
-    pipelined. mpool_metadata: as the metadata of `LMCLocalBackend`. A put that does not block still
-    waits for memory.
+    config: as of `LMCLocalBackend` and `LMCRemoteBackend`; pipelined_backend changes nothing.
+    mpool_metadata: as the metadata of `LMCLocalBackend`. A put that does not block still waits for
+    memory.
     """
 
     def __init__(
@@ -228,16 +181,10 @@ class LMCHybridBackend(_Backend):
     ) -> None:
         super().__init__(config, mpool_metadata, dst_device)
 
-    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
-        with contextlib.ExitStack() as opened:
-            memory = memory_backend(config, metadata, "cpu")
-            opened.callback(memory.close)
-            redis = redis_backend(config, "cpu", bool(setting(config, "pipelined_backend")))
-            opened.callback(redis.close)
-            hybrid = backends.LMCHybridBackend((memory, redis), self.dst_device)
-            opened.pop_all()
-        return hybrid
+    @staticmethod
+    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
+        return [memory_of(config, metadata), redis_of(config)]
 
-    def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> None:
+    def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> bool:
         # LMCache calls the chunk `value` here.
-        super().put(key, value, blocking)
+        return super().put(key, value, blocking)

@@ -6,20 +6,12 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 
 from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import (
-    LMCBackendInterface,
-    LMCHybridBackend,
-    LMCLocalBackend,
-    LMCLocalDiskBackend,
-    LMCPipelinedRemoteBackend,
-    LMCRemoteBackend,
-)
+from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
 from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, files, store_and_wait
 from tests.harness import AgentServer, Engine
 from tests.servers import RedisServer
@@ -28,7 +20,7 @@ SLOT_BYTES = 64 << 10  # the harness's agents'
 LIMIT_BYTES = 64 << 20
 
 
-def get(tier: LMCBackendInterface, key: ObjectKey) -> tuple[RemoteMetadata, bytes]:
+def get(tier: ChunkBackend, key: ObjectKey) -> tuple[RemoteMetadata, bytes]:
     buffers: list[bytearray] = []
 
     def allocate(metadata: RemoteMetadata) -> Sequence[memoryview]:
@@ -44,24 +36,23 @@ def layout_of(agent: AgentServer) -> bytes:
     return bytes.fromhex(agent.status()["engines"][0]["layout"])
 
 
-@pytest.mark.parametrize("kind", [LMCRemoteBackend, LMCPipelinedRemoteBackend])
 def test_what_an_agent_stored_is_read_by_the_tiers(
-    tmp_path: Path, redis_server: RedisServer, kind: type[LMCRemoteBackend]
+    tmp_path: Path, redis_server: RedisServer
 ) -> None:
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         store_and_wait(agent, engine)
         layout = layout_of(agent)
         chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
         agent.terminate()
-    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout)
-    redis = kind(redis_server.unix_url, layout=layout)
-    own = kind(redis_server.unix_url)
+    disk = ChunkBackend([on_disk(tmp_path / "disk", LIMIT_BYTES, layout=layout)])
+    redis = ChunkBackend([in_redis(redis_server.unix_url, layout=layout)])
+    own = ChunkBackend([in_redis(redis_server.unix_url)])
     try:
-        keys = redis.list()
+        keys = redis.stored_keys()
         assert len(keys) == CHUNKS
         assert {key.model_name for key in keys} == {"test/model"}
         assert {key.chunk_hash for key in keys} == {*HASHES[3::4]}
-        assert set(disk.list()) == set(keys)
+        assert set(disk.stored_keys()) == set(keys)
         # Three layers, four blocks of 16 tokens, K and V, 64 elements a token.
         shape = (3, 4, 2, 16, 64)
         pages = RemoteMetadata(chunk_bytes, [shape], ["float32"], MemoryFormat.PAGES)
@@ -75,16 +66,15 @@ def test_what_an_agent_stored_is_read_by_the_tiers(
             layers = [layer[first : first + 4] for layer in engine.caches[0].values()]
             assert torch.equal(tensor, torch.stack(layers))
         # Without the layout the backend's chunks are its own tensors, under other names.
-        assert own.list() == []
+        assert own.stored_keys() == []
         assert not own.contains(keys[0])
         assert own.get(keys[0]) is None
     finally:
         for tier in (disk, redis, own):
             tier.close()
-    with contextlib.closing(LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)) as tensors:
-        assert tensors.list() == []
+    with contextlib.closing(ChunkBackend([on_disk(tmp_path / "disk", LIMIT_BYTES)])) as tensors:
+        assert tensors.stored_keys() == []
         assert tensors.get(keys[0]) is None
-        assert tensors.used_bytes > 0
 
 
 def chunks_of(
@@ -94,12 +84,12 @@ def chunks_of(
     store_and_wait(agent, engine)
     layout = layout_of(agent)
     agent.terminate()
-    reader = LMCRemoteBackend(redis.unix_url, layout=layout)
-    chunks = {key: get(reader, key) for key in reader.list()}
+    reader = ChunkBackend([in_redis(redis.unix_url, layout=layout)])
+    chunks = {key: get(reader, key) for key in reader.stored_keys()}
     reader.close()
     redis.command("FLUSHALL")
-    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout)
-    assert all(disk.remove(key) for key in disk.list())
+    disk = ChunkBackend([on_disk(tmp_path / "disk", LIMIT_BYTES, layout=layout)])
+    assert all(disk.remove(key) for key in disk.stored_keys())
     disk.close()
     assert len(chunks) == CHUNKS
     return layout, chunks
@@ -108,16 +98,13 @@ def chunks_of(
 def test_what_the_library_put_into_redis_is_a_hit_of_the_agent(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """Through a hybrid with a memory tier, as the agent has its host pool."""
+    """Through memory too, as the agent has its host pool."""
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
-        remote = LMCPipelinedRemoteBackend(
-            redis_server.unix_url, layout=layout, slot_bytes=SLOT_BYTES
-        )
-        tiers = LMCHybridBackend((LMCLocalBackend(LIMIT_BYTES), remote))
+        redis = in_redis(redis_server.unix_url, layout=layout, slot_bytes=SLOT_BYTES)
+        tiers = ChunkBackend([in_memory(LIMIT_BYTES), redis])
         for key, (metadata, payload) in chunks.items():
             assert tiers.put_bytes(key, metadata, [memoryview(payload)])
-            assert remote.contains(key)
         tiers.close()
         agent.start()
         engine.wait_ready()
@@ -130,7 +117,7 @@ def test_what_the_library_put_on_disk_is_a_hit_of_the_agent(
 ) -> None:
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
-        disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout)
+        disk = ChunkBackend([on_disk(tmp_path / "disk", LIMIT_BYTES, layout=layout)])
         for key, (metadata, payload) in chunks.items():
             assert disk.put_bytes(key, metadata, [memoryview(payload)])
         disk.close()
@@ -166,15 +153,15 @@ def test_a_chunk_has_one_name_in_redis_and_on_disk(
     assert all(name.startswith(b"site:lmcr1:" + layout.hex()[:16].encode()) for name in names)
     assert names == names_in_redis(redis_server)
     with contextlib.closing(
-        LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout, key_prefix=b"site:")
+        ChunkBackend([on_disk(tmp_path / "disk", LIMIT_BYTES, layout=layout, key_prefix=b"site:")])
     ) as disk:
-        assert {key.chunk_hash for key in disk.list()} == {*HASHES[3::4]}
+        assert {key.chunk_hash for key in disk.stored_keys()} == {*HASHES[3::4]}
 
     redis_server.command("FLUSHALL")
     key = ObjectKey(b"hash", "org/model", 7)
     metadata = RemoteMetadata(8, [(8,)], ["uint8"], MemoryFormat.UNDEFINED)
-    remote = LMCRemoteBackend(redis_server.unix_url)
-    disk = LMCLocalDiskBackend(tmp_path / "tensors", LIMIT_BYTES)
+    remote = ChunkBackend([in_redis(redis_server.unix_url)])
+    disk = ChunkBackend([on_disk(tmp_path / "tensors", LIMIT_BYTES)])
     with contextlib.closing(remote), contextlib.closing(disk):
         for tier in (remote, disk):
             assert tier.put_bytes(key, metadata, [memoryview(b"12345678")])

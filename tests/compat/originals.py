@@ -50,8 +50,9 @@ class Interface:
         """What has that name here; its type if it is an attribute of instances; None if nothing."""
         found: Any = importlib.import_module(self.here)
         for part in name.split("."):
-            annotations = inspect.get_annotations(found) if isinstance(found, type) else {}
-            found = getattr(found, part, annotations.get(part))
+            kinds = found.__mro__ if isinstance(found, type) else ()
+            annotated = [inspect.get_annotations(each).get(part) for each in kinds]
+            found = getattr(found, part, next(filter(None, annotated), None))
         return found
 
     def check(self, each: Name) -> str:

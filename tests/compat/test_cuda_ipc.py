@@ -176,10 +176,7 @@ def test_contiguous_is_what_torch_says(shape: list[int]) -> None:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("memory", ["allocations", "segment", "pieces"])
-def test_another_process_opens_the_memory(
-    host: Host, memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_opens_the_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until its tensor is freed."""
 
     def flat_tensor(opened: Any) -> torch.Tensor:
@@ -199,16 +196,17 @@ def test_another_process_opens_the_memory(
     ) as exporter:
         assert exporter.stdin is not None
         assert exporter.stdout is not None
-        print(memory, file=exporter.stdin, flush=True)
-        wrapper = CudaIPCWrapper.Deserialize(bytes.fromhex(exporter.stdout.readline()))
-        tensor = wrapper.to_tensor()
-        assert torch.equal(tensor, torch.arange(tensor.numel()).view(SHAPE).float())
-        part = tensor[3]
-        opened = "mappings" if memory == "pieces" else "opened"
-        del tensor
-        assert cuda_driver.counts()[opened] > 0
-        assert part[0] == 3 * SHAPE[1]
-        del part
-        assert opened not in cuda_driver.counts()
-        assert "refusals" not in cuda_driver.counts()
+        for memory in ("allocations", "segment", "pieces"):
+            print(memory, file=exporter.stdin, flush=True)
+            wrapper = CudaIPCWrapper.Deserialize(bytes.fromhex(exporter.stdout.readline()))
+            tensor = wrapper.to_tensor()
+            assert torch.equal(tensor, torch.arange(tensor.numel()).view(SHAPE).float())
+            part = tensor[3]
+            opened = "mappings" if memory == "pieces" else "opened"
+            del tensor
+            assert cuda_driver.counts()[opened] > 0
+            assert part[0] == 3 * SHAPE[1]
+            del part
+            assert opened not in cuda_driver.counts()
+            assert "refusals" not in cuda_driver.counts()
         exporter.stdin.close()

@@ -15,10 +15,16 @@ from lmcache_redis.chunks.dtypes import MemoryFormat
 from lmcache_redis.compat.lm_wire import (
     INT_TO_LOCATION,
     LOCATION_TO_INT,
+    REPLY_BYTES,
+    REQUEST_BYTES,
     ClientCommand,
-    ClientMetaMessage,
-    ServerMetaMessage,
+    PayloadFields,
     ServerReturnCode,
+    command_and_length,
+    packed_reply,
+    packed_request,
+    unpacked_reply,
+    unpacked_request,
 )
 from lmcache_redis.errors import FormatError
 
@@ -38,38 +44,33 @@ UNENCODED = st.sampled_from([fmt for fmt in MemoryFormat if "BINARY" not in fmt.
 KEYS = st.text(max_size=150).filter(lambda t: len(t.encode()) <= 150 and not t.endswith(" "))
 
 
+PAYLOAD = PayloadFields(24, MemoryFormat.KV_T2D, "float32", (3, 2, 1), "LocalDiskBackend")
+
+
 def test_a_request_is_these_bytes() -> None:
-    message = ClientMetaMessage(
-        ClientCommand.PUT, KEY, 24, MemoryFormat.KV_T2D, "float32", (3, 2, 1), "LocalDiskBackend"
-    )
     data = struct.pack(REQUEST, *GOOD, KEY.encode().ljust(150))
-    assert message.serialize() == data
-    assert len(data) == ClientMetaMessage.packlength() == 186
-    assert ClientMetaMessage.deserialize(data) == message
-    assert ClientMetaMessage.command_and_length(data) == (1, 24)
+    assert packed_request(ClientCommand.PUT, KEY, PAYLOAD) == data
+    assert len(data) == REQUEST_BYTES == 186
+    assert unpacked_request(data) == (ClientCommand.PUT, KEY, PAYLOAD)
+    assert command_and_length(data) == (1, 24)
 
 
 def test_a_reply_is_these_bytes() -> None:
-    message = ServerMetaMessage(
-        ServerReturnCode.SUCCESS, 24, MemoryFormat.KV_T2D, "float32", (3, 2, 1), "LocalDiskBackend"
-    )
     data = struct.pack(REPLY, 200, 24, 2, 4, 3, 2, 1, 0, 2)
-    assert message.serialize() == data
-    assert len(data) == ServerMetaMessage.packlength() == 36
-    assert ServerMetaMessage.deserialize(data) == message
+    assert packed_reply(ServerReturnCode.SUCCESS, PAYLOAD) == data
+    assert len(data) == REPLY_BYTES == 36
+    assert unpacked_reply(data) == (ServerReturnCode.SUCCESS, PAYLOAD)
 
 
-ABOUT_PAYLOAD = (LENGTHS, UNENCODED, DTYPES, SHAPES, LOCATIONS)
+PAYLOADS = st.builds(PayloadFields, LENGTHS, UNENCODED, DTYPES, SHAPES, LOCATIONS)
 
 
-@given(st.builds(ClientMetaMessage, st.sampled_from(ClientCommand), KEYS, *ABOUT_PAYLOAD))
-def test_requests_survive(message: ClientMetaMessage) -> None:
-    assert ClientMetaMessage.deserialize(message.serialize()) == message
-
-
-@given(st.builds(ServerMetaMessage, st.sampled_from(ServerReturnCode), *ABOUT_PAYLOAD))
-def test_replies_survive(message: ServerMetaMessage) -> None:
-    assert ServerMetaMessage.deserialize(message.serialize()) == message
+@given(st.sampled_from(ClientCommand), st.sampled_from(ServerReturnCode), KEYS, PAYLOADS)
+def test_messages_survive(
+    command: ClientCommand, code: ServerReturnCode, key: str, payload: PayloadFields
+) -> None:
+    assert unpacked_request(packed_request(command, key, payload)) == (command, key, payload)
+    assert unpacked_reply(packed_reply(code, payload)) == (code, payload)
 
 
 @given(st.lists(st.one_of(st.integers(-1, 9), st.integers(-(1 << 31), (1 << 31) - 1)), min_size=9,
@@ -77,26 +78,30 @@ def test_replies_survive(message: ServerMetaMessage) -> None:
 def test_any_bytes_have_a_meaning_or_raise(numbers: list[int], key: bytes) -> None:
     request = struct.pack(REQUEST, *numbers, key.ljust(150))
     reply = struct.pack(REPLY, *numbers)
-    for kind, data in ((ClientMetaMessage, request), (ServerMetaMessage, reply)):
+    kinds: tuple[tuple[Any, Any, bytes], ...] = (
+        (unpacked_request, packed_request, request),
+        (unpacked_reply, packed_reply, reply),
+    )
+    for unpacked, packed, data in kinds:
         try:
-            message: Any = kind.deserialize(data)  # type: ignore[attr-defined]
+            message = unpacked(data)
         except FormatError:
             continue
         # Only the two codes of half precision become one.
-        again = message.serialize()
-        assert kind.deserialize(again) == message  # type: ignore[attr-defined]
+        again = packed(*message)
+        assert unpacked(again) == message
         assert len(again) == len(data)
 
 
-@pytest.mark.parametrize("fmt", [MemoryFormat.BINARY, MemoryFormat.BINARY_BUFFER])
-def test_shapes_of_encoded_bytes_keep_their_zeros(fmt: MemoryFormat) -> None:
-    message = ServerMetaMessage(ServerReturnCode.SUCCESS, 9, fmt, None, (9, 0, 0, 0))
-    assert ServerMetaMessage.deserialize(message.serialize()) == message
-
-
-def test_a_shape_keeps_one_dimension() -> None:
-    message = ServerMetaMessage(ServerReturnCode.FAIL, 0, MemoryFormat.KV_2LTD, None, ())
-    assert ServerMetaMessage.deserialize(message.serialize()).shape == (0,)
+def test_zeros_at_the_end_of_a_shape() -> None:
+    for fmt, shape, again in (
+        (MemoryFormat.BINARY, (9, 0, 0, 0), (9, 0, 0, 0)),
+        (MemoryFormat.BINARY_BUFFER, (9, 0, 0, 0), (9, 0, 0, 0)),
+        (MemoryFormat.KV_2LTD, (9, 0, 0, 0), (9,)),
+        (MemoryFormat.KV_2LTD, (), (0,)),
+    ):
+        data = packed_reply(ServerReturnCode.SUCCESS, PayloadFields(9, fmt, None, shape))
+        assert unpacked_reply(data)[1].shape == again
 
 
 @pytest.mark.parametrize(
@@ -107,33 +112,33 @@ def test_requests_that_mean_nothing(place: int, value: int) -> None:
     numbers = [*GOOD]
     numbers[place] = value
     with pytest.raises(FormatError):
-        ClientMetaMessage.deserialize(struct.pack(REQUEST, *numbers, KEY.encode().ljust(150)))
+        unpacked_request(struct.pack(REQUEST, *numbers, KEY.encode().ljust(150)))
 
 
 @pytest.mark.parametrize("data", [b"", bytes(185), bytes(187), bytes(36)])
 def test_other_lengths(data: bytes) -> None:
     with pytest.raises(FormatError):
-        ClientMetaMessage.deserialize(data)
+        unpacked_request(data)
     with pytest.raises(FormatError):
-        ServerMetaMessage.deserialize(data + bytes(1))
+        unpacked_reply(data + bytes(1))
 
 
 def test_what_has_no_encoding() -> None:
-    good: dict[str, Any] = {
-        "command": ClientCommand.GET, "key": KEY, "length": 0, "fmt": MemoryFormat.KV_2LTD,
-        "dtype_name": None, "shape": (1,),
-    }  # fmt: skip
-    ClientMetaMessage(**good)
+    good = PayloadFields(0, MemoryFormat.KV_2LTD, None, (1,))
     for wrong in (
-        {"command": 9}, {"key": "x" * 151}, {"key": "ä" * 76}, {"key": "x "}, {"key": "\ud800"},
         {"length": -1}, {"length": 1 << 31}, {"length": True}, {"fmt": 1}, {"dtype_name": "int8"},
         {"dtype_name": "no dtype"}, {"dtype_name": 3}, {"shape": (1, 1, 1, 1, 1)}, {"shape": (-1,)},
         {"shape": (1.0,)}, {"shape": (1 << 31,)}, {"location": "Elsewhere"},
     ):  # fmt: skip
         with pytest.raises(FormatError):
-            ClientMetaMessage(**{**good, **wrong})
+            packed_reply(ServerReturnCode.FAIL, good._replace(**wrong))  # type: ignore[arg-type]
+    for key in ("x" * 151, "ä" * 76, "x ", "\ud800"):
+        with pytest.raises(FormatError):
+            packed_request(ClientCommand.GET, key, good)
     with pytest.raises(FormatError):
-        ServerMetaMessage(404, 0, MemoryFormat.KV_2LTD, None, (1,))  # type: ignore[arg-type]
+        packed_request(9, KEY, good)  # type: ignore[arg-type]
+    with pytest.raises(FormatError):
+        packed_reply(404, good)  # type: ignore[arg-type]
 
 
 def test_codes_of_dtypes() -> None:
@@ -141,10 +146,10 @@ def test_codes_of_dtypes() -> None:
     names += ["float8_e4m3fn", "float8_e5m2"]
     for code, name in enumerate(names):
         numbers = [200, 4, 1, code, 2, 1, 0, 0, 0]
-        message = ServerMetaMessage.deserialize(struct.pack(REPLY, *numbers))
-        assert message.dtype_name == name
+        message = unpacked_reply(struct.pack(REPLY, *numbers))
+        assert message[1].dtype_name == name
         numbers[3] = 2 if code == 1 else code  # of the two codes of float16 the second is written
-        assert message.serialize() == struct.pack(REPLY, *numbers)
+        assert packed_reply(*message) == struct.pack(REPLY, *numbers)
 
 
 def test_codes_of_locations() -> None:
@@ -157,8 +162,8 @@ def test_none_of_this_imports_torch() -> None:
     code = (
         "import sys\n"
         "from lmcache_redis.compat.lm_wire import *\n"
-        "m = ClientMetaMessage(ClientCommand.GET, 'k', 0, MemoryFormat.KV_2LTD, 'float16', (1,))\n"
-        "assert ClientMetaMessage.deserialize(m.serialize()) == m\n"
+        "payload = PayloadFields(0, MemoryFormat.KV_2LTD, 'float16', (1,))\n"
+        "unpacked_request(packed_request(ClientCommand.GET, 'k', payload))\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

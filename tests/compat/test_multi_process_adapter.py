@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,11 +17,11 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.compat.multi_process import engine
 from lmcache_redis.compat.multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
     LoadStoreOp,
+    engine,
 )
 from lmcache_redis.config import ConfigError
 from lmcache_redis.device import export
@@ -239,15 +238,20 @@ class TestEngineId:
         assert name(MODEL, 2, is_worker=False).startswith(f"{os.getpid()}-")
         assert name(MODEL, 1, is_worker=True) == name(MODEL, 1, is_worker=False)
 
-    def test_the_variable_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        named = engine.engine_name
+    def test_the_variable_decides(
+        self, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def named(engine_id: str | None, is_worker: bool = False) -> dict[str, Any]:
+            adapter = engine.AdapterOfEngine()
+            return adapter._join(context, MODEL, 2, 0, BLOCK, engine_id, is_worker=is_worker)
+
         monkeypatch.setenv("LMCACHE_REDIS_ENGINE_ID", "engine 7")
         for is_worker in (False, True):
-            assert named(None, MODEL, 2, is_worker=is_worker) == ("engine 7", False)
-            assert named("8", MODEL, 2, is_worker=is_worker) == ("8", False)
+            assert named(None, is_worker) == {"engine_id": "engine 7", "unnamed": False}
+            assert named("8", is_worker) == {"engine_id": "8", "unnamed": False}
         monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID")
         made_up = engine.default_engine_id(MODEL, 2, is_worker=False)
-        assert named(None, MODEL, 2, is_worker=False) == (made_up, True)
+        assert named(None) == {"engine_id": made_up, "unnamed": True}
 
     def test_two_ranks_find_their_scheduler(
         self, agent: AgentServer, context: zmq.Context[Any]
@@ -307,23 +311,18 @@ class TestEngineId:
 
 
 class TestRegistration:
-    @pytest.mark.parametrize(
-        "shape",
-        [
+    def test_blocks_are_counted(self, agent: AgentServer, context: zmq.Context[Any]) -> None:
+        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        for shape in (
             (2, BLOCKS, BLOCK, 2, 8),  # K and V outside
             (BLOCKS, 2, BLOCK, 2, 8),  # inside
             (BLOCKS, BLOCK, 72),  # latent attention
             (2, BLOCKS, BLOCK * 16),
-        ],
-    )
-    def test_blocks_are_counted(
-        self, shape: tuple[int, ...], agent: AgentServer, context: zmq.Context[Any]
-    ) -> None:
-        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
-        worker.register_kv_caches({"a": torch.zeros(shape), "b": torch.zeros(shape)})
-        assert worker.ready  # the agent has mapped the memory when the call returns
-        (layout,) = worker._memory.layouts
-        assert (layout.num_blocks, layout.dtype) == (BLOCKS, "float32")
+        ):
+            worker.register_kv_caches({"a": torch.zeros(shape), "b": torch.zeros(shape)})
+            assert worker.ready  # the agent has mapped the memory when the call returns
+            (layout,) = worker._memory.layouts
+            assert (layout.num_blocks, layout.dtype) == (BLOCKS, "float32")
         worker.shutdown()
 
     def test_tensors_that_do_not_say_enough(
@@ -726,47 +725,3 @@ class TestShutdown:
         assert len(agent.status()["engines"]) == 1
         assert worker.shutdown() is True
         assert agent.status()["engines"] == []
-
-
-class TestRanges:
-    """NVTX, which profilers of GPUs show."""
-
-    def test_around_each_method(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[tuple[str, str]] = []
-
-        class Range:
-            def __init__(self, message: str, domain: str) -> None:
-                self.name = (domain, message)
-
-            def __call__(self, method: Callable[..., Any]) -> Callable[..., Any]:
-                def ranged(*args: Any) -> Any:
-                    seen.append(self.name)
-                    return method(*args)
-
-                return ranged
-
-        monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=Range))  # type: ignore[arg-type]
-
-        @engine.nvtx_ranges("double")
-        class Adapter:
-            def double(self, number: int) -> int:
-                return 2 * number
-
-            def other(self) -> None:
-                pass
-
-        adapter = Adapter()
-        adapter.other()
-        assert adapter.double(4) == 8
-        assert seen == [("lmcache", "Adapter.double")]
-
-    def test_nothing_without_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "nvtx", None)  # type: ignore[arg-type]
-
-        class Adapter:
-            def double(self, number: int) -> int:
-                return 2 * number
-
-        plain = Adapter.double
-        assert engine.nvtx_ranges("double")(Adapter) is Adapter
-        assert Adapter.double is plain

@@ -14,7 +14,7 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import Found, Held, Listing, ObjectCache, Places
+from lmcache_redis.compat.objects import Found, HeldChunk, Listing, ObjectCache
 from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -54,13 +54,13 @@ class Objects(World):
             (tier, DISK_COUNTERS if tier.index is not None else REDIS_COUNTERS) for tier in tiers
         ]
         super().__init__(counted)
-        self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES)
+        self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES, 5.0)
 
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
         return Cache(self.loop, HeapMemory(self.capacity), backings, self.metrics, self.keeps)
 
-    def reserve(self, payload: bytes) -> Held:
-        held = self.objects.reserve(metadata_of(len(payload)))
+    def reserve(self, payload: bytes, key: ObjectKey = A) -> HeldChunk:
+        held = self.objects.reserve(key, metadata_of(len(payload)))
         assert held is not None
         held.payload[:] = payload
         return held
@@ -68,7 +68,7 @@ class Objects(World):
     def put(self, key: ObjectKey, payload: bytes) -> list[bool]:
         """The list gets the argument of `written`."""
         written: list[bool] = []
-        self.objects.publish(key, self.reserve(payload), written.append)
+        self.objects.publish(key, self.reserve(payload, key), written.append)
         return written
 
     def in_memory(self, key: ObjectKey) -> bytes | None:
@@ -81,13 +81,13 @@ class Objects(World):
 
     def find(self, key: ObjectKey, first: int = 0) -> list[Found | None]:
         found: list[Found | None] = []
-        self.objects.find(key, time.monotonic() + 10, found.append, Places(first=first))
+        self.objects.find(key, time.monotonic() + 10, found.append, first)
         self.loop.run_posted()
         return found
 
-    def load(self, key: ObjectKey, found: Found | None) -> list[Held | None]:
+    def load(self, key: ObjectKey, found: Found | None) -> list[HeldChunk | None]:
         assert found is not None
-        loaded: list[Held | None] = []
+        loaded: list[HeldChunk | None] = []
         self.objects.load(key, found, time.monotonic() + 10, loaded.append)
         return loaded
 
@@ -137,7 +137,7 @@ class Objects(World):
         self.loop.run_posted()
         self.loop.run_posted()
 
-    def loaded_from(self, tier: PlayedTier, payload: bytes, key: ObjectKey = A) -> Held:
+    def loaded_from(self, tier: PlayedTier, payload: bytes, key: ObjectKey = A) -> HeldChunk:
         (found,) = self._described(tier, payload, key)
         loaded = self.load(key, found)
         self.end_read(tier, payload)
@@ -253,20 +253,19 @@ def test_no_room_beside_what_is_held(make: Callable[..., Objects]) -> None:
     objects.put(A, bytes(600))
     held = objects.reserve(bytes(900))  # evicts
     assert objects.in_memory(A) is None
-    assert objects.objects.reserve(metadata_of(101)) is None
-    assert objects.objects.reserve(metadata_of(0)) is None
+    assert objects.objects.reserve(A, metadata_of(101)) is None
+    assert objects.objects.reserve(A, metadata_of(0)) is None
     objects.objects.abandon(held)
 
 
 def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects]) -> None:
     tier = redis()
     objects = make(tier)
-    objects.objects = ObjectCache(objects.cache, NAMES, 1)
+    objects.objects = ObjectCache(objects.cache, NAMES, 1, 5.0)
     objects.put(A, b"old")
     objects.end_write(tier)
-    held = objects.reserve(bytes(70_000))  # more stripes than can be numbered
     with pytest.raises(FormatError):
-        objects.objects.publish(A, held, lambda written: None)
+        objects.reserve(bytes(70_000))  # more stripes than can be numbered
     assert objects.in_memory(A) == b"old"
 
 
@@ -388,14 +387,12 @@ def test_tiers_are_told_to_keep_what_memory_serves(make: Callable[..., Objects])
     assert objects.end_write(tier) == b"abc"
 
 
-def test_equal_questions_at_one_moment_are_one_load(
-    make: Callable[..., Objects],
-) -> None:
+def test_one_load_is_shared(make: Callable[..., Objects]) -> None:
     tier = redis()
     objects = make(tier)
     found = [objects.find(A) for _ in range(5)]
-    assert len(tier.described) == 1
-    objects.describe(tier, b"abc")
+    for _ in range(5):
+        objects.describe(tier, b"abc")
     loaded = [objects.load(A, each) for (each,) in found]
     assert len(tier.read) == 1
     objects.end_read(tier, b"abc")

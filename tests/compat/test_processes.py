@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import zmq
 
-from lmcache_redis.compat.multi_process import engine as engines
 from lmcache_redis.compat.multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
     LoadStoreOp,
 )
+from lmcache_redis.compat.multi_process_adapter import engine as engines
 from tests.compat.adapters import (
     BLOCK,
     CHUNK,

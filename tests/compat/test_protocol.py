@@ -99,11 +99,12 @@ class TestClientMetaMessage:
             assert again.location == "LocalDiskBackend"
 
     def test_has_the_bytes_of_the_protocol(self) -> None:
-        wire = lm_wire.ClientMetaMessage(
-            ClientCommand.PUT, CACHE_KEY.to_string(), 4096, MemoryFormat.KV_2LTD, "float16",
-            (2, 32, 16, 2), "LocalDiskBackend",
-        )  # fmt: skip
-        assert self.message.serialize() == wire.serialize()
+        payload = lm_wire.PayloadFields(
+            4096, MemoryFormat.KV_2LTD, "float16", (2, 32, 16, 2), "LocalDiskBackend"
+        )
+        assert self.message.serialize() == lm_wire.packed_request(
+            ClientCommand.PUT, CACHE_KEY.to_string(), payload
+        )
 
     def test_takes_the_text_of_a_key(self) -> None:
         assert replace(self.message, key=CACHE_KEY.to_string()) == self.message

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_redis.compat.engine_keys import object_key_of
 from lmcache_redis.compat.storage_backend import (
     CacheEngineKey,
     LMCacheEngineConfig,
@@ -27,7 +29,7 @@ from lmcache_redis.compat.storage_backend import (
     LMCRemoteBackend,
 )
 from lmcache_redis.errors import ConfigError, FormatError
-from tests.compat.backends.contract import (
+from tests.compat.backends.samples import (
     FLUSH_S,
     same,
     tensor_of,
@@ -96,33 +98,7 @@ def make(server: RedisServer, tmp_path: Path) -> MakeFacade:
     return lambda kind, **options: made(kind, server.url, tmp_path / "chunks", **options)
 
 
-@pytest.fixture(params=KINDS)
-def backend(request: pytest.FixtureRequest, make: MakeFacade) -> Iterator[Any]:
-    facade = make(request.param)
-    yield facade
-    facade.close()
-
-
 # ------------------------------------------------------------------ as documented
-
-
-def test_keys_that_look_alike(backend: Any) -> None:
-    """In each field."""
-    names = ("m", "M", "m@", "@m", "..", "/", "a\0b", "", "m" * 900)
-    hashes = ("ab", "AB", "0ab", "{x}", "*", "?[a]\\", "171", "~")
-    alike = [KeyOfAnEngine("vllm", name, 1, 0, "ab") for name in names]
-    alike += [KeyOfAnEngine("vllm", "m", 1, 0, each) for each in hashes[1:]]
-    alike += [KeyOfAnEngine("vllm", "m", 2, rank, "ab") for rank in (0, 1)]
-    alike += [KeyOfAnEngine(fmt, "m", 1, 0, "ab") for fmt in ("huggingface", "VLLM")]
-    for number, key in enumerate(alike):
-        assert not backend.contains(key)
-        backend.put(key, tensor_of(number, (number + 1,)))
-    assert sorted(map(repr, backend.list())) == sorted(map(repr, alike))
-    for number, key in enumerate(alike):
-        assert same(backend.get(key), tensor_of(number, (number + 1,)))
-    for key in alike[::2]:
-        backend.remove(key)
-    assert set(backend.list()) == set(alike[1::2])
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "local", "disk", "pipelined", "remote"])
@@ -140,21 +116,21 @@ def test_every_documented_call(make: MakeFacade, kind: str) -> None:
     assert same(backend.get(key=keys[0]), chunks[0])
     assert backend.get(key=engine_key(9)) is None
     name = "value" if kind == "hybrid" else "kv_chunk"
-    assert backend.put(**{"key": engine_key(4), name: chunk_of(4), "blocking": True}) is None
+    assert backend.put(**{"key": engine_key(4), name: chunk_of(4), "blocking": True})
     assert same(backend.get(engine_key(4)), chunk_of(4))
-    assert backend.put(engine_key(5), chunk_of(5), False) is None
+    backend.put(engine_key(5), chunk_of(5), False)
     assert backend.batched_put([(engine_key(6), chunk_of(6))], blocking=False) == 1
     if kind != "hybrid":
         assert backend.put_blocking(key=engine_key(7), kv_chunk=chunk_of(7)) is None
         assert same(backend.get(engine_key(7)), chunk_of(7))
     if kind in ("local", "disk"):
         assert backend.put_nonblocking(key=engine_key(8), kv_chunk=chunk_of(8)) is None
-        assert backend.remove(key=keys[0]) is None
+        assert backend.remove(key=keys[0])
         assert not backend.contains(keys[0])
-        assert backend.remove(keys[0]) is None
+        assert not backend.remove(keys[0])
     if kind in ("pipelined", "remote"):
-        assert set(keys) <= set(backend.list())
-    assert backend._tier.flush(FLUSH_S)
+        assert {*map(object_key_of, keys)} <= {*map(object_key_of, backend.list())}
+    assert backend.flush(FLUSH_S)
     assert same(backend.get(engine_key(5)), chunk_of(5))
     assert same(backend.get(engine_key(6)), chunk_of(6))
     backend.close()
@@ -192,34 +168,12 @@ def test_a_backend_of_ones_own() -> None:
         LMCBackendInterface()  # type: ignore[abstract]
 
 
-def test_formats_do_not_meet(backend: Any) -> None:
-    backend.put(engine_key(1, "vllm"), chunk_of(1))
-    assert not backend.contains(engine_key(1, "huggingface"))
-    backend.put(engine_key(1, "huggingface"), chunk_of(2))
-    assert same(backend.get(engine_key(1, "vllm")), chunk_of(1))
-    assert same(backend.get(engine_key(1, "huggingface")), chunk_of(2))
-    assert set(backend.list()) == {engine_key(1, "vllm"), engine_key(1, "huggingface")}
-
-
-@pytest.mark.parametrize("kind", ["remote", "pipelined", "hybrid"])
-def test_another_process_lists_and_reads_the_keys(make: MakeFacade, kind: str) -> None:
+def test_another_process_lists_and_reads_the_keys(make: MakeFacade) -> None:
     make("remote").put(engine_key(1), chunk_of(1))
-    other = make(kind)
+    other = make("hybrid")
     (found,) = other.list()
     assert found == CacheEngineKey("vllm", "org/model", 1, 0, engine_key(1).chunk_hash)
     assert same(other.get(found), chunk_of(1))
-
-
-def test_a_hybrid_writes_through_and_reads_through(make: MakeFacade, server: RedisServer) -> None:
-    remote, hybrid = make("remote"), make("hybrid")
-    hybrid.put(engine_key(1), chunk_of(1))
-    assert same(remote.get(engine_key(1)), chunk_of(1))
-    remote.put(engine_key(2), chunk_of(2))
-    assert same(hybrid.get(engine_key(2)), chunk_of(2))
-    server.command("FLUSHALL")
-    assert not remote.contains(engine_key(2))
-    assert same(hybrid.get(engine_key(1)), chunk_of(1))
-    assert same(hybrid.get(engine_key(2)), chunk_of(2))
 
 
 def test_the_smaller_limit_holds() -> None:
@@ -246,15 +200,13 @@ def test_a_directory_is_found_again(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the end of a backend
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_iterator_keeps_its_backend_open(make: MakeFacade, kind: str) -> None:
-    make(kind).put(engine_key(1), chunk_of(1))
+def test_an_iterator_keeps_its_backend_open(make: MakeFacade) -> None:
+    make("remote").put(engine_key(1), chunk_of(1))
     gc.collect()
-    # Chunks in memory are gone with their backend.
-    expected = None if kind == "local" else chunk_of(1)
-    found = [*make(kind).batched_get(engine_key(1) for _ in range(40))]
+    found = [*make("hybrid").batched_get(engine_key(1) for _ in range(40))]
     assert len(found) == 40
-    assert all(same(each, expected) for each in found)
+    assert all(same(each, chunk_of(1)) for each in found)
+    assert not [each for each in threading.enumerate() if each.name == "lmcr-cache"]
 
 
 @pytest.mark.servers
@@ -358,13 +310,6 @@ def test_what_is_no_chunk(make: MakeFacade) -> None:
     assert backend.list() == []
 
 
-def test_a_unix_socket(server: RedisServer) -> None:
-    backend = LMCRemoteBackend(config_of(remote_url=server.unix_url), METADATA, "cpu")
-    backend.put(engine_key(1), chunk_of(1))
-    assert same(backend.get(engine_key(1)), chunk_of(1))
-    backend.close()
-
-
 def test_the_environment_names_the_seal_keys(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,7 +388,7 @@ def test_chunks_of_a_gpu(make: MakeFacade, kind: str, dst_device: str) -> None:
     expected = [chunk.cpu() for chunk in chunks]
     for chunk in chunks:
         chunk.zero_()
-    assert backend._tier.flush(FLUSH_S)
+    assert backend.flush(FLUSH_S)
     for found in ([backend.get(key) for key in keys], list(backend.batched_get(keys))):
         assert {tensor.device.type for tensor in found} == {dst_device[:4].rstrip(":")}
         assert all(same(tensor.cpu(), each) for tensor, each in zip(found, expected, strict=True))

@@ -6,20 +6,20 @@ import pytest
 
 pytest.importorskip("torch")
 
-from lmcache_redis.compat.backends import LMCRemoteBackend
-from tests.compat.backends.contract import Buffers, key_of, metadata_of, same, tensor_of
+from lmcache_redis.compat.backends import ChunkBackend, in_redis
+from tests.compat.backends.samples import Buffers, key_of, metadata_of, same, tensor_of
 from tests.fake.server import FakeRedisServer
 
 
 def test_chunks_outlive_the_backend(fake: FakeRedisServer) -> None:
     shapes = [(1,), (2, 300, 7), (3_000_000,)]
     chunks = {key_of(n): tensor_of(n, shape) for n, shape in enumerate(shapes)}
-    one = LMCRemoteBackend(fake.url)
+    one = ChunkBackend([in_redis(fake.url)])
     assert all(one.put(key, chunk) for key, chunk in chunks.items())
     one.close()
-    other = LMCRemoteBackend(fake.url)
+    other = ChunkBackend([in_redis(fake.url)])
     try:
-        assert set(other.list()) == set(chunks)
+        assert set(other.stored_keys()) == set(chunks)
         for key, chunk in chunks.items():
             assert other.contains(key)
             assert same(other.get(key), chunk)
@@ -31,7 +31,7 @@ def test_chunks_outlive_the_backend(fake: FakeRedisServer) -> None:
 
 
 def test_queued_puts_and_removals(fake: FakeRedisServer) -> None:
-    backend = LMCRemoteBackend(fake.url)
+    backend = ChunkBackend([in_redis(fake.url)])
     try:
         payload = bytes(range(256)) * 40
         metadata = metadata_of(len(payload))
@@ -44,19 +44,19 @@ def test_queued_puts_and_removals(fake: FakeRedisServer) -> None:
         assert backend.remove(key_of(1))
         assert not backend.contains(key_of(1))
         assert backend.get_bytes(key_of(1), Buffers()) is None
-        assert set(backend.list()) == {key_of(0), key_of(2)}
+        assert set(backend.stored_keys()) == {key_of(0), key_of(2)}
     finally:
         backend.close()
     assert fake.command("DBSIZE") == 2
 
 
 def test_without_its_server_everything_is_a_miss(fake: FakeRedisServer) -> None:
-    backend = LMCRemoteBackend(fake.url)
+    backend = ChunkBackend([in_redis(fake.url)])
     try:
         assert backend.put(key_of(1), tensor_of(1, (100,)))
         fake.stop()
         assert backend.get(key_of(1)) is None
         assert not backend.put(key_of(2), tensor_of(2, (100,)))
-        assert backend.list() == []
+        assert backend.stored_keys() == []
     finally:
         backend.close()

@@ -1,25 +1,12 @@
-"""Blocking backends that keep chunks in memory, on disk or in Redis, for use as a library.
+"""A blocking backend that keeps chunks in memory, on disk, in Redis, or in several of these.
 
-interface      the contract of every backend, and blocking calls to its cache
+backend        the calls of a backend, and what they promise
+storage        where it keeps chunks
 buffers        the callers' buffers and tensors
 cache_thread   the thread that owns a backend's cache (`compat.objects`)
-kinds          memory, a directory, Redis or Valkey, and a hierarchy of these
 """
 
-from lmcache_redis.compat.backends.interface import LMCBackendInterface
-from lmcache_redis.compat.backends.kinds import (
-    LMCHybridBackend,
-    LMCLocalBackend,
-    LMCLocalDiskBackend,
-    LMCPipelinedRemoteBackend,
-    LMCRemoteBackend,
-)
+from lmcache_redis.compat.backends.backend import ChunkBackend
+from lmcache_redis.compat.backends.storage import in_memory, in_redis, on_disk
 
-__all__ = [
-    "LMCBackendInterface",
-    "LMCHybridBackend",
-    "LMCLocalBackend",
-    "LMCLocalDiskBackend",
-    "LMCPipelinedRemoteBackend",
-    "LMCRemoteBackend",
-]
+__all__ = ["ChunkBackend", "in_memory", "in_redis", "on_disk"]

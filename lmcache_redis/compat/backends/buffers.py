@@ -46,7 +46,7 @@ class TensorAllocation:
         return (memoryview(tensor.view(-1).view(torch.uint8).numpy()),)
 
 
-def encoded(kv_chunk: torch.Tensor, fmt: MemoryFormat) -> tuple[RemoteMetadata, list[memoryview]]:
+def encoded(kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, list[memoryview]]:
     """The metadata and the elements, in C order; contiguous ones on the CPU are not copied.
 
     Raises FormatError for a tensor without an encoding.
@@ -63,7 +63,8 @@ def encoded(kv_chunk: torch.Tensor, fmt: MemoryFormat) -> tuple[RemoteMetadata, 
         )
     shape, name = tuple(kv_chunk.shape), dtype_name(kv_chunk.dtype)
     flat = kv_chunk.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    return RemoteMetadata(kv_chunk.nbytes, [shape], [name], fmt), [memoryview(flat.numpy())]
+    metadata = RemoteMetadata(kv_chunk.nbytes, [shape], [name], MemoryFormat.UNDEFINED)
+    return metadata, [memoryview(flat.numpy())]
 
 
 def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> list[memoryview]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from lmcache_redis.cache import Backing, Cache, OwnerLoop
+from lmcache_redis.cache import OwnerLoop
 from lmcache_redis.cache.threads import Action
-from lmcache_redis.chunks.metadata import MAX_SIZE
-from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import ObjectCache
-from lmcache_redis.metrics import Metrics
+from lmcache_redis.compat.objects import HeldChunk
+from lmcache_redis.tiers import Done
 
 ResultT = TypeVar("ResultT")
 
@@ -23,48 +23,42 @@ ResultT = TypeVar("ResultT")
 _JOIN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """What a backend keeps chunks in, and how long its calls may take.
+class CacheThread:
+    """Owns the `ObjectCache` of a backend's storages, the fastest first. Thread-safe.
 
-    memory_bytes: payload that stays in memory, above the tiers. tiers: the fastest first.
-    stripe_bytes: the largest payload of a stripe that is written. queue_bytes: payload of
-    non-blocking puts that have not ended; a put beyond it is refused. deadline_s,
-    list_deadline_s: of a call and the write of a put, and of a `list`.
+    Raises ConfigError for storages that cannot be opened, or not together.
     """
 
-    deadline_s: float
-    list_deadline_s: float
-    queue_bytes: int
-    names: ChunkNames
-    memory_bytes: int = 0
-    tiers: tuple[Backing, ...] = ()
-    stripe_bytes: int = MAX_SIZE
-
-
-class CacheThread:
-    """A thread that owns an `ObjectCache`. Thread-safe."""
-
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storages: Sequence[ChunkStorage]) -> None:
+        with_tiers = [each for each in storages if each.open_tier is not None]
+        self.deadline_s = min((each.deadline_s for each in with_tiers or storages), default=0.0)
         self._woken = threading.Event()
         self._loop = OwnerLoop(self._woken.set)
-        memory = HeapMemory()
-        cache = Cache(self._loop, memory, storage.tiers, Metrics(), storage.memory_bytes)
-        self.objects = ObjectCache(cache, storage.names, storage.stripe_bytes, storage.deadline_s)
+        self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
+        self.tiers = self.objects.cache.tiers
+        self.memory_bytes = storages[0].memory_bytes
+        self._queue_bytes = min(each.queue_bytes for each in storages)
+        self._queued_bytes = 0
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
-        self._is_closed = self._has_ended = False
+        self._has_ended = False
+        self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
         self._thread.start()
 
-    def call(self, begin: Callable[[Callable[[ResultT], None]], None]) -> Future[ResultT]:
+    @property
+    def calls(self) -> set[Future[Any]]:
+        """Those that have not ended."""
+        return set(self._calls)
+
+    def call(self, begin: Callable[[Done[ResultT]], None]) -> Future[ResultT]:
         """The result of an asynchronous call to the cache: what it passes to its `done`.
 
         begin: the call without its `done`. Raises RuntimeError after `close`.
         """
         future: Future[ResultT] = Future()
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise RuntimeError("the backend is closed")
             self._calls.add(future)
 
@@ -84,19 +78,67 @@ class CacheThread:
         self._loop.post(run)
         return future
 
-    def get(self, read: Callable[[], ResultT]) -> Future[ResultT]:
-        """The result of a function, called on the thread."""
-        return self.call(lambda done: done(read()))
-
     def post(self, action: Action) -> None:
         """Runs the action on the thread, unless that has ended."""
         self._loop.post(action)
 
+    # -------------------------------------------------------- memory of chunks
+
+    def reserve(
+        self, key: ObjectKey, metadata: RemoteMetadata, queued_bytes: int
+    ) -> Future[HeldChunk | None]:
+        """Memory for a chunk to put, if memory or a tier can keep it now.
+
+        queued_bytes: to be counted until the chunk is published or abandoned; 0 if somebody waits.
+        """
+
+        def reserve(done: Done[HeldChunk | None]) -> None:
+            is_kept = metadata.length <= self.memory_bytes or any(t.state.up for t in self.tiers)
+            has_room = self._queued_bytes + queued_bytes <= self._queue_bytes
+            held = self.objects.reserve(key, metadata) if is_kept and has_room else None
+            if held is not None:
+                self._queued_bytes += queued_bytes
+            done(held)
+
+        return self.call(reserve)
+
+    def publish(self, key: ObjectKey, held: HeldChunk, queued_bytes: int) -> Future[bool]:
+        """Whether the chunk is stored, when every tier has answered."""
+
+        def publish(done: Done[bool]) -> None:
+            def written(is_stored: bool) -> None:
+                self._queued_bytes -= queued_bytes
+                done(is_stored)
+
+            self.objects.publish(key, held, written)
+
+        return self.call(publish)
+
+    def abandon(self, queued_bytes: int, held: HeldChunk | None) -> None:
+        """Frees what `reserve` gave."""
+        if held is not None:
+            self.post(partial(self._abandon, held, queued_bytes))
+
+    def _abandon(self, held: HeldChunk, queued_bytes: int) -> None:
+        self._queued_bytes -= queued_bytes
+        self.objects.abandon(held)
+
+    def release(self, held: HeldChunk | None) -> None:
+        """Unpins a chunk that a get has found."""
+        if held is not None:
+            self.post(partial(self.objects.release, held))
+
+    # ----------------------------------------------------------------- the end
+
     def close(self, timeout_s: float) -> None:
-        """Writes have this time to end. Calls that remain unanswered raise RuntimeError."""
+        """Calls have this time to end, and writes as much again; those that do not raise.
+
+        Idempotent.
+        """
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
+            was_closed, self.is_closed = self.is_closed, True
         if not was_closed:
+            wait(self.calls, timeout_s)
             self._loop.post(partial(self._close, timeout_s))
         self._thread.join(timeout_s + _JOIN_S)
 
@@ -106,7 +148,7 @@ class CacheThread:
             self._woken.clear()
             self._loop.run_posted()
         self._loop.run_posted()  # what the tiers posted when they closed
-        for future in list(self._calls):
+        for future in self.calls:
             future.set_exception(RuntimeError("the backend is closed"))
         self.objects.cache.pool.clear()
 

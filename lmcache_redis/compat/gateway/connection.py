@@ -3,10 +3,9 @@
 A PUT has no reply. One that cannot be stored (a malformed key, an unknown dtype, no memory) is
 received, dropped and counted, and the stream stays in step. GET and EXIST answer FAIL to a
 malformed request; LIST and HEALTH read nothing but the command. HEALTH succeeds if the last tier is
-up. A location names one tier, memory or disk; a request for one that is not there is malformed. GET
-and EXIST look only there, a PUT is written to every tier. The connection is closed when the end of
-a request is unknown or too far away: after an unknown command (answered with FAIL) and after a PUT
-whose length is negative or over the limit.
+up. A location is read and not used: GET and EXIST look in every tier. The connection is closed when
+the end of a request is unknown or too far away: after an unknown command (answered with FAIL) and
+after a PUT whose length is negative or over the limit.
 
 A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
 is written through in the background. The connection waits for it before it publishes its next PUT
@@ -30,7 +29,7 @@ from typing import TypeVar
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.gateway.shared import Shared
-from lmcache_redis.compat.gateway.stream import Gone, Stream
+from lmcache_redis.compat.gateway.stream import ClientStream, Gone
 from lmcache_redis.compat.gateway.wire import (
     FAILED,
     SUCCEEDED,
@@ -40,15 +39,19 @@ from lmcache_redis.compat.gateway.wire import (
     object_key_of,
     reply_of,
 )
-from lmcache_redis.compat.lm_wire import MEMORY_LOCATION, ClientCommand, ClientMetaMessage
-from lmcache_redis.compat.objects import Held, Places
+from lmcache_redis.compat.lm_wire import (
+    REQUEST_BYTES,
+    ClientCommand,
+    command_and_length,
+    unpacked_request,
+)
+from lmcache_redis.compat.objects import HeldChunk
 from lmcache_redis.errors import FormatError
 
-_HEADER_BYTES = ClientMetaMessage.packlength()
+_COUNTED = {1: "puts", 2: "gets", 3: "exists", 4: "lists", 5: "healths"}
 # For one question to the tiers, or one load.
 _TIER_TIMEOUT_S = 5.0
 _LIST_TIMEOUT_S = 60.0
-_DISK_TIER = "disk"
 # Memory that a LIST may take for each key, text included.
 _LISTED_KEY_BYTES = 1024
 # Receives payloads that are not stored.
@@ -58,27 +61,27 @@ _Answer = TypeVar("_Answer")
 
 
 @functools.lru_cache(maxsize=4096)
-def _wanted(header: bytes) -> tuple[ObjectKey, str | None]:
-    """Key and location of a request. Parsing them would be the largest cost of a small GET."""
-    message = ClientMetaMessage.deserialize(header)
-    return object_key_of(message.key), message.location
+def _key_in(header: bytes) -> ObjectKey:
+    """The key of a request. Parsing it would be the largest cost of a small GET."""
+    _, text, _ = unpacked_request(header)
+    return object_key_of(text)
 
 
 class OutOfStep(Exception):
     """The beginning of the next request is unknown."""
 
 
-class Connection:
+class ClientConnection:
     """Serves one stream. host: the client's address. peer: host and port, for log lines."""
 
-    def __init__(self, stream: Stream, host: str, peer: str, shared: Shared) -> None:
+    def __init__(self, stream: ClientStream, host: str, peer: str, shared: Shared) -> None:
         self.stream = stream
         self.host = host
         self.peer = peer
         self._shared = shared
         self._cache = shared.cache
         self._room = shared.room
-        self._header = memoryview(bytearray(_HEADER_BYTES))
+        self._header = memoryview(bytearray(REQUEST_BYTES))
         self._busy = False
         self._stopping = False
         self._written: asyncio.Future[None] | None = None  # the write-through of the previous PUT
@@ -108,35 +111,29 @@ class Connection:
     # ------------------------------------------------------------ requests
 
     async def _answer(self) -> None:
-        command, length = ClientMetaMessage.command_and_length(self._header)
+        command, length = command_and_length(self._header)
         counters, send = self._shared.counters, self.stream.send
+        if command not in _COUNTED:
+            await send(FAILED)
+            raise OutOfStep(f"unknown command {command}")
+        counters[_COUNTED[command]] += 1
         if command == ClientCommand.PUT:
-            counters["puts"] += 1
             await self._put(length)
         elif command == ClientCommand.GET:
-            counters["gets"] += 1
-            wanted = self._wanted()
-            if wanted is None or not await self._send_chunk(*wanted):
+            key = self._wanted_key()
+            if key is None or not await self._send_chunk(key):
                 counters["misses"] += 1
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
-            counters["exists"] += 1
-            wanted = self._wanted()
+            key = self._wanted_key()
             await self._written_through()
-            there = wanted is not None and await _ask(
-                partial(self._cache.contains, wanted[0], _deadline(), places=wanted[1])
-            )
+            there = key is not None and await _ask(partial(self._cache.contains, key, _deadline()))
             await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
-            counters["lists"] += 1
             await self._written_through()
             await self._list()
-        elif command == ClientCommand.HEALTH:
-            counters["healths"] += 1
-            await send(SUCCEEDED if self._cache.is_up else FAILED)
         else:
-            await send(FAILED)
-            raise OutOfStep(f"unknown command {command}")
+            await send(SUCCEEDED if self._cache.is_up else FAILED)
 
     async def _put(self, length: int) -> None:
         shared = self._shared
@@ -146,16 +143,16 @@ class Connection:
                 "(--max-payload-bytes)"
             )
         try:
-            message = ClientMetaMessage.deserialize(self._header)
-            key, metadata = object_key_of(message.key), metadata_of(message)
-            _places_of(shared, message.location)
+            _, text, payload = unpacked_request(self._header)
+            key, metadata = object_key_of(text), metadata_of(payload)
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
             return await self._receive_and_drop(length)
         await self._room.take(length)
-        held: Held | None = None
+        held: HeldChunk | None = None
         try:
-            held = self._cache.reserve(metadata)
+            with contextlib.suppress(FormatError):  # the tiers have no encoding for it
+                held = self._cache.reserve(key, metadata)
             if held is None:
                 await self._receive_and_drop(length)
             else:
@@ -175,7 +172,7 @@ class Connection:
         for at in range(0, length, len(_DROPPED)):
             await self.stream.receive(_DROPPED[: length - at])
 
-    def _publish(self, key: ObjectKey, held: Held | None, length: int) -> asyncio.Future[None]:
+    def _publish(self, key: ObjectKey, held: HeldChunk | None, length: int) -> asyncio.Future[None]:
         """Makes the chunk visible to GETs. The future is done when every tier has answered."""
         counters = self._shared.counters
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -194,36 +191,33 @@ class Connection:
 
         if held is None:
             written(False)
-            return ended
-        try:
+        else:
             self._cache.publish(key, held, written)
-        except FormatError:  # the tiers have no encoding for it
-            written(False)
         return ended
 
-    async def _send_chunk(self, key: ObjectKey, places: Places) -> bool:
+    async def _send_chunk(self, key: ObjectKey) -> bool:
         """Sends the reply to a GET. False: a miss, and nothing was sent.
 
         Room for a chunk that is not in memory is taken before the first tier that has it is read.
         """
-        cache, room, most_bytes = self._cache, self._room, self._shared.max_payload_bytes
-        held, room_bytes = cache.hold(key) if places.memory else None, 0
+        cache, room = self._cache, self._room
+        held, room_bytes, first = cache.hold(key), 0, 0
         if held is None:
             await self._written_through()
         while held is None:
-            found = await _ask(partial(cache.find, key, _deadline(), places=places))
-            if found is None or _reply_to(found.metadata, most_bytes) is None:
+            found = await _ask(partial(cache.find, key, _deadline(), first=first))
+            if found is None or self._reply_to(found.metadata) is None:
                 return False
             room_bytes = found.metadata.length
             await room.take(room_bytes)
             try:
-                held = await _ask(partial(cache.load, key, found, _deadline()), self._drop)
+                held = await _ask(partial(cache.load, key, found, _deadline()))
             finally:
                 if held is None:
                     room.give_back(room_bytes)
-            places = places._replace(first=found.level + 1)
+            first = found.level + 1
         try:
-            if (reply := _reply_to(held.metadata, most_bytes)) is None:
+            if (reply := self._reply_to(held.metadata)) is None:
                 return False
             if not room_bytes:
                 await room.take(held.metadata.length)
@@ -235,9 +229,10 @@ class Connection:
             cache.release(held)
             room.give_back(room_bytes)
 
-    def _drop(self, held: Held | None) -> None:
-        if held is not None:
-            self._cache.release(held)
+    def _reply_to(self, metadata: RemoteMetadata) -> bytes | None:
+        """The header of a reply; None for a chunk that cannot be sent: a miss."""
+        is_sent = metadata.length <= self._shared.max_payload_bytes
+        return reply_of(metadata) if is_sent else None
 
     async def _list(self) -> None:
         shared = self._shared
@@ -268,11 +263,10 @@ class Connection:
         if written is not None:
             await written
 
-    def _wanted(self) -> tuple[ObjectKey, Places] | None:
-        """What a request without payload asks for, and where; None if it is malformed."""
+    def _wanted_key(self) -> ObjectKey | None:
+        """What a request without payload asks for; None if it is malformed."""
         try:
-            key, location = _wanted(bytes(self._header))
-            return key, _places_of(self._shared, location)
+            return _key_in(bytes(self._header))
         except FormatError as problem:
             self._complain("request", "a request fails: %s", problem)
             return None
@@ -282,50 +276,20 @@ class Connection:
         self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
 
 
-def _reply_to(metadata: RemoteMetadata, most_bytes: int) -> bytes | None:
-    """The header of a reply; None for a chunk that this protocol cannot deliver: a miss."""
-    try:
-        return reply_of(metadata) if metadata.length <= most_bytes else None
-    except FormatError:
-        return None  # a chunk of another protocol
+async def _ask(begin: Callable[[Callable[[_Answer], None]], None]) -> _Answer:
+    """The result of an asynchronous call to the cache. begin: the call without its `done`.
 
-
-def _places_of(shared: Shared, location: str | None) -> Places:
-    """The places that the location of a request means. Raises FormatError for a missing tier."""
-    if location is None:
-        return Places()
-    if location == MEMORY_LOCATION and shared.memory_bytes:
-        return Places(end=0)
-    names = [tier.name for tier in shared.cache.cache.tiers]
-    if location == MEMORY_LOCATION or _DISK_TIER not in names:
-        raise FormatError(f"the location {location} is a tier that this gateway does not have")
-    level = names.index(_DISK_TIER)
-    return Places(memory=False, first=level, end=level + 1)
-
-
-async def _ask(
-    begin: Callable[[Callable[[_Answer], None]], None],
-    unwanted: Callable[[_Answer], None] = lambda _: None,
-) -> _Answer:
-    """The result of an asynchronous call to the cache.
-
-    begin: the call without its `done`. unwanted: gets the result if the task is cancelled first.
+    A task is cancelled only when the gateway stops: an answer then comes to nobody, and the cache
+    is closed with what it has pinned.
     """
     answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
 
     def done(result: _Answer) -> None:
-        if answer.cancelled():
-            unwanted(result)
-        else:
+        if not answer.done():
             answer.set_result(result)
 
     begin(done)
-    try:
-        return await answer
-    except asyncio.CancelledError:
-        if not answer.cancelled():
-            unwanted(answer.result())
-        raise
+    return await answer
 
 
 def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:

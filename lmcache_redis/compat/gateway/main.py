@@ -11,15 +11,13 @@ import threading
 import time
 
 from lmcache_redis import __version__
-from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
 from lmcache_redis.cache.threads import Action, Timer
-from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.compat.backends.storage import in_memory, in_redis, on_disk, open_cache
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.heap import DEFAULT_SPARE_BYTES, HeapMemory
 from lmcache_redis.compat.objects import ObjectCache
-from lmcache_redis.config import DEFAULT_SLOT_BYTES, parse_address
-from lmcache_redis.metrics import Metrics
+from lmcache_redis.config import parse_address
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.settings import format_size
@@ -30,8 +28,8 @@ _LEAST_FLUSH_S = 0.1
 _FLUSH_POLL_S = 0.01
 _CLOSE_S = 1.0
 _FIRST_PROBE_S = 5.0
-# The write-behind queues need no limit: the gateway's room for payloads bounds them.
-_NO_LIMIT_BYTES = 1 << 62
+# Of a write, and again of the removal that follows a failed one.
+WRITE_S = 5.0
 
 
 def run_gateway(config: GatewayConfig) -> int:
@@ -76,41 +74,32 @@ class LoopOwner:
         return self._loop.call_later(delay_s, action)
 
 
-def open_cache(config: GatewayConfig) -> ObjectCache:
+def open_objects(config: GatewayConfig) -> ObjectCache:
     """Memory, disk and Redis as configured, owned by the running loop.
 
     Waits until the disk is indexed, and up to a few seconds for Redis. Raises ConfigError.
     """
-    backings: list[Backing] = []
-    with contextlib.ExitStack() as opened:
-        plane = None
-        if config.redis_url is not None:
-            plane = RedisPlane(RedisOptions.of_settings(config, config.redis_url))
-            plane.start()
-            opened.callback(plane.close, 0.0)
-        if config.disk_path is not None:
-            from lmcache_redis.cache.disk.tier import DiskTier
-
-            disk = DiskTier(
-                config.disk_path, config.disk_size,
-                read_threads=config.threads, write_threads=config.threads, write_nice=0,
-            )  # fmt: skip
-            opened.callback(disk.close, 0.0)
-            backings.append(Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES))
-        if plane is not None:
-            plane.wait_probed(_FIRST_PROBE_S)
-            backings.append(Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES))
-        memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, DEFAULT_SPARE_BYTES))
-        cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
-        opened.pop_all()
-        return ObjectCache(cache, ChunkNames(prefix=config.key_prefix), DEFAULT_SLOT_BYTES)
+    prefix, storages = config.key_prefix, []
+    if config.memory_bytes:
+        storages.append(in_memory(config.memory_bytes))
+    if config.disk_path is not None:
+        path, limit_bytes, threads = config.disk_path, config.disk_size, config.threads
+        storages.append(on_disk(path, limit_bytes, key_prefix=prefix, threads=threads))
+    if config.redis_url is not None:
+        storages.append(in_redis(RedisOptions.of_settings(config, config.redis_url)))
+    memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, DEFAULT_SPARE_BYTES))
+    objects = open_cache(storages, LoopOwner(), memory, WRITE_S)
+    for tier in objects.cache.tiers:
+        if isinstance(tier, RedisPlane):
+            tier.wait_probed(_FIRST_PROBE_S)
+    return objects
 
 
 async def _run(config: GatewayConfig) -> int:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    objects, stack = open_cache(config), contextlib.ExitStack()
+    objects, stack = open_objects(config), contextlib.ExitStack()
     cache = objects.cache
     try:
         gateway = Gateway(objects, config)

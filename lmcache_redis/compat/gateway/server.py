@@ -16,7 +16,6 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
-from lmcache_redis.compat.gateway.connection import Connection
+from lmcache_redis.compat.gateway.connection import ClientConnection
 from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared, new_counters
-from lmcache_redis.compat.gateway.stream import Stream
+from lmcache_redis.compat.gateway.stream import ClientStream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError, StartError
 from lmcache_redis.processes import free_descriptors
@@ -66,9 +65,8 @@ class Gateway:
         )
         self._pool = ThreadPoolExecutor(config.payload_threads, "gateway-payload")
         self._most_clients = config.max_connections
-        self._peers: Counter[str] = Counter()  # their connections, by address
-        self._connections: set[Connection] = set()
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients: dict[asyncio.Task[None], str] = {}  # their addresses
+        self._connections: set[ClientConnection] = set()
         self._stopping = False
 
     @property
@@ -113,12 +111,12 @@ class Gateway:
         for connection in self._connections:
             connection.stop()
         if self._clients:
-            await asyncio.wait(self._clients, timeout=self.config.shutdown_deadline_s)
+            await asyncio.wait([*self._clients], timeout=self.config.shutdown_deadline_s)
         for connection in self._connections:
             connection.stream.abort()
-        for task in self._clients:
+        for task in (left := [*self._clients]):
             task.cancel()
-        await asyncio.gather(*self._clients, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         self._pool.shutdown()
 
     async def _accept(self) -> None:
@@ -137,18 +135,18 @@ class Gateway:
                 shared.log.warning("refused", "%s is turned away: %s", host, problem)
                 accepted.close()
                 continue
-            self._peers[host] += 1
             task = asyncio.ensure_future(self._serve(accepted, host, f"{host} port {port}"))
-            self._clients.add(task)
-            task.add_done_callback(partial(self._served, host))
+            self._clients[task] = host
+            task.add_done_callback(self._clients.pop)
 
     def _refuses(self, host: str) -> str | None:
         """Why a client may not connect. One that was idle for long gives way to it."""
         if not is_allowed(host, self._networks):
             return "it is in none of --allowed-peers"
-        if self._peers[host] >= self.config.max_connections_per_peer:
+        of_host = [*self._clients.values()].count(host)
+        if of_host >= self.config.max_connections_per_peer:
             if not self._closes_idle(host):
-                return f"it has {self._peers[host]} connections (--max-connections-per-peer)"
+                return f"it has {of_host} connections (--max-connections-per-peer)"
         elif len(self._clients) >= self._most_clients and not self._closes_idle(None):
             return f"there are {len(self._clients)} clients already (--max-connections)"
         return None
@@ -169,7 +167,7 @@ class Gateway:
 
     async def _serve(self, accepted: socket.socket, host: str, peer: str) -> None:
         timeout_s = self.config.request_timeout_s
-        stream = Stream(accepted, self._pool, timeout_s, partial(self._stalled, peer))
+        stream = ClientStream(accepted, self._pool, timeout_s, partial(self._stalled, peer))
         with contextlib.closing(stream):
             try:
                 prepare(accepted)
@@ -179,23 +177,17 @@ class Gateway:
                 self._shared.counters["failed_handshakes"] += 1
                 self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
                 return
-            connection = Connection(stream, host, peer, self._shared)
+            connection = ClientConnection(stream, host, peer, self._shared)
             self._connections.add(connection)
             if self._stopping:
                 connection.stop()
             try:
                 await connection.serve()
+            except Exception:
+                self._shared.counters["errors"] += 1
+                logger.exception("a connection is closed because of a fault")
             finally:
                 self._connections.discard(connection)
-
-    def _served(self, host: str, task: asyncio.Task[None]) -> None:
-        self._clients.discard(task)
-        self._peers[host] -= 1
-        if not self._peers[host]:
-            del self._peers[host]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._shared.counters["errors"] += 1
-            logger.error("a connection is closed because of a fault", exc_info=error)
 
     def _stalled(self, peer: str) -> None:
         self._shared.counters["stalled"] += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -76,31 +75,20 @@ class Room:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.used_bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn = asyncio.Lock()
+        self._given_back = asyncio.Event()
 
     async def take(self, nbytes: int) -> None:
         """Waits for `nbytes`, at most `size_bytes`. The caller gives them back."""
-        if not self._waiting and self.used_bytes + nbytes <= self.size_bytes:
+        async with self._turn:
+            while self.used_bytes + nbytes > self.size_bytes:
+                self._given_back.clear()
+                await self._given_back.wait()
             self.used_bytes += nbytes
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((nbytes, granted))
-        try:
-            await granted
-        except asyncio.CancelledError:
-            self.give_back(0 if granted.cancelled() else nbytes)
-            raise
 
     def give_back(self, nbytes: int) -> None:
         self.used_bytes -= nbytes
-        while self._waiting:
-            wanted, granted = self._waiting[0]
-            if not granted.done():
-                if self.used_bytes + wanted > self.size_bytes:
-                    return
-                self.used_bytes += wanted
-                granted.set_result(None)
-            self._waiting.popleft()
+        self._given_back.set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Gone(ConnectionError):
     """The client closed its side or was lost, or the stream was aborted."""
 
 
-class Stream:
+class ClientStream:
     """See the module. At most one receive or send at a time; on the loop's thread only.
 
     sock: non-blocking; the stream closes it. pool: moves large payloads. timeout_s: for a header
@@ -59,8 +59,6 @@ class Stream:
         self._on_stall = on_stall
         self._fd = sock.fileno()
         self._idle_from_s = self._loop.time()  # infinite while a request is in flight
-        self._is_read_by_loop = False
-        self._readable: asyncio.Future[None] | None = None
 
     async def start_tls(self, context: ssl.SSLContext) -> None:
         """Performs the handshake, before any other call. Raises OSError."""
@@ -117,7 +115,6 @@ class Stream:
 
     def close(self) -> None:
         """Closes; sent bytes still arrive. No receive or send may be in flight."""
-        self._can_be_read()
         with contextlib.suppress(OSError, ValueError):
             if isinstance(self._sock, ssl.SSLSocket):
                 self._sock.unwrap()  # sends close_notify and does not wait for the client's
@@ -131,20 +128,17 @@ class Stream:
         try:
             while view:
                 if len(view) >= MOVED_BYTES:
-                    stall = stall or self._loop.call_later(self._timeout_s, self._stalled)
                     moved, events = await self._turn_on_thread(view, receiving)
                 else:
                     moved, events = self._turn(view, receiving, waits=False)
-                if moved:
-                    self._idle_from_s = math.inf
                 view = view[moved:]
                 if view and self.in_message:  # small messages need no timer
                     stall = stall or self._loop.call_later(self._timeout_s, self._stalled)
                 if view:
                     await (self._ready(events) if events else asyncio.sleep(0))
+        except Gone:
+            raise
         except OSError as error:
-            if isinstance(error, Gone):
-                raise
             raise Gone(f"the connection was lost: {error.strerror or error}") from error
         finally:
             if stall is not None:
@@ -186,43 +180,24 @@ class Stream:
                 poll.register(self._fd, events)  # EPOLLIN and EPOLLOUT are POLLIN and POLLOUT
                 if not poll.poll(_WAIT_MS):
                     return moved, events
-            except OSError:
-                if not moved:
-                    raise
-                return moved, 0  # the next turn raises
             else:
                 if not nbytes:
-                    if not moved:
-                        raise Gone("the client closed its side")
-                    return moved, 0
+                    raise Gone("the client closed its side")
                 moved += nbytes
+                self._idle_from_s = math.inf
         return moved, 0
 
     async def _ready(self, events: int) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
         if events == select.EPOLLOUT:
-            self._loop.add_writer(self._fd, _tell, ready)
-            try:
-                await ready
-            finally:
-                self._loop.remove_writer(self._fd)
-            return
-        if not self._is_read_by_loop:
-            self._is_read_by_loop = True
-            self._loop.add_reader(self._fd, self._can_be_read)
-        self._readable = ready
+            add, remove = self._loop.add_writer, self._loop.remove_writer
+        else:
+            add, remove = self._loop.add_reader, self._loop.remove_reader
+        add(self._fd, _tell, ready)
         try:
             await ready
         finally:
-            self._readable = None
-
-    def _can_be_read(self) -> None:
-        """Stays registered between requests, which saves system calls; removed if none waits."""
-        if self._readable is not None:
-            _tell(self._readable)
-        elif self._is_read_by_loop:
-            self._is_read_by_loop = False
-            self._loop.remove_reader(self._fd)
+            remove(self._fd)
 
     def _shut_down(self, how: int) -> None:
         # Not the method of SSLSocket: it would continue without TLS.

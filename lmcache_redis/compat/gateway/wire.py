@@ -33,30 +33,24 @@ import re
 from lmcache_redis.chunks.dtypes import ENCODED_FORMATS, itemsize
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.cache_engine_key import KEY_TEXT
 from lmcache_redis.compat.lm_wire import (
     MAX_KEY_LENGTH,
-    ClientMetaMessage,
-    ServerMetaMessage,
+    PayloadFields,
     ServerReturnCode,
+    packed_reply,
 )
 from lmcache_redis.errors import FormatError
 
 _TEXT_HASH = "~"
-_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
-_DTYPE = r"@[a-z][a-z0-9_]*"
-# After the model comes a number, after a format the model. A hash is empty or `~` in an ObjectKey.
-_KEY = re.compile(
-    rf"(?P<fmt>[^@]+@(?!{_NUMBER}@))?[^@]+@(?P<size>{_NUMBER})@(?P<worker>{_NUMBER})"
-    rf"@(?P<hash>-?[0-9a-f]+|~?)(?(fmt)(?:{_DTYPE})?|{_DTYPE})(?:@{_NUMBER})?(?:@[^@%]+%[^@]*)*",
-    re.ASCII,
-)
+_HASH = re.compile(r"-?[0-9a-f]+", re.ASCII)
 _WHOLE_BYTES = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 
 _NO_DTYPE = "uint8"
 _NOT_GIVEN: tuple[int, ...] = ()
 
 FAILED, SUCCEEDED = (
-    ServerMetaMessage(code, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4).serialize()
+    packed_reply(code, PayloadFields(0, MemoryFormat.KV_2LTD, "float16", (0,) * 4))
     for code in (ServerReturnCode.FAIL, ServerReturnCode.SUCCESS)
 )
 
@@ -67,40 +61,48 @@ def object_key_of(text: str) -> ObjectKey:
         raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
     if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
         raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
-    match = _KEY.fullmatch(text)
-    if match is None or match["hash"] in ("", _TEXT_HASH):
+    match = KEY_TEXT.fullmatch(text)
+    if (
+        match is None
+        or not _HASH.fullmatch(match["chunk_hash"])
+        or not (match["dtype"] or match["fmt"])
+    ):
         raise FormatError(
             "a key text is model@world_size@worker_id@hash@dtype, then perhaps @layer_id and "
             f"@tag%value, with plain numbers and a hash in lower-case hex, not {text!r:.200}"
         )
-    chunk_hash = match["hash"]
+    chunk_hash = match["chunk_hash"]
     is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
     return ObjectKey(
         bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
         _with_hash(match, "" if is_bytes else _TEXT_HASH),
-        share_rank(int(match["size"]), int(match["worker"])),
+        share_rank(int(match["world_size"]), int(match["worker_id"])),
     )
 
 
 def key_text_of(key: ObjectKey) -> str:
     """The inverse of `object_key_of`. Raises FormatError for any other key."""
-    match = _KEY.fullmatch(key.model_name)
-    if match is not None and match["hash"] in ("", _TEXT_HASH):
+    match = KEY_TEXT.fullmatch(key.model_name)
+    if match is not None and match["chunk_hash"] in ("", _TEXT_HASH):
         # A hash that is not ASCII makes a malformed key text.
         as_text = key.chunk_hash.decode("ascii", "replace")
-        text = _with_hash(match, as_text if match["hash"] else key.chunk_hash.hex())
+        text = _with_hash(match, as_text if match["chunk_hash"] else key.chunk_hash.hex())
         if object_key_of(text) == key:
             return text
     raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
 
 
 def _with_hash(match: re.Match[str], chunk_hash: str) -> str:
-    return match.string[: match.start("hash")] + chunk_hash + match.string[match.end("hash") :]
+    return (
+        match.string[: match.start("chunk_hash")]
+        + chunk_hash
+        + match.string[match.end("chunk_hash") :]
+    )
 
 
-def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
+def metadata_of(message: PayloadFields) -> RemoteMetadata:
     """The metadata of the payload that follows a PUT."""
-    shape, name = message.shape or (0,), message.dtype_name
+    shape, name = message.shape, message.dtype_name
     if name is None:
         shapes, names = [_NOT_GIVEN, shape], [_NO_DTYPE, _NO_DTYPE]
     elif message.fmt in ENCODED_FORMATS or math.prod(shape) * itemsize(name) == message.length:
@@ -111,23 +113,23 @@ def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
 
 
 @functools.lru_cache(maxsize=1024)
-def reply_of(metadata: RemoteMetadata) -> bytes:
-    """The header of a reply. Raises FormatError for a chunk that no request stored."""
+def reply_of(metadata: RemoteMetadata) -> bytes | None:
+    """The header of a reply; None for a chunk that no request stored: a miss."""
     shapes, names = metadata.shapes, metadata.dtype_names
-    name: str | None = names[0] if names else None
-    if len(shapes) == 1 or (len(shapes) == 2 and shapes[1] == _NOT_GIVEN):
-        shape = shapes[0]
-    elif len(shapes) == 2 and shapes[0] == _NOT_GIVEN:
-        shape, name = shapes[1], None
+    if len(shapes) == 2 and shapes[0] == _NOT_GIVEN:
+        name, shape = None, shapes[1]
+    elif len(shapes) == 1 or (len(shapes) == 2 and shapes[1] == _NOT_GIVEN):
+        name, shape = names[0], shapes[0]
     else:
-        raise FormatError(f"a chunk of {len(shapes)} groups; a reply describes one")
-    return ServerMetaMessage(
-        ServerReturnCode.SUCCESS, metadata.length, metadata.fmt, name, shape
-    ).serialize()
+        return None
+    try:
+        payload = PayloadFields(metadata.length, metadata.fmt, name, shape)
+        return packed_reply(ServerReturnCode.SUCCESS, payload)
+    except FormatError:
+        return None
 
 
 def list_reply_of(length: int) -> bytes:
     """The header of the reply to a LIST."""
-    return ServerMetaMessage(
-        ServerReturnCode.SUCCESS, length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0)
-    ).serialize()
+    payload = PayloadFields(length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0))
+    return packed_reply(ServerReturnCode.SUCCESS, payload)

@@ -10,7 +10,7 @@ between tensors, at once: all else is vLLM's, its region, its manager, its layou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -108,12 +108,7 @@ class HostCopyWorker(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        def store(part: _Parts, blocks: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> int:
-            ours = (rows * self._blocks_per_chunk + at) % part.writers == part.writer
-            part.chunks[rows[ours], at[ours]] = part.pages[blocks[ours]]
-            return int(ours.sum())
-
-        return self._copy(job_id, src_spec, dst_spec, store)
+        return self._copy(job_id, src_spec, dst_spec, is_store=True)
 
     def submit_load(
         self,
@@ -122,11 +117,7 @@ class HostCopyWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        def load(part: _Parts, blocks: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> int:
-            part.pages[blocks] = part.chunks[rows, at]
-            return len(blocks)
-
-        return self._copy(job_id, dst_spec, src_spec, load)
+        return self._copy(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
         finished, self._finished = self._finished, []
@@ -140,11 +131,7 @@ class HostCopyWorker(OffloadingWorker):
         self._region.cleanup()
 
     def _copy(
-        self,
-        job_id: int,
-        engine: GPULoadStoreSpec,
-        tier: CPULoadStoreSpec,
-        copy: Callable[[_Parts, torch.Tensor, torch.Tensor, torch.Tensor], int],
+        self, job_id: int, engine: GPULoadStoreSpec, tier: CPULoadStoreSpec, *, is_store: bool
     ) -> bool:
         """Blocks of each group, one after the other, beginning inside a chunk or at its start."""
         started_s, copied = time.monotonic(), 0
@@ -157,9 +144,15 @@ class HostCopyWorker(OffloadingWorker):
             logical = block_index % self._blocks_per_chunk + torch.arange(size)
             rows = chunks[first_chunk + logical // self._blocks_per_chunk].long()
             of_group = blocks[first_block : first_block + size].long()
+            at = logical % self._blocks_per_chunk
             for part in parts:
-                moved = copy(part, of_group, rows, logical % self._blocks_per_chunk)
-                copied += moved * part.pages[0].numel()
+                if is_store:
+                    ours = (rows * self._blocks_per_chunk + at) % part.writers == part.writer
+                    part.chunks[rows[ours], at[ours]] = part.pages[of_group[ours]]
+                    copied += int(ours.sum()) * part.pages[0].numel()
+                else:
+                    part.pages[of_group] = part.chunks[rows, at]
+                    copied += size * part.pages[0].numel()
             first_block += size
             first_chunk += int(logical[-1]) // self._blocks_per_chunk + 1
         assert (first_block, first_chunk) == (len(blocks), len(chunks))

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -57,6 +56,13 @@ _UP = "lmcache_redis_tier_up"
 Transfer = Callable[[Sequence[RegionChunk], Answer], None]
 
 
+class _EndedTransfer(NamedTuple):
+    """failed: keys that were to be loaded and are not."""
+
+    result: JobResult
+    failed: Sequence[OffloadKey]
+
+
 class RedisTierManager(SecondaryTierManager):
     """See the module. given: `DoorSettings`. Raises ConfigError for impossible ones.
 
@@ -79,10 +85,11 @@ class RedisTierManager(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality)
         self._memory = primary_kv_view.cast("B")
-        self._transfers = _Transfers()
+        self._under_way = 0  # transfers whose answer was not taken yet
+        self._answers: queue.SimpleQueue[_EndedTransfer] = queue.SimpleQueue()
+        self._ended: list[_EndedTransfer] = []
         self._counted: dict[str, float] = {}
         self._cache: _NamedChunks | None = None
-        self._lookups: _Lookups | None = None
         settings = DoorSettings.of(given)
         engine = Engine.found()
         try:
@@ -94,8 +101,7 @@ class RedisTierManager(SecondaryTierManager):
         except LMCacheRedisError as error:
             logger.error("the tier in Redis stays off: %s", error)
             return
-        self._cache = _NamedChunks(RegionStore(settings), form, TierEpochs(engine))
-        self._lookups = _Lookups(tier_type, self._cache)
+        self._cache = _NamedChunks(tier_type, RegionStore(settings), form, TierEpochs(engine))
 
     # Lookups
 
@@ -105,23 +111,25 @@ class RedisTierManager(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        cache, lookups = self._cache, self._lookups
-        if cache is None or lookups is None or cache.store.why_down:
+        cache = self._cache
+        if (
+            cache is None
+            or cache.store.why_down
+            or not cache.epochs.are_current(req_context.req_id)
+        ):
             return LookupResult.MISS
-        if not cache.epochs.are_current(req_context.req_id):
-            return LookupResult.MISS
-        found = lookups.lookup(key, req_context)
+        found = cache.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if self._lookups is not None:
-            self._lookups.flush()
+        if self._cache is not None:
+            self._cache.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if self._cache is not None and self._lookups is not None:
-            self._lookups.cleanup(req_context.req_id)
+        if self._cache is not None:
+            self._cache.cleanup(req_context.req_id)
             self._cache.epochs.end_request(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -138,8 +146,8 @@ class RedisTierManager(SecondaryTierManager):
 
     def _submit(self, job: TransferJob, transfer: Transfer | None) -> None:
         keys, cache = list(job.keys), self._cache
-        self._transfers.begin()
-        done = partial(self._ended, job, keys)
+        self._under_way += 1
+        done = partial(self._answer, job, keys)
         if (
             transfer is None
             or cache is None
@@ -152,7 +160,7 @@ class RedisTierManager(SecondaryTierManager):
         pairs = zip(keys, rows, strict=True)
         transfer([cache.chunk(key, self._memory[at : at + size]) for key, at in pairs], done)
 
-    def _ended(self, job: TransferJob, keys: Sequence[OffloadKey], good: list[bool]) -> None:
+    def _answer(self, job: TransferJob, keys: Sequence[OffloadKey], good: list[bool]) -> None:
         """On a thread of the store, or of the call."""
         pairs = list(zip(keys, good, strict=True))
         result = JobResult(
@@ -163,23 +171,28 @@ class RedisTierManager(SecondaryTierManager):
             sum(good) * self.block_size_bytes,
         )
         failed = [key for key, is_good in pairs if job.is_promotion and not is_good]
-        self._transfers.end(result, failed)
+        self._answers.put(_EndedTransfer(result, failed))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        results = []
-        for result, failed in self._transfers.take_ended():
-            if failed and self._lookups is not None:
-                self._lookups.mark_miss(failed)
-            results.append(result)
-        return results
+        while not self._answers.empty():
+            self._take_answer()
+        ended, self._ended = self._ended, []
+        for each in ended:
+            if each.failed and self._cache is not None:
+                self._cache.mark_miss(each.failed)
+        return [each.result for each in ended]
 
     def drain_jobs(self) -> None:
-        self._transfers.wait_ended()
+        while self._under_way:
+            self._take_answer()
+
+    def _take_answer(self) -> None:
+        self._ended.append(self._answers.get())
+        self._under_way -= 1
 
     def shutdown(self) -> None:
-        if self._lookups is not None:
-            self._lookups.shutdown()
         if self._cache is not None:
+            self._cache.shutdown()
             self._cache.store.close(_CLOSE_S)
         self._memory.release()  # vLLM unmaps the region, which it cannot while this is held
 
@@ -217,55 +230,24 @@ def _workers(engine: Engine) -> Sequence[Mapping[str, str]]:
         raise Unidentified(f"the workers cannot say how they pack KV: {error!r}") from error
 
 
-class _NamedChunks:
-    """Chunks in Redis by vLLM's keys, in the namespace of an engine and its weights."""
+class _NamedChunks(AsyncLookupManager):
+    """Chunks in Redis by vLLM's keys, in the namespace of an engine and its weights.
 
-    def __init__(self, store: RegionStore, form: ChunkForm, epochs: TierEpochs) -> None:
+    And vLLM's table of lookups, which asks on a thread of its own.
+    """
+
+    def __init__(
+        self, tier_type: str, store: RegionStore, form: ChunkForm, epochs: TierEpochs
+    ) -> None:
         self.store = store
         self.form = form
         self.epochs = epochs
+        super().__init__(tier_type)
 
     def chunk(self, key: OffloadKey, *views: memoryview) -> RegionChunk:
         return RegionChunk(self.form, self.epochs.current + key, views)
 
-
-class _Lookups(AsyncLookupManager):
-    """vLLM's table of lookups, which asks on a thread of its own."""
-
-    def __init__(self, tier_type: str, cache: _NamedChunks) -> None:
-        self._cache = cache
-        super().__init__(tier_type)
-
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
         answers: queue.SimpleQueue[list[bool]] = queue.SimpleQueue()
-        self._cache.store.lookup([self._cache.chunk(key) for key in keys], answers.put)
+        self.store.lookup([self.chunk(key) for key in keys], answers.put)
         return answers.get()
-
-
-class _Transfers:
-    """How many transfers are under way, and those that have ended. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._under_way = 0
-        self._ended: list[tuple[JobResult, Sequence[OffloadKey]]] = []
-
-    def begin(self) -> None:
-        with self._changed:
-            self._under_way += 1
-
-    def end(self, result: JobResult, failed: Sequence[OffloadKey]) -> None:
-        """failed: keys that were to be loaded and are not."""
-        with self._changed:
-            self._under_way -= 1
-            self._ended.append((result, failed))
-            self._changed.notify_all()
-
-    def take_ended(self) -> list[tuple[JobResult, Sequence[OffloadKey]]]:
-        with self._changed:
-            ended, self._ended = self._ended, []
-        return ended
-
-    def wait_ended(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._under_way)

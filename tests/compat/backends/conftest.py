@@ -1,14 +1,16 @@
-"""Tiers that are closed when a test ends."""
+"""Backends on disk that are closed when a test ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lmcache_redis.compat.backends import LMCLocalDiskBackend
-from tests.compat.backends.disk_helpers import OpenTier
+from lmcache_redis.compat.backends import ChunkBackend, on_disk
+
+OpenDisk = Callable[..., ChunkBackend]
 
 
 @pytest.fixture
@@ -17,14 +19,14 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_tier(directory: Path) -> Iterator[OpenTier]:
-    """Opens the disk backend in `directory`, by default with a limit of 1 MiB."""
-    opened: list[LMCLocalDiskBackend] = []
+def open_disk(directory: Path) -> Iterator[OpenDisk]:
+    """Opens a backend in `directory`, by default with a limit of 1 MiB."""
+    opened: list[ChunkBackend] = []
 
-    def open_it(limit_bytes: int = 1 << 20, **options: object) -> LMCLocalDiskBackend:
-        opened.append(LMCLocalDiskBackend(directory, limit_bytes, **options))
+    def open_it(limit_bytes: int = 1 << 20, **options: Any) -> ChunkBackend:
+        opened.append(ChunkBackend([on_disk(directory, limit_bytes, **options)]))
         return opened[-1]
 
     yield open_it
-    for tier in opened:
-        tier.close()
+    for backend in opened:
+        backend.close()

@@ -1,4 +1,4 @@
-"""Remote backends for tests, with a check that they release threads and descriptors."""
+"""Backends over Redis for tests, with a check that they release threads and descriptors."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-from lmcache_redis.compat.backends import LMCRemoteBackend
+from lmcache_redis.compat.backends import ChunkBackend, in_redis
+from lmcache_redis.resp import RedisPlane
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 
-PATIENCE_S = 15.0
 SLOT = 4096
-
-RemoteT = TypeVar("RemoteT", bound=LMCRemoteBackend)
 
 
 @contextmanager
-def tier(
-    kind: type[RemoteT], url: Any, *, counts_descriptors: bool = True, **settings: Any
-) -> Iterator[RemoteT]:
+def tier(url: Any, *, counts_descriptors: bool = True, **settings: Any) -> Iterator[ChunkBackend]:
     """A backend that is closed at the end and leaves no thread and no descriptor.
 
     counts_descriptors: False if a proxy or another backend opens descriptors too.
     """
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     settings.setdefault("slot_bytes", SLOT)
-    backend = kind(url, **settings)
+    backend = ChunkBackend([in_redis(url, **settings)])
     try:
         yield backend
     finally:
         backend.close()
     left = set(threading.enumerate()) - threads
     assert not [thread for thread in left if thread.name.startswith("lmcr-")]
-    assert backend._plane.open_streams == 0
+    assert plane_of(backend).open_streams == 0
     assert not counts_descriptors or len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def plane_of(backend: ChunkBackend) -> RedisPlane:
+    plane = backend._thread.tiers[-1]
+    assert isinstance(plane, RedisPlane)
+    return plane
 
 
 def stripes_in(server: RedisServer) -> list[bytes]:

@@ -7,24 +7,25 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.backends.cache_thread import CacheThread, Storage
+from lmcache_redis.compat.backends import in_memory
+from lmcache_redis.compat.backends.cache_thread import CacheThread
 
 WAIT_S = 10.0
 
 
 @pytest.fixture
 def owner() -> Iterator[CacheThread]:
-    thread = CacheThread(Storage(5.0, 5.0, 0, ChunkNames(), memory_bytes=1000))
+    thread = CacheThread([in_memory(1000)])
     yield thread
     thread.close(1.0)
 
 
 def test_a_call_runs_on_the_thread_and_has_its_result(owner: CacheThread) -> None:
-    assert owner.get(lambda: threading.current_thread().name).result(WAIT_S) == "lmcr-cache"
+    name = owner.call(lambda done: done(threading.current_thread().name))
+    assert name.result(WAIT_S) == "lmcr-cache"
     later: list[Callable[[int], None]] = []
     call = owner.call(later.append)
-    owner.get(lambda: None).result(WAIT_S)
+    owner.call(lambda done: done(None)).result(WAIT_S)
     assert not call.done()
     owner.post(lambda: later[0](7))
     assert call.result(WAIT_S) == 7
@@ -32,8 +33,8 @@ def test_a_call_runs_on_the_thread_and_has_its_result(owner: CacheThread) -> Non
 
 def test_an_error_is_that_of_one_call(owner: CacheThread) -> None:
     with pytest.raises(LookupError):
-        owner.get(lambda: {}[1]).result(WAIT_S)
-    assert owner.get(lambda: 1).result(WAIT_S) == 1
+        owner.call(lambda done: done({}[1])).result(WAIT_S)
+    assert owner.call(lambda done: done(1)).result(WAIT_S) == 1
 
 
 def test_calls_without_an_answer_fail_at_the_end(owner: CacheThread) -> None:
@@ -42,5 +43,5 @@ def test_calls_without_an_answer_fail_at_the_end(owner: CacheThread) -> None:
     with pytest.raises(RuntimeError, match="closed"):
         unanswered.result(WAIT_S)
     with pytest.raises(RuntimeError, match="closed"):
-        owner.get(lambda: 1)
+        owner.call(lambda done: done(1))
     owner.close(1.0)

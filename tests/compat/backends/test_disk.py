@@ -1,62 +1,41 @@
-"""The disk backend: the contract, and what it adds to the disk tier (`tests/cache/disk`)."""
+"""A directory: what a backend adds to the disk tier (`tests/cache/disk`)."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.backends import LMCLocalDiskBackend
 from lmcache_redis.errors import ConfigError
 from tests.cache.disk.directory import FILE_BYTES
-from tests.compat.backends.contract import (
+from tests.compat.backends.conftest import OpenDisk
+from tests.compat.backends.samples import (
+    FLUSH_S,
     Buffers,
-    MakeBackend,
-    TierContract,
+    fill,
     get_raw,
+    held,
     key_of,
     metadata_of,
     raw_of,
     same,
     tensor_of,
 )
-from tests.compat.backends.disk_helpers import (
-    OpenTier,
-    fill,
-    held,
-)
 
 
-class TestDiskContract(TierContract):
-    @pytest.fixture
-    def make_backend(self, tmp_path: Path) -> Iterator[MakeBackend]:
-        made: list[LMCLocalDiskBackend] = []
-
-        def make(**options: object) -> LMCLocalDiskBackend:
-            made.append(LMCLocalDiskBackend(tmp_path / f"tier{len(made)}", 256 << 20, **options))
-            return made[-1]
-
-        yield make
-        for backend in made:
-            backend.close()
-
-
-def test_a_chunk_over_the_limit_is_not_stored(open_tier: OpenTier) -> None:
-    tier = open_tier(4 * FILE_BYTES)
+def test_a_chunk_over_the_limit_is_not_stored(open_disk: OpenDisk) -> None:
+    tier = open_disk(4 * FILE_BYTES)
     fill(tier, range(4))
     for blocking in (True, False):
         too_large = tensor_of(1, (4 * FILE_BYTES - 4096 + 1,))
-        assert not tier.put(key_of(0), too_large, blocking)
-        assert not tier.put(key_of(9), too_large, blocking)
-    assert held(tier) == [0, 1, 2, 3]
+        tier.put(key_of(0), too_large, blocking)
+        tier.flush(FLUSH_S)
+    assert held(tier) == [1, 2, 3], "a put that fails removes the previous chunk"
     assert tier.put(key_of(0), too_large[:-1])
     assert held(tier) == [0]
 
 
-def test_a_chunk_replaced_or_evicted_while_it_is_read_is_whole(open_tier: OpenTier) -> None:
-    tier = open_tier(4 * FILE_BYTES)
+def test_a_chunk_replaced_or_evicted_while_it_is_read_is_whole(open_disk: OpenDisk) -> None:
+    tier = open_disk(4 * FILE_BYTES)
     fill(tier, range(4))
     buffers = Buffers()
 
@@ -70,30 +49,29 @@ def test_a_chunk_replaced_or_evicted_while_it_is_read_is_whole(open_tier: OpenTi
     assert same(tier.get(key_of(0)), tensor_of(99, (200,)))
 
 
-def test_layouts_share_a_directory_and_its_limit(open_tier: OpenTier) -> None:
-    fill(tier := open_tier(4 * FILE_BYTES), [1, 2, 3])
+def test_layouts_share_a_directory_and_its_limit(open_disk: OpenDisk) -> None:
+    fill(tier := open_disk(4 * FILE_BYTES), [1, 2, 3])
     tier.close()
-    tier = open_tier(4 * FILE_BYTES, layout=b"l" * 32)
-    assert tier.used_bytes == 3 * FILE_BYTES
-    assert tier.list() == []
+    tier = open_disk(4 * FILE_BYTES, layout=b"l" * 32)
+    assert tier.stored_keys() == []
     assert tier.get(key_of(1)) is None
     assert not tier.remove(key_of(1))
     fill(tier, [1, 9])
     assert held(tier) == [1, 9]
     tier.close()
-    assert held(open_tier(4 * FILE_BYTES)) == [2, 3]
+    assert held(open_disk(4 * FILE_BYTES)) == [2, 3]
 
 
-def test_close_stores_what_waits(open_tier: OpenTier) -> None:
-    tier = open_tier(64 << 20)
+def test_close_stores_what_waits(open_disk: OpenDisk) -> None:
+    tier = open_disk(64 << 20)
     for number in range(8):
         assert tier.put(key_of(number), tensor_of(number, (1 << 20,)), blocking=False)
     tier.close()
-    tier = open_tier(64 << 20)
+    tier = open_disk(64 << 20)
     for number in range(8):
         assert get_raw(tier, key_of(number)) == raw_of(tensor_of(number, (1 << 20,)))
 
 
-def test_a_layout_is_a_fingerprint(open_tier: OpenTier) -> None:
+def test_a_layout_is_a_fingerprint(open_disk: OpenDisk) -> None:
     with pytest.raises(ConfigError, match="32 bytes"):
-        open_tier(layout=b"short")
+        open_disk(layout=b"short")

@@ -10,12 +10,12 @@ import pytest
 
 from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.chunks.frame import ChunkFrame
-from lmcache_redis.compat.backends import LMCLocalDiskBackend
+from lmcache_redis.compat.backends import ChunkBackend, backend, on_disk
 from lmcache_redis.errors import ConfigError
 from tests.cache.disk.directory import files_in
-from tests.compat.backends.contract import get_raw, key_of, metadata_of
-from tests.compat.backends.disk_helpers import OpenTier
+from tests.compat.backends.conftest import OpenDisk
 from tests.compat.backends.redis_tiers import wait_until
+from tests.compat.backends.samples import get_raw, key_of, metadata_of
 
 
 class Gate:
@@ -48,17 +48,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def tier(gate: Gate, open_tier: OpenTier) -> LMCLocalDiskBackend:
+def tier(gate: Gate, open_disk: OpenDisk) -> ChunkBackend:
     """A backend with room for ten queued puts of ten bytes."""
-    return open_tier(queue_bytes=100)
+    return open_disk(queue_bytes=100)
 
 
-def put(tier: LMCLocalDiskBackend, number: int, value: int = 0, size: int = 10) -> bool:
+def put(tier: ChunkBackend, number: int, value: int = 0, size: int = 10) -> bool:
     payload = [memoryview(bytes([value]) * size)]
     return tier.put_bytes(key_of(number), metadata_of(size), payload, blocking=False)
 
 
-def test_what_does_not_fit_is_refused(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+def test_what_does_not_fit_is_refused(tier: ChunkBackend, gate: Gate) -> None:
     assert put(tier, 0)
     assert gate.entered.wait(30)  # one in flight counts
     for number in range(1, 10):
@@ -76,18 +76,18 @@ def test_what_does_not_fit_is_refused(tier: LMCLocalDiskBackend, gate: Gate) -> 
     assert put(tier, 16, size=100)
 
 
-def test_a_put_dropped_in_flight_takes_no_room(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+def test_a_put_dropped_in_flight_takes_no_room(tier: ChunkBackend, gate: Gate) -> None:
     assert put(tier, 0, size=100)
     assert gate.entered.wait(30)
     assert tier.remove(key_of(0))
     wait_until(lambda: put(tier, 1))
     gate.opened.set()
     assert tier.flush(30)
-    assert tier.list() == [key_of(1)]
+    assert tier.stored_keys() == [key_of(1)]
 
 
-def test_a_later_put_of_a_key_drops_the_earlier(gate: Gate, open_tier: OpenTier) -> None:
-    tier = open_tier(queue_bytes=1000)
+def test_a_later_put_of_a_key_drops_the_earlier(gate: Gate, open_disk: OpenDisk) -> None:
+    tier = open_disk(queue_bytes=1000)
     for value in range(50):
         assert put(tier, 1, value)
         assert put(tier, 2, value)
@@ -99,10 +99,10 @@ def test_a_later_put_of_a_key_drops_the_earlier(gate: Gate, open_tier: OpenTier)
     assert tier.flush(30)
     assert gate.written == [(1, 0), (1, 49)]
     assert get_raw(tier, key_of(1)) == bytes([49]) * 10
-    assert tier.list() == [key_of(1)]
+    assert tier.stored_keys() == [key_of(1)]
 
 
-def test_flush_waits_for_what_was_before_it(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+def test_flush_waits_for_what_was_before_it(tier: ChunkBackend, gate: Gate) -> None:
     assert tier.flush(0)
     assert put(tier, 1)
     assert put(tier, 2)
@@ -114,15 +114,17 @@ def test_flush_waits_for_what_was_before_it(tier: LMCLocalDiskBackend, gate: Gat
 
 
 def test_close_drops_what_is_left_after_its_time(
-    tier: LMCLocalDiskBackend, gate: Gate, directory: Path
+    gate: Gate, open_disk: OpenDisk, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the put in flight has ended, no other tier may open the directory."""
+    monkeypatch.setattr(backend, "CLOSE_S", 0.02)
+    tier = open_disk()
     for number in range(5):
         assert put(tier, number)
     assert gate.entered.wait(30)
-    tier.close(timeout_s=0.02)
+    tier.close()
     with pytest.raises(ConfigError, match="in use"):
-        LMCLocalDiskBackend(directory, 1 << 20)
+        ChunkBackend([on_disk(directory, 1 << 20)])
     with pytest.raises(RuntimeError):
         put(tier, 9)
     gate.opened.set()

@@ -1,4 +1,4 @@
-"""A dict behind a gateway, on the loops that it can run on."""
+"""A dict behind a gateway, and the loops that it can run on."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def backend() -> DictTier:
 
 
 @pytest.fixture
-def serving(backend: DictTier, any_loop: NewLoop) -> Iterator[Serving]:
-    with Serving(backend, any_loop) as serving:
+def serving(backend: DictTier) -> Iterator[Serving]:
+    with Serving(backend) as serving:
         yield serving
 
 

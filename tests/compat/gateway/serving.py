@@ -15,7 +15,7 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.gateway.config import GatewayConfig
-from lmcache_redis.compat.gateway.main import LoopOwner, open_cache
+from lmcache_redis.compat.gateway.main import LoopOwner, open_objects
 from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.gateway.wire import object_key_of
 from lmcache_redis.compat.heap import HeapMemory
@@ -207,7 +207,7 @@ def cache_over(config: GatewayConfig, tiers: Sequence[Tier]) -> ObjectCache:
     backings = [Backing(tier, REDIS_COUNTERS, 1 << 40) for tier in tiers]
     memory = HeapMemory(spare_bytes=64 << 20)
     cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
-    return ObjectCache(cache, _NAMES, STRIPE_BYTES)
+    return ObjectCache(cache, _NAMES, STRIPE_BYTES, 5.0)
 
 
 class Serving:
@@ -242,7 +242,7 @@ class Serving:
 
     async def _start(self, config: GatewayConfig, tiers: Tier | Sequence[Tier] | None) -> None:
         if tiers is None:
-            self.cache = open_cache(config)
+            self.cache = open_objects(config)
         else:
             self.cache = cache_over(config, tiers if isinstance(tiers, Sequence) else [tiers])
         self._cache = self.cache

@@ -13,7 +13,6 @@ import pytest
 
 from lmcache_redis.compat.gateway.server import most_clients
 from lmcache_redis.errors import ConfigError
-from tests.compat.gateway.conftest import NewLoop
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import GET, KEY, Client, header, put
 from tests.resp.certificates import Authority
@@ -35,12 +34,10 @@ def trusting(authority: Authority) -> ssl.SSLContext:
 
 
 @pytest.mark.servers
-def test_tls(
-    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
-) -> None:
+def test_tls(backend: DictTier, authority: Authority, tls: dict[str, str]) -> None:
     payload = random.Random(1).randbytes(1 << 19)
     with (
-        Serving(backend, any_loop, **tls) as serving,
+        Serving(backend, **tls) as serving,
         serving.client(tls=trusting(authority)) as client,
     ):
         assert client.healthy()
@@ -58,10 +55,10 @@ def test_tls(
 
 @pytest.mark.servers
 def test_a_client_with_tls_that_closes_after_its_puts_has_put(
-    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+    backend: DictTier, authority: Authority, tls: dict[str, str]
 ) -> None:
     """Also with a gateway that has to wait for room while the end of the stream comes."""
-    with Serving(backend, any_loop, buffer_bytes=1 << 19, **tls) as serving:
+    with Serving(backend, buffer_bytes=1 << 19, **tls) as serving:
         for nbytes in (10, 5000, 400_000):
             with serving.client(tls=trusting(authority)) as client:
                 client.put(f"m@1@0@{nbytes:x}@half", bytes(nbytes))
@@ -79,9 +76,9 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
 
 @pytest.mark.servers
 def test_without_tls_nobody_gets_in_and_others_go_on(
-    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+    backend: DictTier, authority: Authority, tls: dict[str, str]
 ) -> None:
-    with Serving(backend, any_loop, **tls) as serving:
+    with Serving(backend, **tls) as serving:
         with serving.client() as plain:
             plain.send(header(GET))
             assert plain.ended()
@@ -93,11 +90,9 @@ def test_without_tls_nobody_gets_in_and_others_go_on(
 
 
 @pytest.mark.servers
-def test_a_handshake_that_does_not_go_on_is_cut_off(
-    backend: DictTier, any_loop: NewLoop, tls: dict[str, str]
-) -> None:
+def test_a_handshake_that_does_not_go_on_is_cut_off(backend: DictTier, tls: dict[str, str]) -> None:
     with (
-        Serving(backend, any_loop, request_timeout_s=0.3, **tls) as serving,
+        Serving(backend, request_timeout_s=0.3, **tls) as serving,
         serving.client() as silent,
     ):
         assert silent.ended()
@@ -106,10 +101,10 @@ def test_a_handshake_that_does_not_go_on_is_cut_off(
 
 @pytest.mark.servers
 def test_a_slow_reader_with_tls_is_cut_off(
-    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+    backend: DictTier, authority: Authority, tls: dict[str, str]
 ) -> None:
     with (
-        Serving(backend, any_loop, request_timeout_s=0.5, **tls) as serving,
+        Serving(backend, request_timeout_s=0.5, **tls) as serving,
         serving.client(tls=trusting(authority)) as slow,
     ):
         slow.put(KEY, bytes(1 << 19))
@@ -120,12 +115,11 @@ def test_a_slow_reader_with_tls_is_cut_off(
 @pytest.mark.servers
 def test_clients_with_certificates(
     backend: DictTier,
-    any_loop: NewLoop,
     authority: Authority,
     tls: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    with Serving(backend, any_loop, tls_client_ca=str(authority.ca), **tls) as serving:
+    with Serving(backend, tls_client_ca=str(authority.ca), **tls) as serving:
         known = trusting(authority)
         known.load_cert_chain(*authority.issue("client", "somebody"))
         with serving.client(tls=known) as client:
@@ -155,8 +149,8 @@ def test_files_that_are_no_certificates(
             Serving(backend, **settings)
 
 
-def test_only_allowed_peers(backend: DictTier, any_loop: NewLoop) -> None:
-    with Serving(backend, any_loop, allowed_peers="127.0.0.2, 10.0.0.0/8") as serving:
+def test_only_allowed_peers(backend: DictTier) -> None:
+    with Serving(backend, allowed_peers="127.0.0.2, 10.0.0.0/8") as serving:
         with serving.client() as client:
             assert client.ended()
         with socket.socket() as allowed:
@@ -176,15 +170,15 @@ def test_an_allowed_ipv4_peer_on_an_ipv6_socket(backend: DictTier) -> None:
             assert client.ended()
 
 
-def test_ipv6(backend: DictTier, any_loop: NewLoop) -> None:
-    with Serving(backend, any_loop, listen="lm://[::1]:0") as serving:
+def test_ipv6(backend: DictTier) -> None:
+    with Serving(backend, listen="lm://[::1]:0") as serving:
         assert serving.gateway.url == f"lm://[::1]:{serving.port}"
         with Client(serving.port, "::1") as client:
             assert client.healthy()
 
 
-def test_one_client_too_many(backend: DictTier, any_loop: NewLoop) -> None:
-    with Serving(backend, any_loop, max_connections=2) as serving:
+def test_one_client_too_many(backend: DictTier) -> None:
+    with Serving(backend, max_connections=2) as serving:
         with serving.client() as first, serving.client() as second:
             assert first.healthy()
             assert second.healthy()
@@ -197,9 +191,9 @@ def test_one_client_too_many(backend: DictTier, any_loop: NewLoop) -> None:
         assert serving.stats()["refused_connections"] == 1
 
 
-def test_one_client_too_many_of_one_address(backend: DictTier, any_loop: NewLoop) -> None:
+def test_one_client_too_many_of_one_address(backend: DictTier) -> None:
     with (
-        Serving(backend, any_loop, max_connections_per_peer=1) as serving,
+        Serving(backend, max_connections_per_peer=1) as serving,
         serving.client() as first,
     ):
         assert first.healthy()
@@ -214,10 +208,10 @@ def test_one_client_too_many_of_one_address(backend: DictTier, any_loop: NewLoop
         assert first.healthy()
 
 
-def test_the_idle_give_way_to_others(backend: DictTier, any_loop: NewLoop) -> None:
+def test_the_idle_give_way_to_others(backend: DictTier) -> None:
     """The one that is idle for longest, and none whose request is in flight."""
     with (
-        Serving(backend, any_loop, max_connections=3, idle_timeout_s=1.0) as serving,
+        Serving(backend, max_connections=3, idle_timeout_s=1.0) as serving,
         serving.client() as waiting,
         serving.client() as idle,
         serving.client() as served,

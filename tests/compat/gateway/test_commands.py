@@ -44,29 +44,6 @@ def test_a_chunk_comes_back_as_it_was_put(client: Client, backend: DictTier) -> 
     assert metadata == RemoteMetadata(420, [(2, 3, 5, 7)], ["bfloat16"], MemoryFormat.KV_2LTD)
 
 
-@pytest.mark.parametrize(
-    ("length", "fmt", "dtype", "sizes"),
-    [
-        (24, 2, 2, (3, 2, 2, 0)),  # fewer dimensions
-        (24, 2, 1, (3, 2, 2, 0)),  # half
-        (24, 6, 5, (1, 1, 3, 1)),
-        (9, 4, 0, (9, 0, 0, 0)),  # bytes, which have no dtype
-        (9, 5, 6, (77, 0, 3, 0)),
-        (4096, 1, 3, (3, 5, 7, 2)),  # longer than the shape needs
-        (5, 0, 4, (0, 0, 0, 0)),
-        (8, 8, 8, (2, 4, 0, 0)),
-    ],
-)
-def test_whatever_a_request_says_is_in_the_reply(
-    client: Client, length: int, fmt: int, dtype: int, sizes: tuple[int, ...]
-) -> None:
-    payload = random.Random(length).randbytes(length)
-    client.send(header(PUT, KEY, length, fmt, dtype, sizes) + payload)
-    client.send(header(GET, KEY))
-    assert client.reply() == (SUCCESS, length, fmt, 2 if dtype == 1 else dtype, sizes, 0)
-    assert client.receive(length) == payload
-
-
 def test_the_replies_without_a_payload_are_these_bytes(client: Client) -> None:
     for command, reply in ((GET, FAILED), (EXIST, FAILED), (HEALTH, SUCCEEDED)):
         client.send(header(command))
@@ -188,36 +165,6 @@ def test_a_client_that_closes_after_a_put_has_put(serving: Serving, backend: Dic
         client.put(KEY, bytes(300_000))
     serving.until(stored=1, open_connections=0)
     assert serving.stats()["abandoned"] == 0
-
-
-def test_64_clients_at_once(serving: Serving) -> None:
-    """Each writes and reads its own chunks and one that all share; the buffers hold seven."""
-    problems: list[BaseException] = []
-    shared = random.Random(0).randbytes(70_000)
-
-    def work(number: int) -> None:
-        source = random.Random(number)
-        try:
-            with serving.client() as client:
-                for turn in range(6):
-                    key, payload = f"m@64@{number}@{turn:02x}@half", source.randbytes(150_000)
-                    client.put(key, payload)
-                    client.put("m@1@0@00@half", shared)
-                    assert client.get(key) == payload
-                    assert client.get("m@1@0@00@half") == shared
-                    assert not client.exists(f"m@64@{number}@ff@half")
-        except BaseException as problem:
-            problems.append(problem)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
-    serving.until(open_connections=0, buffer_used_bytes=0)
-    stats = serving.stats()
-    assert (stats["stored"], stats["hits"], stats["errors"]) == (64 * 12, 64 * 12, 0)
 
 
 def test_hundreds_of_idle_clients_hold_nobody_up(serving: Serving) -> None:

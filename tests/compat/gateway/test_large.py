@@ -50,10 +50,10 @@ def large_serving(lower: DictTier, any_loop: NewLoop) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_sizes_around_the_limit_of_what_the_loop_moves(any_loop: NewLoop, memory: bool) -> None:
+def test_sizes_around_the_limit_of_what_the_loop_moves(memory: bool) -> None:
     settings = LARGE | {"memory_bytes": 64 * MIB if memory else 0}
     tiers = [] if memory else [DictTier()]
-    with Serving(tiers, any_loop, **settings) as serving, serving.client() as client:
+    with Serving(tiers, **settings) as serving, serving.client() as client:
         near = (MOVED_BYTES - 37, MOVED_BYTES - 36, MOVED_BYTES - 1, MOVED_BYTES, MOVED_BYTES + 1)
         for nbytes in (*near, 16 * MIB if memory else 3 * MIB + 5):
             client.put(KEY, large(nbytes, nbytes))
@@ -99,9 +99,9 @@ def test_a_client_that_closes_its_side_gets_its_reply(large_serving: Serving) ->
         assert client.ended()
 
 
-def test_who_does_not_go_on_is_cut_off(lower: DictTier, any_loop: NewLoop) -> None:
+def test_who_does_not_go_on_is_cut_off(lower: DictTier) -> None:
     with (
-        Serving(lower, any_loop, request_timeout_s=5.0, **LARGE) as serving,
+        Serving(lower, request_timeout_s=5.0, **LARGE) as serving,
         serving.client() as reader,
         serving.client() as writer,
         serving.client() as idle,
@@ -244,8 +244,8 @@ def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: D
 # ------------------------------------------------------------------ the end
 
 
-def test_stopping_while_payloads_move(lower: DictTier, any_loop: NewLoop) -> None:
-    with Serving(lower, any_loop, shutdown_deadline_s=0.3, **LARGE) as serving:
+def test_stopping_while_payloads_move(lower: DictTier) -> None:
+    with Serving(lower, shutdown_deadline_s=0.3, **LARGE) as serving:
         clients = [serving.client() for _ in range(6)]
         try:
             clients[0].put(key(1), large(1))
@@ -268,9 +268,9 @@ def test_stopping_while_payloads_move(lower: DictTier, any_loop: NewLoop) -> Non
     assert not [each for each in threading.enumerate() if each.name.startswith("gateway-payload")]
 
 
-def test_stopping_lets_payloads_arrive(lower: DictTier, any_loop: NewLoop) -> None:
+def test_stopping_lets_payloads_arrive(lower: DictTier) -> None:
     with (
-        Serving(lower, any_loop, shutdown_deadline_s=10.0, **LARGE) as serving,
+        Serving(lower, shutdown_deadline_s=10.0, **LARGE) as serving,
         serving.client() as reader,
         serving.client() as writer,
     ):
@@ -291,9 +291,9 @@ def test_stopping_lets_payloads_arrive(lower: DictTier, any_loop: NewLoop) -> No
     assert object_key_of(key(2)) in lower.chunks
 
 
-def test_stopping_does_not_wait_for_a_tier_below(lower: DictTier, any_loop: NewLoop) -> None:
+def test_stopping_does_not_wait_for_a_tier_below(lower: DictTier) -> None:
     lower.open.clear()
-    with Serving(lower, any_loop, shutdown_deadline_s=0.2, **LARGE) as serving:
+    with Serving(lower, shutdown_deadline_s=0.2, **LARGE) as serving:
         with serving.client() as client:
             client.put(key(1), large(1))
             serving.until(payload_bytes_in=8 * MIB)

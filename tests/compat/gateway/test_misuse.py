@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.compat.gateway import connection
 from lmcache_redis.compat.gateway.wire import object_key_of
-from tests.compat.gateway.conftest import NewLoop
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import (
     EXIST,
@@ -155,10 +154,10 @@ def fuzzed() -> Iterator[Serving]:
         yield serving
 
 
-def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier, any_loop: NewLoop) -> None:
+def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier) -> None:
     """With an orderly end and with a reset, before every byte of header and payload."""
     request = put(KEY, b"a small payload")
-    with Serving(backend, any_loop) as serving:
+    with Serving(backend) as serving:
         for at in range(len(request)):
             for reset in (False, True):
                 with serving.client() as client:
@@ -175,9 +174,9 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier, any_loop: NewL
             assert client.get(KEY) is None
 
 
-def test_who_sends_too_slowly_is_cut_off(backend: DictTier, any_loop: NewLoop) -> None:
+def test_who_sends_too_slowly_is_cut_off(backend: DictTier) -> None:
     with (
-        Serving(backend, any_loop, request_timeout_s=1.5) as serving,
+        Serving(backend, request_timeout_s=1.5) as serving,
         serving.client() as in_header,
         serving.client() as in_payload,
         serving.client() as in_dropped,
@@ -195,8 +194,8 @@ def test_who_sends_too_slowly_is_cut_off(backend: DictTier, any_loop: NewLoop) -
         assert idle.list() == set()
 
 
-def test_dripping_does_not_count_as_moving(backend: DictTier, any_loop: NewLoop) -> None:
-    with Serving(backend, any_loop, request_timeout_s=0.3) as serving, serving.client() as client:
+def test_dripping_does_not_count_as_moving(backend: DictTier) -> None:
+    with Serving(backend, request_timeout_s=0.3) as serving, serving.client() as client:
         client.send(header(PUT, KEY, 1000, 1, UINT8, (1000, 0, 0, 0)))
         with contextlib.suppress(ConnectionError):
             for _ in range(999):
@@ -205,11 +204,11 @@ def test_dripping_does_not_count_as_moving(backend: DictTier, any_loop: NewLoop)
         assert serving.stats()["stalled"] == 1
 
 
-def test_a_slow_reader_holds_nobody_up(backend: DictTier, any_loop: NewLoop) -> None:
+def test_a_slow_reader_holds_nobody_up(backend: DictTier) -> None:
     """It asks for more than sockets hold, reads nothing, and is cut off; others do not wait."""
     payload = bytes(1 << 19)
     with (
-        Serving(backend, any_loop, request_timeout_s=2.0, buffer_bytes=4 << 20) as serving,
+        Serving(backend, request_timeout_s=2.0, buffer_bytes=4 << 20) as serving,
         serving.client() as writer,
         serving.client() as slow,
     ):
@@ -226,9 +225,9 @@ def test_a_slow_reader_holds_nobody_up(backend: DictTier, any_loop: NewLoop) -> 
         assert writer.healthy()
 
 
-def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier, any_loop: NewLoop) -> None:
+def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier) -> None:
     payload = bytes(range(256)) * 2048
-    with Serving(backend, any_loop, request_timeout_s=2.0) as serving, serving.client() as client:
+    with Serving(backend, request_timeout_s=2.0) as serving, serving.client() as client:
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         client.put(KEY, payload)
         client.send(header(GET, KEY) * 8)
@@ -240,11 +239,9 @@ def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier, any_loop:
         assert client.healthy()
 
 
-def test_puts_wait_for_room_each_on_its_own_connection(
-    backend: DictTier, any_loop: NewLoop
-) -> None:
+def test_puts_wait_for_room_each_on_its_own_connection(backend: DictTier) -> None:
     """The buffers hold one chunk, and the others wait; all are stored."""
-    with Serving(backend, any_loop, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving:
+    with Serving(backend, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving:
         backend.open.clear()
         clients = [serving.client() for _ in range(8)]
         try:
@@ -263,9 +260,9 @@ def test_puts_wait_for_room_each_on_its_own_connection(
                 client.socket.close()
 
 
-def test_a_get_without_room_waits_for_its_turn(backend: DictTier, any_loop: NewLoop) -> None:
+def test_a_get_without_room_waits_for_its_turn(backend: DictTier) -> None:
     with (
-        Serving(backend, any_loop, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving,
+        Serving(backend, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving,
         serving.client() as reader,
         serving.client() as writer,
     ):
@@ -306,9 +303,9 @@ def test_a_slow_tier_holds_up_only_those_who_ask_it(
     assert client.receive(72) == FAILED + SUCCEEDED
 
 
-def test_stopping_finishes_what_has_begun(backend: DictTier, any_loop: NewLoop) -> None:
+def test_stopping_finishes_what_has_begun(backend: DictTier) -> None:
     with (
-        Serving(backend, any_loop) as serving,
+        Serving(backend) as serving,
         serving.client() as client,
         serving.client() as idle,
     ):
@@ -341,12 +338,12 @@ def clients(serving: Serving, count: int) -> Iterator[list[Client]]:
 
 
 @pytest.mark.parametrize("memory", [False, True])
-def test_slow_clients_beside_others(memory: bool, any_loop: NewLoop) -> None:
+def test_slow_clients_beside_others(memory: bool) -> None:
     """They hold the room of what they announced, and no thread: others are served."""
     sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": MIB, "payload_threads": 1}
     kept = {"memory_bytes": 64 * MIB if memory else 0}
     with (
-        Serving(DictTier(), any_loop, **kept, **sizes) as serving,
+        Serving(DictTier(), **kept, **sizes) as serving,
         clients(serving, 32) as slow,
         serving.client() as good,
     ):
@@ -364,11 +361,11 @@ def test_slow_clients_beside_others(memory: bool, any_loop: NewLoop) -> None:
 
 
 @pytest.mark.parametrize("how", ["writers", "readers"])
-def test_slow_clients_that_hold_all_room_lose_it(how: str, any_loop: NewLoop) -> None:
+def test_slow_clients_that_hold_all_room_lose_it(how: str) -> None:
     payload = bytes(16 * MIB)
     sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB}
     with (
-        Serving(DictTier(), any_loop, request_timeout_s=2.0, **sizes) as serving,
+        Serving(DictTier(), request_timeout_s=2.0, **sizes) as serving,
         serving.client() as good,
         clients(serving, 4) as slow,
     ):
@@ -385,11 +382,9 @@ def test_slow_clients_that_hold_all_room_lose_it(how: str, any_loop: NewLoop) ->
         assert 1 <= serving.stats()["stalled"] <= 4
 
 
-def test_a_list_is_not_cut_short(
-    backend: DictTier, any_loop: NewLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_is_not_cut_short(backend: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_LIST_TIMEOUT_S", 0.2)
-    with Serving(backend, any_loop, memory_bytes=MIB) as serving, serving.client() as client:
+    with Serving(backend, memory_bytes=MIB) as serving, serving.client() as client:
         client.put(KEY, b"x")
         assert client.list() == {KEY}
         backend.open.clear()
@@ -399,9 +394,9 @@ def test_a_list_is_not_cut_short(
         assert client.list() == {KEY}
 
 
-def test_list_does_not_wait_for_who_reads_slowly(backend: DictTier, any_loop: NewLoop) -> None:
+def test_list_does_not_wait_for_who_reads_slowly(backend: DictTier) -> None:
     with (
-        Serving(backend, any_loop, buffer_bytes=16 << 20, max_payload_bytes=4 << 20) as serving,
+        Serving(backend, buffer_bytes=16 << 20, max_payload_bytes=4 << 20) as serving,
         serving.client() as slow,
         serving.client() as other,
     ):

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.compat.gateway.stream import MOVED_BYTES, Gone, Stream
+from lmcache_redis.compat.gateway.stream import MOVED_BYTES, ClientStream, Gone
 from tests.compat.gateway.conftest import NewLoop
 from tests.resp.certificates import Authority
 
 MIB = 1 << 20
 WAIT_S = 20.0
-Work = Callable[[Stream, socket.socket], Coroutine[None, None, None]]
+Work = Callable[[ClientStream, socket.socket], Coroutine[None, None, None]]
 
 
 @contextlib.asynccontextmanager
-async def connected() -> AsyncIterator[tuple[Stream, socket.socket]]:
+async def connected() -> AsyncIterator[tuple[ClientStream, socket.socket]]:
     """A stream with one thread for large transfers, and its client, which blocks."""
     pool = ThreadPoolExecutor(1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -31,7 +31,7 @@ async def connected() -> AsyncIterator[tuple[Stream, socket.socket]]:
         ours = listener.accept()[0]
     ours.setblocking(False)
     try:
-        with client, contextlib.closing(Stream(ours, pool)) as stream:
+        with client, contextlib.closing(ClientStream(ours, pool)) as stream:
             yield stream, client
     finally:
         pool.shutdown()
@@ -64,7 +64,7 @@ def run(new_loop: NewLoop, work: Work) -> None:
 def test_requests_that_are_there_hold_up_no_other_client(any_loop: NewLoop) -> None:
     """The loop does something else before each of them."""
 
-    async def work(stream: Stream, client: socket.socket) -> None:
+    async def work(stream: ClientStream, client: socket.socket) -> None:
         header, others = memoryview(bytearray(100)), 0
         client.sendall(bytes(100 * 50))
 
@@ -91,7 +91,7 @@ def test_requests_that_are_there_hold_up_no_other_client(any_loop: NewLoop) -> N
 def test_after_the_end_the_buffers_are_the_callers(
     any_loop: NewLoop, nbytes: int, sending: bool, how: str
 ) -> None:
-    async def work(stream: Stream, client: socket.socket) -> None:
+    async def work(stream: ClientStream, client: socket.socket) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         memory = bytearray(nbytes * 40 if sending else nbytes)
         if sending:
@@ -125,7 +125,7 @@ def test_large_payloads_with_tls_move_on_threads(any_loop: NewLoop, tmp_path: Pa
     source = random.Random(1)
     payloads = [source.randbytes(n) for n in (MOVED_BYTES, 5, 3 * MIB + 7, 16_000, MIB)]
 
-    async def work(stream: Stream, client: socket.socket) -> None:
+    async def work(stream: ClientStream, client: socket.socket) -> None:
         def talk() -> None:
             with theirs.wrap_socket(client, server_hostname="localhost") as secure:
                 secure.sendall(b"h" * 200)  # two headers in one record, and no more for now

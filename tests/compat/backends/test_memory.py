@@ -1,77 +1,49 @@
-"""The memory backend: the contract, its limit and LRU order."""
+"""Memory: its limit and LRU order."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.backends import LMCLocalBackend
+from lmcache_redis.compat.backends import ChunkBackend, in_memory
 from lmcache_redis.errors import ConfigError, FormatError
-from tests.compat.backends.contract import (
-    Buffers,
-    MakeBackend,
-    TierContract,
-    key_of,
-    metadata_of,
-    same,
-    tensor_of,
-)
-
-
-class TestLocalContract(TierContract):
-    @pytest.fixture
-    def make_backend(self) -> Iterator[MakeBackend]:
-        made: list[LMCLocalBackend] = []
-
-        def make(**options: object) -> LMCLocalBackend:
-            made.append(LMCLocalBackend(64 << 20, **options))
-            return made[-1]
-
-        yield make
-        for backend in made:
-            backend.close()
+from tests.compat.backends.samples import Buffers, fill, held, key_of, metadata_of, same, tensor_of
 
 
 @pytest.fixture
-def small() -> Iterator[LMCLocalBackend]:
+def small() -> Iterator[ChunkBackend]:
     """A backend with room for ten chunks of 100 bytes."""
-    backend = LMCLocalBackend(1000)
+    backend = ChunkBackend([in_memory(1000)])
     yield backend
     backend.close()
 
 
-def fill(backend: LMCLocalBackend, numbers: range) -> None:
-    for number in numbers:
-        assert backend.put(key_of(number), tensor_of(number, (100,)))
+def used_bytes(backend: ChunkBackend) -> int:
+    return backend._objects.cache.pool.idle
 
 
-def held(backend: LMCLocalBackend) -> list[int]:
-    return sorted(int.from_bytes(key.chunk_hash, "big") for key in backend.list())
-
-
-def test_the_least_recently_used_goes_first(small: LMCLocalBackend) -> None:
+def test_the_least_recently_used_goes_first(small: ChunkBackend) -> None:
     fill(small, range(10))
-    assert small.used_bytes == 1000
+    assert used_bytes(small) == 1000
     assert same(small.get(key_of(0)), tensor_of(0, (100,)))  # touches
     assert small.contains(key_of(1))  # does not
     fill(small, range(2, 3))  # counts as a use, and takes no more room
     assert held(small) == list(range(10))
     fill(small, range(10, 12))
     assert held(small) == [0, 2, *range(4, 12)]
-    assert small.used_bytes <= 1000
+    assert used_bytes(small) <= 1000
 
 
-def test_a_large_chunk_takes_the_place_of_several(small: LMCLocalBackend) -> None:
+def test_a_large_chunk_takes_the_place_of_several(small: ChunkBackend) -> None:
     fill(small, range(10))
     assert small.put(key_of(20), tensor_of(20, (950,)))
     assert held(small) == [20]
-    assert small.used_bytes == 950
+    assert used_bytes(small) == 950
 
 
-def test_a_chunk_over_the_limit_is_not_stored(small: LMCLocalBackend) -> None:
+def test_a_chunk_over_the_limit_is_not_stored(small: ChunkBackend) -> None:
     fill(small, range(10))
     for blocking in (True, False):
         assert not small.put(key_of(0), tensor_of(20, (1001,)), blocking)
@@ -84,7 +56,7 @@ def test_a_chunk_over_the_limit_is_not_stored(small: LMCLocalBackend) -> None:
 @pytest.mark.parametrize("change", ["evict the others", "replace", "remove", "close"])
 def test_a_chunk_that_is_read_stays_whole(change: str) -> None:
     """At a size whose memory is reused."""
-    backend = LMCLocalBackend(1_000_000)
+    backend = ChunkBackend([in_memory(1_000_000)])
     chunk = tensor_of(3, (100_000,))
     assert backend.put(key_of(3), chunk)
     buffers = Buffers()
@@ -104,11 +76,11 @@ def test_a_chunk_that_is_read_stays_whole(change: str) -> None:
     assert buffers.data == bytes(chunk.numpy())
     if change == "evict the others":
         assert held(backend) == [3, *range(31, 40)], "the last one read is the last to go"
-    assert backend.used_bytes <= 1_000_000
+    assert used_bytes(backend) <= 1_000_000
     backend.close()
 
 
-def test_a_put_that_fails_leaves_nothing(small: LMCLocalBackend) -> None:
+def test_a_put_that_fails_leaves_nothing(small: ChunkBackend) -> None:
     """An error of the caller's buffers, after memory was reserved for them."""
     fill(small, range(1))
     payload = memoryview(bytearray(100))
@@ -116,22 +88,10 @@ def test_a_put_that_fails_leaves_nothing(small: LMCLocalBackend) -> None:
         with pytest.raises(FormatError):
             small.put_bytes(key_of(1), metadata_of(101), [payload])
     assert held(small) == [0]
-    assert pinned(small) == 0
-
-
-def pinned(backend: LMCLocalBackend) -> int:
-    return backend._objects.cache.pool.pinned
-
-
-def test_threads_that_evict_find_no_wrong_byte() -> None:
-    contract = TierContract()
-    contract.thread_seconds = 0.4
-    with contextlib.closing(LMCLocalBackend(400_000)) as backend:
-        contract.test_threads_find_no_wrong_byte(backend)
-        assert backend.used_bytes <= 400_000
+    assert small._objects.cache.pool.pinned == 0
 
 
 @pytest.mark.parametrize("limit_bytes", [0, -1])
 def test_a_limit_is_positive(limit_bytes: int) -> None:
     with pytest.raises(ConfigError, match="limit_bytes"):
-        LMCLocalBackend(limit_bytes)
+        in_memory(limit_bytes)

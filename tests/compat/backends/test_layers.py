@@ -1,4 +1,4 @@
-"""The hybrid: writes through, promotes, shares loads, never restores a removed chunk."""
+"""Several storages: write through, promote, share loads, never restore a removed chunk."""
 
 from __future__ import annotations
 
@@ -14,85 +14,26 @@ import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import (
-    LMCBackendInterface,
-    LMCHybridBackend,
-    LMCLocalBackend,
-    LMCLocalDiskBackend,
-    LMCPipelinedRemoteBackend,
-    LMCRemoteBackend,
-)
+from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
+from lmcache_redis.compat.backends import backend as backends
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.resp import ReadOutcome
-from tests.compat.backends.contract import (
-    Buffers,
-    MakeBackend,
-    TierContract,
-    key_of,
-    same,
-    tensor_of,
-)
-from tests.compat.backends.redis_tiers import SLOT, wait_until
+from lmcache_redis.resp import ReadOutcome, RedisOptions
+from tests.compat.backends.conftest import OpenDisk
+from tests.compat.backends.redis_tiers import SLOT, plane_of, wait_until
+from tests.compat.backends.samples import Buffers, key_of, same, tensor_of
 from tests.servers import RedisServer
 
 ROOM = 128 << 20
 
 
-class TestHybridContract(TierContract):
-    """Memory with room for all chunks, over Redis."""
-
-    upper_bytes = ROOM
-
-    @pytest.fixture
-    def make_backend(self, server: RedisServer) -> Iterator[MakeBackend]:
-        made: list[LMCHybridBackend] = []
-
-        def make(**options: Any) -> LMCHybridBackend:
-            tiers = (
-                LMCLocalBackend(self.upper_bytes, **options),
-                LMCPipelinedRemoteBackend(server.url, slot_bytes=SLOT, **options),
-            )
-            made.append(LMCHybridBackend(tiers, **options))
-            return made[-1]
-
-        yield make
-        for backend in made:
-            backend.close()
-
-
-class TestSmallHybridContract(TestHybridContract):
-    """Memory that evicts constantly and has room for few chunks."""
-
-    upper_bytes = 3000
-
-
-class TestThreeTiersContract(TierContract):
-    """Little memory, over a disk, over Redis."""
-
-    @pytest.fixture
-    def make_backend(self, server: RedisServer, tmp_path: Path) -> Iterator[MakeBackend]:
-        made: list[LMCHybridBackend] = []
-
-        def make(**options: Any) -> LMCHybridBackend:
-            tiers = (
-                LMCLocalBackend(100_000, **options),
-                LMCLocalDiskBackend(tmp_path / str(len(made)), ROOM, **options),
-                LMCRemoteBackend(server.url, **options),
-            )
-            made.append(LMCHybridBackend(tiers, **options))
-            return made[-1]
-
-        yield make
-        for backend in made:
-            backend.close()
-
-
 class Stacked:
-    """Memory over Redis, with the Redis backend itself, and threads that call the hybrid."""
+    """Memory over Redis, a backend of Redis alone, and threads that call the former."""
 
-    def __init__(self, server: RedisServer, upper_bytes: int = ROOM, **settings: Any) -> None:
-        self.lower = LMCRemoteBackend(server.url, slot_bytes=SLOT)
-        self.backend = LMCHybridBackend((LMCLocalBackend(upper_bytes), self.lower), **settings)
+    def __init__(self, server: RedisServer, upper_bytes: int = ROOM) -> None:
+        redis = in_redis(server.url, slot_bytes=SLOT)
+        self.lower = ChunkBackend([redis])
+        self.backend = ChunkBackend([in_memory(upper_bytes), redis])
         self.found: list[torch.Tensor | None] = []
         self._threads: list[threading.Thread] = []
 
@@ -110,11 +51,11 @@ class Stacked:
 
     @property
     def loads(self) -> int:
-        return self.lower._plane.stats().reads[ReadOutcome.LOADED]
+        return plane_of(self.backend).stats().reads[ReadOutcome.LOADED]
 
     @property
     def in_memory(self) -> int:
-        return self.backend.used_bytes
+        return self.backend._objects.cache.pool.idle
 
 
 @pytest.fixture
@@ -129,6 +70,7 @@ def stack(own_server: RedisServer) -> Iterator[Callable[..., Stacked]]:
     own_server.cont()
     for stacked in made:
         stacked.backend.close()
+        stacked.lower.close()
 
 
 # ------------------------------------------------------------------ through and back
@@ -145,28 +87,29 @@ def test_a_put_goes_to_all_tiers(stack: Callable[..., Stacked]) -> None:
     assert stacked.backend.remove(key_of(0))
     assert not stacked.lower.contains(key_of(0))
     assert stacked.lower.put(key_of(5), tensor_of(5, (5,)))
-    assert set(stacked.backend.list()) == {key_of(1), key_of(5)}
-    stacked.backend.close()
-    with pytest.raises(RuntimeError):
-        stacked.lower.list()
+    assert set(stacked.backend.stored_keys()) == {key_of(1), key_of(5)}
 
 
 def test_a_get_fills_all_tiers_above(server: RedisServer, tmp_path: Path) -> None:
-    disk, remote = LMCLocalDiskBackend(tmp_path, ROOM), LMCRemoteBackend(server.url)
-    backend = LMCHybridBackend((LMCLocalBackend(ROOM), disk, remote))
+    redis = in_redis(server.url)
+    remote = ChunkBackend([redis])
+    backend = ChunkBackend([in_memory(ROOM), on_disk(tmp_path, ROOM), redis])
+    disk = backend._thread.tiers[0]
     chunk = tensor_of(1, (3, 4), "bfloat16")
     assert remote.put(key_of(1), chunk)
     found = backend.get(key_of(1))
     assert same(found, chunk)
     assert found is not None
     found.zero_()
-    wait_until(lambda: disk.contains(key_of(1)))
-    assert same(disk.get(key_of(1)), chunk)
+    wait_until(lambda: disk.lookup(ChunkNames().chunk_key(key_of(1))))
     assert remote.remove(key_of(1))
-    assert disk.remove(key_of(1))
     assert same(backend.get(key_of(1)), chunk), "from memory"
     assert backend.get(key_of(2)) is None
     backend.close()
+    backend = ChunkBackend([on_disk(tmp_path, ROOM)])
+    assert same(backend.get(key_of(1)), chunk)
+    backend.close()
+    remote.close()
 
 
 def test_wrong_buffers_raise_and_leave_nothing(stack: Callable[..., Stacked]) -> None:
@@ -201,8 +144,8 @@ def test_a_chunk_too_large_for_the_first_tier(stack: Callable[..., Stacked]) -> 
 @pytest.mark.servers
 def test_a_redis_that_dies_does_not_fail_the_memory(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
-        remote = LMCRemoteBackend(server.url, slot_bytes=SLOT, deadline_s=2.0)
-        backend = LMCHybridBackend((LMCLocalBackend(ROOM), remote))
+        redis = in_redis(server.url, slot_bytes=SLOT, deadline_s=2.0)
+        remote, backend = ChunkBackend([redis]), ChunkBackend([in_memory(ROOM), redis])
         chunks = {n: tensor_of(n, (10_000,)) for n in range(4)}
         assert backend.batched_put((key_of(n), chunks[n]) for n in (0, 1)) == 2
         server.kill()
@@ -212,7 +155,7 @@ def test_a_redis_that_dies_does_not_fail_the_memory(tmp_path: Path) -> None:
         assert all(same(backend.get(key_of(n)), chunks[n]) for n in chunks)
         assert backend.get(key_of(9)) is None
         assert backend.contains(key_of(2))
-        assert set(backend.list()) == {key_of(n) for n in chunks}
+        assert set(backend.stored_keys()) == {key_of(n) for n in chunks}
         assert backend.remove(key_of(1))
         assert backend.flush(5)
         assert time.monotonic() - started < 5
@@ -220,11 +163,11 @@ def test_a_redis_that_dies_does_not_fail_the_memory(tmp_path: Path) -> None:
         wait_until(lambda: backend.put(key_of(2), chunks[2]) and remote.contains(key_of(2)))
         assert same(remote.get(key_of(2)), chunks[2])
         backend.close()
+        remote.close()
 
 
-def test_what_no_tier_takes_is_not_counted(server: RedisServer, tmp_path: Path) -> None:
-    disk = LMCLocalDiskBackend(tmp_path, 8192)
-    backend = LMCHybridBackend((LMCLocalBackend(1000), disk))
+def test_what_no_tier_takes_is_not_counted(tmp_path: Path) -> None:
+    backend = ChunkBackend([in_memory(1000), on_disk(tmp_path, 8192)])
     sizes = [500, 50_000, 400, 50_000, 50_000]
     pairs = [(key_of(n), tensor_of(n, (size,))) for n, size in enumerate(sizes)]
     assert backend.batched_put(pairs) == 2
@@ -234,18 +177,15 @@ def test_what_no_tier_takes_is_not_counted(server: RedisServer, tmp_path: Path) 
 # ------------------------------------------------------------------ one load
 
 
-@pytest.mark.parametrize("upper_bytes", [ROOM, 10])
 def test_concurrent_readers_share_one_load(
-    stack: Callable[..., Stacked], own_server: RedisServer, upper_bytes: int
+    stack: Callable[..., Stacked], own_server: RedisServer
 ) -> None:
-    """Also if memory does not keep the chunk."""
-    stacked, chunk = stack(upper_bytes=upper_bytes), tensor_of(1, (1000,))
+    stacked, chunk = stack(), tensor_of(1, (1000,))
     assert stacked.lower.put(key_of(1), chunk)
     own_server.stop()
     for _ in range(8):
         stacked.begin_get(1)
-    waiting = stacked.backend._objects._finds
-    wait_until(lambda: [len(each) for each in waiting.values()] == [8])
+    wait_until(lambda: len(stacked.backend._thread.calls) == 8)
     own_server.cont()
     stacked.join()
     assert len(stacked.found) == 8
@@ -254,8 +194,11 @@ def test_concurrent_readers_share_one_load(
     assert stacked.loads == 1
 
 
-def test_a_batch_is_loaded_ahead_and_may_be_abandoned(stack: Callable[..., Stacked]) -> None:
-    stacked = stack(read_ahead=3)
+def test_a_batch_is_loaded_ahead_and_may_be_abandoned(
+    stack: Callable[..., Stacked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "WINDOW_CHUNKS", 3)
+    stacked = stack()
     chunks = {n: tensor_of(n, (1000 + n,)) for n in range(10)}
     for number, chunk in chunks.items():
         assert stacked.lower.put(key_of(number), chunk)
@@ -283,7 +226,7 @@ def test_a_change_during_a_load_is_not_undone(
         assert stacked.lower.put(key_of(1), old)
         own_server.stop()
         stacked.begin_get(1)
-        wait_until(lambda: stacked.backend._objects._finds)
+        wait_until(lambda: stacked.backend._thread.calls)
         if change == "put":
             stacked.begin(lambda: stacked.backend.put(key_of(1), new))
         else:
@@ -299,9 +242,7 @@ def test_a_change_during_a_load_is_not_undone(
 
 def test_threads_find_what_was_put_last(server: RedisServer) -> None:
     """Each thread puts and removes keys of its own; the others read them constantly."""
-    upper = LMCLocalBackend(20_000)
-    remote = LMCRemoteBackend(server.url, slot_bytes=SLOT)
-    backend = LMCHybridBackend((upper, remote))
+    backend = ChunkBackend([in_memory(20_000), in_redis(server.url, slot_bytes=SLOT)])
     failures: list[BaseException] = []
     stop_at = time.monotonic() + 1.5
     stop = threading.Event()
@@ -345,24 +286,23 @@ def test_threads_find_what_was_put_last(server: RedisServer) -> None:
 # ------------------------------------------------------------------ settings
 
 
-class Foreign(LMCLocalBackend):
-    """A class of the user's over one of ours may be a tier."""
-
-
-def test_which_tiers_a_hybrid_can_have(server: RedisServer) -> None:
-    LMCHybridBackend((Foreign(10),)).close()
-    remote, other = LMCRemoteBackend(server.url), LMCRemoteBackend(server.url, layout=bytes(32))
-    local, second = LMCLocalBackend(1), LMCLocalBackend(1)
-    wrong: list[tuple[LMCBackendInterface, ...]] = [
-        (), (remote, local), (local, second), (remote, other),
-        (object(),),  # type: ignore[list-item]
-    ]  # fmt: skip
-    for tiers in wrong:
-        with pytest.raises(ConfigError):
-            LMCHybridBackend(tiers)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError):
-        LMCHybridBackend((local,), wait_s=-1)
-    with pytest.raises(ConfigError):
-        LMCHybridBackend((local,), read_ahead=0)
-    for backend in (remote, other, local, second):
-        backend.close()
+def test_which_storages_fit_together(directory: Path, open_disk: OpenDisk) -> None:
+    memory, other_memory = in_memory(1), in_memory(1)
+    redis = in_redis("redis://127.0.0.1:1")
+    other = in_redis("redis://127.0.0.1:1", layout=bytes(32))
+    prefixed = in_redis(RedisOptions("redis://127.0.0.1:1", key_prefix=b"a"))
+    before = threading.active_count()
+    for storages in (
+        [],
+        [redis, memory],
+        [memory, other_memory],
+        [redis, other],
+        [redis, prefixed],
+    ):
+        with pytest.raises(ConfigError, match="storage"):
+            ChunkBackend(storages)
+    disk = open_disk()
+    with pytest.raises(ConfigError, match="in use"):
+        ChunkBackend([redis, on_disk(directory, 1 << 20)])
+    disk.close()
+    assert threading.active_count() == before, "what was opened before is closed"

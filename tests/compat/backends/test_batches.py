@@ -1,4 +1,4 @@
-"""The pipelined Redis backend: order, windows, abandoned batches."""
+"""Batched calls: order, windows, abandoned batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat.backends import LMCPipelinedRemoteBackend
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.compat.backends import backend as backends
+from lmcache_redis.errors import FormatError
 from lmcache_redis.resp import RedisOptions
-from tests.compat.backends.contract import key_of, same, tensor_of
-from tests.compat.backends.redis_tiers import SLOT, tier, wait_until
+from tests.compat.backends.redis_tiers import SLOT, plane_of, tier, wait_until
+from tests.compat.backends.samples import key_of, same, tensor_of
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer
 
@@ -34,7 +34,7 @@ def test_the_first_is_there_before_the_last_was_sent(server: RedisServer) -> Non
     pairs = chunks(6)
     with (
         Proxy(server.port) as proxy,
-        tier(LMCPipelinedRemoteBackend, one_by_one(proxy), counts_descriptors=False) as backend,
+        tier(one_by_one(proxy), counts_descriptors=False) as backend,
     ):
         assert backend.batched_put(pairs) == 6
         # One GET per chunk; that of the last chunk is never answered.
@@ -49,7 +49,15 @@ def test_the_first_is_there_before_the_last_was_sent(server: RedisServer) -> Non
             next(found)
 
 
-def test_no_more_is_read_ahead_than_the_window(server: RedisServer) -> None:
+@pytest.mark.parametrize(
+    ("window", "most"),
+    [({"WINDOW_CHUNKS": 4}, 4), ({"WINDOW_BYTES": 4500}, 4), ({"WINDOW_BYTES": 1}, 1)],
+)
+def test_no_more_is_read_ahead_than_the_window(
+    server: RedisServer, window: dict[str, int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in window.items():
+        monkeypatch.setattr(backends, name, value)
     pairs = chunks(12)
     taken: list[int] = []
 
@@ -58,24 +66,23 @@ def test_no_more_is_read_ahead_than_the_window(server: RedisServer) -> None:
             taken.append(number)
             yield key
 
-    for window in ({"window_chunks": 4}, {"window_bytes": 4500}, {"window_bytes": 1}):
-        most = 1 if window == {"window_bytes": 1} else 4
-        with tier(LMCPipelinedRemoteBackend, server.url, **window) as backend:
-            assert backend.batched_put(iter(pairs)) == 12
-            reads = backend._plane.stats
-            for number, tensor in enumerate(backend.batched_get(keys())):
-                assert same(tensor, pairs[number][1])
-                stats = reads()
-                begun = sum(stats.reads.values()) + stats.queued_reads
-                assert begun <= number + most
-        assert taken == list(range(12)), window
-        taken.clear()
+    with tier(server.url) as backend:
+        assert backend.batched_put(iter(pairs)) == 12
+        for number, tensor in enumerate(backend.batched_get(keys())):
+            assert same(tensor, pairs[number][1])
+            stats = plane_of(backend).stats()
+            begun = sum(stats.reads.values()) + stats.queued_reads
+            assert begun <= number + most
+    assert taken == list(range(12))
 
 
-def test_sizes_that_differ_and_misses_and_doubles(server: RedisServer) -> None:
+def test_sizes_that_differ_and_misses_and_doubles(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = [1, 70_000, 3, 20_000, 20_000, 5, 100_000]
     pairs = [(key_of(n), tensor_of(n, (size,))) for n, size in enumerate(sizes)]
-    with tier(LMCPipelinedRemoteBackend, server.url, window_bytes=80_000) as backend:
+    monkeypatch.setattr(backends, "WINDOW_BYTES", 80_000)
+    with tier(server.url) as backend:
         assert backend.batched_put(pairs) == len(pairs)
         wanted = [0, 99, 1, 1, 1, 2, 98, 97, 3, 6, 4, 6, 0, 5, 96]
         expected = dict(enumerate(tensor for _, tensor in pairs))
@@ -87,7 +94,7 @@ def test_sizes_that_differ_and_misses_and_doubles(server: RedisServer) -> None:
 
 def test_a_consumer_may_put_and_remove_what_it_is_getting(server: RedisServer) -> None:
     pairs = chunks(8)
-    with tier(LMCPipelinedRemoteBackend, server.url, deadline_s=20.0) as backend:
+    with tier(server.url, deadline_s=20.0) as backend:
         assert backend.batched_put(pairs) == 8
         started = time.monotonic()
         for number, tensor in enumerate(backend.batched_get([key for key, _ in pairs])):
@@ -101,7 +108,7 @@ def test_a_consumer_may_put_and_remove_what_it_is_getting(server: RedisServer) -
 @pytest.mark.parametrize("how", ["closed", "forgotten", "never begun", "raised"])
 def test_an_abandoned_batch_leaves_nothing(server: RedisServer, how: str) -> None:
     pairs = chunks(8, 50 * SLOT)
-    with tier(LMCPipelinedRemoteBackend, server.url) as backend:
+    with tier(server.url) as backend:
         assert backend.batched_put(pairs) == 8
         found = backend.batched_get([key for key, _ in pairs])
         if how != "never begun":
@@ -116,7 +123,7 @@ def test_an_abandoned_batch_leaves_nothing(server: RedisServer, how: str) -> Non
                 found.throw(LookupError("of the consumer"))  # type: ignore[attr-defined]
         del found
         gc.collect()
-        wait_until(lambda: backend._plane.stats().queued_reads == 0)
+        wait_until(lambda: plane_of(backend).stats().queued_reads == 0)
         if how != "never begun":
             wait_until(lambda: memory() is None)
         # The keys are unlocked again.
@@ -129,7 +136,7 @@ def test_abandoned_while_the_server_holds_back_the_rest(server: RedisServer) -> 
     pairs = chunks(4)
     with (
         Proxy(server.port) as proxy,
-        tier(LMCPipelinedRemoteBackend, one_by_one(proxy), counts_descriptors=False) as backend,
+        tier(one_by_one(proxy), counts_descriptors=False) as backend,
     ):
         assert backend.batched_put(pairs) == 4
         proxy.for_gets.extend([None, Stall(100), Stall(100), Stall(100)])
@@ -138,7 +145,7 @@ def test_abandoned_while_the_server_holds_back_the_rest(server: RedisServer) -> 
         started = time.monotonic()
         found.close()  # type: ignore[attr-defined]
         assert time.monotonic() - started < 2.0, "a wait for what is not wanted"
-        wait_until(lambda: backend._plane.stats().queued_reads == 0)
+        wait_until(lambda: plane_of(backend).stats().queued_reads == 0)
         proxy.for_gets.clear()
         assert same(backend.get(key_of(3)), pairs[3][1])
 
@@ -147,7 +154,7 @@ def test_abandoned_while_the_server_holds_back_the_rest(server: RedisServer) -> 
 def test_a_server_killed_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         pairs = chunks(30, 10 * SLOT)
-        with tier(LMCPipelinedRemoteBackend, server.url, deadline_s=2.0) as backend:
+        with tier(server.url, deadline_s=2.0) as backend:
             assert backend.batched_put(pairs) == 30
             found = backend.batched_get([key for key, _ in pairs])
             assert same(next(found), pairs[0][1])
@@ -179,15 +186,9 @@ def test_an_error_among_puts_is_raised_at_the_end(server: RedisServer) -> None:
         yield from good
         yield key_of(9), torch.zeros(3, 0)
 
-    with tier(LMCPipelinedRemoteBackend, server.url) as backend:
+    with tier(server.url) as backend:
         with pytest.raises(FormatError):
             backend.batched_put(pairs())
-        assert backend._plane.stats().queued_writes == 0
+        assert plane_of(backend).stats().queued_writes == 0
         for key, chunk in good:
             assert same(backend.get(key), chunk)
-
-
-def test_windows_that_make_no_sense() -> None:
-    for wrong in ({"window_chunks": 0}, {"window_bytes": 0}):
-        with pytest.raises(ConfigError):
-            LMCPipelinedRemoteBackend("redis://127.0.0.1:1", **wrong)

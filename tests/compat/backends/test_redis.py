@@ -1,4 +1,4 @@
-"""The Redis backend: the contract, and faults caused by servers and other clients."""
+"""Redis: stripes, and faults caused by servers and other clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,63 +17,25 @@ import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import parse_stripe_key
-from lmcache_redis.compat.backends import LMCRemoteBackend
+from lmcache_redis.compat.backends import ChunkBackend, in_redis
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.seal import SealKeys
-from tests.compat.backends.contract import (
-    Buffers,
-    MakeBackend,
-    TierContract,
-    key_of,
-    metadata_of,
-    raw_of,
-    same,
-    tensor_of,
-)
 from tests.compat.backends.redis_tiers import SLOT, stripes_in, tier, wait_until
+from tests.compat.backends.samples import key_of, same, tensor_of
 from tests.servers import RedisServer, server_binaries
-from tests.topologies import running_cluster, running_sentinel
+from tests.topologies import running_cluster
 
 BIG = 10 * SLOT
-
-
-class TestRemoteContract(TierContract):
-    @pytest.fixture
-    def make_backend(self, server: RedisServer) -> Iterator[MakeBackend]:
-        made: list[LMCRemoteBackend] = []
-
-        def make(**options: object) -> LMCRemoteBackend:
-            made.append(LMCRemoteBackend(server.url, **options))  # type: ignore[arg-type]
-            return made[-1]
-
-        yield make
-        for backend in made:
-            backend.close()
 
 
 # ------------------------------------------------------------------ stripes and buffers
 
 
-def test_buffers_that_do_not_end_where_stripes_do(server: RedisServer) -> None:
-    sizes = (3, 3 * SLOT, 100, 7 * SLOT + 1, 64)
-    raw = raw_of(tensor_of(1, (sum(sizes),)))
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(memoryview(raw)[start : start + size])
-        start += size
-    with tier(LMCRemoteBackend, server.url) as backend:
-        assert backend.put_bytes(key_of(1), metadata_of(len(raw)), parts)
-        scattered = Buffers(*reversed(sizes))
-        assert backend.get_bytes(key_of(1), scattered) == metadata_of(len(raw))
-        assert scattered.data == raw
-
-
 def test_what_was_cut_otherwise_is_read_all_the_same(server: RedisServer) -> None:
     chunk = tensor_of(1, (BIG,))
     with (
-        tier(LMCRemoteBackend, server.url, slot_bytes=1000) as one,
-        tier(LMCRemoteBackend, server.url, counts_descriptors=False, slot_bytes=1 << 20) as other,
+        tier(server.url, slot_bytes=1000) as one,
+        tier(server.url, counts_descriptors=False, slot_bytes=1 << 20) as other,
     ):
         assert one.put(key_of(1), chunk)
         assert same(other.get(key_of(1)), chunk)
@@ -84,144 +46,39 @@ def test_what_was_cut_otherwise_is_read_all_the_same(server: RedisServer) -> Non
 def test_tiers_with_different_prefixes_do_not_meet(server: RedisServer) -> None:
     prefixes = (b"", b"a*", b"[ab]?\\", b"a")
     for number, prefix in enumerate(prefixes):
-        with tier(LMCRemoteBackend, RedisOptions(server.url, key_prefix=prefix)) as backend:
+        with tier(RedisOptions(server.url, key_prefix=prefix)) as backend:
             assert not backend.contains(key_of(0))
             assert backend.put(key_of(0), tensor_of(number, (9,)))
             assert backend.put(key_of(number), tensor_of(number, (9,)))
     for number, prefix in enumerate(prefixes):
-        with tier(LMCRemoteBackend, RedisOptions(server.url, key_prefix=prefix)) as backend:
-            assert set(backend.list()) == {key_of(0), key_of(number)}
+        with tier(RedisOptions(server.url, key_prefix=prefix)) as backend:
+            assert set(backend.stored_keys()) == {key_of(0), key_of(number)}
             assert same(backend.get(key_of(0)), tensor_of(number, (9,)))
 
 
-def test_sealed_chunks(server: RedisServer) -> None:
-    """Found and described without a key, and read with it alone."""
-    chunk = tensor_of(1, (BIG,))
-    sealed = RedisOptions(server.url, seal_keys=SealKeys([b"k" * 32]))
-    with tier(LMCRemoteBackend, sealed) as backend:
-        assert backend.put(key_of(1), chunk)
-        assert same(backend.get(key_of(1)), chunk)
-    with tier(LMCRemoteBackend, server.url) as plain:
-        assert plain.contains(key_of(1))
-        assert plain.get(key_of(1)) is None
-        assert plain.put(key_of(2), chunk)
-    with tier(LMCRemoteBackend, sealed) as backend:
-        assert backend.get(key_of(2)) is None
-        assert same(backend.get(key_of(1)), chunk)
-
-
 def test_a_list_is_complete_and_holds_nothing_else(server: RedisServer) -> None:
-    with tier(LMCRemoteBackend, server.url, slot_bytes=64) as backend:
+    with tier(server.url, slot_bytes=64) as backend:
         with server.client() as client:
             client.mset({f"somebody else's {n}": b"x" for n in range(3000)})
         expected = [ObjectKey(n.to_bytes(1 + n % 40, "big"), f"m{n % 3}", n) for n in range(250)]
         assert backend.batched_put((key, tensor_of(1, (200,))) for key in expected) == 250
-        found = backend.list()
+        found = backend.stored_keys()
         assert len(found) == 250
         assert set(found) == set(expected)
-
-
-def test_removal_leaves_no_stripe(server: RedisServer) -> None:
-    with tier(LMCRemoteBackend, server.url, slot_bytes=64) as backend:
-        assert backend.put(key_of(1), tensor_of(1, (64 * 1500,)))
-        assert len(stripes_in(server)) == 1500
-        assert backend.remove(key_of(1))
-        assert stripes_in(server) == []
-        assert not backend.remove(key_of(1))
 
 
 # ------------------------------------------------------------------ what others do
 
 
-def test_single_stripes_that_were_evicted(server: RedisServer) -> None:
-    with tier(LMCRemoteBackend, server.url) as backend:
-        for lost in (0, 1, 9):
-            assert backend.put(key_of(1), tensor_of(1, (BIG,)))
-            names = {parse_stripe_key(name)[2]: name for name in stripes_in(server)}
-            assert len(names) == 10
-            server.command("DEL", names[lost])
-            assert backend.get(key_of(1)) is None
-            assert backend.put(key_of(1), tensor_of(2, (BIG,)))
-            server.command("FLUSHALL")
-
-
-def test_another_value_under_the_key(server: RedisServer) -> None:
-    chunk = tensor_of(1, (100,))
-    with tier(LMCRemoteBackend, server.url) as backend:
-        assert backend.put(key_of(1), chunk)
-        assert backend.put(key_of(2), tensor_of(2, (100,)))
-        first, second = stripes_in(server)
-        value = server.command("GET", first)
-        damaged = bytearray(value)
-        damaged[-1] ^= 1
-        foreign = [b"", b"LMCR", b"\0" * 5000, value[:-1], value + b"x", value[:512]]
-        foreign += [bytes(damaged), server.command("GET", second)]
-        for other in foreign:
-            server.command("SET", first, other)
-            assert backend.get(key_of(1)) is None
-            server.command("SET", first, value)
-            assert same(backend.get(key_of(1)), chunk)
-        server.command("DEL", first)
-        server.command("LPUSH", first, "a")
-        assert backend.get(key_of(1)) is None
-        assert backend.remove(key_of(1))
-        assert server.command("EXISTS", first) == 0
-        server.command("LPUSH", first, "a")
-        assert backend.put(key_of(1), chunk)
-        assert same(backend.get(key_of(1)), chunk)
-
-
-def test_two_processes_that_write_the_same_key(server: RedisServer) -> None:
-    """Whole chunks of either process, or misses. Their sizes differ too."""
-    writer = """
-import select, sys
-from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
-from lmcache_redis.compat.backends import LMCRemoteBackend
-backend = LMCRemoteBackend(sys.argv[1], slot_bytes=4096)
-key = ObjectKey((1).to_bytes(8, "big"), "org/model", 0x01000100)
-stored = 0
-while not select.select([sys.stdin], [], [], 0.001 * (stored % 3))[0]:
-    length = 40_000 + 1_000 * (stored % 2)
-    metadata = RemoteMetadata(length, [(length,)], ["uint8"], MemoryFormat.UNDEFINED)
-    payload = bytes([int(sys.argv[2])]) * length
-    stored += backend.put_bytes(key, metadata, [memoryview(payload)])
-backend.close()
-"""
-    command = [sys.executable, "-c", writer, server.url]
-    with contextlib.ExitStack() as stack:
-        backend = stack.enter_context(tier(LMCRemoteBackend, server.url, counts_descriptors=False))
-        # Each writes until its input is closed, also by leaving the stack.
-        writers = [
-            stack.enter_context(subprocess.Popen([*command, str(seed)], stdin=subprocess.PIPE))
-            for seed in (17, 34)
-        ]
-        hits = {17: 0, 34: 0}
-        reads, stop_at = 0, time.monotonic() + 60.0
-        while reads < 300 or min(hits.values()) < 3:
-            assert time.monotonic() < stop_at, hits
-            found = backend.get(key_of(1))
-            reads += max(hits.values()) > 0
-            if found is not None:
-                assert bool((found == found[0]).all())
-                hits[int(found[0])] += 1
-        for process in writers:
-            process.communicate(timeout=60.0)
-            assert process.returncode == 0
-        mine = tensor_of(1, (BIG,))
-        assert backend.put(key_of(1), mine)
-        assert same(backend.get(key_of(1)), mine)
-
-
 # ------------------------------------------------------------------ servers that fail
 
 
-def works_again(backend: LMCRemoteBackend, key: ObjectKey, chunk: torch.Tensor) -> None:
+def works_again(backend: ChunkBackend, key: ObjectKey, chunk: torch.Tensor) -> None:
     """The plane may still remove a failed put's partial write, and with it one more put."""
     wait_until(lambda: backend.put(key, chunk) and same(backend.get(key), chunk))
 
 
-def answers_in_time(backend: LMCRemoteBackend, within_s: float) -> None:
+def answers_in_time(backend: ChunkBackend, within_s: float) -> None:
     """Gets are misses, puts are not stored, and no call waits."""
     chunk = tensor_of(1, (BIG,))
     for call, expected in (
@@ -229,7 +86,7 @@ def answers_in_time(backend: LMCRemoteBackend, within_s: float) -> None:
         (lambda: backend.get(key_of(1)), None),
         (lambda: backend.contains(key_of(1)), False),
         (lambda: backend.remove(key_of(1)), False),
-        (lambda: backend.list(), []),
+        (lambda: backend.stored_keys(), []),
         (lambda: backend.flush(1), True),
     ):
         started = time.monotonic()
@@ -238,35 +95,18 @@ def answers_in_time(backend: LMCRemoteBackend, within_s: float) -> None:
 
 
 def test_no_server_at_all(caplog: pytest.LogCaptureFixture) -> None:
-    with tier(LMCRemoteBackend, "redis://127.0.0.1:1") as backend:
+    with tier("redis://127.0.0.1:1") as backend:
         answers_in_time(backend, 2.0)
         assert not backend.put(key_of(1), tensor_of(1, (9,)), blocking=False)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            assert backend.list() == []
+            assert backend.stored_keys() == []
         assert len([r for r in caplog.records if r.name.startswith("lmcache_redis")]) == 1
-
-
-def test_killed_and_restarted(own_server: RedisServer) -> None:
-    chunk = tensor_of(1, (BIG,))
-    with tier(LMCRemoteBackend, own_server.url) as backend:
-        for _ in range(2):
-            assert backend.put(key_of(1), chunk)
-            assert same(backend.get(key_of(1)), chunk)
-            own_server.restart()
-            # No call fails because of a connection that was lost while idle.
-            assert backend.get(key_of(1)) is None
-            works_again(backend, key_of(1), chunk)
-            assert backend.list() == [key_of(1)]
-        own_server.kill()
-        answers_in_time(backend, 2.0)
-        own_server.start()
-        works_again(backend, key_of(1), chunk)
 
 
 def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> None:
     chunk = tensor_of(1, (BIG,))
-    with tier(LMCRemoteBackend, own_server.url, deadline_s=0.6) as backend:
+    with tier(own_server.url, deadline_s=0.6) as backend:
         assert backend.put(key_of(1), chunk)
         assert same(backend.get(key_of(1)), chunk)
         own_server.stop()
@@ -283,7 +123,7 @@ def test_killed_in_the_middle_of_calls(own_server: RedisServer) -> None:
     failures: list[BaseException] = []
     stop = threading.Event()
 
-    def work(backend: LMCRemoteBackend, seed: int) -> None:
+    def work(backend: ChunkBackend, seed: int) -> None:
         number = seed
         try:
             while not stop.is_set():
@@ -294,14 +134,14 @@ def test_killed_in_the_middle_of_calls(own_server: RedisServer) -> None:
                 assert found is None or same(found, chunks[number])
                 backend.contains(key_of(number))
                 if not number:
-                    backend.list()
+                    backend.stored_keys()
                     backend.remove(key_of(number))
                 assert time.monotonic() - started < 6 * 2.5
         except BaseException as error:
             failures.append(error)
             raise
 
-    with tier(LMCRemoteBackend, own_server.url, deadline_s=2.0) as backend:
+    with tier(own_server.url, deadline_s=2.0) as backend:
         threads = [threading.Thread(target=work, args=(backend, seed)) for seed in range(4)]
         for thread in threads:
             thread.start()
@@ -346,7 +186,7 @@ def test_calls_that_are_interrupted(own_server: RedisServer) -> None:
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with tier(LMCRemoteBackend, own_server.url) as backend:
+        with tier(own_server.url) as backend:
             for number, chunk in chunks.items():
                 assert backend.put(key_of(number), chunk)
             interrupted = 0
@@ -354,7 +194,7 @@ def test_calls_that_are_interrupted(own_server: RedisServer) -> None:
                 lambda: backend.get(key_of(1)),
                 lambda: backend.put(key_of(1), chunks[1]),
                 lambda: backend.remove(key_of(2)),
-                lambda: backend.list(),
+                lambda: backend.stored_keys(),
                 lambda: backend.contains(key_of(1)),
             ):
                 own_server.stop()
@@ -363,22 +203,11 @@ def test_calls_that_are_interrupted(own_server: RedisServer) -> None:
                 own_server.cont()
                 works_again(backend, key_of(1), chunks[1])
                 assert same(backend.get(key_of(0)), chunks[0])
-                assert key_of(0) in backend.list()
+                assert key_of(0) in backend.stored_keys()
             assert interrupted
             wait_until(lambda: backend._objects.cache.pool.pinned == 0, "no memory is lost")
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-def test_a_server_that_is_full(own_server: RedisServer) -> None:
-    with tier(LMCRemoteBackend, own_server.url) as backend:
-        used = int(own_server.command("INFO", "memory")["used_memory"])
-        own_server.config_set("maxmemory", str(used + (1 << 20)))
-        assert not backend.put(key_of(1), tensor_of(1, (4 << 20,)))
-        assert backend.get(key_of(1)) is None
-        # What was sent of it stays.
-        own_server.config_set("maxmemory", "0")
-        wait_until(lambda: backend.put(key_of(2), tensor_of(2, (1000,))))
 
 
 # ------------------------------------------------------------------ puts that nobody waits for
@@ -386,7 +215,7 @@ def test_a_server_that_is_full(own_server: RedisServer) -> None:
 
 def test_an_accepted_put_is_tried_until_its_deadline(own_server: RedisServer) -> None:
     chunk = tensor_of(1, (1000,))
-    with tier(LMCRemoteBackend, own_server.url, deadline_s=0.5) as backend:
+    with tier(own_server.url, deadline_s=0.5) as backend:
         assert backend.put(key_of(0), chunk)
         own_server.stop()
         for seed in range(20):
@@ -398,7 +227,7 @@ def test_an_accepted_put_is_tried_until_its_deadline(own_server: RedisServer) ->
 def test_what_is_stored_after_a_removal_stays(server: RedisServer) -> None:
     """The put that the removal dropped was in flight: its sent stripes are removed."""
     large, chunk = tensor_of(1, (200 * SLOT,)), tensor_of(2, (2 * SLOT,))
-    with tier(LMCRemoteBackend, server.url) as backend:
+    with tier(server.url) as backend:
         for _ in range(150):
             assert backend.put(key_of(1), large, blocking=False)
             backend.remove(key_of(1))
@@ -417,26 +246,26 @@ def test_every_kind_of_server(tmp_path: Path, kind: str) -> None:
         pytest.skip(f"needs {kind}")
     with RedisServer(tmp_path, executable=executable, password="s3cret") as server:
         options = RedisOptions(server.unix_url, password="s3cret", ttl_s=60, ttl_refresh=True)
-        with tier(LMCRemoteBackend, options) as backend:
+        with tier(options) as backend:
             chunk = tensor_of(1, (4, 5, 6), "bfloat16")
             assert backend.put(key_of(1), chunk)
             assert backend.contains(key_of(1))
             assert same(backend.get(key_of(1)), chunk)
-            assert backend.list() == [key_of(1)]
+            assert backend.stored_keys() == [key_of(1)]
             assert 0 < server.command("TTL", *stripes_in(server)) <= 60
             assert backend.remove(key_of(1))
-            assert backend.list() == []
+            assert backend.stored_keys() == []
 
 
 @pytest.mark.servers
 def test_a_cluster(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster, tier(LMCRemoteBackend, cluster.url) as backend:
+    with running_cluster(tmp_path) as cluster, tier(cluster.url) as backend:
         chunks = {n: tensor_of(n, (BIG + n,)) for n in range(12)}
         for number, chunk in chunks.items():
             assert backend.put(key_of(number), chunk, blocking=number % 2 == 0)
         assert backend.flush(5)
         assert all(node.command("DBSIZE") for node in cluster.nodes)
-        assert sorted(backend.list()) == [key_of(n) for n in chunks]
+        assert sorted(backend.stored_keys()) == [key_of(n) for n in chunks]
         for number, chunk in chunks.items():
             assert backend.contains(key_of(number))
             assert same(backend.get(key_of(number)), chunk)
@@ -451,37 +280,19 @@ def test_a_cluster(tmp_path: Path) -> None:
         assert [node.command("DBSIZE") for node in cluster.nodes] == [0, 0, 0]
 
 
-@pytest.mark.servers
-def test_behind_a_sentinel_that_names_another_master(tmp_path: Path) -> None:
-    with running_sentinel(tmp_path) as watched, tier(LMCRemoteBackend, watched.url) as backend:
-        chunk = tensor_of(1, (BIG,))
-        assert backend.put(key_of(1), chunk)
-        assert same(backend.get(key_of(1)), chunk)
-        before = watched.master.port
-        watched.fail_over()
-        wait_until(lambda: watched.master.port != before)
-        # The former master still takes writes, which are lost, until it is told. A list asks the
-        # new one.
-        wait_until(lambda: backend.put(key_of(2), chunk) and key_of(2) in backend.list())
-        works_again(backend, key_of(1), chunk)
-        assert backend.remove(key_of(1))
-        assert backend.list() == [key_of(2)]
-
-
 # ------------------------------------------------------------------ settings
 
 
 def test_settings_that_make_no_sense() -> None:
     for wrong in (
         {"deadline_s": 0},
-        {"deadline_s": 9.0, "list_deadline_s": 1.0},
         {"slot_bytes": 0},
-        {"pending_bytes": -1},
+        {"queue_bytes": -1},
     ):
         with pytest.raises(ConfigError):
-            LMCRemoteBackend("redis://127.0.0.1:1", **wrong)  # type: ignore[arg-type]
+            in_redis("redis://127.0.0.1:1", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
-        LMCRemoteBackend("http://127.0.0.1")
+        ChunkBackend([in_redis("http://127.0.0.1")])
 
 
 @pytest.mark.servers
@@ -498,7 +309,7 @@ def test_importing_tiers_brings_neither_torch_nor_redis() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_tensors_of_a_gpu(server: RedisServer) -> None:
     chunk = tensor_of(1, (64, 64), "bfloat16").cuda()
-    with tier(LMCRemoteBackend, server.url, dst_device="cuda") as backend:
+    with contextlib.closing(ChunkBackend([in_redis(server.url)], "cuda")) as backend:
         assert backend.put(key_of(1), chunk)
         found = backend.get(key_of(1))
         assert found is not None

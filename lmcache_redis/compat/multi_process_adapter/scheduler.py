@@ -1,4 +1,4 @@
-"""LMCache's adapter for an engine's scheduler, see `compat.multi_process_adapter`."""
+"""The adapter of an engine's scheduler."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import hash_chunks
 from lmcache_redis.client.calls import AgentCall
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.compat.multi_process.engine import (
+from lmcache_redis.compat.multi_process_adapter.engine import (
     ENGINE_ID_VARIABLE,
     TIMEOUT_S,
-    await_agent,
-    check_arguments,
-    engine_name,
-    nvtx_ranges,
+    AdapterOfEngine,
 )
-from lmcache_redis.compat.multi_process.operations import check_names, chunk_hashes, salt_bytes
+from lmcache_redis.compat.multi_process_adapter.operations import (
+    check_names,
+    chunk_hashes,
+    salt_bytes,
+)
 from lmcache_redis.config import ClientConfig
 
 logger = logging.getLogger(__name__)
 
 
-@nvtx_ranges("maybe_submit_lookup_request", "check_lookup_result")
-class LMCacheMPSchedulerAdapter(SchedulerClient):
+class LMCacheMPSchedulerAdapter(SchedulerClient, AdapterOfEngine):
     """Asks the agent which leading tokens of prompts are cached.
 
     server_url: the agent's endpoint, ``ipc://PATH``.
@@ -42,10 +42,6 @@ class LMCacheMPSchedulerAdapter(SchedulerClient):
     that cannot be one, TypeError and ValueError.
     """
 
-    model_name: str
-    world_size: int
-    worker_id: int
-
     def __init__(
         self,
         server_url: str,
@@ -58,12 +54,8 @@ class LMCacheMPSchedulerAdapter(SchedulerClient):
         engine_id: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        check_arguments(context, model_name, world_size, kv_rank, vllm_block_size)
-        self.model_name = model_name
-        self.world_size = world_size
-        self.worker_id = kv_rank
-        self._engine_id, self._unnamed = engine_name(
-            engine_id, model_name, world_size, is_worker=False
+        self._named = self._join(
+            context, model_name, world_size, kv_rank, vllm_block_size, engine_id, is_worker=False
         )
         self._asked_for_workers = False
         super().__init__(
@@ -71,20 +63,14 @@ class LMCacheMPSchedulerAdapter(SchedulerClient):
             model_name,
             world_size,
             vllm_block_size,
-            engine_id=self._engine_id,
-            unnamed=self._unnamed,
+            **self._named,
         )
-        await_agent(self.link, timeout_s)
+        self._await_agent(timeout_s)
 
     @property
     def chunk_size(self) -> int:
         """Tokens of one chunk."""
         return self.chunk_size_tokens()
-
-    @property
-    def blocks_in_chunk(self) -> int:
-        """Blocks of one chunk."""
-        return self.num_blocks_per_chunk()
 
     def maybe_submit_lookup_request(
         self,
@@ -140,11 +126,11 @@ class LMCacheMPSchedulerAdapter(SchedulerClient):
             logger.warning(
                 "lookups miss while only %d of %d workers of engine %s are registered; if the "
                 "others run, give them and the scheduler the same engine_id or $%s",
-                len(ranks), self.world_size, self._engine_id, ENGINE_ID_VARIABLE,
+                len(ranks), self.world_size, self._named["engine_id"], ENGINE_ID_VARIABLE,
             )  # fmt: skip
 
     def _is_ours(self, worker: Mapping[str, Any]) -> bool:
         """Whether a worker, as STATUS tells it, is one of this engine."""
         world = (worker["model"], worker["world_size"]) == (self.model_name, self.world_size)
-        unnamed = self._unnamed and worker["unnamed"]
-        return worker["engine_id"] == self._engine_id or (unnamed and world)
+        unnamed = self._named["unnamed"] and worker["unnamed"]
+        return worker["engine_id"] == self._named["engine_id"] or (unnamed and world)

@@ -1,4 +1,4 @@
-"""LMCache's adapter for an engine's workers, see `compat.multi_process_adapter`."""
+"""The adapter of an engine's workers."""
 
 from __future__ import annotations
 
@@ -9,39 +9,27 @@ import zmq
 
 from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.compat.multi_process.engine import (
-    TIMEOUT_S,
-    await_agent,
-    check_arguments,
-    engine_name,
-    nvtx_ranges,
+from lmcache_redis.compat.multi_process_adapter.engine import TIMEOUT_S, AdapterOfEngine
+from lmcache_redis.compat.multi_process_adapter.operations import LoadStoreOp, check_names
+from lmcache_redis.compat.multi_process_adapter.requests import RequestTransfers
+from lmcache_redis.compat.multi_process_adapter.tensors import (
+    check_tensors,
+    common_dtype,
+    count_blocks,
 )
-from lmcache_redis.compat.multi_process.operations import LoadStoreOp, check_names
-from lmcache_redis.compat.multi_process.requests import RequestTransfers
-from lmcache_redis.compat.multi_process.tensors import check_tensors, common_dtype, count_blocks
 from lmcache_redis.config import ClientConfig
 
 if TYPE_CHECKING:
     import torch
 
 
-@nvtx_ranges(
-    "submit_store_request",
-    "submit_retrieve_request",
-    "batched_submit_store_requests",
-    "batched_submit_retrieve_requests",
-    "get_finished",
-)
-class LMCacheMPWorkerAdapter(WorkerClient):
+class LMCacheMPWorkerAdapter(WorkerClient, AdapterOfEngine):
     """Stores and retrieves the blocks of one worker, by request id.
 
     Arguments and errors as for `LMCacheMPSchedulerAdapter`; ``kv_rank`` is the worker's rank among
     ``world_size``, and no other worker of the engine has the same.
     """
 
-    model_name: str
-    world_size: int
-    worker_id: int
     kv_caches: Mapping[str, torch.Tensor]
 
     def __init__(
@@ -56,29 +44,21 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         engine_id: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        check_arguments(context, model_name, world_size, kv_rank, vllm_block_size)
-        self.model_name = model_name
-        self.world_size = world_size
-        self.worker_id = kv_rank
+        named = self._join(
+            context, model_name, world_size, kv_rank, vllm_block_size, engine_id, is_worker=True
+        )
         self.kv_caches = {}
         self._timeout_s = timeout_s
         self._requests = RequestTransfers()
-        engine_id, unnamed = engine_name(engine_id, model_name, world_size, is_worker=True)
         super().__init__(
             ClientConfig(endpoint=server_url).endpoint,
             model_name,
             world_size,
             kv_rank,
             vllm_block_size,
-            engine_id=engine_id,
-            unnamed=unnamed,
+            **named,
         )
-        await_agent(self.link, timeout_s)
-
-    @property
-    def blocks_in_chunk(self) -> int:
-        """Blocks of one chunk."""
-        return self.num_blocks_per_chunk()
+        self._await_agent(timeout_s)
 
     def register_kv_caches(
         self,

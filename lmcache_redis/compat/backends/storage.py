@@ -1,0 +1,159 @@
+"""Where a backend keeps chunks: memory, a directory, Redis or Valkey."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
+from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
+from lmcache_redis.cache.threads import Owner
+from lmcache_redis.chunks.frame import FINGERPRINT_BYTES
+from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.compat.heap import HeapMemory
+from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.resp import RedisOptions, RedisPlane
+
+DEFAULT_QUEUE_BYTES = 256 << 20
+# A write may wait for others; a call that hangs is given up earlier, after `patience_s`.
+_DISK_DEADLINE_S = 60.0
+# `ChunkStorage.queue_bytes` bounds what waits.
+_NO_LIMIT_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStorage:
+    """Memory, or a tier that is not open yet.
+
+    memory_bytes: payload that stays in memory. open_tier: may raise ConfigError; None for memory.
+    deadline_s: of a call, and of the write of a put. queue_bytes: payload of non-blocking puts,
+    counted from before it is copied until it is written or dropped; a put beyond it is refused.
+    stripe_bytes: the largest payload of a stripe that is written.
+    """
+
+    memory_bytes: int = 0
+    open_tier: Callable[[], Backing] | None = None
+    names: ChunkNames = field(default_factory=ChunkNames)
+    deadline_s: float = 5.0
+    queue_bytes: int = _NO_LIMIT_BYTES
+    stripe_bytes: int = DEFAULT_SLOT_BYTES
+
+
+def in_memory(limit_bytes: int) -> ChunkStorage:
+    """Memory of this process, up to a byte limit, with LRU eviction.
+
+    limit_bytes: the most payload to hold. In addition there may be one block per call in flight,
+    and 128 MiB of spare memory. Raises ConfigError unless it is positive.
+    """
+    if limit_bytes <= 0:
+        raise ConfigError(f"limit_bytes is {limit_bytes}; it must be positive")
+    return ChunkStorage(limit_bytes)
+
+
+def on_disk(
+    directory: str | os.PathLike[str],
+    limit_bytes: int,
+    *,
+    queue_bytes: int = DEFAULT_QUEUE_BYTES,
+    patience_s: float = DEFAULT_PATIENCE_S,
+    layout: bytes | None = None,
+    key_prefix: bytes = b"",
+    threads: int | None = None,
+) -> ChunkStorage:
+    """Files of a directory, created if needed, that no other tier uses.
+
+    limit_bytes: what the files may take. patience_s: once a call of the disk has been in flight for
+    longer, no other starts until it returns: puts are not stored, gets are misses, removals do
+    nothing. layout, key_prefix: the fingerprint (32 bytes) of an engine's KV cache and the key
+    prefix of its agent, to share the chunks that the agent keeps in this directory. threads: that
+    read, and as many that write; by default two and one.
+
+    Raises ConfigError if a value is invalid, or when it is opened: if the directory cannot be used
+    or is in use by another tier, of this process or another.
+    """
+    if patience_s <= 0:
+        raise ConfigError(f"patience_s is {patience_s}; it must be positive")
+
+    def open_tier() -> Backing:
+        disk = DiskTier(
+            directory, limit_bytes,
+            read_patience_s=patience_s, write_patience_s=patience_s, write_nice=0,
+            read_threads=threads or 2, write_threads=threads or 1,
+        )  # fmt: skip
+        return Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES)
+
+    names = _names_of(layout, key_prefix)
+    return ChunkStorage(0, open_tier, names, _DISK_DEADLINE_S, queue_bytes)
+
+
+def in_redis(
+    redis: RedisOptions | str,
+    *,
+    deadline_s: float = 5.0,
+    slot_bytes: int = DEFAULT_SLOT_BYTES,
+    queue_bytes: int = DEFAULT_QUEUE_BYTES,
+    layout: bytes | None = None,
+) -> ChunkStorage:
+    """Redis or Valkey: one server, a Sentinel's master, or a cluster. Connects in the background.
+
+    Every call, and each step of an iterator, ends within `deadline_s`, including name resolution
+    and connecting. While the server is down all calls return at once: False, None or an empty list.
+    In addition to the plane's commands (docs/internals/data-plane.md), the server must allow
+    GETRANGE and SCAN.
+
+    redis: a URL, or options with one. slot_bytes: the largest payload of a stripe that is written;
+    stripes of any size are read. layout: the fingerprint (32 bytes) of an engine's KV cache, to
+    share the chunks of its agents. Agents can read a chunk put here if its shape, dtype and format
+    (MemoryFormat.PAGES) are those of their own chunks, and slot_bytes is theirs.
+
+    Raises ConfigError if a number is invalid, or when it is opened: if the URL names no server.
+    """
+    if deadline_s < 0.01:
+        raise ConfigError(f"deadline_s is {deadline_s}; it must be at least 0.01")
+    if slot_bytes < 64 or queue_bytes < 0:
+        raise ConfigError("slot_bytes is at least 64, queue_bytes at least 0")
+    options = RedisOptions(redis) if isinstance(redis, str) else redis
+
+    def open_tier() -> Backing:
+        plane = RedisPlane(options)
+        plane.start()
+        return Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES)
+
+    names = _names_of(layout, options.key_prefix)
+    return ChunkStorage(0, open_tier, names, deadline_s, queue_bytes, slot_bytes)
+
+
+def open_cache(
+    storages: Sequence[ChunkStorage], owner: Owner, memory: HeapMemory, write_s: float
+) -> ObjectCache:
+    """A cache over the storages, the fastest first.
+
+    Raises ConfigError for storages that cannot be opened, or not together.
+    """
+    if not storages or any(each.memory_bytes for each in storages[1:]):
+        raise ConfigError("there is one storage or several; memory, if any, is the first")
+    opening = [(each.open_tier, each.names) for each in storages if each.open_tier is not None]
+    found = {(names.common, names.fingerprint): names for _, names in opening}
+    if len(found) > 1:
+        raise ConfigError("the storages of a backend have one layout and one key_prefix")
+    with contextlib.ExitStack() as opened:
+        backings = []
+        for open_tier, _ in opening:
+            backings.append(open_tier())
+            opened.callback(backings[-1].tier.close, 0.0)
+        cache = Cache(owner, memory, backings, Metrics(), storages[0].memory_bytes)
+        opened.pop_all()
+    stripe_bytes = min(each.stripe_bytes for each in storages)
+    return ObjectCache(cache, next(iter(found.values()), ChunkNames()), stripe_bytes, write_s)
+
+
+def _names_of(layout: bytes | None, key_prefix: bytes) -> ChunkNames:
+    """Raises ConfigError if layout is not a fingerprint."""
+    if layout is not None and len(layout) != FINGERPRINT_BYTES:
+        raise ConfigError(f"layout is a fingerprint of {FINGERPRINT_BYTES} bytes")
+    return ChunkNames(layout, key_prefix)
