@@ -107,7 +107,7 @@ class MoveCall(NamedTuple):
 
 
 class PythonMover:
-    """Moves stripes on blocking sockets: the kernel waits while the GIL is released."""
+    """Moves stripes with a system call for each piece that has arrived."""
 
     def handle(self, stream: Stream) -> Handle:
         return stream, _Progress(stream)
@@ -220,8 +220,8 @@ class _Progress:
         tail = memoryview(self.tail)
         while (left := wanted + len(payload) + 2 - self.got) > 0:
             self._arm()
-            parts = (payload[-(left - 2) :], tail) if left > 2 else (tail[2 - left :],)
-            self.got += self.stream.receive_most(parts)
+            part = payload[2 - left :] if left > 2 else tail[2 - left :]
+            self.got += self.stream.receive_some(part)
         if self.tail != CRLF:
             return End.GARBAGE, 0, b""
         header = bytes(self.first[head:wanted])

@@ -6,11 +6,11 @@ import itertools
 import logging
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic
+from typing import Any
 
 from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
@@ -27,12 +27,11 @@ from lmcache_redis.resp.control import (
     header_commands,
     parse_count,
     parse_header,
-    touch_chunks,
     walk_keys,
 )
 from lmcache_redis.resp.jobs import Hop, Jobs
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
-from lmcache_redis.resp.node import DataNode, DataNodes, NodeT, Routes, next_hop
+from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.tiers import (
     CallOutcome,
     Done,
@@ -46,9 +45,8 @@ from lmcache_redis.tiers import (
 logger = logging.getLogger(__name__)
 
 _FIRST_STRIPE = stripe_key(b"", 0)
-# Of a cluster, keys in the first round of a scan, in that of other questions, and in any round.
+# Of a cluster, keys in the first round of a question, and in any.
 _FIRST_ROUND_KEYS = 256
-_MANY_KEYS = 4096
 _MOST_ROUND_KEYS = 16384
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS", group_keys=1), parse_count)
@@ -86,7 +84,7 @@ class KeyCalls:
         self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
             ask = partial(self._ask, _EXISTS, deadline, 0)
-            ask_in_rounds(ask, keys, counted, _FIRST_ROUND_KEYS, _FIRST_STRIPE, only_prefix=True)
+            ask_in_rounds(ask, keys, counted, _FIRST_STRIPE, only_prefix=True)
         else:
             steps = partial(count_prefix, keys, _FIRST_STRIPE)
             self._submit(steps, deadline, answer, self._nodes.routes.node_of(b""))
@@ -99,8 +97,7 @@ class KeyCalls:
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
         if self._nodes.routes.is_cluster:
-            ask = partial(self._ask, _EXISTS, deadline, 0)
-            ask_in_rounds(ask, keys, answer, suffix=_FIRST_STRIPE)
+            ask_in_rounds(partial(self._ask, _EXISTS, deadline, 0), keys, answer, _FIRST_STRIPE)
         else:
             self._ask(_FIND_PRESENT, deadline, 0, keys, answer)
 
@@ -113,21 +110,12 @@ class KeyCalls:
         load restarts the TTL. After scans.
         """
 
-        def touched(outcome: CallOutcome, present: Sequence[bool] | None) -> None:
-            done(ExistsResult(outcome, present or ()))
-
         def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
             left = iter(counts)
             present = [sum(itertools.islice(left, stripes)) == stripes for _, stripes in chunks]
             done(ExistsResult(outcome, present if outcome is CallOutcome.DONE else ()))
 
-        self._jobs.check_usable()
         options = self._nodes.options
-        if chunks and not options.ttl_refresh and not self._nodes.routes.is_cluster:
-            # A command for each chunk.
-            node = self._nodes.routes.node_of(b"")
-            self._submit(partial(touch_chunks, chunks), deadline, touched, node, is_urgent=False)
-            return
         keys = [stripe_key(key, index) for key, stripes in chunks for index in range(stripes)]
         pack = partial(keys_commands, b"TOUCH", group_keys=1)
         if options.ttl_refresh:
@@ -233,36 +221,47 @@ class KeyCalls:
         key, `missing` for keys without one.
         """
         self._jobs.check_usable()
-        routing = Routing(self._nodes.routes, keys, self._nodes.follow, missing)
+        results: list[Any] = [missing] * len(keys)
         lock = threading.Lock()
         outcomes: set[CallOutcome] = set()
-        open_parts = len(routing.parts)
+        by_node = self._nodes.routes.split(keys)
+        parts = [(node, None, indexes) for node, indexes in by_node.items() if node is not None]
+        open_parts = len(parts)
 
-        def ask(part: KeyGroup[DataNode]) -> None:
-            some = [keys[index] for index in part.indexes]
-            steps = partial(make_steps, some, asking=part.hop is not None and part.hop.asking)
-            self._submit(steps, deadline, partial(answered, part), part.node, is_urgent)
+        def ask(node: DataNode, hop: Hop | None, indexes: Sequence[int]) -> None:
+            some = [keys[index] for index in indexes]
+            steps = partial(make_steps, some, asking=hop is not None and hop.asking)
+            self._submit(steps, deadline, partial(answered, node, hop, indexes), node, is_urgent)
 
         def answered(
-            part: KeyGroup[DataNode], outcome: CallOutcome, results: Sequence[Any] | None
+            node: DataNode,
+            hop: Hop | None,
+            indexes: Sequence[int],
+            outcome: CallOutcome,
+            found: Sequence[Any] | None,
         ) -> None:
             nonlocal open_parts
-            redirected = routing.answered(part, results or ())
+            redirected: dict[tuple[DataNode, Hop], list[int]] = defaultdict(list)
+            for index, result in zip(indexes, found or (), strict=False):
+                if not isinstance(result, RedisRedirect):
+                    results[index] = result
+                elif (followed := self._nodes.follow(node, result, hop)) is not None:
+                    redirected[followed].append(index)
             with lock:
                 outcomes.add(outcome)
                 open_parts += len(redirected) - 1
                 is_over = not open_parts
-            for each in redirected:
-                ask(each)
+            for place, some in redirected.items():
+                ask(*place, some)
             if is_over:
-                done(_total(outcomes), routing.results)
+                done(_total(outcomes), results)
 
-        for part in routing.parts:
-            ask(part)
-        if not routing.parts:
+        for part in parts:
+            ask(*part)
+        if not parts:
             # No keys, or no server has them.
             outcome = CallOutcome.UNAVAILABLE if keys else CallOutcome.DONE
-            self._jobs.timekeeper.post(lambda: done(outcome, routing.results))
+            self._jobs.post(lambda: done(outcome, results))
 
     def _walk(
         self, make_steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
@@ -300,69 +299,21 @@ class KeyCalls:
             self._jobs.refuse((question,))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyGroup(Generic[NodeT]):
-    """Some keys of a `Routing`, all asked of one node.
-
-    indexes: of the keys. hop: the redirection that led here; if it is an ASK, an ASKING precedes
-    each command.
-    """
-
-    node: NodeT
-    indexes: list[int]
-    hop: Hop | None = None
-
-
-class Routing(Generic[NodeT]):
-    """Which node is asked for which of many keys, until no redirection is left to follow.
-
-    No I/O: the caller asks for the `parts`, and then for those that `answered` returns. follow:
-    returns the node that a node redirects to, or None if it is not followed. results: for each key
-    its result; `missing` if no node has the key or answered for it.
-    """
-
-    def __init__(
-        self,
-        routes: Routes[NodeT],
-        keys: Sequence[bytes],
-        follow: Callable[[NodeT, RedisRedirect], NodeT | None],
-        missing: Any,
-    ) -> None:
-        self.results: list[Any] = [missing] * len(keys)
-        by_node = routes.split(keys)
-        self.parts = [KeyGroup(node, some) for node, some in by_node.items() if node is not None]
-        self._follow = follow
-
-    def answered(self, part: KeyGroup[NodeT], results: Sequence[Any]) -> list[KeyGroup[NodeT]]:
-        """Take the results of a part, none if it failed; return the parts to ask next."""
-        parts: dict[tuple[NodeT, bool], KeyGroup[NodeT]] = {}
-        for index, result in zip(part.indexes, results, strict=False):
-            if not isinstance(result, RedisRedirect):
-                self.results[index] = result
-                continue
-            hop = next_hop(part.hop, result)
-            node = self._follow(part.node, result) if hop is not None else None
-            if node is not None:
-                place = (node, result.asking)
-                parts.setdefault(place, KeyGroup(node, [], hop)).indexes.append(index)
-        return list(parts.values())
-
-
 def ask_in_rounds(
     ask: Callable[[Sequence[bytes], Callable[[CallOutcome, Sequence[int]], None]], None],
     keys: Sequence[bytes],
     done: Callable[[CallOutcome, Sequence[int]], None],
-    round_keys: int = _MANY_KEYS,
     suffix: bytes = b"",
     only_prefix: bool = False,
 ) -> None:
     """Ask for some keys after the other: routing all at once would hold up the caller.
 
-    round_keys: in the first round; each is four times as large as the last, up to a limit. suffix:
-    at the end of each key. done: called with a count for each key; 0 for keys after the first gap
-    with `only_prefix`, and for those of which no server said anything.
+    Each round is four times as large as the last, up to a limit. suffix: at the end of each key.
+    done: called with a count for each key; 0 for keys after the first gap with `only_prefix`, and
+    for those of which no server said anything.
     """
     counts: list[int] = []
+    round_keys = _FIRST_ROUND_KEYS
 
     def ask_next() -> None:
         start = len(counts)

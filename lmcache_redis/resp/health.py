@@ -14,9 +14,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lmcache_redis.errors import (
     ConfigError,
@@ -31,6 +30,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, StripeTask, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
+from lmcache_redis.resp.net.stream import Endpoint
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
@@ -167,31 +167,23 @@ class ErrorNotes:
 
 
 class Health:
-    """Owns the prober thread and its connection.
+    """Whether a server is up: owns the prober thread and its connection."""
 
-    on_down runs on the thread that noticed, after `is_up` has become False.
-    """
-
-    def __init__(
-        self,
-        connector: Connector,
-        options: RedisOptions,
-        write_state: WritePause,
-        on_down: Callable[[], None],
-    ) -> None:
-        self.is_up = False
+    def __init__(self, server: DataServer) -> None:
         self.notes = ErrorNotes()
         self.thread = LoopThread("lmcr-health", self._step)
-        self._connector = connector
-        self._op_timeout_s = options.op_timeout_s
-        self._write_state = write_state
-        self._on_down = on_down
+        self._server = server
+        options = server.options
         since = time.monotonic()
         self._breaker = Breaker(options.probe_interval_s, options.heartbeat_s, since=since)
         self._connection = self._new_connection()
         self._logged_down = False
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
+
+    @property
+    def is_up(self) -> bool:
+        return self._breaker.up and not self._closing
 
     @property
     def state(self) -> PlaneState:
@@ -236,7 +228,6 @@ class Health:
         """Wake all waiting threads. The connector must be aborted for the prober to end."""
         with self._changed:
             self._closing = True
-            self.is_up = False
             self._changed.notify_all()
 
     # ---------------------------------------------------------- prober thread
@@ -260,13 +251,12 @@ class Health:
 
     def _probe(self) -> None:
         """Probe once, on the connection of the last probe if the server is up."""
-        connection = self._connection
-        outdated = self._write_state.is_outdated(connection.opened_at)
+        connection, op_timeout_s = self._connection, self._server.options.op_timeout_s
+        outdated = self._server.write_state.is_outdated(connection.opened_at)
         if self.is_up and connection.is_open and not outdated:
             try:
                 # A user who grants operations more time grants it to PINGs, too.
-                most_s = max(_HEARTBEAT_TIMEOUT_S, self._op_timeout_s / 4)
-                self._ping(min(self._op_timeout_s, most_s))
+                self._ping(min(op_timeout_s, max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4)))
                 return
             except RedisError as error:
                 # A lost connection may mean a restart: only a new one can tell.
@@ -279,13 +269,13 @@ class Health:
         connection = self._connection = self._new_connection()
         try:
             connection.open()
-            self._ping(self._op_timeout_s)
+            self._ping(op_timeout_s)
         except (RedisError, ConfigError) as error:
             connection.close()
             self._failed(error)
 
     def _new_connection(self) -> Connection:
-        return Connection(self._connector, "lmcache-redis:health")
+        return Connection(self._server.connector, "lmcache-redis:health")
 
     def _ping(self, timeout_s: float) -> None:
         try:
@@ -303,9 +293,8 @@ class Health:
             changed = self._breaker.answered(now)
             if self._closing or not changed:
                 return
-            self.is_up = True
             self._changed.notify_all()
-        where = self._connector.endpoint.where
+        where = self._server.connector.endpoint.where
         if first:
             logger.info("connected to Redis at %s", where)
         elif self._logged_down:
@@ -319,7 +308,6 @@ class Health:
             self.notes.add(error)
             was_up = self.is_up
             changed = self._breaker.failed(time.monotonic(), str(error), retry_after_s)
-            self.is_up = False
             self._changed.notify_all()
             # If a server changes every second, log the same line once a minute.
             log = self.notes.is_new(str(error)) or (changed and self._breaker.failures <= 1)
@@ -327,27 +315,35 @@ class Health:
         if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
         if was_up:
-            self._on_down()
+            self._server.went_down()
 
 
 # ------------------------------------------------------------------- workers
 
 
-class DataServer(Protocol):
-    """The interface of `node.DataNode` for its threads."""
+class DataServer(ABC):
+    """A server as its threads see it."""
 
-    connector: Connector
-    health: Health
-    jobs: Jobs
-    options: RedisOptions
-    write_state: WritePause
+    def __init__(self, endpoint: Endpoint, options: RedisOptions, jobs: Jobs) -> None:
+        self.options = options
+        self.jobs = jobs
+        self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
+        self.write_state = WritePause()
+        self.health = Health(self)
 
+    @abstractmethod
+    def went_down(self) -> None:
+        """Called on the thread that noticed, after `health.is_up` has become False."""
+
+    @abstractmethod
     def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
         """Queue a redirected stripe at another node; False if it is not followed."""
 
+    @abstractmethod
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         """The server refused a write: pause writes; return the outcome of this one."""
 
+    @abstractmethod
     def map_is_old(self) -> None:
         """Have the servers looked up soon."""
 

@@ -57,7 +57,7 @@ class NativeMover:
     _moves: Any = native.moves
 
     def handle(self, stream: Stream) -> Handle:
-        return stream.plain_fileno(), bytearray(self._moves.PROGRESS_BYTES)
+        return stream.plain_fileno, bytearray(self._moves.PROGRESS_BYTES)
 
     def load(self, call: MoveCall) -> Moved:
         return Moved(*self._moves.load(*call))
@@ -169,7 +169,7 @@ class BulkWorker(Worker):
         """All connections were closed, and no stripe is in flight."""
 
     def serve(self, connection: Connection) -> bool:
-        is_native = native.moves is not None and connection.stream.plain_fileno() >= 0
+        is_native = native.moves is not None and connection.stream.plain_fileno >= 0
         self._mover = NativeMover() if is_native else PythonMover()
         self._lanes = Lanes(self._lanes.most, since=connection.opened_at)
         self._add_lane(connection)

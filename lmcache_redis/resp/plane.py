@@ -75,11 +75,11 @@ class RedisPlane(KeyCalls):
             logger.info("values are sealed with the key %s, and opened with it and %s", first, more)
         if native.moves is None:
             logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
-        self._jobs.timekeeper.thread.start()
+        self._jobs.timekeeper.start()
         try:
             self._nodes.start()
         except BaseException:
-            self._jobs.timekeeper.close(self.options.op_timeout_s)
+            self._jobs.close(self.options.op_timeout_s)
             raise
         self._jobs.started = True
 
@@ -104,7 +104,7 @@ class RedisPlane(KeyCalls):
         jobs.closing = True
         deadline = time.monotonic() + deadline_s
         # Every callback is called on a thread of the plane: the timekeeper stops the jobs.
-        post = jobs.timekeeper.post
+        post = jobs.post
         post(lambda: jobs.stop_all(Stop.CANCELLED, but=Write))
         jobs.wait_empty(deadline)
         post(lambda: jobs.stop_all(Stop.CANCELLED))
@@ -112,8 +112,7 @@ class RedisPlane(KeyCalls):
         left = self._nodes.close(timeout_s)
         # Jobs that were submitted in the meantime.
         post(lambda: jobs.stop_all(Stop.CANCELLED))
-        jobs.closed = True
-        left += not jobs.timekeeper.close(timeout_s)
+        left += not jobs.close(timeout_s)
         if left:
             logger.warning("%d threads of the Redis plane did not end", left)
         return not left
@@ -188,9 +187,7 @@ class RedisPlane(KeyCalls):
             unfit = [job for job in jobs if is_sealed and not job.chunk.frame.has_room_for_seal]
             accepted = self._enter(some, jobs)
             if unfit:
-                self._jobs.timekeeper.post(
-                    partial(self._jobs.stop, unfit, WriteOutcome.NO_ROOM_FOR_SEAL)
-                )
+                self._jobs.post(partial(self._jobs.stop, unfit, WriteOutcome.NO_ROOM_FOR_SEAL))
                 accepted = [job for job in accepted if job not in unfit]
             for node, tasks in _by_node(accepted).items():
                 # Stripe 0 follows the others, unless it is the only one.
@@ -204,7 +201,7 @@ class RedisPlane(KeyCalls):
         """
         job = self._jobs.transfers.get(chunk)
         if job is not None:
-            self._jobs.timekeeper.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
+            self._jobs.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
 
     def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
         """Raises ValueError or RuntimeError before any chunk is started."""

@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import itertools
 import math
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.net.stream import (
     Endpoint,
-    PlainStream,
     Stream,
-    TlsStream,
     Transport,
     auth_command,
     greet,
@@ -58,8 +55,6 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 _RECEIVE_BYTES = 64 << 10
-# How many requests `send_at_once` sends on the caller's thread.
-_AT_ONCE = 2
 
 # As in the socket module: the family, and the argument of `connect`.
 Address = tuple[int, Any]
@@ -150,7 +145,7 @@ class Connector:
                 if not isinstance(error, OSError) or not addresses:
                     raise
 
-    def _new_stream(self, family: int) -> PlainStream | TlsStream:
+    def _new_stream(self, family: int) -> Stream:
         endpoint = self.endpoint
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -163,8 +158,7 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-                return TlsStream(sock, endpoint.where, self._op_timeout_s)
-            return PlainStream(sock, endpoint.where, self._op_timeout_s)
+            return Stream(sock, endpoint.where, self._op_timeout_s)
         except BaseException:
             sock.close()
             raise
@@ -273,13 +267,6 @@ class Connection:
         except (RedisTimeout, RedisUnavailable) as error:
             self.fail(error)
 
-    def send_at_once(self, request: bytes) -> int:
-        """Send as much as possible without blocking; return how many bytes.
-
-        0 if the connection is lost: sending the rest raises the error.
-        """
-        return 0 if self._stream is None else self._stream.send_at_once(request)
-
     def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
         """The next replies, at least `least` and at most `most`.
 
@@ -325,27 +312,10 @@ class Pipeline:
         self.outstanding = 0
         self._connection = connection
         self._deadline = deadline
-        # What `send_at_once` left.
-        self._unsent: Iterable[bytes] = ()
 
     def send(self, requests: Iterable[bytes], replies: int) -> None:
         """Send packed commands that have `replies` replies."""
-        unsent, self._unsent = self._unsent, ()
-        self._connection.send(itertools.chain(unsent, requests), self._deadline)
-        self.outstanding += replies
-
-    def send_at_once(self, requests: Iterator[bytes], replies: int) -> None:
-        """Send the first of `requests` without blocking or raising; the next call sends the rest.
-
-        Only as the first call of a pipeline.
-        """
-        left: tuple[bytes, ...] = ()
-        for request in itertools.islice(requests, _AT_ONCE):
-            sent = self._connection.send_at_once(request)
-            if sent < len(request):
-                left = (request[sent:],)
-                break
-        self._unsent = itertools.chain(left, requests)
+        self._connection.send(requests, self._deadline)
         self.outstanding += replies
 
     def receive(self, least: int) -> Sequence[Reply]:
@@ -362,7 +332,6 @@ class Pipeline:
         self.receive_all()
 
     def _receive(self, least: int) -> Sequence[Reply]:
-        self.send((), 0)
         replies = self._connection.receive(self._deadline, least, self.outstanding)
         self.outstanding -= len(replies)
         return replies

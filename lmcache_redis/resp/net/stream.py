@@ -1,14 +1,9 @@
-"""Sockets with deadlines, plain (kept by the kernel) and TLS (kept by Python), and the greeting.
-
-`PlainStream` is a blocking socket with SO_RCVTIMEO and SO_SNDTIMEO: one system call moves a whole
-stripe, without the GIL and without a poll before it. An SSLSocket has neither recvmsg_into nor
-sendmsg, and would spin with those options, so `TlsStream` loops in Python.
+"""Sockets with deadlines, plain and TLS, and the greeting.
 
 A deadline holds for all calls until the next `arm`, however few bytes each call moves: the clock is
-read before every system call, and the kernel's time-out is set anew if it exceeds the time left.
-Both streams raise RedisTimeout when the deadline passes, and RedisUnavailable when the connection
-is lost. After the latter the owner closes the stream; after the former, too, unless it counts what
-each call moved. One thread uses a stream; any thread may call `abort`.
+read before every system call. A stream raises RedisTimeout when the deadline passes, and
+RedisUnavailable when the connection is lost. After the latter the owner closes the stream; after
+the former, too, unless it counts what each call moved.
 """
 
 from __future__ import annotations
@@ -20,10 +15,8 @@ import os
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,12 +34,9 @@ from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_
 
 BytesLike = bytes | bytearray | memoryview
 
-# The kernel may overrun a deadline by this: it saves a system call for every stripe.
-_SLACK_S = 0.005
 _LEAST_TIMEOUT_S = 0.001
-_TLS_SEND_BYTES = 256 << 10
-_TLS_TOGETHER_BYTES = 4096
-_TIMEVAL = struct.Struct("@ll")
+_SEND_BYTES = 256 << 10
+_TOGETHER_BYTES = 4096
 # Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
 _TOLERATED = ("NOPERM", "ERR")
 
@@ -92,7 +82,7 @@ class Endpoint:
         return f"{host}:{self.port}"
 
 
-class Stream(ABC):
+class Stream:
     """A socket with a deadline. One thread uses and closes it; others may abort it."""
 
     __slots__ = ("_deadline", "_lock", "_op_timeout_s", "_sock", "_where")
@@ -104,30 +94,19 @@ class Stream(ABC):
         self._deadline = 0.0
         self._lock = threading.Lock()
 
-    @abstractmethod
-    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
-        """Send at least one byte after the first `skip` bytes; return how many."""
-
-    @abstractmethod
-    def send_at_once(self, part: BytesLike) -> int:
-        """Send as much as possible without blocking; return how many bytes, 0 if it is lost."""
-
-    @abstractmethod
-    def receive_some(self, view: memoryview) -> int:
-        """Receive what has arrived, at least one byte, at most the view; return how many."""
-
-    @abstractmethod
-    def receive_most(self, parts: Sequence[memoryview]) -> int:
-        """Fill the parts, or less if time or a signal ends the call; return how many bytes."""
-
-    @abstractmethod
+    @property
     def plain_fileno(self) -> int:
         """The file descriptor, if bytes on it are not encrypted; else -1."""
+        return -1 if isinstance(self._sock, ssl.SSLSocket) else self._sock.fileno()
 
     def connect(self, address: Any, deadline: float) -> None:
         """Raises OSError; TimeoutError if the deadline passes."""
         self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
         self._sock.connect(address)
+        if isinstance(self._sock, ssl.SSLSocket):
+            # The time-out is for the whole handshake.
+            self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
+            self._sock.do_handshake()
 
     def arm(self, deadline: float) -> None:
         """Set the deadline of the next calls: `deadline`, at most an op time-out from now."""
@@ -141,9 +120,35 @@ class Stream(ABC):
         while sent < nbytes:
             sent += self.send_some(parts, sent)
 
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
+        """Send at least one byte after the first `skip` bytes; return how many."""
+        views = _after(parts, skip)
+        # Small parts are joined: of TLS, every send is a record, and often a packet, of its own.
+        small = b""
+        for view in views:
+            if len(small) + view.nbytes > _TOGETHER_BYTES:
+                break
+            small += view
+        try:
+            self._limit()
+            return self._sock.send(small or views[0][:_SEND_BYTES])
+        except OSError as error:
+            raise self._lost(error) from None
+
     def receive_exactly(self, view: memoryview) -> None:
         while view.nbytes:
-            view = view[self.receive_most((view,)) :]
+            view = view[self.receive_some(view) :]
+
+    def receive_some(self, view: memoryview) -> int:
+        """Receive what has arrived, at least one byte, at most the view; return how many."""
+        try:
+            self._limit()
+            received = self._sock.recv_into(view)
+        except OSError as error:
+            raise self._lost(error) from None
+        if received == 0:
+            raise self._lost()
+        return received
 
     def is_quiet(self) -> bool:
         """Whether nothing has arrived: neither bytes nor the end of the connection."""
@@ -172,142 +177,21 @@ class Stream(ABC):
         error = OSError(error_number, os.strerror(error_number)) if error_number else None
         return self._lost(error)
 
-    def _left(self) -> float:
-        """Seconds until the deadline, which has not passed."""
+    def late(self) -> RedisTimeout:
+        return RedisTimeout(f"Redis at {self._where} did not answer in time")
+
+    def _limit(self) -> None:
+        """Have the next call end by the deadline."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise self.late()
-        return left
-
-    def _came(self, received: int) -> int:
-        if received == 0:
-            raise self._lost()
-        return received
+        self._sock.settimeout(left)
 
     def _lost(self, error: OSError | None = None) -> RedisError:
         if isinstance(error, (BlockingIOError, TimeoutError)):
             return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
         return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
-
-    def late(self) -> RedisTimeout:
-        return RedisTimeout(f"Redis at {self._where} did not answer in time")
-
-
-class PlainStream(Stream):
-    """TCP and unix sockets. Owns `sock`, connected or not."""
-
-    __slots__ = ("_is_unix", "_timeout_s")
-
-    def __init__(self, sock: socket.socket, where: str, op_timeout_s: float) -> None:
-        super().__init__(sock, where, op_timeout_s)
-        sock.settimeout(None)
-        self._timeout_s = 0.0
-        self._is_unix = sock.family == socket.AF_UNIX
-
-    def connect(self, address: Any, deadline: float) -> None:
-        super().connect(address, deadline)
-        self._sock.settimeout(None)
-
-    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
-        left = _after(parts, skip) if skip else parts
-        try:
-            if not self._is_unix:
-                self._limit()
-                return self._sock.sendmsg(left)
-            # The time-out of a unix socket starts anew for each 32 KiB that it sends.
-            while True:
-                left_s = self._left()
-                try:
-                    return self._sock.sendmsg(left, (), socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    poll = select.poll()
-                    poll.register(self._sock, select.POLLOUT)
-                    poll.poll(left_s * 1e3)
-        except OSError as error:
-            raise self._lost(error) from None
-
-    def send_at_once(self, part: BytesLike) -> int:
-        try:
-            return self._sock.sendmsg((part,), (), socket.MSG_DONTWAIT)
-        except OSError:
-            return 0
-
-    def plain_fileno(self) -> int:
-        return self._sock.fileno()
-
-    def receive_some(self, view: memoryview) -> int:
-        self._limit()
-        try:
-            return self._came(self._sock.recv_into(view))
-        except OSError as error:
-            raise self._lost(error) from None
-
-    def receive_most(self, parts: Sequence[memoryview]) -> int:
-        self._limit()
-        try:
-            return self._came(self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0])
-        except OSError as error:
-            raise self._lost(error) from None
-
-    def _limit(self) -> None:
-        """Set the kernel's time-out to the time left, unless it is close to that."""
-        left = self._left()
-        if not left * 0.9 <= self._timeout_s <= left + _SLACK_S:
-            self._timeout_s = max(left, _LEAST_TIMEOUT_S)
-            whole, part = divmod(self._timeout_s, 1.0)
-            timeval = _TIMEVAL.pack(int(whole), int(part * 1e6))
-            try:
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-            except OSError as error:
-                raise self._lost(error) from None
-
-
-class TlsStream(Stream):
-    """TLS: one call a record, time-outs by Python. Owns `sock`."""
-
-    __slots__ = ("_tls",)
-
-    def __init__(self, sock: ssl.SSLSocket, where: str, op_timeout_s: float) -> None:
-        super().__init__(sock, where, op_timeout_s)
-        self._tls = sock
-
-    def connect(self, address: Any, deadline: float) -> None:
-        super().connect(address, deadline)
-        self._tls.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
-        # The time-out is for the whole handshake.
-        self._tls.do_handshake()
-
-    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
-        views = _after(parts, skip)
-        # Small parts are joined: every send is a record, and often a packet, of its own.
-        small = b""
-        for view in views:
-            if len(small) + view.nbytes > _TLS_TOGETHER_BYTES:
-                break
-            small += view
-        try:
-            self._tls.settimeout(self._left())
-            return self._tls.send(small or views[0][:_TLS_SEND_BYTES])
-        except OSError as error:
-            raise self._lost(error) from None
-
-    def send_at_once(self, part: BytesLike) -> int:
-        return 0
-
-    def plain_fileno(self) -> int:
-        return -1
-
-    def receive_some(self, view: memoryview) -> int:
-        try:
-            self._tls.settimeout(self._left())
-            return self._came(self._tls.recv_into(view))
-        except OSError as error:
-            raise self._lost(error) from None
-
-    def receive_most(self, parts: Sequence[memoryview]) -> int:
-        return self.receive_some(next(part for part in parts if part.nbytes))
 
 
 def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
