@@ -6,9 +6,8 @@ One thread is faster than several, which would wait for each other's GIL
 (docs/internals/data-plane.md has the measurement). Replies arrive in the order of the requests, so
 the thread waits for the connection that it asked first.
 
-A stripe is in flight from its request to its end. If its job ends earlier (late, cancelled), the
-rest of the reply is received into memory of the thread, and the slot is free. `reading` and
-`writing` say what follows from the end of a stripe.
+A stripe is in flight from its request to its end. A connection whose stripe still uses a slot at
+the deadline of its job is closed. `transfers` says what follows from the end of a stripe.
 """
 
 from __future__ import annotations
@@ -73,15 +72,19 @@ Mover = NativeMover | PythonMover
 class Lane:
     """A connection, and the stripe in flight on it.
 
-    task: None if there is none, or if its job has ended and the rest of its reply is dropped.
     until: when the connection is closed unless the reply has arrived (`time.monotonic()`).
     """
 
     connection: Connection
     handle: Handle
-    task: StripeTask | None = None
+    task: StripeTask = (None, 0, None)
     packed: Packed = SENT
     until: float = 0.0
+
+    @property
+    def uses_slot(self) -> bool:
+        """A stripe is in flight to a slot, or has not left one."""
+        return self.packed is not SENT
 
 
 @dataclass(slots=True, eq=False)
@@ -162,9 +165,6 @@ class BulkWorker(Worker):
     def _sent(self, jobs: Collection[Any]) -> None:
         """A stripe of each job was sent from its slot."""
 
-    def _release_ended(self, now: float) -> None:
-        """Free the slots of stripes in flight whose jobs have ended."""
-
     def _all_closed(self) -> None:
         """All connections were closed, and no stripe is in flight."""
 
@@ -203,14 +203,14 @@ class BulkWorker(Worker):
             packed = [self._pack(task) for task in begun]
             lanes = [*self._lanes.busy, *idle]
             now = time.monotonic()
-            using = [lane.task for lane in self._lanes.busy if lane.packed is not SENT] + begun
+            using = [lane.task for lane in self._lanes.busy if lane.uses_slot] + begun
             call = MoveCall(
                 [lane.handle for lane in lanes],
                 [lane.packed for lane in self._lanes.busy] + packed,
                 len(self._lanes.busy),
                 self._lanes.is_sending,
                 not begun or not len(self._queue),
-                min([now + SLICE_S, *[task[0].deadline for task in using if task]]),
+                min([now + SLICE_S, *[task[0].deadline for task in using]]),
                 self._checksums,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
@@ -264,9 +264,7 @@ class BulkWorker(Worker):
         now: float,
     ) -> None:
         """Process what was sent, what ended, and what was not sent."""
-        in_flight: list[tuple[Lane, StripeTask | None]] = [
-            (lane, lane.task) for lane in self._lanes.busy
-        ]
+        in_flight = [(lane, lane.task) for lane in self._lanes.busy]
         until = now + self._server.options.op_timeout_s
         for number, task, some in zip(moved.lanes, begun, packed, strict=False):
             lane = lanes[number]
@@ -283,7 +281,7 @@ class BulkWorker(Worker):
         if self._lanes.is_sending:
             sent.pop()
         if sent and not self._is_load:
-            self._sent([task[0] for _, task in sent if task is not None])
+            self._sent([task[0] for _, task in sent])
             half_sent = in_flight[-1][0] if self._lanes.is_sending else None
             for lane, _ in sent:
                 if lane is not half_sent:
@@ -295,7 +293,7 @@ class BulkWorker(Worker):
         good = [
             (task, result)
             for (_, task), result in zip(ended, moved.done, strict=True)
-            if task is not None and isinstance(result, bytes)
+            if isinstance(result, bytes)
         ]
         if good:
             self._succeeded(good)
@@ -305,30 +303,24 @@ class BulkWorker(Worker):
             lane = self._lanes.busy[-1]
             self._give_up(lane, lane.connection.stream.lost(moved.sending))
 
-    def _see_to(self, lane: Lane, task: StripeTask | None, failure: StripeFailure) -> None:
+    def _see_to(self, lane: Lane, task: StripeTask, failure: StripeFailure) -> None:
         error = error_in(failure, lane.connection.stream)
         if failure[0] >= End.OTHER_LENGTH:
             lane.connection.close()
-        if task is not None:
-            self._failed(lane, task, failure, error)
-        elif error is not None:
-            self._judge(error, lane.connection)
+        self._failed(lane, task, failure, error)
         if not lane.connection.is_open and lane in self._lanes.idle:
             self._lanes.idle.remove(lane)
 
     def _end_late(self) -> None:
-        """Free the slots of ended jobs, and close connections whose replies are overdue."""
-        if not self._lanes.busy:
-            return
+        """Close connections whose replies are overdue, or whose jobs are."""
         now = time.monotonic()
-        self._release_ended(now)
-        last = self._lanes.busy[-1]
-        if self._lanes.is_sending and last.task is not None and last.task[0].deadline <= now:
-            self._give_up(last, last.connection.stream.late())
-        if self._lanes.busy and (first := self._lanes.busy[0]).until <= now:
+        busy = self._lanes.busy
+        for lane in [each for each in busy if each.uses_slot and each.task[0].deadline <= now]:
+            self._give_up(lane, lane.connection.stream.late())
+        if busy and (first := busy[0]).until <= now:
             self._give_up(first, first.connection.stream.late())
-            if self._lanes.busy:
-                self._lanes.busy[0].until = max(self._lanes.busy[0].until, now + _LEAST_PATIENCE_S)
+            if busy:
+                busy[0].until = max(busy[0].until, now + _LEAST_PATIENCE_S)
 
     def _give_up(self, lane: Lane, error: RedisError) -> None:
         """Close a connection that has a stripe in flight."""
@@ -336,10 +328,7 @@ class BulkWorker(Worker):
             self._lanes.is_sending = False
         self._lanes.busy.remove(lane)
         lane.connection.close()
-        if lane.task is not None:
-            self._lost(lane, lane.task, error)
-        else:
-            self.connections_lost += 1
+        self._lost(lane, lane.task, error)
 
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
@@ -350,8 +339,7 @@ class BulkWorker(Worker):
         # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
         self._drop_dead()
         # The stripes in flight have deadlines to keep.
-        jobs = [lane.task[0] for lane in self._lanes.busy if lane.task]
-        deadline = min([job.deadline for job in jobs], default=float("inf"))
+        deadline = min([lane.task[0].deadline for lane in lanes.busy], default=float("inf"))
         while len(lanes) < lanes.most and len(self._queue) > len(lanes.idle):
             connection = self._new_connection()
             try:
@@ -378,6 +366,5 @@ class BulkWorker(Worker):
         for lane in (*lanes.busy, *lanes.idle):
             lane.connection.close()
         for lane in lanes.busy:
-            if lane.task is not None:
-                self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
+            self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
         self._all_closed()
