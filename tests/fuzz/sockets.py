@@ -24,7 +24,7 @@ from lmcache_redis.resp.bulk import (
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import PlainStream
+from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.resp.transfers import Verified, verify
 from tests.fuzz.mutation import Mutator
@@ -54,7 +54,7 @@ GETS = (
 )
 
 
-class _ShortReads(PlainStream):
+class _ShortReads(Stream):
     """A socket that brings what there is in pieces: no read gets more than `most` bytes."""
 
     __slots__ = ("most",)
@@ -70,10 +70,10 @@ class _OneSocket:
         self._stream = _ShortReads(sock, "fuzz", _FAR_S)
         self._stream.most = most
 
-    def open(self, name: str, deadline: float) -> PlainStream:
+    def open(self, name: str, deadline: float) -> Stream:
         return self._stream
 
-    def discard(self, stream: PlainStream) -> None:
+    def discard(self, stream: Stream) -> None:
         stream.close()
 
 
@@ -199,7 +199,7 @@ def run_compiled(data: bytes, mutator: Mutator) -> str:
 
 
 def _is_unread(connection: Connection) -> bool:
-    with socket.socket(fileno=os.dup(connection.stream.plain_fileno())) as sock:
+    with socket.socket(fileno=os.dup(connection.stream.plain_fileno)) as sock:
         try:
             return bool(sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
         except BlockingIOError:

@@ -44,7 +44,7 @@ from lmcache_redis.resp.bulk import (
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import PlainStream, Stream
+from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.transfers import Verified, verify
 
 PAYLOAD = 4096
@@ -108,7 +108,7 @@ class Lanes:
 
     def __init__(self, mover: Mover, count: int = 3) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
-        self.streams = [PlainStream(ours, "test", 10.0) for ours, _ in pairs]
+        self.streams = [Stream(ours, "test", 10.0) for ours, _ in pairs]
         self.servers = [server for _, server in pairs]
         self.handles = [mover.handle(stream) for stream in self.streams]
         self._mover = mover
@@ -541,7 +541,7 @@ class OneSocket:
 
     def __init__(self) -> None:
         ours, self.peer = socket.socketpair()
-        self._stream = PlainStream(ours, "test", 10.0)
+        self._stream = Stream(ours, "test", 10.0)
 
     def open(self, name: str, deadline: float) -> Stream:
         return self._stream

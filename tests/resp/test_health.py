@@ -159,14 +159,15 @@ class Prober:
             server.url, **{"probe_interval_s": 0.01, "heartbeat_s": 0.01, **options}
         )
         self.connector = Connector(parse_deployment(settings).server, SLOW_S, SLOW_S)
+        self.options = settings
         self.write_state = WritePause()
-        self.went_down = 0
-        self.health = Health(self.connector, settings, self.write_state, self._on_down)
+        self.outages = 0
+        self.health = Health(self)  # type: ignore[arg-type]
         self.step = self.health._step
 
-    def _on_down(self) -> None:
+    def went_down(self) -> None:
         assert not self.health.is_up
-        self.went_down += 1
+        self.outages += 1
 
     def down(self, text: str = "gone") -> None:
         self.health.down(RedisUnavailable(text), time.monotonic())
@@ -215,7 +216,7 @@ def test_a_server_is_up_once_a_probe_was_answered(
     close(prober)
     assert not prober.health.is_up
     assert not prober.health.wait_up()
-    assert prober.went_down == 0
+    assert prober.outages == 0
 
 
 def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
@@ -261,10 +262,10 @@ def test_a_heartbeat_that_fails_takes_the_server_down(
     says[b"PING"] = reply
     prober.step()
     assert not prober.health.is_up
-    assert (prober.went_down, prober.connector.connects) == (1, 1), "it tries no other connection"
+    assert (prober.outages, prober.connector.connects) == (1, 1), "it tries no other connection"
     assert prober.connector.open_streams == 0
     prober.step()
-    assert (prober.went_down, prober.connector.connects) == (1, 2)
+    assert (prober.outages, prober.connector.connects) == (1, 2)
     assert prober.connector.open_streams == 0
     says.clear()
     prober.step()
@@ -301,7 +302,7 @@ def test_an_unsteady_server_is_logged_once(
         prober.down()
         assert not prober.health.is_up
     prober.step()
-    assert prober.went_down == 3
+    assert prober.outages == 3
     assert caplog.text.count("Redis is down, nothing is loaded or stored: gone") == 1
     assert caplog.text.count("is up again after") == 1
     prober.down("another reason")
@@ -321,7 +322,7 @@ def test_an_outage_of_one_kind_is_logged_at_both_ends(
         prober.health._failed(RedisUnavailable("gone"))
     prober.step()
     assert caplog.text.count("Redis is down") == caplog.text.count("is up again after") == 1
-    assert (prober.went_down, prober.health.notes.count) == (1, 3)
+    assert (prober.outages, prober.health.notes.count) == (1, 3)
     close(prober)
 
 
@@ -336,7 +337,7 @@ def test_what_was_seen_before_the_last_change_counts_no_more(probed: LyingServer
     assert prober.health.state.reason == "gone"
     close(prober)
     prober.down()
-    assert prober.went_down == 1
+    assert prober.outages == 1
 
 
 def test_wrong_credentials_are_not_tried_again_soon(
@@ -371,7 +372,7 @@ def test_a_connection_that_was_lost_is_tried_again(server: RedisServer) -> None:
         client.client_kill_filter(_type="normal", skipme=True)
     prober.step()
     assert prober.health.is_up
-    assert (prober.went_down, prober.connector.connects) == (0, 2)
+    assert (prober.outages, prober.connector.connects) == (0, 2)
     close(prober)
 
 
