@@ -28,8 +28,7 @@ from lmcache_redis.chunks.frame import (
     is_expected,
 )
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import Stream
+from lmcache_redis.resp.net.connection import Connection, Stream
 from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length, value_head
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new

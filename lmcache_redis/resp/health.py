@@ -30,7 +30,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, StripeTask, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.stream import Endpoint
+from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 

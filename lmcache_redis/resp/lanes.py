@@ -38,8 +38,7 @@ from lmcache_redis.resp.bulk import (
 )
 from lmcache_redis.resp.health import DataServer, Worker, stop_for
 from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
-from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import Stream
+from lmcache_redis.resp.net.connection import Connection, Stream
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
 
 # The pause before the next attempt, if the server has no room for another connection.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError, RedisUnavailable
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.stream import NO_SENTINEL, Endpoint, is_no_sentinel
+from lmcache_redis.resp.net.endpoint import NO_SENTINEL, Endpoint, is_no_sentinel
 from lmcache_redis.resp.net.wire import pack_command
 from lmcache_redis.resp.options import Deployment, Topology
 

@@ -50,7 +50,7 @@ from lmcache_redis.resp.jobs import (
     jittered,
 )
 from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
-from lmcache_redis.resp.net.stream import Endpoint
+from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import RemovalListener, Removals
 from lmcache_redis.resp.transfers import Read, Reader, Writer

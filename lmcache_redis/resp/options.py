@@ -34,7 +34,7 @@ from lmcache_redis.config import (
     check_redis,
 )
 from lmcache_redis.errors import ConfigError, RedisAuthError
-from lmcache_redis.resp.net.stream import Credentials, Endpoint, Transport, brief
+from lmcache_redis.resp.net.endpoint import Credentials, Endpoint, Transport, brief
 from lmcache_redis.resp.net.tls import TLS_FILES
 from lmcache_redis.seal import SealKeys, read_seal_keys
 

@@ -23,8 +23,7 @@ from lmcache_redis.resp.bulk import (
     receive_value,
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
-from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import Stream
+from lmcache_redis.resp.net.connection import Connection, Stream
 from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.resp.transfers import Verified, verify
 from tests.fuzz.mutation import Mutator

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome, calls
-from lmcache_redis.resp.calls import ask_in_rounds
+from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome
+from lmcache_redis.resp import plane as plane_module
+from lmcache_redis.resp.plane import ask_in_rounds
 from tests.resp.helpers import (
     NAMESPACE,
     PATIENCE_S,
@@ -62,7 +63,7 @@ def test_what_an_earlier_round_has_found_stands(monkeypatch: pytest.MonkeyPatch)
     """No count of a key is asked for twice, or lost."""
     keys = KEYS[:6]
 
-    monkeypatch.setattr(calls, "_FIRST_ROUND_KEYS", 1)
+    monkeypatch.setattr(plane_module, "_FIRST_ROUND_KEYS", 1)
 
     def rounds(*said: CallOutcome, **more: Any) -> tuple[list[Any], list[Any]]:
         """What is asked and what is answered; the first key of a round is there."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from lmcache_redis.resp.maps import SLOTS, ServerMap
-from lmcache_redis.resp.net.stream import Endpoint, Transport
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.node import Routes, slot_of
 
 SERVERS = tuple(Endpoint(Transport.TCP, host="h", port=port) for port in (1, 2, 3))

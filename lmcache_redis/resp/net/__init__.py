@@ -2,6 +2,6 @@
 
 wire         RESP: commands to bytes, bytes to replies
 tls          contexts, and what their errors mean
-stream       bytes over a socket, with a deadline; the greeting, and what its errors mean
-connection   name look-up, connecting; requests and replies in order
+endpoint     addresses, credentials, and what the errors of connecting mean
+connection   sockets with deadlines; name look-up, connecting; requests and replies in order
 """

@@ -5,6 +5,11 @@ name has. The greeting has the op time-out, however slowly its replies arrive. A
 shortens both. A name look-up cannot be interrupted: it has a thread of its own, which concurrent
 callers share, and no call waits for it beyond its deadline.
 
+The deadline of a `Stream` holds for all calls until the next `arm`, however few bytes each call
+moves: the clock is read before every system call. It raises RedisTimeout when the deadline passes,
+and RedisUnavailable when the connection is lost. After the latter the owner closes the stream;
+after the former, too, unless it counts what each call moved.
+
 A connection is open from `open` until `close`, and closes itself after a time-out, a loss or a
 malformed reply: the next bytes on the socket would be unknown. An error reply leaves it in step and
 open.
@@ -17,30 +22,34 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import math
+import os
+import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.stream import (
+from lmcache_redis.resp.net.endpoint import (
     Endpoint,
-    Stream,
     Transport,
     auth_command,
-    greet,
+    judge_greeting,
     translated,
 )
 from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
-    LEAST_REPLY_BYTES,
     MAX_REPLY_BYTES,
     PING_COMMAND,
     PONG,
+    ErrorReply,
     Reply,
     ReplyBuffer,
+    pack_command,
     without_errors,
 )
 
@@ -55,9 +64,133 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 _RECEIVE_BYTES = 64 << 10
+_LEAST_TIMEOUT_S = 0.001
+_SEND_BYTES = 256 << 10
+_TOGETHER_BYTES = 4096
+
+BytesLike = bytes | bytearray | memoryview
 
 # As in the socket module: the family, and the argument of `connect`.
 Address = tuple[int, Any]
+
+
+class Stream:
+    """A socket with a deadline. One thread uses and closes it; others may abort it."""
+
+    __slots__ = ("_deadline", "_lock", "_op_timeout_s", "_sock", "_where")
+
+    def __init__(self, sock: socket.socket, where: str, op_timeout_s: float) -> None:
+        self._sock = sock
+        self._where = where
+        self._op_timeout_s = op_timeout_s
+        self._deadline = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def plain_fileno(self) -> int:
+        """The file descriptor, if bytes on it are not encrypted; else -1."""
+        return -1 if isinstance(self._sock, ssl.SSLSocket) else self._sock.fileno()
+
+    def connect(self, address: Any, deadline: float) -> None:
+        """Raises OSError; TimeoutError if the deadline passes."""
+        self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
+        self._sock.connect(address)
+        if isinstance(self._sock, ssl.SSLSocket):
+            # The time-out is for the whole handshake.
+            self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
+            self._sock.do_handshake()
+
+    def arm(self, deadline: float) -> None:
+        """Set the deadline of the next calls: `deadline`, at most an op time-out from now."""
+        now = time.monotonic()
+        self._deadline = min(now + self._op_timeout_s, deadline)
+        if self._deadline <= now:
+            raise self.late()
+
+    def send(self, parts: Sequence[BytesLike], nbytes: int) -> None:
+        sent = 0
+        while sent < nbytes:
+            sent += self.send_some(parts, sent)
+
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
+        """Send at least one byte after the first `skip` bytes; return how many."""
+        views = _after(parts, skip)
+        # Small parts are joined: of TLS, every send is a record, and often a packet, of its own.
+        small = b""
+        for view in views:
+            if len(small) + view.nbytes > _TOGETHER_BYTES:
+                break
+            small += view
+        try:
+            self._limit()
+            return self._sock.send(small or views[0][:_SEND_BYTES])
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def receive_some(self, view: memoryview) -> int:
+        """Receive what has arrived, at least one byte, at most the view; return how many."""
+        try:
+            self._limit()
+            received = self._sock.recv_into(view)
+        except OSError as error:
+            raise self._lost(error) from None
+        if received == 0:
+            raise self._lost()
+        return received
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has arrived: neither bytes nor the end of the connection."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
+
+    def abort(self) -> None:
+        """Make the call in flight fail at once. From any thread, any number of times."""
+        with self._lock:
+            if self._sock.fileno() >= 0:
+                try:
+                    # Not unwrap(): a TLS goodbye could wait for the peer.
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTCONN, errno.EINVAL):
+                        raise
+
+    def close(self) -> None:
+        # Under the lock: `abort` must not shut down another socket with this descriptor.
+        with self._lock:
+            self._sock.close()
+
+    def lost(self, error_number: int) -> RedisError:
+        """The error for an errno of the native extension (0: the server closed the connection)."""
+        error = OSError(error_number, os.strerror(error_number)) if error_number else None
+        return self._lost(error)
+
+    def late(self) -> RedisTimeout:
+        return RedisTimeout(f"Redis at {self._where} did not answer in time")
+
+    def _limit(self) -> None:
+        """Have the next call end by the deadline."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self.late()
+        self._sock.settimeout(left)
+
+    def _lost(self, error: OSError | None = None) -> RedisError:
+        if isinstance(error, (BlockingIOError, TimeoutError)):
+            return self.late()
+        why = "it was closed by the server" if error is None else error.strerror or str(error)
+        return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
+
+
+def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
+    """Views of `parts` after their first `nbytes` bytes, without copies."""
+    left: list[memoryview] = []
+    for part in parts:
+        view = memoryview(part)
+        if nbytes < view.nbytes:
+            left.append(view.cast("B")[nbytes:])
+        nbytes = max(0, nbytes - view.nbytes)
+    return left
 
 
 class Connector:
@@ -94,7 +227,7 @@ class Connector:
         try:
             stream = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
             try:
-                greet(stream, self.endpoint, auth, client_name, deadline)
+                self._greet(stream, auth, client_name, deadline)
             except BaseException:
                 self.discard(stream)
                 raise
@@ -162,6 +295,31 @@ class Connector:
         except BaseException:
             sock.close()
             raise
+
+    def _greet(
+        self, stream: Stream, auth: tuple[str, ...] | None, client_name: str, deadline: float
+    ) -> None:
+        """Authenticate, select the database, name the connection. auth: the words of AUTH."""
+        commands = [auth] if auth is not None else []
+        if self.endpoint.db:
+            commands.append(("SELECT", str(self.endpoint.db)))
+        commands.append(("CLIENT", "SETNAME", client_name))
+        stream.arm(deadline)
+        request = b"".join([pack_command(*words) for words in commands])
+        # A server at its maxclients says so and closes: its reply may have arrived.
+        with contextlib.suppress(RedisUnavailable):
+            stream.send((request,), len(request))
+        buffer = ReplyBuffer()
+        view = memoryview(bytearray(4096))
+        replied = 0
+        while replied < len(commands):
+            buffer.feed(view[: stream.receive_some(view)])
+            for reply in buffer.take(len(commands) - replied):
+                if isinstance(reply, ErrorReply):
+                    judge_greeting(reply, commands[replied][0], self.endpoint)
+                replied += 1
+        if buffer.has_rest or not stream.is_quiet():
+            raise RedisProtocolError("the server sent something that was not asked for")
 
     # ------------------------------------------------------------------ names
 
@@ -276,12 +434,6 @@ class Connection:
         replies: list[Reply] = []
         try:
             stream.arm(deadline)
-            # The minimum size of `least` replies, in one call: otherwise they arrive in pieces.
-            wanted = LEAST_REPLY_BYTES * least
-            if least > 1 and wanted <= view.nbytes and not self._replies.has_rest:
-                stream.receive_exactly(view[:wanted])
-                self._replies.feed(view[:wanted])
-                replies = self._replies.take(most)
             while len(replies) < least:
                 self._replies.feed(view[: stream.receive_some(view)])
                 replies += self._replies.take(most - len(replies))

@@ -34,7 +34,6 @@ CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
 PONG: Final = b"PONG"
 ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
-LEAST_REPLY_BYTES: Final = 3  # +\r\n
 MAX_REPLY_BYTES: Final = 4 << 20
 # In the arrays of a reply that are longer than 999: hiredis allocates 8 bytes for each of them.
 MAX_ELEMENTS: Final = 1 << 18
@@ -111,7 +110,7 @@ def end_of_command(ttl_s: int) -> bytes:
 
 
 def keys_commands(
-    name: bytes, keys: Sequence[bytes], group_keys: int, suffix: bytes = b""
+    name: bytes, keys: Sequence[bytes], group_keys: int = 1, suffix: bytes = b""
 ) -> bytes:
     """Commands whose arguments are all keys (EXISTS, UNLINK), each with the next `group_keys` keys.
 
