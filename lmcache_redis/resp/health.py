@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -52,61 +52,6 @@ WRITE_PAUSE_S = 0.5
 _RENEW_EVERY_S = 5.0
 # Between a worker's first failed attempt to connect and the next.
 _AGAIN_S = 0.05
-
-
-@dataclass(slots=True)
-class Breaker:
-    """DOWN until a probe is answered, UP until a definite failure.
-
-    While DOWN, only probes are sent, at `next_probe_at`. While UP, heartbeats are, and a probe at
-    once when `suspected`. Times are monotonic seconds. A method that can change `up` returns
-    whether it did, so that a change is logged once.
-
-    failures: since the server was last steady. Each doubles the pause, up to two seconds, also that
-    of a server that is up and down in quick succession (a probe may succeed while workers fail, as
-    when only one more connection is allowed). Pauses have jitter: the agents of a fleet do not all
-    knock at once.
-    """
-
-    probe_interval_s: float
-    heartbeat_s: float
-    up: bool = False
-    probed: bool = False
-    reason: str = "Redis has not been asked yet"
-    since: float = 0.0
-    next_probe_at: float = 0.0
-    failures: int = 0
-
-    def answered(self, now: float) -> bool:
-        """A probe was answered."""
-        changed = not self.up
-        if changed:
-            self.since = now
-            self.reason = ""
-        self.up = True
-        self.probed = True
-        self.next_probe_at = now + jittered(self.heartbeat_s)
-        return changed
-
-    def failed(self, now: float, reason: str, retry_after_s: float = 0.0) -> bool:
-        """A probe failed, or an operation failed definitely: schedule the next probe."""
-        changed = self.up or not self.probed
-        if self.up:
-            if now - self.since >= STEADY_AFTER_S:
-                self.failures = 0
-            self.since = now
-        pause_s = backoff_s(self.failures, self.probe_interval_s, LONGEST_PAUSE_S)
-        self.failures += 1
-        self.up = False
-        self.probed = True
-        self.reason = reason
-        self.next_probe_at = now + max(pause_s, jittered(retry_after_s))
-        return changed
-
-    def suspected(self, now: float) -> None:
-        """An operation timed out: the server may only be slow. Probe now."""
-        if self.up:
-            self.next_probe_at = now
 
 
 class WritePause:
@@ -167,15 +112,21 @@ class ErrorNotes:
 
 
 class Health:
-    """Whether a server is up: owns the prober thread and its connection."""
+    """Whether a server is up: owns the prober thread and its connection.
+
+    DOWN until a probe is answered, UP until a definite failure. While DOWN, only probes are sent,
+    later and later. A server that is up and down in quick succession is probed less often, too (a
+    probe may succeed while workers fail, as when only one more connection is allowed). Pauses have
+    jitter: the agents of a fleet do not all knock at once.
+    """
 
     def __init__(self, server: DataServer) -> None:
         self.notes = ErrorNotes()
         self.thread = LoopThread("lmcr-health", self._step)
         self._server = server
-        options = server.options
-        since = time.monotonic()
-        self._breaker = Breaker(options.probe_interval_s, options.heartbeat_s, since=since)
+        self._state = PlaneState(False, False, "Redis has not been asked yet", time.monotonic())
+        self._next_probe_at = 0.0
+        self._failures = 0  # since the server was last steady
         self._connection = self._new_connection()
         self._logged_down = False
         self._closing = False
@@ -183,36 +134,35 @@ class Health:
 
     @property
     def is_up(self) -> bool:
-        return self._breaker.up and not self._closing
+        return self._state.up and not self._closing
 
     @property
     def state(self) -> PlaneState:
-        with self._changed:
-            breaker = self._breaker
-            reason = breaker.reason or self.notes.last
-            return PlaneState(breaker.up, breaker.probed, reason, breaker.since)
+        """Its reason is the last error, while the server is up."""
+        return replace(self._state, reason=self._state.reason or self.notes.last)
 
     def wait_up(self) -> bool:
         """Wait until the server is up; False if the plane is closed first."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_up or self._closing)
+            self._changed.wait_for(lambda: self._state.up or self._closing)
             return not self._closing
 
     def wait_probed(self, timeout_s: float) -> None:
         """Wait for the end of the first probe, at most `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._breaker.probed or self._closing, timeout_s)
+            self._changed.wait_for(lambda: self._state.probed or self._closing, timeout_s)
 
     def suspect(self, error: RedisError) -> None:
-        """An operation timed out: have the prober probe."""
+        """An operation timed out: the server may only be slow. Have the prober probe."""
         with self._changed:
             self.notes.add(error)
-            self._breaker.suspected(time.monotonic())
+            if self._state.up:
+                self._next_probe_at = time.monotonic()
             self._changed.notify_all()
 
     def down(self, error: RedisError | ConfigError, tried_at: float) -> None:
         """The server was unusable at `tried_at`: it refused the connection, or said so."""
-        if self.is_up and self.state.since <= tried_at:
+        if self.is_up and self._state.since <= tried_at:
             # Otherwise a later probe has found it up, or it is down.
             self._failed(error)
 
@@ -235,7 +185,7 @@ class Health:
     def _step(self) -> bool:
         with self._changed:
             while not self._closing:
-                left_s = self._breaker.next_probe_at - time.monotonic()
+                left_s = self._next_probe_at - time.monotonic()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
@@ -287,34 +237,41 @@ class Health:
 
     def _answered(self) -> None:
         with self._changed:
-            now = time.monotonic()
-            since = self._breaker.since
-            first = not self._breaker.probed
-            changed = self._breaker.answered(now)
-            if self._closing or not changed:
+            now, before = time.monotonic(), self._state
+            self._next_probe_at = now + jittered(self._server.options.heartbeat_s)
+            if self._closing or before.up:
                 return
+            self._state = PlaneState(True, True, "", now)
             self._changed.notify_all()
         where = self._server.connector.endpoint.where
-        if first:
+        if not before.probed:
             logger.info("connected to Redis at %s", where)
         elif self._logged_down:
-            logger.info("Redis at %s is up again after %.1f s", where, now - since)
+            logger.info("Redis at %s is up again after %.1f s", where, now - before.since)
 
     def _failed(self, error: RedisError | ConfigError) -> None:
+        """A probe failed, or an operation failed definitely."""
         retry_after_s = _REFUSED_RETRY_S if isinstance(error, (RedisAuthError, ConfigError)) else 0
         with self._changed:
             if self._closing:
                 return
+            now, before = time.monotonic(), self._state
+            if before.up and now - before.since >= STEADY_AFTER_S:
+                self._failures = 0
+            first_s = self._server.options.probe_interval_s
+            pause_s = backoff_s(self._failures, first_s, LONGEST_PAUSE_S)
+            self._next_probe_at = now + max(pause_s, jittered(retry_after_s))
+            self._failures += 1
+            self._state = PlaneState(False, True, str(error), now if before.up else before.since)
             self.notes.add(error)
-            was_up = self.is_up
-            changed = self._breaker.failed(time.monotonic(), str(error), retry_after_s)
             self._changed.notify_all()
+            changed = before.up or not before.probed
             # If a server changes every second, log the same line once a minute.
-            log = self.notes.is_new(str(error)) or (changed and self._breaker.failures <= 1)
+            log = self.notes.is_new(str(error)) or (changed and self._failures <= 1)
             self._logged_down = log or (self._logged_down and not changed)
         if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
-        if was_up:
+        if before.up:
             self._server.went_down()
 
 
