@@ -66,20 +66,13 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
         for found in _counts(pipeline.receive(least), keys, before, GROUP_KEYS):
             group = keys[before : before + GROUP_KEYS]
             if found < len(group):
-                return before + (found and _first_gap(pipeline, group, suffix))
+                # Perhaps no gap now: the missing key was stored since. No later group is asked
+                # about again.
+                return before + (found and [*_one_by_one(pipeline, group, suffix), 0].index(0))
             before += GROUP_KEYS
         # Each wake-up of this thread costs the server time, too.
         least = -(-pipeline.outstanding // 2)
     return len(keys)
-
-
-def _first_gap(pipeline: Pipeline, group: Sequence[bytes], suffix: bytes) -> int:
-    """The first gap in a group of which some keys exist, asked after what is outstanding."""
-    earlier = pipeline.outstanding
-    pipeline.send(*_in_groups(group, 1, suffix))
-    replies = without_errors(pipeline.receive_all())
-    # Perhaps no gap now: the missing key was stored since. The later groups are not asked again.
-    return [*_counts(replies[earlier:], group, 0, 1), 0].index(0)
 
 
 def find_present(
@@ -88,10 +81,10 @@ def find_present(
     """For each key, with `suffix` at its end, 1 if it exists, else 0."""
     pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
     groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
-    found = list(zip(groups, _all_counts(pipeline, keys, GROUP_KEYS), strict=True))
-    one_by_one = [key for group, count in found if 0 < count < len(group) for key in group]
-    pipeline.send(*_in_groups(one_by_one, 1, suffix))
-    looked_up = iter(_all_counts(pipeline, one_by_one, 1))
+    counts = _counts(without_errors(pipeline.receive_all()), keys, 0, GROUP_KEYS)
+    found = list(zip(groups, counts, strict=True))
+    unclear = [key for group, count in found if 0 < count < len(group) for key in group]
+    looked_up = iter(_one_by_one(pipeline, unclear, suffix))
     present: list[int] = []
     for group, count in found:
         size = len(group)
@@ -99,9 +92,12 @@ def find_present(
     return present
 
 
-def _all_counts(pipeline: Pipeline, keys: Sequence[bytes], group_keys: int) -> list[int]:
-    """How many keys of each group exist; the groups have been asked for."""
-    return list(_counts(without_errors(pipeline.receive_all()), keys, 0, group_keys))
+def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes) -> list[int]:
+    """Ask about each key by itself, after what is outstanding: 1 if it exists, else 0."""
+    earlier = pipeline.outstanding
+    pipeline.send(*_in_groups(keys, 1, suffix))
+    replies = without_errors(pipeline.receive_all())
+    return list(_counts(replies[earlier:], keys, 0, 1))
 
 
 def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes) -> Request:

@@ -160,11 +160,13 @@ class Jobs:
         if not self.started or self.closed:
             raise RuntimeError("the Redis plane is not running")
 
-    def enter(self, jobs: Collection[JobT]) -> Sequence[JobT]:
-        """Register jobs: they will be answered. Returns those to queue, whose servers are up."""
+    def enter(self, jobs: Collection[JobT], chunks: Iterable[ChunkIO] = ()) -> Sequence[JobT]:
+        """Register jobs: they will be answered. Returns those to queue, whose servers are up.
+
+        chunks: of transfers, which can be cancelled from now on.
+        """
         self._jobs.update(jobs)
-        if cancelled := [job for job in jobs if job.answered]:
-            self._jobs.difference_update(cancelled)
+        self.transfers.update(zip(chunks, jobs, strict=False))
         refused = self.refuse(jobs)
         accepted = [job for job in jobs if job not in refused] if refused else list(jobs)
         if accepted:

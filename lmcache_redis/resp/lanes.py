@@ -208,7 +208,7 @@ class BulkWorker(Worker):
                 [lane.packed for lane in self._lanes.busy] + packed,
                 len(self._lanes.busy),
                 self._lanes.is_sending,
-                not begun or not len(self._queue),
+                not len(self._queue) or not (begun or self._lanes.is_sending),
                 min([now + SLICE_S, *[task[0].deadline for task in using]]),
                 self._checksums,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
@@ -226,8 +226,8 @@ class BulkWorker(Worker):
         """Append stripes that wait to `begun`; return the lanes that they may use."""
         most = MOST_TASKS
         if self._seal_keys is not None:
-            # Behind a stripe that was sent in part, few are sent: the others are sealed again.
-            most = 1 if self._lanes.is_sending else SEALED_TOGETHER
+            # The ciphertext of one that was sent in part is still needed.
+            most = 0 if self._lanes.is_sending else SEALED_TOGETHER
         tasks = self._queue.take_some(most)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
         if asking is not None:

@@ -111,10 +111,8 @@ class Routes(Generic[NodeT]):
         if self._by_slot is None:
             return {self._single: list(range(len(keys)))} if keys else {}
         by_node: dict[NodeT | None, list[int]] = defaultdict(list)
-        by_slot, crc = self._by_slot, binascii.crc_hqx
         for index, key in enumerate(keys):
-            slot = slot_of(key) if b"{" in key else crc(key, 0) % SLOTS
-            by_node[by_slot[slot]].append(index)
+            by_node[self._by_slot[slot_of(key)]].append(index)
         return by_node
 
 

@@ -382,12 +382,11 @@ class RedisPlane:
             raise RuntimeError("the chunk is being read or written already")
 
     def _enter(self, chunks: Sequence[ChunkIO], jobs: Sequence[JobT]) -> Sequence[JobT]:
-        """Route and register jobs, which can be cancelled from now on; return those to queue."""
+        """Route and register jobs; return those to queue."""
         nodes_of = self._nodes.routes.nodes_of
         for chunk, job in zip(chunks, jobs, strict=True):
             job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
-        self._jobs.transfers.update(zip(chunks, jobs, strict=True))
-        return self._jobs.enter(jobs)
+        return self._jobs.enter(jobs, chunks)
 
     def _ask(
         self,

@@ -66,7 +66,7 @@ from lmcache_redis.resp.health import DataServer, stop_for
 from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask, TaskQueue
 from lmcache_redis.resp.lanes import SEALED_TOGETHER, BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix, value_head
-from lmcache_redis.seal import Opened, SealKeys
+from lmcache_redis.seal import Opened
 from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome, WriteDone, WriteOutcome
 
 # Chunks that have been stored are dropped from the set of acknowledged ones at this size.
@@ -223,31 +223,6 @@ class Reader(BulkWorker):
 # ------------------------------------------------------------------- writing
 
 
-class _Sealer:
-    """Seals stripes into buffers of its own.
-
-    A buffer stays as it is while the next `buffers - 2` are sealed, and as long as it is kept.
-    """
-
-    def __init__(self, keys: SealKeys, buffers: int) -> None:
-        self._keys = keys
-        self._buffers = deque([bytearray()] * buffers)
-
-    def seal(
-        self, key: bytes, header: bytearray, payload: memoryview, kept: memoryview | None
-    ) -> memoryview:
-        """Complete a bare header for the payload; return the ciphertext, which replaces it.
-
-        kept: a ciphertext that is still needed.
-        """
-        self._buffers.rotate(-1)
-        if kept is not None and self._buffers[0] is kept.obj:
-            self._buffers.rotate(-1)
-        if len(self._buffers[0]) < payload.nbytes:
-            self._buffers[0] = bytearray(payload.nbytes)
-        return self._keys.seal(key, header, payload, memoryview(self._buffers[0]))
-
-
 class Write(ChunkJob[WriteOutcome]):
     """One chunk being written. nodes: the node of each stripe."""
 
@@ -281,21 +256,22 @@ class Writer(BulkWorker):
         # fail then. None: nothing was lost.
         self._acknowledged: set[Write] = set()
         self._loss: Stop | None = None
-        # One more buffer for a stripe that was sent in part.
-        keys = self._seal_keys
-        self._sealer = None if keys is None else _Sealer(keys, SEALED_TOGETHER + 1)
+        # Ciphertexts of the stripes of a call. All are sent before the next are sealed.
+        self._rooms = deque([bytearray()] * SEALED_TOGETHER)
 
     def _pack(self, task: StripeTask) -> Packed:
         job, index, _ = task
         chunk: ChunkIO = job.chunk
         key, payload = stripe_key(chunk.key, index), chunk.slots[index]
-        is_sealed = self._sealer is not None
+        keys = self._seal_keys
         header = bytearray(
-            chunk.frame.bare_header(index, job.store_id, job.created_unix_ms, is_sealed)
+            chunk.frame.bare_header(index, job.store_id, job.created_unix_ms, keys is not None)
         )
-        if self._sealer is not None:
-            kept = self._lanes.busy[-1].packed[2] if self._lanes.is_sending else None
-            payload = self._sealer.seal(key, header, payload, kept)
+        if keys is not None:
+            self._rooms.rotate()
+            if len(self._rooms[0]) < payload.nbytes:
+                self._rooms[0] = bytearray(payload.nbytes)
+            payload = keys.seal(key, header, payload, memoryview(self._rooms[0]))
         ttl_s = self._server.options.ttl_s
         prefix = set_prefix(key, HEADER_BYTES + payload.nbytes, ttl_s)
         if payload.nbytes <= SHORT_BYTES:

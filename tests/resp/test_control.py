@@ -439,8 +439,10 @@ def test_a_reply_cut_in_two_is_asked_for_again(own_server: RedisServer) -> None:
     with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
         there = store(plane, 3)
         for after_bytes in range(5):
+            wait_until(lambda: scan(plane, there) == (CallOutcome.DONE, 3))
             scissors.cut("control", after_bytes)
             assert scan(plane, there) == (CallOutcome.DONE, 3)
+            wait_until(lambda: scan(plane, there) == (CallOutcome.DONE, 3))
             scissors.cut("control", after_bytes)
             assert None not in describe(plane, there).frames
 

@@ -13,8 +13,7 @@ from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome,
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
-from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, _Sealer
-from lmcache_redis.seal import SealKeys
+from lmcache_redis.resp.transfers import Read, Verified, Write, Writer
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer
@@ -145,21 +144,6 @@ def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
     assert len(writer._acknowledged) < 64
     writer._succeeded(tasks[:1])
     assert writer._may_widen
-
-
-def test_a_sealed_stripe_that_was_sent_in_part_is_left_alone() -> None:
-    sealer = _Sealer(SealKeys([bytes(range(32))]), 5)
-
-    def seal(number: int, kept: memoryview | None = None) -> memoryview:
-        payload = memoryview(bytes([number]) * 1000)
-        return sealer.seal(b"key", bytearray(HEADER_BYTES), payload, kept)
-
-    seal(0)
-    kept = seal(1)
-    before = bytes(kept)
-    for number in range(20):
-        seal(number, kept)
-    assert bytes(kept) == before
 
 
 # ------------------------------------------------------------- lying servers
