@@ -65,8 +65,8 @@ _TCP_OPTIONS = (
 )
 _RECEIVE_BYTES = 64 << 10
 _LEAST_TIMEOUT_S = 0.001
-_SEND_BYTES = 256 << 10
-_TOGETHER_BYTES = 4096
+_TLS_SEND_BYTES = 256 << 10
+_TLS_TOGETHER_BYTES = 4096
 
 BytesLike = bytes | bytearray | memoryview
 
@@ -115,15 +115,17 @@ class Stream:
     def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
         """Send at least one byte after the first `skip` bytes; return how many."""
         views = _after(parts, skip)
-        # Small parts are joined: of TLS, every send is a record, and often a packet, of its own.
-        small = b""
-        for view in views:
-            if len(small) + view.nbytes > _TOGETHER_BYTES:
-                break
-            small += view
         try:
             self._limit()
-            return self._sock.send(small or views[0][:_SEND_BYTES])
+            if not isinstance(self._sock, ssl.SSLSocket):
+                return self._sock.sendmsg(views)
+            # Small parts are joined: every send is a record, and often a packet, of its own.
+            small = b""
+            for view in views:
+                if len(small) + view.nbytes > _TLS_TOGETHER_BYTES:
+                    break
+                small += view
+            return self._sock.send(small or views[0][:_TLS_SEND_BYTES])
         except OSError as error:
             raise self._lost(error) from None
 
