@@ -166,9 +166,9 @@ def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> t
     deadline = time.monotonic() + _DEADLINE_S
     connector = Connector(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
     try:
-        write_bytes_per_s = _write(Connection(connector, CLIENT_NAME), keys, deadline)
+        write_bytes_per_s = _write(connector.open(CLIENT_NAME), keys, deadline)
         read_bytes_per_s = _read(
-            [Connection(connector, CLIENT_NAME) for _ in range(DEFAULT_GET_CONNECTIONS)],
+            [connector.open(CLIENT_NAME) for _ in range(DEFAULT_GET_CONNECTIONS)],
             keys,
             deadline,
         )
@@ -187,15 +187,14 @@ def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
 
     def one_round() -> float:
         started = time.perf_counter()
-        connection.stream.arm(deadline)
+        connection.arm(deadline)
         for head in heads:
-            connection.stream.send((head, value, tail), len(head) + VALUE_BYTES + len(tail))
+            connection.send_all((head, value, tail))
         for reply in connection.receive(deadline, len(keys), len(keys)):
             if isinstance(reply, ErrorReply):
                 raise error_of(reply)
         return time.perf_counter() - started
 
-    connection.open()
     try:
         one_round()  # not counted: the server allocates memory
         until = time.perf_counter() + _MEASURE_S
@@ -213,8 +212,6 @@ def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> 
     payload = memoryview(bytearray(DEFAULT_SLOT_BYTES))
     received_bytes = 0
     try:
-        for connection in connections:
-            connection.open()
         started = time.perf_counter()
         asked = deque(connections)
         for connection in connections:

@@ -28,7 +28,7 @@ from lmcache_redis.chunks.frame import (
     is_expected,
 )
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.connection import Connection, Stream
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length, value_head
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
@@ -108,8 +108,8 @@ class MoveCall(NamedTuple):
 class PythonMover:
     """Moves stripes with a system call for each piece that has arrived."""
 
-    def handle(self, stream: Stream) -> Handle:
-        return stream, _Progress(stream)
+    def handle(self, connection: Connection) -> Handle:
+        return connection, _Progress(connection)
 
     def load(self, call: MoveCall) -> Moved:
         return _move(call, is_load=True)
@@ -149,10 +149,8 @@ def _move(call: MoveCall, is_load: bool) -> Moved:
 class _Progress:
     """The stripe on a lane: how much of it was sent and received; what the call allows."""
 
-    __slots__ = ("first", "got", "is_other", "quiet_s", "sent", "stream", "tail", "until", "view")
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self.until = 0.0
         self.quiet_s = QUIET_MS * 1e-3
         self.first = bytearray(MOST_LINE_BYTES)
@@ -174,7 +172,7 @@ class _Progress:
         try:
             while self.sent < nbytes:
                 self._arm()
-                self.sent += self.stream.send_some(parts, self.sent)
+                self.sent += self.connection.send_some(parts, self.sent)
         except RedisTimeout:
             return errno.EAGAIN
         except RedisError:
@@ -198,12 +196,12 @@ class _Progress:
             return End.LOST, 0, str(error).encode()
 
     def _arm(self) -> None:
-        self.stream.arm(min(self.until, time.monotonic() + self.quiet_s))
+        self.connection.arm(min(self.until, time.monotonic() + self.quiet_s))
 
     def _fill_first(self, end: int) -> None:
         """Receive some of the first `end` bytes of a reply."""
         self._arm()
-        self.got += self.stream.receive_some(self.view[self.got : end])
+        self.got += self.connection.receive_some(self.view[self.got : end])
 
     def _receive_value(
         self, expected: bytes | bytearray, payload: memoryview, verify: bool
@@ -220,7 +218,7 @@ class _Progress:
         while (left := wanted + len(payload) + 2 - self.got) > 0:
             self._arm()
             part = payload[2 - left :] if left > 2 else tail[2 - left :]
-            self.got += self.stream.receive_some(part)
+            self.got += self.connection.receive_some(part)
         if self.tail != CRLF:
             return End.GARBAGE, 0, b""
         header = bytes(self.first[head:wanted])
@@ -266,18 +264,18 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
     # No header is this one: it is not zero where a mover compares with zeros. So any value of the
     # right length is a MISMATCH.
     expected = value_head(HEADER_BYTES + payload.nbytes) + b"\xff" * HEADER_BYTES
-    progress = _Progress(connection.stream)
+    progress = _Progress(connection)
     progress.until = deadline
     result: Result | None = None
     while result is None:
         if deadline <= time.monotonic():
-            connection.fail(progress.stream.late())
+            connection.fail(connection.late())
         result = progress.receive((b"", expected, payload, b""), True, False)
     assert not isinstance(result, bytes)
     end, _, data = result
     if end is End.MISMATCH:
         return data
-    error = error_in(result, progress.stream)
+    error = error_in(result, connection)
     if end >= End.OTHER_LENGTH:
         connection.close()
     if error is not None and not is_other_type(result):
@@ -288,7 +286,7 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
 # -------------------------------------------------------------------- failures
 
 
-def error_in(failure: StripeFailure, stream: Stream) -> RedisError | None:
+def error_in(failure: StripeFailure, connection: Connection) -> RedisError | None:
     """The error of the connection or the server; None if the failure is about the value."""
     end, error_number, data = failure
     if end == End.LINE:
@@ -298,7 +296,7 @@ def error_in(failure: StripeFailure, stream: Stream) -> RedisError | None:
     if end == End.GARBAGE:
         return RedisProtocolError("malformed reply to GET or SET")
     if end == End.LOST:
-        return RedisUnavailable(data.decode()) if data else stream.lost(error_number)
+        return RedisUnavailable(data.decode()) if data else connection.lost(error_number)
     return None
 
 

@@ -14,7 +14,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import closing
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -127,7 +129,7 @@ class Health:
         self._state = PlaneState(False, False, "Redis has not been asked yet", time.monotonic())
         self._next_probe_at = 0.0
         self._failures = 0  # since the server was last steady
-        self._connection = self._new_connection()
+        self._connection: Connection | None = None
         self._logged_down = False
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
@@ -189,24 +191,32 @@ class Health:
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
-        if self._closing:
-            self._connection.close()
-            return False
         try:
-            self._probe()
+            if not self._closing:
+                self._probe()
+                return True
         except Exception:
-            self._connection.close()
+            self._disconnect()
             raise
-        return True
+        self._disconnect()
+        return False
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
     def _probe(self) -> None:
         """Probe once, on the connection of the last probe if the server is up."""
         connection, op_timeout_s = self._connection, self._server.options.op_timeout_s
-        outdated = self._server.write_state.is_outdated(connection.opened_at)
-        if self.is_up and connection.is_open and not outdated:
+        is_outdated = self._server.write_state.is_outdated
+        # A server without room for more connections is down for every new connection.
+        if connection is not None and (not self.is_up or is_outdated(connection.opened_at)):
+            connection.close()
+        if connection is not None and connection.is_open:
+            # A user who grants operations more time grants it to PINGs, too.
+            timeout_s = min(op_timeout_s, max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4))
             try:
-                # A user who grants operations more time grants it to PINGs, too.
-                self._ping(min(op_timeout_s, max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4)))
+                self._ping(connection, timeout_s)
                 return
             except RedisError as error:
                 # A lost connection may mean a restart: only a new one can tell.
@@ -214,22 +224,16 @@ class Health:
                     connection.close()
                     self._failed(error)
                     return
-        # A server without room for more connections is down for every new connection.
-        connection.close()
-        connection = self._connection = self._new_connection()
         try:
-            connection.open()
-            self._ping(op_timeout_s)
+            self._connection = self._server.connector.open("lmcache-redis:health")
+            self._ping(self._connection, op_timeout_s)
         except (RedisError, ConfigError) as error:
-            connection.close()
+            self._disconnect()
             self._failed(error)
 
-    def _new_connection(self) -> Connection:
-        return Connection(self._server.connector, "lmcache-redis:health")
-
-    def _ping(self, timeout_s: float) -> None:
+    def _ping(self, connection: Connection, timeout_s: float) -> None:
         try:
-            self._connection.ping(time.monotonic() + timeout_s)
+            connection.ping(time.monotonic() + timeout_s)
         except RedisReplyError as error:
             # The server answers. A user who may not PING may still GET and SET.
             logger.debug("PING is answered with an error: %s", error)
@@ -328,22 +332,15 @@ class Worker(ABC):
         job that it takes, whatever happens.
         """
 
-    def _new_connection(self) -> Connection:
-        return Connection(self._server.connector, f"lmcache-redis:{self.name}")
+    def _open(self, deadline: float = inf) -> Connection:
+        return self._server.connector.open(f"lmcache-redis:{self.name}", deadline)
 
     def _step(self) -> bool:
         if not self._health.wait_up():
             return False
-        connection = self._new_connection()
-        try:
-            return not self._connect(connection) or self.serve(connection)
-        finally:
-            connection.close()
-
-    def _connect(self, connection: Connection) -> bool:
         tried_at = time.monotonic()
         try:
-            connection.open()
+            connection = self._open()
         except (RedisError, ConfigError) as error:
             # A single failure may be a server that has just restarted: try again soon.
             if self._has_failed or not isinstance(error, RedisUnavailable):
@@ -351,9 +348,10 @@ class Worker(ABC):
             else:
                 time.sleep(jittered(_AGAIN_S))
             self._has_failed = True
-            return False
+            return True
         self._has_failed = False
-        return True
+        with closing(connection):
+            return self.serve(connection)
 
     def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
         """Whether to retry a job that lost its connection.

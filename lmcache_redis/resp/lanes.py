@@ -38,7 +38,7 @@ from lmcache_redis.resp.bulk import (
 )
 from lmcache_redis.resp.health import DataServer, Worker, stop_for
 from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
-from lmcache_redis.resp.net.connection import Connection, Stream
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
 
 # The pause before the next attempt, if the server has no room for another connection.
@@ -54,8 +54,8 @@ class NativeMover:
 
     _moves: Any = native.moves
 
-    def handle(self, stream: Stream) -> Handle:
-        return stream.plain_fileno, bytearray(self._moves.PROGRESS_BYTES)
+    def handle(self, connection: Connection) -> Handle:
+        return connection.plain_fileno, bytearray(self._moves.PROGRESS_BYTES)
 
     def load(self, call: MoveCall) -> Moved:
         return Moved(*self._moves.load(*call))
@@ -168,7 +168,7 @@ class BulkWorker(Worker):
         """All connections were closed, and no stripe is in flight."""
 
     def serve(self, connection: Connection) -> bool:
-        is_native = native.moves is not None and connection.stream.plain_fileno >= 0
+        is_native = native.moves is not None and connection.plain_fileno >= 0
         self._mover = NativeMover() if is_native else PythonMover()
         self._lanes = Lanes(self._lanes.most, since=connection.opened_at)
         self._add_lane(connection)
@@ -190,7 +190,7 @@ class BulkWorker(Worker):
             self._close_all()
 
     def _add_lane(self, connection: Connection) -> None:
-        self._lanes.idle.append(Lane(connection, self._mover.handle(connection.stream)))
+        self._lanes.idle.append(Lane(connection, self._mover.handle(connection)))
 
     def _move(self) -> None:
         """Call the mover with the stripes in flight and those that wait."""
@@ -300,10 +300,10 @@ class BulkWorker(Worker):
             self._see_to(*ended[-1], moved.done[-1])
         if moved.sending and not self._lanes.is_sending:
             lane = self._lanes.busy[-1]
-            self._give_up(lane, lane.connection.stream.lost(moved.sending))
+            self._give_up(lane, lane.connection.lost(moved.sending))
 
     def _see_to(self, lane: Lane, task: StripeTask, failure: StripeFailure) -> None:
-        error = error_in(failure, lane.connection.stream)
+        error = error_in(failure, lane.connection)
         if failure[0] >= End.OTHER_LENGTH:
             lane.connection.close()
         self._failed(lane, task, failure, error)
@@ -315,9 +315,9 @@ class BulkWorker(Worker):
         now = time.monotonic()
         busy = self._lanes.busy
         for lane in [each for each in busy if each.uses_slot and each.task[0].deadline <= now]:
-            self._give_up(lane, lane.connection.stream.late())
+            self._give_up(lane, lane.connection.late())
         if busy and (first := busy[0]).until <= now:
-            self._give_up(first, first.connection.stream.late())
+            self._give_up(first, first.connection.late())
             if busy:
                 busy[0].until = max(busy[0].until, now + _LEAST_PATIENCE_S)
 
@@ -340,12 +340,10 @@ class BulkWorker(Worker):
         # The stripes in flight have deadlines to keep.
         deadline = min([lane.task[0].deadline for lane in lanes.busy], default=float("inf"))
         while len(lanes) < lanes.most and len(self._queue) > len(lanes.idle):
-            connection = self._new_connection()
             try:
-                connection.open(deadline)
+                connection = self._open(deadline)
             except (RedisError, ConfigError) as error:
                 # The open connections show whether the server is up.
-                connection.close()
                 if isinstance(error, RedisError):
                     self._health.note(error)
                 lanes.widen_at = time.monotonic() + jittered(_WIDEN_AGAIN_S)

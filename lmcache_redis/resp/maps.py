@@ -93,14 +93,12 @@ class ServerFinder:
         if connection is not None:
             connection.check_idle()
         if connection is None or not connection.is_open:
-            connector = Connector(endpoint, _FAR_S, _FAR_S)
-            connection = Connection(connector, "lmcache-redis:topology", MAX_MAP_BYTES)
+            connector = Connector(endpoint, _FAR_S, _FAR_S, MAX_MAP_BYTES)
+            connection = connector.open("lmcache-redis:topology", deadline)
         # The one used last is the last.
         self._kept[endpoint] = connection
         if len(self._kept) > _MOST_KEPT:
             self._drop(next(iter(self._kept)))
-        if not connection.is_open:
-            connection.open(deadline)
         return connection.call(pack_command(*words), 1, deadline)[0]
 
     def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:

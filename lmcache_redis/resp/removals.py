@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from lmcache_redis.chunks.names import chunk_key_in
 from lmcache_redis.errors import (
@@ -140,20 +141,17 @@ class RemovalListener:
         removals.wait(lambda: removals.is_wanted or self._has_ended)
         if self._has_ended or not self._server.health.wait_up():
             return False
-        connection = Connection(self._server.connector, "lmcache-redis:removals")
         try:
-            connection.open()
-            why, pause_s = self._why_silent(connection), _ASK_AGAIN_S
-            if not why:
-                self._listen(connection)
-                return True
+            with closing(self._server.connector.open("lmcache-redis:removals")) as connection:
+                why, pause_s = self._why_silent(connection), _ASK_AGAIN_S
+                if not why:
+                    self._listen(connection)
+                    return True
         except RedisReplyError as error:
             why = f"{self._where} does not tell routers what it evicts and expires: {error}"
             pause_s = _ASK_AGAIN_S
         except (RedisError, ConfigError) as error:
             why, pause_s = f"the subscription to {self._where} has ended: {error}", _RECONNECT_S
-        finally:
-            connection.close()
         if not self._has_ended:
             removals.silent(self._where, why)
         removals.wait(lambda: self._has_ended or not removals.is_wanted, pause_s)

@@ -23,7 +23,7 @@ from lmcache_redis.resp.bulk import (
     receive_value,
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
-from lmcache_redis.resp.net.connection import Connection, Stream
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.resp.transfers import Verified, verify
 from tests.fuzz.mutation import Mutator
@@ -53,27 +53,13 @@ GETS = (
 )
 
 
-class _ShortReads(Stream):
+class _ShortReads(Connection):
     """A socket that brings what there is in pieces: no read gets more than `most` bytes."""
 
-    __slots__ = ("most",)
+    most = 0
 
     def receive_some(self, view: memoryview) -> int:
         return super().receive_some(view[: self.most])
-
-
-class _OneSocket:
-    """In the place of a Connector."""
-
-    def __init__(self, sock: socket.socket, most: int) -> None:
-        self._stream = _ShortReads(sock, "fuzz", _FAR_S)
-        self._stream.most = most
-
-    def open(self, name: str, deadline: float) -> Stream:
-        return self._stream
-
-    def discard(self, stream: Stream) -> None:
-        stream.close()
 
 
 @contextlib.contextmanager
@@ -85,8 +71,8 @@ def _connected(data: bytes, most: int = 100_000) -> Iterator[Connection]:
     with contextlib.suppress(BlockingIOError):
         peer.send(data)
     peer.shutdown(socket.SHUT_WR)
-    connection = Connection(_OneSocket(ours, most), "fuzz")  # type: ignore[arg-type]
-    connection.open()
+    connection = _ShortReads(ours, "fuzz", _FAR_S)
+    connection.most = most
     try:
         yield connection
     finally:
@@ -198,7 +184,7 @@ def run_compiled(data: bytes, mutator: Mutator) -> str:
 
 
 def _is_unread(connection: Connection) -> bool:
-    with socket.socket(fileno=os.dup(connection.stream.plain_fileno)) as sock:
+    with socket.socket(fileno=os.dup(connection.plain_fileno)) as sock:
         try:
             return bool(sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
         except BlockingIOError:
@@ -210,7 +196,7 @@ def _load(
 ) -> tuple[str, Verified | None]:
     head = b"$%d\r\n" % (HEADER_BYTES + len(_PAYLOAD))
     task = (_GET, head + _FRAME.bare_header(1, is_sealed=is_sealed), slot, b"")
-    lanes = [mover.handle(connection.stream)]
+    lanes = [mover.handle(connection)]
     deadline = time.monotonic() + _FAR_S
     done: Sequence[Result] = ()
     while not done:
@@ -224,7 +210,7 @@ def _load(
     verified = verify(_FRAME, 1, result, slot, not is_sealed, is_sealed)
     if verified is not None:
         return verified.outcome.name.lower() if verified.outcome else ACCEPTED, verified
-    error = error_in(result, connection.stream)
+    error = error_in(result, connection)
     assert error is not None
     assert End(result[0]) is not End.MISMATCH
     return type(error).__name__, None

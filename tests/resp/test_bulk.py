@@ -43,7 +43,7 @@ from lmcache_redis.resp.bulk import (
     receive_value,
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
-from lmcache_redis.resp.net.connection import Connection, Stream
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.transfers import Verified, verify
 
 PAYLOAD = 4096
@@ -107,9 +107,9 @@ class Lanes:
 
     def __init__(self, mover: Mover, count: int = 3) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
-        self.streams = [Stream(ours, "test", 10.0) for ours, _ in pairs]
+        self.connections = [Connection(ours, "test", 10.0) for ours, _ in pairs]
         self.servers = [server for _, server in pairs]
-        self.handles = [mover.handle(stream) for stream in self.streams]
+        self.handles = [mover.handle(each) for each in self.connections]
         self._mover = mover
         for server in self.servers:
             server.settimeout(5)
@@ -167,7 +167,7 @@ class Lanes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in (*self.streams, *self.servers):
+        for end in (*self.connections, *self.servers):
             end.close()
 
 
@@ -189,7 +189,7 @@ def load_one(mover: Mover, reply: bytes, task: Packed, close: bool = False) -> t
         if close:
             lanes.servers[0].shutdown(socket.SHUT_WR)
         result = lanes.load_one(task)
-        return result, not lanes.streams[0].is_quiet()
+        return result, not lanes.connections[0]._is_quiet()
 
 
 # ---------------------------------------------------------------------- load
@@ -535,29 +535,13 @@ def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
 # ------------------------------------------------------------------- one value
 
 
-class OneSocket:
-    """In the place of a Connector: hands out one end of a socket pair."""
-
-    def __init__(self) -> None:
-        ours, self.peer = socket.socketpair()
-        self._stream = Stream(ours, "test", 10.0)
-
-    def open(self, name: str, deadline: float) -> Stream:
-        return self._stream
-
-    def discard(self, stream: Stream) -> None:
-        stream.close()
-
-
 @pytest.fixture
 def one() -> Iterator[tuple[Connection, socket.socket]]:
-    sockets = OneSocket()
-    connection = Connection(sockets, "test")  # type: ignore[arg-type]
-    assert not connection.is_open
-    connection.open()
-    yield connection, sockets.peer
+    ours, peer = socket.socketpair()
+    connection = Connection(ours, "test", 10.0)
+    yield connection, peer
     connection.close()
-    sockets.peer.close()
+    peer.close()
 
 
 def test_a_value(one: tuple[Connection, socket.socket]) -> None:
@@ -593,23 +577,22 @@ def test_what_is_raised_in_place_of_a_value(
 
 
 def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
-    stream = one[0].stream
-    assert error_in((End.MISMATCH, 0, b""), stream) is None
-    assert error_in((End.NOTHING, 0, b""), stream) is None
-    assert isinstance(error_in((End.LINE, 0, b"-OOM x"), stream), RedisError)
-    assert isinstance(error_in((End.LINE, 0, b"+OKAY"), stream), RedisProtocolError)
-    assert isinstance(error_in((End.GARBAGE, 0, b""), stream), RedisProtocolError)
-    assert isinstance(error_in((End.LOST, 0, b""), stream), RedisUnavailable)
+    connection = one[0]
+    assert error_in((End.MISMATCH, 0, b""), connection) is None
+    assert error_in((End.NOTHING, 0, b""), connection) is None
+    assert isinstance(error_in((End.LINE, 0, b"-OOM x"), connection), RedisError)
+    assert isinstance(error_in((End.LINE, 0, b"+OKAY"), connection), RedisProtocolError)
+    assert isinstance(error_in((End.GARBAGE, 0, b""), connection), RedisProtocolError)
+    assert isinstance(error_in((End.LOST, 0, b""), connection), RedisUnavailable)
 
 
 def test_calls_take_exactly_their_replies() -> None:
     def call(data: bytes, count: int) -> list[object]:
-        sockets = OneSocket()
-        connection = Connection(sockets, "test")  # type: ignore[arg-type]
-        connection.open()
+        ours, peer = socket.socketpair()
+        connection = Connection(ours, "test", 10.0)
         try:
-            sockets.peer.sendall(data)
-            sockets.peer.shutdown(socket.SHUT_WR)
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
             return list(connection.call(b"PING\r\n", count, time.monotonic() + 10))
         except RedisError as error:
             if not isinstance(error, RedisReplyError) and "OOM" not in str(error):
@@ -618,7 +601,7 @@ def test_calls_take_exactly_their_replies() -> None:
             raise
         finally:
             connection.close()
-            sockets.peer.close()
+            peer.close()
 
     for replies, kind in (
         (b":1\r\n:2\r\n:3\r\n", RedisProtocolError),

@@ -437,8 +437,7 @@ def test_what_an_error_says_of_connection_and_server(
     prober = Prober(probed, heartbeat_s=60.0)
     prober.step()
     worker = Serving(prober)
-    connection = worker._new_connection()
-    connection.open()
+    connection = worker._open()
     if not is_open:
         connection.close()
     worker._judge(error, connection)
@@ -493,8 +492,7 @@ def test_only_a_job_that_lost_an_older_connection_is_tried_again(probed: LyingSe
     prober = Prober(probed)
     prober.step()
     worker = Serving(prober)
-    connection = worker._new_connection()
-    connection.open()
+    connection = worker._open()
     opened_at = connection.opened_at
     later, before, same = (
         cast(Any, SimpleNamespace(created_at=opened_at + more)) for more in (1, -1, 0)

@@ -103,12 +103,8 @@ def lying(
 @contextlib.contextmanager
 def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
     connector = Connector(parse_deployment(RedisOptions(url)).server, 5.0, op_timeout_s)
-    connection = Connection(connector, "lmcache-redis:test")
-    connection.open()
-    try:
+    with contextlib.closing(connector.open("lmcache-redis:test")) as connection:
         yield connection
-    finally:
-        connection.close()
 
 
 def get(connection: Connection, payload: memoryview, deadline: float) -> None:
@@ -273,7 +269,7 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
         assert asked == ["localhost"]
         known.set()
         wait_until(lambda: connector._look_up is not None and connector._look_up.done())
-        connector.discard(connector.open("x"))
+        connector.open("x").close()
         known.clear()
         patient = Connector(parse_deployment(RedisOptions(url)).server, 30.0, 30.0)
         failed: list[Exception] = []

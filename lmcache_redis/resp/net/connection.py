@@ -1,18 +1,12 @@
-"""Connections to one server: commands and replies, each with a deadline.
+"""Connections to one server: sockets, commands and replies, each with a deadline.
 
 Name look-up, connect and TLS handshake have the connect time-out together, however many addresses a
 name has. The greeting has the op time-out, however slowly its replies arrive. A caller's deadline
 shortens both. A name look-up cannot be interrupted: it has a thread of its own, which concurrent
 callers share, and no call waits for it beyond its deadline.
 
-The deadline of a `Stream` holds for all calls until the next `arm`, however few bytes each call
-moves: the clock is read before every system call. It raises RedisTimeout when the deadline passes,
-and RedisUnavailable when the connection is lost. After the latter the owner closes the stream;
-after the former, too, unless it counts what each call moved.
-
-A connection is open from `open` until `close`, and closes itself after a time-out, a loss or a
-malformed reply: the next bytes on the socket would be unknown. An error reply leaves it in step and
-open.
+A connection closes itself after a time-out, a loss or a malformed reply: the next bytes on the
+socket would be unknown. An error reply leaves it in step and open.
 
 A `Pipeline` sends commands before earlier replies have arrived. Replies arrive in order; those not
 received must be (`Pipeline.finish`) before the connection is used for anything else.
@@ -30,7 +24,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
@@ -74,17 +68,38 @@ BytesLike = bytes | bytearray | memoryview
 Address = tuple[int, Any]
 
 
-class Stream:
-    """A socket with a deadline. One thread uses and closes it; others may abort it."""
+class Connection:
+    """A socket, plain or TLS. One thread uses and closes it; others may abort it.
 
-    __slots__ = ("_deadline", "_lock", "_op_timeout_s", "_sock", "_where")
+    Every call raises RedisTimeout, RedisUnavailable or RedisProtocolError, and closes the
+    connection then, or what `wire.error_of` returns for an error reply, and stays open. Deadlines
+    are `time.monotonic()` seconds; no step waits longer than the op time-out.
 
-    def __init__(self, sock: socket.socket, where: str, op_timeout_s: float) -> None:
+    Movers of stripes use `arm`, `send_some` and `receive_some`, which close nothing: they count
+    what each call moved. The deadline of `arm` holds for all calls until the next, however few
+    bytes each moves: the clock is read before every system call.
+
+    on_close: called once or more with the connection. opened_at: when it was ready for commands.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        where: str,
+        op_timeout_s: float,
+        most_reply_bytes: int = MAX_REPLY_BYTES,
+        on_close: Callable[[Connection], None] = lambda connection: None,
+    ) -> None:
+        self.is_open = True
+        self.opened_at = 0.0
         self._sock = sock
         self._where = where
         self._op_timeout_s = op_timeout_s
+        self._on_close = on_close
         self._deadline = 0.0
         self._lock = threading.Lock()
+        self._replies = ReplyBuffer(most_reply_bytes)
+        self._view = memoryview(bytearray(_RECEIVE_BYTES))
 
     @property
     def plain_fileno(self) -> int:
@@ -100,6 +115,90 @@ class Stream:
             self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
             self._sock.do_handshake()
 
+    def greet(
+        self, endpoint: Endpoint, commands: Sequence[tuple[str, ...]], deadline: float
+    ) -> None:
+        """Make it ready: authenticate, select the database, name the connection. Closes nothing."""
+        self.arm(deadline)
+        # A server at its maxclients says so and closes: its reply may have arrived.
+        with contextlib.suppress(RedisUnavailable):
+            self.send_all((b"".join([pack_command(*words) for words in commands]),))
+        for name, *_ in commands:
+            while not (replies := self._replies.take(1)):
+                self._replies.feed(self._view[: self.receive_some(self._view)])
+            if isinstance(replies[0], ErrorReply):
+                judge_greeting(replies[0], name, endpoint)
+        if self._replies.has_rest or not self._is_quiet():
+            raise RedisProtocolError("the server sent something that was not asked for")
+        self.opened_at = time.monotonic()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._on_close(self)
+        # Under the lock: `abort` must not shut down another socket with this descriptor.
+        with self._lock:
+            self._sock.close()
+
+    def abort(self) -> None:
+        """Make the call in flight fail at once. From any thread, any number of times."""
+        with self._lock:
+            if self._sock.fileno() >= 0:
+                try:
+                    # Not unwrap(): a TLS goodbye could wait for the peer.
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTCONN, errno.EINVAL):
+                        raise
+
+    def fail(self, error: RedisError) -> NoReturn:
+        """Close, because the connection is out of step, and raise the error."""
+        self.close()
+        raise error
+
+    def check_idle(self) -> None:
+        """Close if the server has closed it, or sent something unasked."""
+        if self.is_open and not self._is_quiet():
+            self.close()
+
+    def send(self, requests: Iterable[bytes], deadline: float) -> None:
+        """Send packed commands. The server works on the first while `requests` makes the next."""
+        # Outside: a deadline that passed before anything was sent costs no connection.
+        self.arm(deadline)
+        try:
+            for request in requests:
+                self.send_all((request,))
+        except (RedisTimeout, RedisUnavailable) as error:
+            self.fail(error)
+
+    def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
+        """The next replies, at least `least` and at most `most`.
+
+        If it is called again for the rest of them, they contain no arrays.
+        """
+        replies: list[Reply] = []
+        try:
+            self.arm(deadline)
+            while len(replies) < least:
+                self._replies.feed(self._view[: self.receive_some(self._view)])
+                replies += self._replies.take(most - len(replies))
+            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
+                raise RedisProtocolError("more replies came than were asked for")
+        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
+            self.fail(error)
+        return replies
+
+    def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
+        """Send packed commands and receive exactly their replies; the first error is raised."""
+        self.send((request,), deadline)
+        return without_errors(self.receive(deadline, replies, replies))
+
+    def ping(self, deadline: float) -> None:
+        """Raises what `call` raises unless the server answers PONG."""
+        if self.call(PING_COMMAND, 1, deadline) != [PONG]:
+            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
+
+    # ------------------------------------------------------------------ bytes
+
     def arm(self, deadline: float) -> None:
         """Set the deadline of the next calls: `deadline`, at most an op time-out from now."""
         now = time.monotonic()
@@ -107,12 +206,12 @@ class Stream:
         if self._deadline <= now:
             raise self.late()
 
-    def send(self, parts: Sequence[BytesLike], nbytes: int) -> None:
-        sent = 0
+    def send_all(self, parts: Sequence[BytesLike]) -> None:
+        sent, nbytes = 0, sum([len(part) for part in parts])
         while sent < nbytes:
             sent += self.send_some(parts, sent)
 
-    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
+    def send_some(self, parts: Sequence[BytesLike], skip: int) -> int:
         """Send at least one byte after the first `skip` bytes; return how many."""
         views = _after(parts, skip)
         try:
@@ -140,28 +239,6 @@ class Stream:
             raise self._lost()
         return received
 
-    def is_quiet(self) -> bool:
-        """Whether nothing has arrived: neither bytes nor the end of the connection."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return not poll.poll(0)
-
-    def abort(self) -> None:
-        """Make the call in flight fail at once. From any thread, any number of times."""
-        with self._lock:
-            if self._sock.fileno() >= 0:
-                try:
-                    # Not unwrap(): a TLS goodbye could wait for the peer.
-                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTCONN, errno.EINVAL):
-                        raise
-
-    def close(self) -> None:
-        # Under the lock: `abort` must not shut down another socket with this descriptor.
-        with self._lock:
-            self._sock.close()
-
     def lost(self, error_number: int) -> RedisError:
         """The error for an errno of the native extension (0: the server closed the connection)."""
         error = OSError(error_number, os.strerror(error_number)) if error_number else None
@@ -169,6 +246,12 @@ class Stream:
 
     def late(self) -> RedisTimeout:
         return RedisTimeout(f"Redis at {self._where} did not answer in time")
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing has arrived: neither bytes nor the end of the connection."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
 
     def _limit(self) -> None:
         """Have the next call end by the deadline."""
@@ -196,29 +279,36 @@ def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
 
 
 class Connector:
-    """Opens streams to one endpoint, and can abort all of them at once. Thread-safe.
+    """Opens connections to one server, and can abort all of them at once. Thread-safe.
 
     connect_timeout_s: for look-up, connect and TLS handshake together. op_timeout_s: for the
-    greeting, and for each operation on the stream.
+    greeting, and for each operation.
     """
 
-    def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        connect_timeout_s: float,
+        op_timeout_s: float,
+        most_reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
         self.endpoint = endpoint
         self.connects = 0
         self._connect_timeout_s = connect_timeout_s
         self._op_timeout_s = op_timeout_s
+        self._most_reply_bytes = most_reply_bytes
         self._lock = threading.Lock()
-        self._streams: dict[Stream, bool] = {}  # whether each has been greeted
+        self._connections: set[Connection] = set()
         self._look_up: concurrent.futures.Future[list[Address]] | None = None
         self._aborted = False
 
     @property
     def open_streams(self) -> int:
-        """Streams that were opened and not discarded."""
+        """Connections that were greeted and not closed."""
         with self._lock:
-            return sum(self._streams.values())
+            return sum(each.opened_at > 0 for each in self._connections)
 
-    def open(self, client_name: str, deadline: float = math.inf) -> Stream:
+    def open(self, client_name: str, deadline: float = math.inf) -> Connection:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
 
         Raises RedisUnavailable, RedisTimeout, RedisAuthError or RedisProtocolError with a sentence
@@ -226,61 +316,62 @@ class Connector:
         is called first, on this thread, and has no time-out.
         """
         auth = auth_command(self.endpoint.credentials)
+        commands = [] if auth is None else [auth]
+        if self.endpoint.db:
+            commands.append(("SELECT", str(self.endpoint.db)))
+        commands.append(("CLIENT", "SETNAME", client_name))
         try:
-            stream = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
+            connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
             try:
-                self._greet(stream, auth, client_name, deadline)
+                connection.greet(self.endpoint, commands, deadline)
             except BaseException:
-                self.discard(stream)
+                connection.close()
                 raise
         except (RedisError, OSError, UnicodeError) as error:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
-        with self._lock:
-            # If it was aborted in the meantime, it fails at its first use.
-            self._streams[stream] = True
-            self.connects += 1
-        return stream
+        # If it was aborted in the meantime, it fails at its first use.
+        self.connects += 1
+        return connection
 
-    def discard(self, stream: Stream) -> None:
+    def _forget(self, connection: Connection) -> None:
         with self._lock:
-            self._streams.pop(stream, None)
-        stream.close()
+            self._connections.discard(connection)
 
     def abort(self) -> None:
-        """Fail every stream, and every attempt to open one, from now on."""
+        """Fail every connection, and every attempt to open one, from now on."""
         with self._lock:
             self._aborted = True
             if self._look_up is not None:
                 self._look_up.cancel()
-            for stream in self._streams:
-                stream.abort()
+            for connection in self._connections:
+                connection.abort()
 
     def _check_wanted(self) -> None:
         if self._aborted:
             raise RedisUnavailable("the Redis plane is being closed")
 
-    def _connect(self, deadline: float) -> Stream:
+    def _connect(self, deadline: float) -> Connection:
         """Connect to the first address that answers; each has its share of the time left."""
         addresses = self._addresses(deadline)
         while True:
             family, address = addresses.pop(0)
             now = time.monotonic()
-            stream = self._new_stream(family)
+            connection = self._new_connection(family)
             try:
                 with self._lock:
                     self._check_wanted()
                     # `abort` reaches it from the start.
-                    self._streams[stream] = False
-                stream.connect(address, now + (deadline - now) / (len(addresses) + 1))
-                return stream
+                    self._connections.add(connection)
+                connection.connect(address, now + (deadline - now) / (len(addresses) + 1))
+                return connection
             except BaseException as error:
-                self.discard(stream)
+                connection.close()
                 if not isinstance(error, OSError) or not addresses:
                     raise
 
-    def _new_stream(self, family: int) -> Stream:
+    def _new_connection(self, family: int) -> Connection:
         endpoint = self.endpoint
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -293,35 +384,12 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-            return Stream(sock, endpoint.where, self._op_timeout_s)
+            return Connection(
+                sock, endpoint.where, self._op_timeout_s, self._most_reply_bytes, self._forget
+            )
         except BaseException:
             sock.close()
             raise
-
-    def _greet(
-        self, stream: Stream, auth: tuple[str, ...] | None, client_name: str, deadline: float
-    ) -> None:
-        """Authenticate, select the database, name the connection. auth: the words of AUTH."""
-        commands = [auth] if auth is not None else []
-        if self.endpoint.db:
-            commands.append(("SELECT", str(self.endpoint.db)))
-        commands.append(("CLIENT", "SETNAME", client_name))
-        stream.arm(deadline)
-        request = b"".join([pack_command(*words) for words in commands])
-        # A server at its maxclients says so and closes: its reply may have arrived.
-        with contextlib.suppress(RedisUnavailable):
-            stream.send((request,), len(request))
-        buffer = ReplyBuffer()
-        view = memoryview(bytearray(4096))
-        replied = 0
-        while replied < len(commands):
-            buffer.feed(view[: stream.receive_some(view)])
-            for reply in buffer.take(len(commands) - replied):
-                if isinstance(reply, ErrorReply):
-                    judge_greeting(reply, commands[replied][0], self.endpoint)
-                replied += 1
-        if buffer.has_rest or not stream.is_quiet():
-            raise RedisProtocolError("the server sent something that was not asked for")
 
     # ------------------------------------------------------------------ names
 
@@ -364,96 +432,6 @@ class Connector:
         host, port = self.endpoint.host, self.endpoint.port
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, address) for family, _, _, _, address in found]
-
-
-class Connection:
-    """One connection of the Redis plane, used by one thread.
-
-    Every call raises RedisTimeout, RedisUnavailable or RedisProtocolError, and closes the
-    connection then, or what `wire.error_of` returns for an error reply, and stays open. Deadlines
-    are `time.monotonic()` seconds; no step waits longer than the connector's op time-out.
-    """
-
-    __slots__ = ("_connector", "_name", "_replies", "_stream", "_view", "is_open", "opened_at")
-
-    def __init__(
-        self, connector: Connector, name: str, most_reply_bytes: int = MAX_REPLY_BYTES
-    ) -> None:
-        self.is_open = False
-        self.opened_at = 0.0
-        self._connector = connector
-        self._name = name
-        self._stream: Stream | None = None
-        self._replies = ReplyBuffer(most_reply_bytes)
-        self._view = memoryview(bytearray(_RECEIVE_BYTES))
-
-    @property
-    def stream(self) -> Stream:
-        """The socket, for stripes. Raises RedisUnavailable if the connection is closed."""
-        if self._stream is None:
-            raise RedisUnavailable("the connection is closed")
-        return self._stream
-
-    def open(self, deadline: float = math.inf) -> None:
-        """Connect. Raises what `Connector.open` raises."""
-        self._stream = self._connector.open(self._name, deadline)
-        self.opened_at = time.monotonic()
-        self.is_open = True
-
-    def close(self) -> None:
-        self.is_open = False
-        if self._stream is not None:
-            self._connector.discard(self._stream)
-            self._stream = None
-
-    def fail(self, error: RedisError) -> NoReturn:
-        """Close, because the connection is out of step, and raise the error."""
-        self.close()
-        raise error
-
-    def check_idle(self) -> None:
-        """Close if the server has closed it, or sent something unasked."""
-        if self._stream is not None and not self._stream.is_quiet():
-            self.close()
-
-    def send(self, requests: Iterable[bytes], deadline: float) -> None:
-        """Send packed commands. The server works on the first while `requests` makes the next."""
-        stream = self.stream
-        # Outside: a deadline that passed before anything was sent costs no connection.
-        stream.arm(deadline)
-        try:
-            for request in requests:
-                stream.send((request,), len(request))
-        except (RedisTimeout, RedisUnavailable) as error:
-            self.fail(error)
-
-    def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
-        """The next replies, at least `least` and at most `most`.
-
-        If it is called again for the rest of them, they contain no arrays.
-        """
-        stream, view = self.stream, self._view
-        replies: list[Reply] = []
-        try:
-            stream.arm(deadline)
-            while len(replies) < least:
-                self._replies.feed(view[: stream.receive_some(view)])
-                replies += self._replies.take(most - len(replies))
-            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
-                raise RedisProtocolError("more replies came than were asked for")
-        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self.fail(error)
-        return replies
-
-    def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies; the first error is raised."""
-        self.send((request,), deadline)
-        return without_errors(self.receive(deadline, replies, replies))
-
-    def ping(self, deadline: float) -> None:
-        """Raises what `call` raises unless the server answers PONG."""
-        if self.call(PING_COMMAND, 1, deadline) != [PONG]:
-            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
 
 
 class Pipeline:
