@@ -7,6 +7,7 @@ A full server evicts the same amount to make room for them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import statistics
@@ -166,26 +167,22 @@ def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> t
     deadline = time.monotonic() + _DEADLINE_S
     connector = Connector(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
     try:
-        write_bytes_per_s = _write(connector.open(CLIENT_NAME), keys, deadline)
-        read_bytes_per_s = _read(
-            [connector.open(CLIENT_NAME) for _ in range(DEFAULT_GET_CONNECTIONS)],
-            keys,
-            deadline,
-        )
+        write_bytes_per_s = _write(connector, keys, deadline)
+        read_bytes_per_s = _read(connector, keys, deadline)
     finally:
         connector.abort()
         node.ask_all([("UNLINK", key) for key in keys])
     return read_bytes_per_s, write_bytes_per_s
 
 
-def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
+def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
     """Bytes per second, the median of some rounds; each sends all stripes, then reads replies."""
     # Not zeros: some networks compress.
     value = memoryview(secrets.token_bytes(VALUE_BYTES))
     heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
     tail = end_of_command(EXPIRES_S)
 
-    def one_round() -> float:
+    def one_round(connection: Connection) -> float:
         started = time.perf_counter()
         connection.arm(deadline)
         for head in heads:
@@ -195,26 +192,26 @@ def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
                 raise error_of(reply)
         return time.perf_counter() - started
 
-    try:
-        one_round()  # not counted: the server allocates memory
+    with contextlib.closing(connector.open(CLIENT_NAME)) as connection:
+        one_round(connection)  # not counted: the server allocates memory
         until = time.perf_counter() + _MEASURE_S
-        times = [one_round()]
+        times = [one_round(connection)]
         while len(times) < _ROUNDS and time.perf_counter() < until:
-            times.append(one_round())
-    finally:
-        connection.close()
+            times.append(one_round(connection))
     return STRIPES * VALUE_BYTES / statistics.median(times)
 
 
-def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> float:
-    """Bytes per second, by one thread with one GET in flight on each connection."""
+def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
+    """Bytes per second, by one thread with one GET in flight on each of an agent's connections."""
     commands = itertools.cycle([get_command(key) for key in keys])
     payload = memoryview(bytearray(DEFAULT_SLOT_BYTES))
     received_bytes = 0
-    try:
+    with contextlib.ExitStack() as stack:
+        asked: deque[Connection] = deque()
+        for _ in range(DEFAULT_GET_CONNECTIONS):
+            asked.append(stack.enter_context(contextlib.closing(connector.open(CLIENT_NAME))))
         started = time.perf_counter()
-        asked = deque(connections)
-        for connection in connections:
+        for connection in asked:
             connection.send((next(commands),), deadline)
         while asked:
             connection = asked.popleft()
@@ -227,6 +224,3 @@ def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> 
                 connection.send((next(commands),), deadline)
                 asked.append(connection)
         return received_bytes / (time.perf_counter() - started)
-    finally:
-        for connection in connections:
-            connection.close()

@@ -33,8 +33,6 @@ TaskT = TypeVar("TaskT")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 # How often a closing plane looks whether a job is left.
 _LOOK_EVERY_S = 0.002
-# The longest wait without a look at the clock.
-_LONGEST_WAIT_S = 3600.0
 
 
 class Hop(NamedTuple):
@@ -256,10 +254,6 @@ class Jobs:
             _answer(job)
         self._jobs.difference_update(final)
 
-    def needs(self, node: object) -> bool:
-        """Whether a job that is not answered needs the node."""
-        return any(node in job.nodes for job in list(self._jobs))
-
     def wait_empty(self, deadline: float) -> bool:
         """Wait until every job is answered; False if the deadline passes first."""
         while self._jobs and time.monotonic() < deadline:
@@ -290,8 +284,8 @@ class Jobs:
     def _step(self) -> bool:
         action = None
         with contextlib.suppress(Empty):
-            left_s = max(0.0, self._wake_at - time.monotonic())
-            action = self._posts.get(timeout=min(left_s, _LONGEST_WAIT_S))
+            left_s = min(max(0.0, self._wake_at - time.monotonic()), threading.TIMEOUT_MAX)
+            action = self._posts.get(timeout=left_s)
         if action is not None:
             try:
                 action()
@@ -339,13 +333,6 @@ class TaskQueue(Generic[TaskT]):
         with self._changed:
             if not self.closed:
                 (self._urgent if urgent else self._ordinary).extend(tasks)
-                self._changed.notify_all()
-
-    def put_back(self, tasks: Sequence[TaskT]) -> None:
-        """Return tasks that were taken: they precede all but the urgent ones."""
-        with self._changed:
-            if not self.closed:
-                self._ordinary.extendleft(reversed(tasks))
                 self._changed.notify_all()
 
     def take_some(self, most: int) -> list[TaskT]:

@@ -16,7 +16,7 @@ import errno
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,8 +45,6 @@ from lmcache_redis.resp.net.wire import ASKING_COMMAND
 _WIDEN_AGAIN_S = 1.0
 # Sealed stripes in a call: while the next are sealed or opened, the kernel moves these.
 SEALED_TOGETHER = 4
-# Requests sent together may be late together: each reply has at least this time.
-_LEAST_PATIENCE_S = 0.05
 
 
 class NativeMover:
@@ -161,9 +159,6 @@ class BulkWorker(Worker):
     def _may_widen(self) -> bool:
         return True
 
-    def _sent(self, jobs: Collection[Any]) -> None:
-        """A stripe of each job was sent from its slot."""
-
     def _all_closed(self) -> None:
         """All connections were closed, and no stripe is in flight."""
 
@@ -233,7 +228,7 @@ class BulkWorker(Worker):
         if asking is not None:
             # That one alone, on a lane that has sent ASKING; or those before it.
             most = asking or min(1, len(self._lanes.idle))
-            self._queue.put_back(tasks[most:])
+            self._queue.put(tasks[most:], urgent=True)
             tasks = tasks[:most]
         begun += self._jobs.begin_all(tasks)
         if asking == 0 and begun:
@@ -272,7 +267,7 @@ class BulkWorker(Worker):
         left = begun[len(moved.lanes) :]
         if left:
             self._jobs.release([task[0] for task in left])
-            self._queue.put_back(left)
+            self._queue.put(left, urgent=True)
 
         # The stripe that was sent in part before is sent now, or is still the last.
         sent = in_flight[len(self._lanes.busy) - self._lanes.is_sending :]
@@ -280,7 +275,8 @@ class BulkWorker(Worker):
         if self._lanes.is_sending:
             sent.pop()
         if sent and not self._is_load:
-            self._sent([task[0] for _, task in sent])
+            # The kernel has the bytes, or will never get them: the slots are free either way.
+            self._jobs.release([task[0] for _, task in sent])
             half_sent = in_flight[-1][0] if self._lanes.is_sending else None
             for lane, _ in sent:
                 if lane is not half_sent:
@@ -316,10 +312,9 @@ class BulkWorker(Worker):
         busy = self._lanes.busy
         for lane in [each for each in busy if each.uses_slot and each.task[0].deadline <= now]:
             self._give_up(lane, lane.connection.late())
-        if busy and (first := busy[0]).until <= now:
-            self._give_up(first, first.connection.late())
-            if busy:
-                busy[0].until = max(busy[0].until, now + _LEAST_PATIENCE_S)
+        # One at a time: what has arrived on the others is received first.
+        if busy and busy[0].until <= now:
+            self._give_up(busy[0], busy[0].connection.late())
 
     def _give_up(self, lane: Lane, error: RedisError) -> None:
         """Close a connection that has a stripe in flight."""

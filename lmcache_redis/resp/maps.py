@@ -80,8 +80,7 @@ class ServerFinder:
         first, second = list(known), list(self._deployment.seeds)
         random.shuffle(first)
         random.shuffle(second)
-        servers = dict.fromkeys(first + second)
-        return dict.fromkeys((*[each for each in self._kept if each in servers], *servers))
+        return sorted(dict.fromkeys(first + second), key=lambda each: each not in self._kept)
 
     def _drop(self, endpoint: Endpoint) -> None:
         if (connection := self._kept.pop(endpoint, None)) is not None:

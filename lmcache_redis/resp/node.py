@@ -72,17 +72,11 @@ NodeT = TypeVar("NodeT")
 
 
 class Routes(Generic[NodeT]):
-    """From keys to nodes; immutable. None: no server has the key.
-
-    unplaced: see `ServerMap`.
-    """
-
-    __slots__ = ("_by_slot", "_single", "nodes", "ranges", "unplaced")
+    """From keys to nodes; immutable. None: no server has the key."""
 
     def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
         self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
-        self.ranges = server_map.ranges
-        self.unplaced = server_map.unplaced
+        self.map = server_map
         self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
         self._by_slot: list[NodeT | None] | None = None
         if server_map.ranges is not None:
@@ -307,7 +301,7 @@ class DataNodes:
         if not nodes:
             return self.watcher.state
         states = [node.health.state for node in nodes]
-        unplaced = self.routes.unplaced
+        unplaced = self.routes.map.unplaced
         if len(states) == 1 and not unplaced:
             return states[0]
         down = [state for state in states if not state.up]
@@ -369,7 +363,7 @@ class DataNodes:
         if is_new and self.deployment.topology is not Topology.STANDALONE:
             places = ", ".join(server.where for server in found.servers) or "no server"
             logger.info("%s: the data is with %s", self.deployment.where, places)
-        return is_new or before.ranges != self.routes.ranges
+        return is_new or before.map.ranges != found.ranges
 
     def _retire(self, node: DataNode) -> None:
         """End a server that the map does not name any more. What it was asked is not known."""

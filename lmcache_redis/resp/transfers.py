@@ -31,8 +31,8 @@ into memory of the thread right before it is sent. Meanwhile the kernel sends th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -55,7 +55,6 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
-    SENT,
     SHORT_BYTES,
     End,
     Packed,
@@ -278,10 +277,6 @@ class Writer(BulkWorker):
             add_checksums(header, xxh3_64_intdigest(payload))
         return prefix, header, payload, end_of_command(ttl_s)
 
-    def _sent(self, jobs: Collection[Any]) -> None:
-        # The kernel has the bytes, or will never get them: the slots are free either way.
-        self._jobs.release(jobs)
-
     def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
         jobs: list[Write] = [task[0] for task, _ in done]
         with self._jobs.lock:
@@ -317,8 +312,8 @@ class Writer(BulkWorker):
 
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
         job: Write = task[0]
-        if lane.packed is not SENT:
-            self._sent((job,))
+        if lane.uses_slot:
+            self._jobs.release((job,))
         self._lose(lane, error)
         if self._may_retry(job, lane.connection):
             # On a new connection: until then nothing is sent.

@@ -142,9 +142,7 @@ def test_a_stop_of_all_names_a_node_or_spares_a_kind(jobs: Jobs) -> None:
     node = Up()
     here, elsewhere, spared = Sample(jobs), Sample(jobs), Spared(jobs)
     here.nodes = (UP, node)
-    assert jobs.needs(node)
     jobs.stop_all(Stop.UNAVAILABLE, node=node)
-    assert not jobs.needs(node)
     assert (here.answers, elsewhere.answers) == ([Outcome.UNAVAILABLE], [])
     jobs.stop_all(Stop.CANCELLED, but=Spared)
     assert (elsewhere.answers, spared.answers) == ([Outcome.CANCELLED], [])
@@ -212,7 +210,7 @@ def test_the_urgent_go_first() -> None:
     queue.put([3], urgent=True)
     assert queue.take_some(2) == [3, 1]
     queue.put([4], urgent=True)
-    queue.put_back([3, 1])
+    queue.put([3, 1], urgent=True)
     assert queue.take_some(5) == [4, 3, 1, 2]
     assert queue.take_some(5) == []
     queue.put([4])
