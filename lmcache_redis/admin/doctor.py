@@ -32,14 +32,16 @@ from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
-from lmcache_redis.resp.bulk import receive_value
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import (
+    CRLF,
     ErrorReply,
     end_of_command,
     error_of,
+    error_reply,
     get_command,
     set_prefix,
+    value_head,
 )
 
 HERE = "this node"
@@ -204,7 +206,7 @@ def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
 def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
     """Bytes per second, by one thread with one GET in flight on each of an agent's connections."""
     commands = itertools.cycle([get_command(key) for key in keys])
-    payload = memoryview(bytearray(DEFAULT_SLOT_BYTES))
+    room = bytearray(len(value_head(VALUE_BYTES)) + VALUE_BYTES + len(CRLF))
     received_bytes = 0
     with contextlib.ExitStack() as stack:
         asked: deque[Connection] = deque()
@@ -215,12 +217,24 @@ def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
             connection.send((next(commands),), deadline)
         while asked:
             connection = asked.popleft()
-            if receive_value(connection, payload, deadline) is None:
-                raise RedisProtocolError(
-                    "a value written a moment ago is gone: the server's memory is too small"
-                )
+            _receive_value(connection, room, deadline)
             received_bytes += VALUE_BYTES
             if time.perf_counter() < started + _MEASURE_S:
                 connection.send((next(commands),), deadline)
                 asked.append(connection)
         return received_bytes / (time.perf_counter() - started)
+
+
+def _receive_value(connection: Connection, room: bytearray, deadline: float) -> None:
+    """Receive the whole reply to a GET into a buffer of its size. Raises RedisError."""
+    head, got = value_head(VALUE_BYTES), 0
+    connection.arm(deadline)
+    while got < len(room):
+        got += connection.receive_some(memoryview(room)[got:])
+        if not head.startswith(room[: min(got, len(head))]):
+            line = bytes(room[:got]).partition(CRLF)[0].decode("utf-8", "replace")
+            if line.startswith("-"):
+                raise error_of(error_reply(line[1:]))
+            raise RedisProtocolError(
+                "a value written a moment ago is gone: the server's memory is too small"
+            )

@@ -29,7 +29,7 @@ from lmcache_redis.chunks.frame import (
 )
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length, value_head
+from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.
@@ -254,33 +254,6 @@ class _Progress:
         if self.got != start:
             return End.GARBAGE, 0, b""
         return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
-
-
-def receive_value(connection: Connection, payload: memoryview, deadline: float) -> bytes | None:
-    """Receive the reply to a GET that was sent: the value's first 512 bytes, the rest in `payload`.
-
-    None if there is no value of that length. Raises RedisError.
-    """
-    # No header is this one: it is not zero where a mover compares with zeros. So any value of the
-    # right length is a MISMATCH.
-    expected = value_head(HEADER_BYTES + payload.nbytes) + b"\xff" * HEADER_BYTES
-    progress = _Progress(connection)
-    progress.until = deadline
-    result: Result | None = None
-    while result is None:
-        if deadline <= time.monotonic():
-            connection.fail(connection.late())
-        result = progress.receive((b"", expected, payload, b""), True, False)
-    assert not isinstance(result, bytes)
-    end, _, data = result
-    if end is End.MISMATCH:
-        return data
-    error = error_in(result, connection)
-    if end >= End.OTHER_LENGTH:
-        connection.close()
-    if error is not None and not is_other_type(result):
-        raise error
-    return None
 
 
 # -------------------------------------------------------------------- failures

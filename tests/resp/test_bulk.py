@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -19,7 +18,6 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, Verdict, add_checksums
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import (
-    RedisAuthError,
     RedisError,
     RedisProtocolError,
     RedisReplyError,
@@ -40,7 +38,6 @@ from lmcache_redis.resp.bulk import (
     Result,
     StripeFailure,
     error_in,
-    receive_value,
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
@@ -544,38 +541,6 @@ def one() -> Iterator[tuple[Connection, socket.socket]]:
     peer.close()
 
 
-def test_a_value(one: tuple[Connection, socket.socket]) -> None:
-    connection, peer = one
-    payload = memoryview(bytearray(PAYLOAD))
-    peer.sendall(GOOD)
-    assert receive_value(connection, payload, time.monotonic() + 5) == GOOD[7:519]
-    assert payload == payload_of(0)
-    for reply, is_open in ((b"$-1\r\n", True), (b"-WRONGTYPE no\r\n", True), (b"$1\r\na", False)):
-        peer.sendall(reply)
-        assert receive_value(connection, payload, time.monotonic() + 5) is None
-        assert connection.is_open == is_open
-
-
-@pytest.mark.parametrize(
-    ("reply", "kind", "is_open"),
-    [
-        (b"-LOADING Redis is loading\r\n", RedisUnavailable, True),
-        (b"-NOAUTH Authentication required.\r\n", RedisAuthError, True),
-        (b"-NOPERM no\r\n", RedisReplyError, True),
-        (b"+OK\r\n", RedisProtocolError, False),
-        (b"$46", RedisTimeout, False),
-    ],
-)
-def test_what_is_raised_in_place_of_a_value(
-    one: tuple[Connection, socket.socket], reply: bytes, kind: type[RedisError], is_open: bool
-) -> None:
-    connection, peer = one
-    peer.sendall(reply)
-    with pytest.raises(kind):
-        receive_value(connection, memoryview(bytearray(PAYLOAD)), time.monotonic() + 0.1)
-    assert connection.is_open == is_open
-
-
 def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
     connection = one[0]
     assert error_in((End.MISMATCH, 0, b""), connection) is None
@@ -632,50 +597,3 @@ def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket])
     connection.close()
     with pytest.raises(RedisUnavailable):
         connection.ping(time.monotonic() + 5)
-
-
-@pytest.mark.parametrize("byte", [0, 0xFF])
-def test_a_header_that_anyone_could_make_is_returned(
-    one: tuple[Connection, socket.socket], byte: int
-) -> None:
-    """Of one byte throughout, with its own checksum."""
-    connection, peer = one
-    header = bytearray([byte]) * HEADER_BYTES
-    header[168:176] = bytes(8)
-    header[168:176] = xxh3_64_intdigest(header).to_bytes(8, "little")
-    peer.sendall(reply_with(bytes(header) + payload_of(0)))
-    payload = memoryview(bytearray(PAYLOAD))
-    assert receive_value(connection, payload, time.monotonic() + 5) == header
-
-
-def test_a_much_longer_value_costs_the_connection_only(
-    one: tuple[Connection, socket.socket],
-) -> None:
-    connection, peer = one
-    peer.sendall(b"$16777216\r\n" + value_of(0, payload_of(0)))
-    assert receive_value(connection, memoryview(bytearray(PAYLOAD)), time.monotonic() + 5) is None
-    assert not connection.is_open
-
-
-def test_a_value_that_drips_does_not_stretch_the_deadline(
-    one: tuple[Connection, socket.socket],
-) -> None:
-    connection, peer = one
-    enough = threading.Event()
-
-    def drip() -> None:
-        # The other end hangs up when its time is over.
-        with contextlib.suppress(OSError):
-            for position in range(len(GOOD)):
-                peer.sendall(GOOD[position : position + 1])
-                if enough.wait(0.005):
-                    return
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    deadline = time.monotonic() + 0.1
-    with pytest.raises(RedisTimeout):
-        receive_value(connection, memoryview(bytearray(PAYLOAD)), deadline)
-    assert time.monotonic() >= deadline - 0.01
-    enough.set()
-    thread.join()

@@ -19,9 +19,9 @@ from lmcache_redis.admin.server import open_server
 from lmcache_redis.admin.survey import survey
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.bulk import PythonMover, receive_value
+from lmcache_redis.resp.bulk import PythonMover
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.wire import get_command, set_prefix
+from lmcache_redis.resp.net.wire import get_command, set_prefix, value_head
 from lmcache_redis.resp.options import parse_deployment
 from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
@@ -108,8 +108,9 @@ def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
 
 
 def get(connection: Connection, payload: memoryview, deadline: float) -> None:
-    connection.send((get_command(b"k"),), deadline)
-    receive_value(connection, payload, deadline)
+    expected = value_head(512 + payload.nbytes) + bytes(512)
+    task = (get_command(b"k"), expected, payload, b"")
+    finish(PythonMover(), connection, task, deadline, is_load=True)
 
 
 Make = Callable[[Callable[[list[bytes]], Answer]], LyingServer]
