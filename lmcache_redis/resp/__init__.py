@@ -7,7 +7,8 @@ transfers   a chunk in flight, and the end of each of its stripes
 lanes       a thread with several connections, for stripes
 health      whether a server is up, and the threads that connect to it while it is
 jobs        work that is answered exactly once, at its deadline by the timekeeper; queues, threads
-net         connections and RESP: connection, wire, endpoint, tls
+net         connection: sockets with deadlines, name look-up, requests and replies in order; wire:
+            RESP; endpoint: addresses, credentials, what the errors of connecting mean; tls
 
 Not on the way of a chunk:
 

@@ -111,39 +111,32 @@ class PythonMover:
     def handle(self, connection: Connection) -> Handle:
         return connection, _Progress(connection)
 
-    def load(self, call: MoveCall) -> Moved:
-        return _move(call, is_load=True)
-
-    def store(self, call: MoveCall) -> Moved:
-        return _move(call, is_load=False)
-
-
-def _move(call: MoveCall, is_load: bool) -> Moved:
-    handles, tasks, in_flight, is_sending, drain, until, verify, quiet_ms = call
-    lanes: list[_Progress] = [progress for _, progress in handles]
-    sending = errno.EAGAIN if is_sending else 0
-    lane_of = list(range(in_flight))
-    idle = list(range(len(lanes) - 1, in_flight - 1, -1))
-    done: list[Result] = []
-    for progress in lanes:
-        progress.until, progress.quiet_s = until, quiet_ms * 1e-3
-    while True:
-        while sending or (len(lane_of) < len(tasks) and idle):
-            if not sending:
-                lane_of.append(idle.pop())
-                lanes[lane_of[-1]].reset()
-            sending = lanes[lane_of[-1]].send(tasks[len(lane_of) - 1], is_load)
-            if sending:
-                return Moved(lane_of[in_flight:], done, sending)
-        all_sent = len(lane_of) == len(tasks)
-        if len(done) == len(lane_of) or (all_sent and not drain):
-            return Moved(lane_of[in_flight:], done, 0)
-        result = lanes[lane_of[len(done)]].receive(tasks[len(done)], is_load, verify)
-        if result is not None:
-            done.append(result)
-            idle.append(lane_of[len(done) - 1])
-        if not isinstance(result, bytes) or time.monotonic() >= until:
-            return Moved(lane_of[in_flight:], done, 0)
+    def move(self, call: MoveCall, is_load: bool) -> Moved:
+        handles, tasks, in_flight, is_sending, drain, until, verify, quiet_ms = call
+        lanes: list[_Progress] = [progress for _, progress in handles]
+        sending = errno.EAGAIN if is_sending else 0
+        lane_of = list(range(in_flight))
+        idle = list(range(len(lanes) - 1, in_flight - 1, -1))
+        done: list[Result] = []
+        for progress in lanes:
+            progress.until, progress.quiet_s = until, quiet_ms * 1e-3
+        while True:
+            while sending or (len(lane_of) < len(tasks) and idle):
+                if not sending:
+                    lane_of.append(idle.pop())
+                    lanes[lane_of[-1]].reset()
+                sending = lanes[lane_of[-1]].send(tasks[len(lane_of) - 1], is_load)
+                if sending:
+                    return Moved(lane_of[in_flight:], done, sending)
+            all_sent = len(lane_of) == len(tasks)
+            if len(done) == len(lane_of) or (all_sent and not drain):
+                return Moved(lane_of[in_flight:], done, 0)
+            result = lanes[lane_of[len(done)]].receive(tasks[len(done)], is_load, verify)
+            if result is not None:
+                done.append(result)
+                idle.append(lane_of[len(done) - 1])
+            if not isinstance(result, bytes) or time.monotonic() >= until:
+                return Moved(lane_of[in_flight:], done, 0)
 
 
 class _Progress:

@@ -55,11 +55,9 @@ class NativeMover:
     def handle(self, connection: Connection) -> Handle:
         return connection.plain_fileno, bytearray(self._moves.PROGRESS_BYTES)
 
-    def load(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.load(*call))
-
-    def store(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.store(*call))
+    def move(self, call: MoveCall, is_load: bool) -> Moved:
+        move = self._moves.load if is_load else self._moves.store
+        return Moved(*move(*call))
 
 
 Mover = NativeMover | PythonMover
@@ -208,7 +206,7 @@ class BulkWorker(Worker):
                 self._checksums,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
-            moved = self._mover.load(call) if self._is_load else self._mover.store(call)
+            moved = self._mover.move(call, self._is_load)
         except BaseException:
             # A bug. `_close_all` answers those in flight.
             jobs = [task[0] for task in begun]

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from lmcache_redis.chunks.names import stripe_key
@@ -391,15 +392,11 @@ class MapWatcher:
         self._finder = ServerFinder(nodes.deployment, nodes.options.connect_timeout_s)
         self._quiet = 0  # look-ups that changed nothing, in a row
         self._notes = ErrorNotes()
-        self._why_none = "the servers have not been looked up yet"
-        self._none_since = time.monotonic()
+        # While there is no server.
+        reason = "the servers have not been looked up yet"
+        self.state = PlaneState(False, False, reason, time.monotonic())
         self._hinted = threading.Event()
         self._closing = threading.Event()
-
-    @property
-    def state(self) -> PlaneState:
-        """While there is no server."""
-        return PlaneState(False, self.mapped.is_set(), self._why_none, self._none_since)
 
     def hint(self) -> None:
         """Have the servers looked up soon."""
@@ -418,11 +415,12 @@ class MapWatcher:
             self._look_up()
         except (RedisError, ConfigError) as error:
             if not self._nodes.routes.nodes:
-                self._why_none = str(error)
+                self.state = replace(self.state, reason=str(error))
             if self._notes.is_new(str(error)):
                 where = self._nodes.deployment.where
                 logger.warning("%s: the servers cannot be looked up: %s", where, error)
         finally:
+            self.state = replace(self.state, probed=True)
             self.mapped.set()
         self._pause()
         return True
@@ -432,10 +430,10 @@ class MapWatcher:
         if self._nodes.adopt(found):
             self._quiet = 0
         if found.servers:
-            self._why_none = ""
-        elif not self._why_none:
-            self._why_none = "Sentinel names a server as master that is a replica"
-            self._none_since = time.monotonic()
+            self.state = replace(self.state, reason="")
+        elif not self.state.reason:
+            reason = "Sentinel names a server as master that is a replica"
+            self.state = PlaneState(False, True, reason, time.monotonic())
 
     def _pause(self) -> None:
         least_s = backoff_s(self._quiet, _LEAST_PAUSE_S, _LONGEST_PAUSE_S)

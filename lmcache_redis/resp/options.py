@@ -56,7 +56,7 @@ _ADDRESS = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::(.*))?")
 class RedisOptions:
     """The options of a plane, checked on construction.
 
-    url: see `net.endpoint`. key_prefix: precedes every key. username, password: override those of
+    url: see the module. key_prefix: precedes every key. username, password: override those of
     the URL. password_file: contains the password, and is read at each connect; `password` precedes
     it. credential_provider: one of redis-py, instead of user and password; asked at each connect,
     on any thread of the plane. get_connections, set_connections: connections for stripes, of a

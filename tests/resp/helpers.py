@@ -236,7 +236,7 @@ def finish(
     in_flight, is_sending = 0, False
     while time.monotonic() < deadline:
         call = MoveCall(lanes, [task], in_flight, is_sending, True, deadline)
-        moved = mover.load(call) if is_load else mover.store(call)
+        moved = mover.move(call, is_load)
         if moved.done:
             return moved.done[0]
         in_flight, is_sending = 1, moved.sending == errno.EAGAIN

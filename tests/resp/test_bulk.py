@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -123,7 +123,8 @@ class Lanes:
     ) -> Moved:
         handles = self.handles[:lanes]
         until = time.monotonic() + within_s
-        return self._mover.load(MoveCall(handles, tasks, in_flight, False, drain, until, verify))
+        call = MoveCall(handles, tasks, in_flight, False, drain, until, verify)
+        return self._mover.move(call, is_load=True)
 
     def store(
         self,
@@ -135,25 +136,24 @@ class Lanes:
     ) -> Moved:
         handles = self.handles[:lanes]
         until = time.monotonic() + 5.0
-        return self._mover.store(MoveCall(handles, tasks, in_flight, is_sending, True, until))
+        call = MoveCall(handles, tasks, in_flight, is_sending, True, until)
+        return self._mover.move(call, is_load=False)
 
     def load_one(self, task: Packed, in_flight: int = 0, verify: bool = True) -> Result:
         """The result of a task on the first lane; in_flight: 1 if it was sent."""
-        return self._one(self._mover.load, task, in_flight, verify)
+        return self._one(True, task, in_flight, verify)
 
     def store_one(self, task: Packed, in_flight: int = 0) -> Result:
         """As `load_one`."""
-        return self._one(self._mover.store, task, in_flight, True)
+        return self._one(False, task, in_flight, True)
 
-    def _one(
-        self, move: Callable[[MoveCall], Moved], task: Packed, in_flight: int, verify: bool
-    ) -> Result:
+    def _one(self, is_load: bool, task: Packed, in_flight: int, verify: bool) -> Result:
         is_sending = False
         until = time.monotonic() + 15.0
         while time.monotonic() < until:
             # A call may end early on a busy machine; the next one continues.
             call = MoveCall(self.handles[:1], [task], in_flight, is_sending, True, until, verify)
-            moved = move(call)
+            moved = self._mover.move(call, is_load)
             if moved.done:
                 (result,) = moved.done
                 return result
