@@ -292,9 +292,10 @@ class DataServer(ABC):
         self.write_state = WritePause()
         self.health = Health(self)
 
-    @abstractmethod
     def went_down(self) -> None:
         """Called on the thread that noticed, after `health.is_up` has become False."""
+        self.jobs.stop_all(Stop.UNAVAILABLE, node=self)
+        self.map_is_old()
 
     @abstractmethod
     def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:

@@ -4,7 +4,6 @@ A job is a chunk in flight (`transfers`) or a question about keys (`control`). I
 stripes, or the whole question. The last step decides the outcome, or the first that fails, or a
 stop from any thread. The job is answered when no step is in flight: until then a socket may use its
 slots. All jobs of a plane share one lock, which is taken once for all stripes of a call of a mover.
-The timekeeper answers jobs that are late or cannot be tried.
 """
 
 from __future__ import annotations

@@ -184,10 +184,6 @@ class DataNode(DataServer):
     def map_is_old(self) -> None:
         self._nodes.watcher.hint()
 
-    def went_down(self) -> None:
-        self.jobs.stop_all(Stop.UNAVAILABLE, node=self)
-        self.map_is_old()
-
     @property
     def is_up(self) -> bool:
         return self.health.is_up
