@@ -331,8 +331,9 @@ class Connector:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
-        # If it was aborted in the meantime, it fails at its first use.
-        self.connects += 1
+        with self._lock:
+            # If it was aborted in the meantime, it fails at its first use.
+            self.connects += 1
         return connection
 
     def _forget(self, connection: Connection) -> None:
