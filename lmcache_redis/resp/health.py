@@ -298,8 +298,8 @@ class DataServer(ABC):
         self.map_is_old()
 
     @abstractmethod
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
-        """Queue a redirected stripe at another node; False if it is not followed."""
+    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
+        """Queue a redirected stripe at another node, if the map names it."""
 
     @abstractmethod
     def refuses_writes(self, error: RedisError) -> WriteOutcome:

@@ -148,11 +148,13 @@ class DataNode(DataServer):
                 urgent,
             )
 
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
+    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
         job, index, hop = task
         followed = self._nodes.follow(self, redirect, hop)
         if followed is None:
-            return False
+            self.health.note(redirect)
+            self.jobs.stop((job,), Stop.UNAVAILABLE)
+            return
         target, hop = followed
         if target not in job.nodes:
             job.nodes = (*job.nodes, target)
@@ -160,7 +162,6 @@ class DataNode(DataServer):
         put(((job, index, hop),), urgent=True)
         # It may have been retired in the meantime.
         self.jobs.refuse((job,))
-        return True
 
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         self.health.note(error)

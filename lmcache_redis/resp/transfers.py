@@ -203,9 +203,7 @@ class Reader(BulkWorker):
         job = task[0]
         self._jobs.release((job,))
         if isinstance(error, RedisRedirect):
-            if not self._server.redirect(task, error):
-                self._health.note(error)
-                self._jobs.stop((job,), Stop.UNAVAILABLE)
+            self._server.redirect(task, error)
             return
         if isinstance(error, RedisWriteRefused) and self._server.options.ttl_refresh:
             # It refuses the GETEX: a GET follows.
@@ -296,9 +294,7 @@ class Writer(BulkWorker):
             self._lost(lane, task, error)
             return
         if isinstance(error, RedisRedirect):
-            if not self._server.redirect(task, error):
-                self._health.note(error)
-                self._jobs.stop((job,), Stop.UNAVAILABLE)
+            self._server.redirect(task, error)
             return
         is_answer = isinstance(error, RedisClusterDown)
         if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
