@@ -116,10 +116,9 @@ class ErrorNotes:
 class Health:
     """Whether a server is up: owns the prober thread and its connection.
 
-    DOWN until a probe is answered, UP until a definite failure. While DOWN, only probes are sent,
-    later and later. A server that is up and down in quick succession is probed less often, too (a
-    probe may succeed while workers fail, as when only one more connection is allowed). Pauses have
-    jitter: the agents of a fleet do not all knock at once.
+    A server that is up and down in quick succession is probed less often, too: a probe may succeed
+    while workers fail, as when only one more connection is allowed. Pauses have jitter: the agents
+    of a fleet do not all knock at once.
     """
 
     def __init__(self, server: DataServer) -> None:

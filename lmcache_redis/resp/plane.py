@@ -89,8 +89,7 @@ class RedisPlane:
     A chunk exists if its stripe 0 does, which is written last. A shard that does not answer costs
     only its own keys, which count as missing: a call is DONE if any shard answered.
 
-    Every job ends by its deadline: none is ever stuck. Raises ConfigError on construction for a URL
-    that names no server.
+    Raises ConfigError on construction for a URL that names no server.
     """
 
     name = "Redis"
