@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import os
+import pkgutil
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,10 +174,7 @@ def load_provider(path: str) -> Credentials:
     if not (module and colon and name):
         raise ConfigError(f"the credential provider is {path!r}: write PACKAGE.MODULE:FACTORY")
     try:
-        factory: Any = importlib.import_module(module)
-        for attribute in name.split("."):
-            factory = getattr(factory, attribute)
-        provider = factory()
+        provider = pkgutil.resolve_name(path)()
     except Exception as error:
         why = f"{type(error).__name__}: {brief(str(error))}"
         raise ConfigError(f"the credential provider {path} cannot be made: {why}") from None
