@@ -128,10 +128,7 @@ def keys_commands(
 
 
 def pack_command(*words: bytes | str | int) -> bytes:
-    encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-    return b"*%d\r\n" % len(words) + b"".join(
-        [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
-    )
+    return hiredis.pack_command(words)  # type: ignore[arg-type, no-any-return] # any number
 
 
 def escape_pattern(literal: bytes) -> bytes:
