@@ -15,8 +15,6 @@ from lmcache_redis.resp.net.wire import pack_command
 from lmcache_redis.resp.options import Deployment, Topology
 
 SLOTS = 16384
-# A range for each slot, each with three replicas and long host names.
-MAX_MAP_BYTES = 16 << 20
 # No time-out: the deadline bounds a look-up.
 _FAR_S = 3600.0
 # Connections to a Sentinel and the master, or to a node.
@@ -92,7 +90,7 @@ class ServerFinder:
         if connection is not None:
             connection.check_idle()
         if connection is None or not connection.is_open:
-            connector = Connector(endpoint, _FAR_S, _FAR_S, MAX_MAP_BYTES)
+            connector = Connector(endpoint, _FAR_S, _FAR_S)
             connection = connector.open("lmcache-redis:topology", deadline)
         # The one used last is the last.
         self._kept[endpoint] = connection

@@ -37,7 +37,6 @@ from lmcache_redis.resp.net.endpoint import (
 )
 from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
-    MAX_REPLY_BYTES,
     PING_COMMAND,
     PONG,
     ErrorReply,
@@ -87,7 +86,6 @@ class Connection:
         sock: socket.socket,
         where: str,
         op_timeout_s: float,
-        most_reply_bytes: int = MAX_REPLY_BYTES,
         on_close: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
         self.is_open = True
@@ -98,7 +96,7 @@ class Connection:
         self._on_close = on_close
         self._deadline = 0.0
         self._lock = threading.Lock()
-        self._replies = ReplyBuffer(most_reply_bytes)
+        self._replies = ReplyBuffer()
         self._view = memoryview(bytearray(_RECEIVE_BYTES))
 
     @property
@@ -285,18 +283,11 @@ class Connector:
     greeting, and for each operation.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        connect_timeout_s: float,
-        op_timeout_s: float,
-        most_reply_bytes: int = MAX_REPLY_BYTES,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
         self.endpoint = endpoint
         self.connects = 0
         self._connect_timeout_s = connect_timeout_s
         self._op_timeout_s = op_timeout_s
-        self._most_reply_bytes = most_reply_bytes
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._look_up: concurrent.futures.Future[list[Address]] | None = None
@@ -385,9 +376,7 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-            return Connection(
-                sock, endpoint.where, self._op_timeout_s, self._most_reply_bytes, self._forget
-            )
+            return Connection(sock, endpoint.where, self._op_timeout_s, self._forget)
         except BaseException:
             sock.close()
             raise
