@@ -140,7 +140,8 @@ class Health:
     @property
     def state(self) -> PlaneState:
         """Its reason is the last error, while the server is up."""
-        return replace(self._state, reason=self._state.reason or self.notes.last)
+        state = self._state
+        return replace(state, reason=state.reason or self.notes.last)
 
     def wait_up(self) -> bool:
         """Wait until the server is up; False if the plane is closed first."""
