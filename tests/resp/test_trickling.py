@@ -355,7 +355,7 @@ def test_every_call_of_a_plane_is_answered(
         running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
     ):
         for _ in range(2):
-            wait_until(lambda: plane.state.up)
+            wait_until(lambda: plane.state.up and plane.open_streams == 4)
             lost = plane.stats().connections_lost
             with over_in_time():
                 _check_call(plane, name, caplog)
