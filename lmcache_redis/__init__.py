@@ -7,7 +7,7 @@ The path of a chunk, from an engine to Redis and back into another engine:
     2. each worker sends STORE with block ids, never with bytes       client.worker, messages
     3. a copy thread gathers the blocks into slots of the host pool   agent.stores, device
     4. the engine may reuse its blocks; the chunk is enqueued         cache.writebehind
-    5. Redis is asked whether it has the chunk                        cache.writebehind, resp.calls
+    5. Redis is asked whether it has the chunk                        cache.writebehind, resp.plane
     6. each slot becomes one value: a header, then the payload;
        stripe 0 is written last and makes the chunk visible           resp.transfers, chunks
     7. another engine, later: its scheduler sends LOOKUP              client.scheduler, messages

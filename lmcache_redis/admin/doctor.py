@@ -7,6 +7,7 @@ A full server evicts the same amount to make room for them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import statistics
@@ -31,14 +32,16 @@ from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
-from lmcache_redis.resp.bulk import receive_value
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import (
+    CRLF,
     ErrorReply,
     end_of_command,
     error_of,
+    error_reply,
     get_command,
     set_prefix,
+    value_head,
 )
 
 HERE = "this node"
@@ -166,70 +169,72 @@ def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> t
     deadline = time.monotonic() + _DEADLINE_S
     connector = Connector(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
     try:
-        write_bytes_per_s = _write(Connection(connector, CLIENT_NAME), keys, deadline)
-        read_bytes_per_s = _read(
-            [Connection(connector, CLIENT_NAME) for _ in range(DEFAULT_GET_CONNECTIONS)],
-            keys,
-            deadline,
-        )
+        write_bytes_per_s = _write(connector, keys, deadline)
+        read_bytes_per_s = _read(connector, keys, deadline)
     finally:
         connector.abort()
         node.ask_all([("UNLINK", key) for key in keys])
     return read_bytes_per_s, write_bytes_per_s
 
 
-def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
+def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
     """Bytes per second, the median of some rounds; each sends all stripes, then reads replies."""
     # Not zeros: some networks compress.
     value = memoryview(secrets.token_bytes(VALUE_BYTES))
     heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
     tail = end_of_command(EXPIRES_S)
 
-    def one_round() -> float:
+    def one_round(connection: Connection) -> float:
         started = time.perf_counter()
-        connection.stream.arm(deadline)
+        connection.arm(deadline)
         for head in heads:
-            connection.stream.send((head, value, tail), len(head) + VALUE_BYTES + len(tail))
+            connection.send_all((head, value, tail))
         for reply in connection.receive(deadline, len(keys), len(keys)):
             if isinstance(reply, ErrorReply):
                 raise error_of(reply)
         return time.perf_counter() - started
 
-    connection.open()
-    try:
-        one_round()  # not counted: the server allocates memory
+    with contextlib.closing(connector.open(CLIENT_NAME)) as connection:
+        one_round(connection)  # not counted: the server allocates memory
         until = time.perf_counter() + _MEASURE_S
-        times = [one_round()]
+        times = [one_round(connection)]
         while len(times) < _ROUNDS and time.perf_counter() < until:
-            times.append(one_round())
-    finally:
-        connection.close()
+            times.append(one_round(connection))
     return STRIPES * VALUE_BYTES / statistics.median(times)
 
 
-def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> float:
-    """Bytes per second, by one thread with one GET in flight on each connection."""
+def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
+    """Bytes per second, by one thread with one GET in flight on each of an agent's connections."""
     commands = itertools.cycle([get_command(key) for key in keys])
-    payload = memoryview(bytearray(DEFAULT_SLOT_BYTES))
+    room = bytearray(len(value_head(VALUE_BYTES)) + VALUE_BYTES + len(CRLF))
     received_bytes = 0
-    try:
-        for connection in connections:
-            connection.open()
+    with contextlib.ExitStack() as stack:
+        asked: deque[Connection] = deque()
+        for _ in range(DEFAULT_GET_CONNECTIONS):
+            asked.append(stack.enter_context(contextlib.closing(connector.open(CLIENT_NAME))))
         started = time.perf_counter()
-        asked = deque(connections)
-        for connection in connections:
+        for connection in asked:
             connection.send((next(commands),), deadline)
         while asked:
             connection = asked.popleft()
-            if receive_value(connection, payload, deadline) is None:
-                raise RedisProtocolError(
-                    "a value written a moment ago is gone: the server's memory is too small"
-                )
+            _receive_value(connection, room, deadline)
             received_bytes += VALUE_BYTES
             if time.perf_counter() < started + _MEASURE_S:
                 connection.send((next(commands),), deadline)
                 asked.append(connection)
         return received_bytes / (time.perf_counter() - started)
-    finally:
-        for connection in connections:
-            connection.close()
+
+
+def _receive_value(connection: Connection, room: bytearray, deadline: float) -> None:
+    """Receive the whole reply to a GET into a buffer of its size. Raises RedisError."""
+    head, got = value_head(VALUE_BYTES), 0
+    connection.arm(deadline)
+    while got < len(room):
+        got += connection.receive_some(memoryview(room)[got:])
+        if not head.startswith(room[: min(got, len(head))]):
+            line = bytes(room[:got]).partition(CRLF)[0].decode("utf-8", "replace")
+            if line.startswith("-"):
+                raise error_of(error_reply(line[1:]))
+            raise RedisProtocolError(
+                "a value written a moment ago is gone: the server's memory is too small"
+            )

@@ -21,7 +21,7 @@ from lmcache_redis.admin.names import gigabytes, shown_bytes
 from lmcache_redis.admin.server import Primary, PrimaryServers
 from lmcache_redis.admin.sizes.sizing import ModelSize
 from lmcache_redis.errors import RedisError
-from lmcache_redis.resp.net.stream import Endpoint, Transport
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -19,7 +19,7 @@ from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import Stripe, StripeState, Use
-from lmcache_redis.resp.net.stream import Transport
+from lmcache_redis.resp.net.endpoint import Transport
 
 _CLOCKS_DIFFER_S = 86_400
 

@@ -11,7 +11,7 @@ from lmcache_redis.admin.facts import HUGE_PAGES, Facts
 from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
-from lmcache_redis.resp.net.stream import Transport
+from lmcache_redis.resp.net.endpoint import Transport
 
 OLDEST_VERSION = (6, 2)
 STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES

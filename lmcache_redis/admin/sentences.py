@@ -15,7 +15,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.net.stream import (
+from lmcache_redis.resp.net.endpoint import (
     NO_PASSWORD,
     NO_SENTINEL,
     Endpoint,

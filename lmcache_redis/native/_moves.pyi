@@ -1,7 +1,7 @@
 """Stripes between slots and sockets: `moves.c` explains how, `lmcache_redis.resp.bulk` uses it.
 Also packs commands with many keys (`lmcache_redis.resp.net.wire`).
 
-`load` and `store` take the fields of `resp.bulk.Call`, and return those of
+`load` and `store` take the fields of `resp.bulk.MoveCall`, and return those of
 `resp.bulk.Moved`. A lane is ``(file descriptor, progress)``: a buffer of PROGRESS_BYTES, which the
 caller keeps from call to call and never reads. Without `drain` a call returns once all tasks have
 been sent, so that lanes are busy while the caller processes the results; with it, once all are

@@ -8,7 +8,7 @@
 
 #include "xxh3.h"
 
-/* The header of a stripe (all of it: stripe.py). A reader does not know these fields in advance. */
+/* The header of a stripe (all of it: chunks/frame.py). A reader does not know these fields in advance. */
 #define HEADER_BYTES 512
 #define STORE_ID_AT 8
 #define STORE_ID_BYTES 16

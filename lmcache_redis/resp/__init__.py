@@ -1,14 +1,14 @@
 """The Redis data plane. `RedisPlane` is its interface (docs/internals/data-plane.md).
 
-plane       everything below, started and closed together
-calls       calls about keys, routed to the servers that have them
+plane       everything below, started and closed together; routes calls about keys
 control     the control connection of a server: questions about keys, as steps
 node        the servers, which has which keys, and their threads
 transfers   a chunk in flight, and the end of each of its stripes
 lanes       a thread with several connections, for stripes
 health      whether a server is up, and the threads that connect to it while it is
 jobs        work that is answered exactly once, at its deadline by the timekeeper; queues, threads
-net         connections and RESP: stream, connection, wire, tls
+net         connection: sockets with deadlines, name look-up, requests and replies in order; wire:
+            RESP; endpoint: addresses, credentials, what the errors of connecting mean; tls
 
 Not on the way of a chunk:
 

@@ -29,8 +29,7 @@ from lmcache_redis.chunks.frame import (
 )
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import Stream
-from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length, value_head
+from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.
@@ -107,53 +106,44 @@ class MoveCall(NamedTuple):
 
 
 class PythonMover:
-    """Moves stripes on blocking sockets: the kernel waits while the GIL is released."""
+    """Moves stripes with a system call for each piece that has arrived."""
 
-    def handle(self, stream: Stream) -> Handle:
-        return stream, _Progress(stream)
+    def handle(self, connection: Connection) -> Handle:
+        return connection, _Progress(connection)
 
-    def load(self, call: MoveCall) -> Moved:
-        return _move(call, is_load=True)
-
-    def store(self, call: MoveCall) -> Moved:
-        return _move(call, is_load=False)
-
-
-def _move(call: MoveCall, is_load: bool) -> Moved:
-    handles, tasks, in_flight, is_sending, drain, until, verify, quiet_ms = call
-    lanes: list[_Progress] = [progress for _, progress in handles]
-    sending = errno.EAGAIN if is_sending else 0
-    lane_of = list(range(in_flight))
-    idle = list(range(len(lanes) - 1, in_flight - 1, -1))
-    done: list[Result] = []
-    for progress in lanes:
-        progress.until, progress.quiet_s = until, quiet_ms * 1e-3
-    while True:
-        while sending or (len(lane_of) < len(tasks) and idle):
-            if not sending:
-                lane_of.append(idle.pop())
-                lanes[lane_of[-1]].reset()
-            sending = lanes[lane_of[-1]].send(tasks[len(lane_of) - 1], is_load)
-            if sending:
-                return Moved(lane_of[in_flight:], done, sending)
-        all_sent = len(lane_of) == len(tasks)
-        if len(done) == len(lane_of) or (all_sent and not drain):
-            return Moved(lane_of[in_flight:], done, 0)
-        result = lanes[lane_of[len(done)]].receive(tasks[len(done)], is_load, verify)
-        if result is not None:
-            done.append(result)
-            idle.append(lane_of[len(done) - 1])
-        if not isinstance(result, bytes) or time.monotonic() >= until:
-            return Moved(lane_of[in_flight:], done, 0)
+    def move(self, call: MoveCall, is_load: bool) -> Moved:
+        handles, tasks, in_flight, is_sending, drain, until, verify, quiet_ms = call
+        lanes: list[_Progress] = [progress for _, progress in handles]
+        sending = errno.EAGAIN if is_sending else 0
+        lane_of = list(range(in_flight))
+        idle = list(range(len(lanes) - 1, in_flight - 1, -1))
+        done: list[Result] = []
+        for progress in lanes:
+            progress.until, progress.quiet_s = until, quiet_ms * 1e-3
+        while True:
+            while sending or (len(lane_of) < len(tasks) and idle):
+                if not sending:
+                    lane_of.append(idle.pop())
+                    lanes[lane_of[-1]].reset()
+                sending = lanes[lane_of[-1]].send(tasks[len(lane_of) - 1], is_load)
+                if sending:
+                    return Moved(lane_of[in_flight:], done, sending)
+            all_sent = len(lane_of) == len(tasks)
+            if len(done) == len(lane_of) or (all_sent and not drain):
+                return Moved(lane_of[in_flight:], done, 0)
+            result = lanes[lane_of[len(done)]].receive(tasks[len(done)], is_load, verify)
+            if result is not None:
+                done.append(result)
+                idle.append(lane_of[len(done) - 1])
+            if not isinstance(result, bytes) or time.monotonic() >= until:
+                return Moved(lane_of[in_flight:], done, 0)
 
 
 class _Progress:
     """The stripe on a lane: how much of it was sent and received; what the call allows."""
 
-    __slots__ = ("first", "got", "is_other", "quiet_s", "sent", "stream", "tail", "until", "view")
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self.until = 0.0
         self.quiet_s = QUIET_MS * 1e-3
         self.first = bytearray(MOST_LINE_BYTES)
@@ -175,7 +165,7 @@ class _Progress:
         try:
             while self.sent < nbytes:
                 self._arm()
-                self.sent += self.stream.send_some(parts, self.sent)
+                self.sent += self.connection.send_some(parts, self.sent)
         except RedisTimeout:
             return errno.EAGAIN
         except RedisError:
@@ -199,12 +189,12 @@ class _Progress:
             return End.LOST, 0, str(error).encode()
 
     def _arm(self) -> None:
-        self.stream.arm(min(self.until, time.monotonic() + self.quiet_s))
+        self.connection.arm(min(self.until, time.monotonic() + self.quiet_s))
 
     def _fill_first(self, end: int) -> None:
         """Receive some of the first `end` bytes of a reply."""
         self._arm()
-        self.got += self.stream.receive_some(self.view[self.got : end])
+        self.got += self.connection.receive_some(self.view[self.got : end])
 
     def _receive_value(
         self, expected: bytes | bytearray, payload: memoryview, verify: bool
@@ -220,8 +210,8 @@ class _Progress:
         tail = memoryview(self.tail)
         while (left := wanted + len(payload) + 2 - self.got) > 0:
             self._arm()
-            parts = (payload[-(left - 2) :], tail) if left > 2 else (tail[2 - left :],)
-            self.got += self.stream.receive_most(parts)
+            part = payload[2 - left :] if left > 2 else tail[2 - left :]
+            self.got += self.connection.receive_some(part)
         if self.tail != CRLF:
             return End.GARBAGE, 0, b""
         header = bytes(self.first[head:wanted])
@@ -259,37 +249,10 @@ class _Progress:
         return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
 
 
-def receive_value(connection: Connection, payload: memoryview, deadline: float) -> bytes | None:
-    """Receive the reply to a GET that was sent: the value's first 512 bytes, the rest in `payload`.
-
-    None if there is no value of that length. Raises RedisError.
-    """
-    # No header is this one: it is not zero where a mover compares with zeros. So any value of the
-    # right length is a MISMATCH.
-    expected = value_head(HEADER_BYTES + payload.nbytes) + b"\xff" * HEADER_BYTES
-    progress = _Progress(connection.stream)
-    progress.until = deadline
-    result: Result | None = None
-    while result is None:
-        if deadline <= time.monotonic():
-            connection.fail(progress.stream.late())
-        result = progress.receive((b"", expected, payload, b""), True, False)
-    assert not isinstance(result, bytes)
-    end, _, data = result
-    if end is End.MISMATCH:
-        return data
-    error = error_in(result, progress.stream)
-    if end >= End.OTHER_LENGTH:
-        connection.close()
-    if error is not None and not is_other_type(result):
-        raise error
-    return None
-
-
 # -------------------------------------------------------------------- failures
 
 
-def error_in(failure: StripeFailure, stream: Stream) -> RedisError | None:
+def error_in(failure: StripeFailure, connection: Connection) -> RedisError | None:
     """The error of the connection or the server; None if the failure is about the value."""
     end, error_number, data = failure
     if end == End.LINE:
@@ -299,7 +262,7 @@ def error_in(failure: StripeFailure, stream: Stream) -> RedisError | None:
     if end == End.GARBAGE:
         return RedisProtocolError("malformed reply to GET or SET")
     if end == End.LOST:
-        return RedisUnavailable(data.decode()) if data else stream.lost(error_number)
+        return RedisUnavailable(data.decode()) if data else connection.lost(error_number)
     return None
 
 

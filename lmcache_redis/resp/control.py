@@ -14,13 +14,11 @@ still works on the rest. In a cluster a command has one key.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
-from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -67,36 +65,14 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
     while before < len(keys):
         for found in _counts(pipeline.receive(least), keys, before, GROUP_KEYS):
             group = keys[before : before + GROUP_KEYS]
-            if found == 0:
-                return before
             if found < len(group):
-                return before + _first_gap(pipeline, group, found, suffix)
+                # Perhaps no gap now: the missing key was stored since. No later group is asked
+                # about again.
+                return before + (found and [*_one_by_one(pipeline, group, suffix), 0].index(0))
             before += GROUP_KEYS
         # Each wake-up of this thread costs the server time, too.
         least = -(-pipeline.outstanding // 2)
     return len(keys)
-
-
-def _first_gap(pipeline: Pipeline, group: Sequence[bytes], found: int, suffix: bytes) -> int:
-    """The first gap in a group of which `found` keys exist, asked after what is outstanding.
-
-    Almost always the first keys exist, and one EXISTS of them says so. Then the replies about each
-    single key, which are asked for in the same write, are not awaited.
-    """
-    earlier = pipeline.outstanding
-    of_leading = keys_commands(b"EXISTS", group[:found], found, suffix)
-    pipeline.send((of_leading + keys_commands(b"EXISTS", group, 1, suffix),), 1 + len(group))
-    replies = [*pipeline.receive(earlier + 1)]
-    (of_first,) = _counts(replies[earlier : earlier + 1], group[:found], 0, found)
-    if of_first == found:
-        return found
-    if pipeline.outstanding:
-        replies += pipeline.receive(pipeline.outstanding)
-    for number, there in enumerate(_counts(replies[earlier + 1 :], group, 0, 1)):
-        if not there:
-            return number
-    # No gap now: the missing key was stored since. The later groups are not asked again.
-    return len(group)
 
 
 def find_present(
@@ -105,10 +81,10 @@ def find_present(
     """For each key, with `suffix` at its end, 1 if it exists, else 0."""
     pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
     groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
-    found = list(zip(groups, _all_counts(pipeline, keys, GROUP_KEYS), strict=True))
-    one_by_one = [key for group, count in found if 0 < count < len(group) for key in group]
-    pipeline.send(*_in_groups(one_by_one, 1, suffix))
-    looked_up = iter(_all_counts(pipeline, one_by_one, 1))
+    counts = _counts(without_errors(pipeline.receive_all()), keys, 0, GROUP_KEYS)
+    found = list(zip(groups, counts, strict=True))
+    unclear = [key for group, count in found if 0 < count < len(group) for key in group]
+    looked_up = iter(_one_by_one(pipeline, unclear, suffix))
     present: list[int] = []
     for group, count in found:
         size = len(group)
@@ -116,9 +92,12 @@ def find_present(
     return present
 
 
-def _all_counts(pipeline: Pipeline, keys: Sequence[bytes], group_keys: int) -> list[int]:
-    """How many keys of each group exist; the groups have been asked for."""
-    return list(_counts(without_errors(pipeline.receive_all()), keys, 0, group_keys))
+def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes) -> list[int]:
+    """Ask about each key by itself, after what is outstanding: 1 if it exists, else 0."""
+    earlier = pipeline.outstanding
+    pipeline.send(*_in_groups(keys, 1, suffix))
+    replies = without_errors(pipeline.receive_all())
+    return list(_counts(replies[earlier:], keys, 0, 1))
 
 
 def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes) -> Request:
@@ -185,29 +164,6 @@ def _result(reply: Reply, parse: Callable[[Reply], Any]) -> Any:
     raise error
 
 
-def touch_chunks(chunks: Sequence[tuple[bytes, int]]) -> Steps[list[bool]]:
-    """TOUCH all stripes of each chunk (its key, and their number); whether all of them exist."""
-    present: list[bool] = []
-    while len(present) < len(chunks):
-        some: list[tuple[bytes, int]] = []
-        requests: list[bytes] = []
-        keys = 0
-        for key, stripes in chunks[len(present) :]:
-            if some and keys + stripes > STEP_KEYS:
-                break
-            some.append((key, stripes))
-            keys += stripes
-            names = [stripe_key(key, index) for index in range(stripes)]
-            requests.append(keys_commands(b"TOUCH", names, stripes))
-        pipeline = yield iter((b"".join(requests),)), len(some)
-        replies = without_errors(pipeline.receive_all())
-        for (_, stripes), reply in zip(some, replies, strict=True):
-            if not isinstance(reply, int) or not 0 <= reply <= stripes:
-                raise RedisProtocolError("malformed reply to TOUCH: expected a count of its keys")
-            present.append(reply == stripes)
-    return present
-
-
 def expire_commands(ttl_s: int, keys: Sequence[bytes]) -> bytes:
     return b"".join([pack_command(b"EXPIRE", key, ttl_s) for key in keys])
 
@@ -270,10 +226,10 @@ class KeyQuestion(Job[CallOutcome]):
     """Steps on the control connection of one server.
 
     make_steps: called for each attempt. done: called with the outcome and the result of the steps,
-    None unless DONE. next_request: the request of the next step; None before the first.
+    None unless DONE.
     """
 
-    __slots__ = ("_done", "_make_steps", "_result", "_steps", "is_urgent", "next_request")
+    __slots__ = ("_done", "_make_steps", "_request", "_result", "_steps", "is_urgent")
     good = CallOutcome.DONE
 
     def __init__(
@@ -286,20 +242,23 @@ class KeyQuestion(Job[CallOutcome]):
     ) -> None:
         super().__init__(1, deadline, time.monotonic())
         self.is_urgent = is_urgent
-        self.next_request: Request | None = None
         self._make_steps = make_steps
         self._done = done
         self._result: Any = None
+        self.restart()
 
-    def first_request(self) -> Request:
-        """Begin an attempt; return the request of its first step."""
-        self._steps = self._make_steps()
-        return next(self._steps)
+    def restart(self) -> None:
+        """From the first step: cursors and counts are those of the server that was asked."""
+        self._steps: Steps[Any] | None = None
 
-    def advance_steps(self, pipeline: Pipeline) -> bool:
-        """Receive the replies to the last request; False if that was the last step."""
+    def take_step(self, pipeline: Pipeline) -> bool:
+        """Ask, and receive the replies; False if that was the last step."""
+        if self._steps is None:
+            self._steps = self._make_steps()
+            self._request = next(self._steps)
+        pipeline.send(*self._request)
         try:
-            self.next_request = self._steps.send(pipeline)
+            self._request = self._steps.send(pipeline)
             return True
         except StopIteration as end:
             self._result = end.value
@@ -315,108 +274,50 @@ class Controller(Worker):
     def __init__(self, server: DataServer) -> None:
         super().__init__("control", server)
         self.queue: TaskQueue[KeyQuestion] = TaskQueue()
-        # Held while a thread sends or receives: callers may use an idle connection.
-        self._in_use = threading.Lock()
-        self._connection: Connection | None = None
-        self._asked: tuple[KeyQuestion, Pipeline] | None = None
 
     def put(self, question: KeyQuestion) -> None:
-        """Enqueue a question. If it is urgent and the connection is idle, send its first request.
-
-        The server works on it while the control thread wakes up. Called on any thread; does not
-        block.
-        """
-        if question.is_urgent and self._in_use.acquire(blocking=False):
-            try:
-                connection = self._connection
-                if (
-                    connection is not None
-                    and self._asked is None
-                    and not len(self.queue)
-                    and not self._server.write_state.is_outdated(connection.opened_at)
-                ):
-                    pipeline = self._new_pipeline(connection, question)
-                    pipeline.send_at_once(*question.first_request())
-                    self._asked = question, pipeline
-            finally:
-                self._in_use.release()
         self.queue.put((question,), urgent=question.is_urgent)
 
     def serve(self, connection: Connection) -> bool:
-        self._connection = connection
-        try:
-            while connection.is_open:
-                question = self.queue.take()
-                if question is None:
-                    return False
-                with self._in_use:
-                    outdated = self._server.write_state.is_outdated(connection.opened_at)
-                    if self._asked is None and outdated:
-                        connection.close()
-                    self._take_turn(connection, question)
-            return True
-        finally:
-            with self._in_use:
-                self._connection = self._asked = None
+        while connection.is_open and self.queue.wait():
+            if self._server.write_state.is_outdated(connection.opened_at):
+                connection.close()
+            elif begun := self._jobs.begin_all([(each,) for each in self.queue.take_some(1)]):
+                self._take_step(connection, *begun[0])
+        return not self.queue.closed
 
-    def _take_turn(self, connection: Connection, question: KeyQuestion) -> None:
-        """A step of the question that a caller sent, whose replies come first, and of this one."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            self._take_step(connection, *asked)
-        if asked is None or question is not asked[0]:
-            if connection.is_open:
-                self._take_step(connection, question)
-            else:
-                self.queue.put((question,), urgent=True)
-
-    def _take_step(
-        self, connection: Connection, question: KeyQuestion, asked: Pipeline | None = None
-    ) -> None:
-        """Take a step. asked: the pipeline in which the first request was sent."""
-        if self._jobs.begin_all([(question,)]):
-            pipeline = asked or self._new_pipeline(connection, question)
-            try:
-                if asked is None:
-                    pipeline.send(*(question.next_request or question.first_request()))
-                goes_on = question.advance_steps(pipeline)
-            except RedisError as error:
-                self._fail(connection, question, error)
-            except BaseException:
-                # A bug of ours. The connection is closed: the next must not get these replies.
-                self._jobs.end(question, CallOutcome.UNAVAILABLE)
-                raise
-            else:
-                if goes_on:
-                    self._put_back(question)
-                else:
-                    self._jobs.end(question)
-            self._finish(connection, pipeline)
-        elif asked is not None:
-            self._finish(connection, asked)
-
-    def _fail(self, connection: Connection, question: KeyQuestion, error: RedisError) -> None:
-        self._judge(error, connection)
-        if isinstance(error, RedisUnavailable) and self._may_retry(question, connection):
-            # From the first step: cursors and counts are those of the lost server.
-            question.next_request = None
-            self._put_back(question)
-        else:
-            self._jobs.end(question, CallOutcome[stop_for(error).name])
-
-    def _new_pipeline(self, connection: Connection, question: KeyQuestion) -> Pipeline:
-        """A step has one deadline for all its round trips."""
+    def _take_step(self, connection: Connection, question: KeyQuestion) -> None:
+        # A step has one deadline for all its round trips.
         op_deadline = time.monotonic() + self._server.options.op_timeout_s
-        return Pipeline(connection, min(question.deadline, op_deadline))
-
-    def _finish(self, connection: Connection, pipeline: Pipeline) -> None:
-        """Receive and drop the replies that the question did not need."""
+        pipeline = Pipeline(connection, min(question.deadline, op_deadline))
+        try:
+            goes_on = question.take_step(pipeline)
+        except RedisError as error:
+            self._fail(connection, question, error)
+        except BaseException:
+            # A bug of ours. The connection is closed: the next must not get these replies.
+            self._jobs.end(question, CallOutcome.UNAVAILABLE)
+            raise
+        else:
+            if goes_on:
+                self._put_back(question)
+            else:
+                self._jobs.end(question)
         if pipeline.outstanding and connection.is_open:
+            # Replies that the question did not need.
             try:
                 pipeline.finish(time.monotonic() + self._server.options.op_timeout_s)
             except RedisError as error:
                 self._judge(error, connection)
 
+    def _fail(self, connection: Connection, question: KeyQuestion, error: RedisError) -> None:
+        self._judge(error, connection)
+        if isinstance(error, RedisUnavailable) and self._may_retry(question, connection):
+            question.restart()
+            self._put_back(question)
+        else:
+            self._jobs.end(question, CallOutcome[stop_for(error).name])
+
     def _put_back(self, question: KeyQuestion) -> None:
         self._jobs.release((question,))
-        self.queue.put((question,), urgent=question.is_urgent)
+        self.put(question)

@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import closing
+from dataclasses import replace
+from math import inf
+from typing import Any
 
 from lmcache_redis.errors import (
     ConfigError,
@@ -31,6 +32,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, StripeTask, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
+from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
@@ -52,61 +54,6 @@ WRITE_PAUSE_S = 0.5
 _RENEW_EVERY_S = 5.0
 # Between a worker's first failed attempt to connect and the next.
 _AGAIN_S = 0.05
-
-
-@dataclass(slots=True)
-class Breaker:
-    """DOWN until a probe is answered, UP until a definite failure.
-
-    While DOWN, only probes are sent, at `next_probe_at`. While UP, heartbeats are, and a probe at
-    once when `suspected`. Times are monotonic seconds. A method that can change `up` returns
-    whether it did, so that a change is logged once.
-
-    failures: since the server was last steady. Each doubles the pause, up to two seconds, also that
-    of a server that is up and down in quick succession (a probe may succeed while workers fail, as
-    when only one more connection is allowed). Pauses have jitter: the agents of a fleet do not all
-    knock at once.
-    """
-
-    probe_interval_s: float
-    heartbeat_s: float
-    up: bool = False
-    probed: bool = False
-    reason: str = "Redis has not been asked yet"
-    since: float = 0.0
-    next_probe_at: float = 0.0
-    failures: int = 0
-
-    def answered(self, now: float) -> bool:
-        """A probe was answered."""
-        changed = not self.up
-        if changed:
-            self.since = now
-            self.reason = ""
-        self.up = True
-        self.probed = True
-        self.next_probe_at = now + jittered(self.heartbeat_s)
-        return changed
-
-    def failed(self, now: float, reason: str, retry_after_s: float = 0.0) -> bool:
-        """A probe failed, or an operation failed definitely: schedule the next probe."""
-        changed = self.up or not self.probed
-        if self.up:
-            if now - self.since >= STEADY_AFTER_S:
-                self.failures = 0
-            self.since = now
-        pause_s = backoff_s(self.failures, self.probe_interval_s, LONGEST_PAUSE_S)
-        self.failures += 1
-        self.up = False
-        self.probed = True
-        self.reason = reason
-        self.next_probe_at = now + max(pause_s, jittered(retry_after_s))
-        return changed
-
-    def suspected(self, now: float) -> None:
-        """An operation timed out: the server may only be slow. Probe now."""
-        if self.up:
-            self.next_probe_at = now
 
 
 class WritePause:
@@ -167,60 +114,57 @@ class ErrorNotes:
 
 
 class Health:
-    """Owns the prober thread and its connection.
+    """Whether a server is up: owns the prober thread and its connection.
 
-    on_down runs on the thread that noticed, after `is_up` has become False.
+    A server that is up and down in quick succession is probed less often, too: a probe may succeed
+    while workers fail, as when only one more connection is allowed. Pauses have jitter: the agents
+    of a fleet do not all knock at once.
     """
 
-    def __init__(
-        self,
-        connector: Connector,
-        options: RedisOptions,
-        write_state: WritePause,
-        on_down: Callable[[], None],
-    ) -> None:
-        self.is_up = False
+    def __init__(self, server: DataServer) -> None:
         self.notes = ErrorNotes()
         self.thread = LoopThread("lmcr-health", self._step)
-        self._connector = connector
-        self._op_timeout_s = options.op_timeout_s
-        self._write_state = write_state
-        self._on_down = on_down
-        since = time.monotonic()
-        self._breaker = Breaker(options.probe_interval_s, options.heartbeat_s, since=since)
-        self._connection = self._new_connection()
+        self._server = server
+        self._state = PlaneState(False, False, "Redis has not been asked yet", time.monotonic())
+        self._next_probe_at = 0.0
+        self._failures = 0  # since the server was last steady
+        self._connection: Connection | None = None
         self._logged_down = False
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
 
     @property
+    def is_up(self) -> bool:
+        return self._state.up and not self._closing
+
+    @property
     def state(self) -> PlaneState:
-        with self._changed:
-            breaker = self._breaker
-            reason = breaker.reason or self.notes.last
-            return PlaneState(breaker.up, breaker.probed, reason, breaker.since)
+        """Its reason is the last error, while the server is up."""
+        state = self._state
+        return replace(state, reason=state.reason or self.notes.last)
 
     def wait_up(self) -> bool:
         """Wait until the server is up; False if the plane is closed first."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_up or self._closing)
+            self._changed.wait_for(lambda: self._state.up or self._closing)
             return not self._closing
 
     def wait_probed(self, timeout_s: float) -> None:
         """Wait for the end of the first probe, at most `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._breaker.probed or self._closing, timeout_s)
+            self._changed.wait_for(lambda: self._state.probed or self._closing, timeout_s)
 
     def suspect(self, error: RedisError) -> None:
-        """An operation timed out: have the prober probe."""
+        """An operation timed out: the server may only be slow. Have the prober probe."""
         with self._changed:
             self.notes.add(error)
-            self._breaker.suspected(time.monotonic())
+            if self._state.up:
+                self._next_probe_at = time.monotonic()
             self._changed.notify_all()
 
     def down(self, error: RedisError | ConfigError, tried_at: float) -> None:
         """The server was unusable at `tried_at`: it refused the connection, or said so."""
-        if self.is_up and self.state.since <= tried_at:
+        if self.is_up and self._state.since <= tried_at:
             # Otherwise a later probe has found it up, or it is down.
             self._failed(error)
 
@@ -236,7 +180,6 @@ class Health:
         """Wake all waiting threads. The connector must be aborted for the prober to end."""
         with self._changed:
             self._closing = True
-            self.is_up = False
             self._changed.notify_all()
 
     # ---------------------------------------------------------- prober thread
@@ -244,29 +187,36 @@ class Health:
     def _step(self) -> bool:
         with self._changed:
             while not self._closing:
-                left_s = self._breaker.next_probe_at - time.monotonic()
+                left_s = self._next_probe_at - time.monotonic()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
-        if self._closing:
-            self._connection.close()
-            return False
         try:
-            self._probe()
+            if not self._closing:
+                self._probe()
+                return True
         except Exception:
-            self._connection.close()
+            self._disconnect()
             raise
-        return True
+        self._disconnect()
+        return False
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
     def _probe(self) -> None:
         """Probe once, on the connection of the last probe if the server is up."""
-        connection = self._connection
-        outdated = self._write_state.is_outdated(connection.opened_at)
-        if self.is_up and connection.is_open and not outdated:
+        connection, op_timeout_s = self._connection, self._server.options.op_timeout_s
+        is_outdated = self._server.write_state.is_outdated
+        # A server without room for more connections is down for every new connection.
+        if connection is not None and (not self.is_up or is_outdated(connection.opened_at)):
+            connection.close()
+        if connection is not None and connection.is_open:
+            # A user who grants operations more time grants it to PINGs, too.
+            timeout_s = min(op_timeout_s, max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4))
             try:
-                # A user who grants operations more time grants it to PINGs, too.
-                most_s = max(_HEARTBEAT_TIMEOUT_S, self._op_timeout_s / 4)
-                self._ping(min(self._op_timeout_s, most_s))
+                self._ping(connection, timeout_s)
                 return
             except RedisError as error:
                 # A lost connection may mean a restart: only a new one can tell.
@@ -274,22 +224,16 @@ class Health:
                     connection.close()
                     self._failed(error)
                     return
-        # A server without room for more connections is down for every new connection.
-        connection.close()
-        connection = self._connection = self._new_connection()
         try:
-            connection.open()
-            self._ping(self._op_timeout_s)
+            self._connection = self._server.connector.open("lmcache-redis:health")
+            self._ping(self._connection, op_timeout_s)
         except (RedisError, ConfigError) as error:
-            connection.close()
+            self._disconnect()
             self._failed(error)
 
-    def _new_connection(self) -> Connection:
-        return Connection(self._connector, "lmcache-redis:health")
-
-    def _ping(self, timeout_s: float) -> None:
+    def _ping(self, connection: Connection, timeout_s: float) -> None:
         try:
-            self._connection.ping(time.monotonic() + timeout_s)
+            connection.ping(time.monotonic() + timeout_s)
         except RedisReplyError as error:
             # The server answers. A user who may not PING may still GET and SET.
             logger.debug("PING is answered with an error: %s", error)
@@ -297,57 +241,71 @@ class Health:
 
     def _answered(self) -> None:
         with self._changed:
-            now = time.monotonic()
-            since = self._breaker.since
-            first = not self._breaker.probed
-            changed = self._breaker.answered(now)
-            if self._closing or not changed:
+            now, before = time.monotonic(), self._state
+            self._next_probe_at = now + jittered(self._server.options.heartbeat_s)
+            if self._closing or before.up:
                 return
-            self.is_up = True
+            self._state = PlaneState(True, True, "", now)
             self._changed.notify_all()
-        where = self._connector.endpoint.where
-        if first:
+        where = self._server.connector.endpoint.where
+        if not before.probed:
             logger.info("connected to Redis at %s", where)
         elif self._logged_down:
-            logger.info("Redis at %s is up again after %.1f s", where, now - since)
+            logger.info("Redis at %s is up again after %.1f s", where, now - before.since)
 
     def _failed(self, error: RedisError | ConfigError) -> None:
+        """A probe failed, or an operation failed definitely."""
         retry_after_s = _REFUSED_RETRY_S if isinstance(error, (RedisAuthError, ConfigError)) else 0
         with self._changed:
             if self._closing:
                 return
+            now, before = time.monotonic(), self._state
+            if before.up and now - before.since >= STEADY_AFTER_S:
+                self._failures = 0
+            first_s = self._server.options.probe_interval_s
+            pause_s = backoff_s(self._failures, first_s, LONGEST_PAUSE_S)
+            self._next_probe_at = now + max(pause_s, jittered(retry_after_s))
+            self._failures += 1
+            self._state = PlaneState(False, True, str(error), now if before.up else before.since)
             self.notes.add(error)
-            was_up = self.is_up
-            changed = self._breaker.failed(time.monotonic(), str(error), retry_after_s)
-            self.is_up = False
             self._changed.notify_all()
+            changed = before.up or not before.probed
             # If a server changes every second, log the same line once a minute.
-            log = self.notes.is_new(str(error)) or (changed and self._breaker.failures <= 1)
+            log = self.notes.is_new(str(error)) or (changed and self._failures <= 1)
             self._logged_down = log or (self._logged_down and not changed)
         if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
-        if was_up:
-            self._on_down()
+        if before.up:
+            self._server.went_down()
 
 
 # ------------------------------------------------------------------- workers
 
 
-class DataServer(Protocol):
-    """The interface of `node.DataNode` for its threads."""
+class DataServer(ABC):
+    """A server as its threads see it."""
 
-    connector: Connector
-    health: Health
-    jobs: Jobs
-    options: RedisOptions
-    write_state: WritePause
+    def __init__(self, endpoint: Endpoint, options: RedisOptions, jobs: Jobs) -> None:
+        self.options = options
+        self.jobs = jobs
+        self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
+        self.write_state = WritePause()
+        self.health = Health(self)
 
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
-        """Queue a redirected stripe at another node; False if it is not followed."""
+    def went_down(self) -> None:
+        """Called on the thread that noticed, after `health.is_up` has become False."""
+        self.jobs.stop_all(Stop.UNAVAILABLE, node=self)
+        self.map_is_old()
 
+    @abstractmethod
+    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
+        """Queue a redirected stripe at another node, if the map names it."""
+
+    @abstractmethod
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         """The server refused a write: pause writes; return the outcome of this one."""
 
+    @abstractmethod
     def map_is_old(self) -> None:
         """Have the servers looked up soon."""
 
@@ -375,22 +333,15 @@ class Worker(ABC):
         job that it takes, whatever happens.
         """
 
-    def _new_connection(self) -> Connection:
-        return Connection(self._server.connector, f"lmcache-redis:{self.name}")
+    def _open(self, deadline: float = inf) -> Connection:
+        return self._server.connector.open(f"lmcache-redis:{self.name}", deadline)
 
     def _step(self) -> bool:
         if not self._health.wait_up():
             return False
-        connection = self._new_connection()
-        try:
-            return not self._connect(connection) or self.serve(connection)
-        finally:
-            connection.close()
-
-    def _connect(self, connection: Connection) -> bool:
         tried_at = time.monotonic()
         try:
-            connection.open()
+            connection = self._open()
         except (RedisError, ConfigError) as error:
             # A single failure may be a server that has just restarted: try again soon.
             if self._has_failed or not isinstance(error, RedisUnavailable):
@@ -398,9 +349,10 @@ class Worker(ABC):
             else:
                 time.sleep(jittered(_AGAIN_S))
             self._has_failed = True
-            return False
+            return True
         self._has_failed = False
-        return True
+        with closing(connection):
+            return self.serve(connection)
 
     def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
         """Whether to retry a job that lost its connection.

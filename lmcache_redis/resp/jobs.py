@@ -4,7 +4,6 @@ A job is a chunk in flight (`transfers`) or a question about keys (`control`). I
 stripes, or the whole question. The last step decides the outcome, or the first that fails, or a
 stop from any thread. The job is answered when no step is in flight: until then a socket may use its
 slots. All jobs of a plane share one lock, which is taken once for all stripes of a call of a mover.
-The timekeeper answers jobs that are late or cannot be tried.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -32,8 +32,6 @@ TaskT = TypeVar("TaskT")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 # How often a closing plane looks whether a job is left.
 _LOOK_EVERY_S = 0.002
-# The longest wait without a look at the clock.
-_LONGEST_WAIT_S = 3600.0
 
 
 class Hop(NamedTuple):
@@ -131,7 +129,10 @@ class ChunkJob(Job[OutcomeT]):
 
 
 class Jobs:
-    """All jobs that are not answered, and their timekeeper. Thread-safe.
+    """All jobs that are not answered, and the timekeeper. Thread-safe.
+
+    The timekeeper, a thread without a connection, ends late jobs while other threads wait for the
+    network. It also runs actions that must not run on the caller's thread.
 
     started, closing, closed: the plane's life cycle. counts: of transfers that were answered, by
     outcome. moved_bytes: the payload of the chunks among them that were LOADED, and STORED.
@@ -146,22 +147,27 @@ class Jobs:
         self.transfers: dict[Any, Job[Any]] = {}
         # Changed without a lock: each change is one operation of a set, in C.
         self._jobs: set[Job[Any]] = set()
-        self.timekeeper = Timekeeper(self._expire)
+        self.timekeeper = LoopThread("lmcr-time", self._step)
+        # What it is to do; None wakes it.
+        self._posts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._wake_at = inf
 
     def check_usable(self) -> None:
         """Raises RuntimeError unless the plane runs."""
         if not self.started or self.closed:
             raise RuntimeError("the Redis plane is not running")
 
-    def enter(self, jobs: Collection[JobT]) -> Sequence[JobT]:
-        """Register jobs: they will be answered. Returns those to queue, whose servers are up."""
+    def enter(self, jobs: Collection[JobT], chunks: Iterable[ChunkIO] = ()) -> Sequence[JobT]:
+        """Register jobs: they will be answered. Returns those to queue, whose servers are up.
+
+        chunks: of transfers, which can be cancelled from now on.
+        """
         self._jobs.update(jobs)
-        if cancelled := [job for job in jobs if job.answered]:
-            self._jobs.difference_update(cancelled)
+        self.transfers.update(zip(chunks, jobs, strict=False))
         refused = self.refuse(jobs)
         accepted = [job for job in jobs if job not in refused] if refused else list(jobs)
         if accepted:
-            self.timekeeper.watch(min([job.deadline for job in accepted]))
+            self._wake(min([job.deadline for job in accepted]))
         return accepted
 
     def refuse(self, jobs: Collection[Job[Any]]) -> Collection[Job[Any]]:
@@ -178,7 +184,7 @@ class Jobs:
             if down:
                 refused = [job for job in jobs if not down.isdisjoint(job.nodes)]
         if refused:
-            self.timekeeper.post(partial(self.stop, refused, reason))
+            self.post(partial(self.stop, refused, reason))
         return refused
 
     def begin_all(self, tasks: Sequence[TaskT]) -> list[TaskT]:
@@ -247,21 +253,56 @@ class Jobs:
             _answer(job)
         self._jobs.difference_update(final)
 
-    def needs(self, node: object) -> bool:
-        """Whether a job that is not answered needs the node."""
-        return any(node in job.nodes for job in list(self._jobs))
-
     def wait_empty(self, deadline: float) -> bool:
         """Wait until every job is answered; False if the deadline passes first."""
         while self._jobs and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
         return not self._jobs
 
-    def _expire(self, now: float) -> float | None:
-        """Stop the jobs past their deadlines; return the next deadline, if any."""
-        jobs = list(self._jobs)
-        self.stop([job for job in jobs if job.deadline <= now], Stop.TIMED_OUT)
-        return min([job.deadline for job in jobs if job.deadline > now], default=None)
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the timekeeper run `action` soon. Raises RuntimeError when closed."""
+        with self.lock:
+            if self.closed:
+                raise RuntimeError("the Redis plane is closed")
+            self._posts.put(action)
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what was posted, then end the timekeeper. False if it takes longer."""
+        with self.lock:
+            self.closed = True
+            self._posts.put(None)
+        return self.timekeeper.ends_within(timeout_s)
+
+    def _wake(self, deadline: float) -> None:
+        """Wake the timekeeper when `deadline` passes."""
+        with self.lock:
+            if deadline < self._wake_at:
+                self._wake_at = deadline
+                self._posts.put(None)
+
+    def _step(self) -> bool:
+        action = None
+        with contextlib.suppress(Empty):
+            left_s = min(max(0.0, self._wake_at - time.monotonic()), threading.TIMEOUT_MAX)
+            action = self._posts.get(timeout=left_s)
+        if action is not None:
+            try:
+                action()
+            except Exception:
+                # Of a caller, perhaps: those behind it must not wait.
+                logger.exception("an action of the Redis plane failed")
+        now = time.monotonic()
+        if self._wake_at <= now:
+            # A deadline that is set from now on is not lost.
+            self._wake_at = inf
+            soonest = now  # at once again, if it fails
+            try:
+                jobs = list(self._jobs)
+                self.stop([job for job in jobs if job.deadline <= now], Stop.TIMED_OUT)
+                soonest = min([job.deadline for job in jobs if job.deadline > now], default=inf)
+            finally:
+                self._wake(soonest)
+        return not self.closed or not self._posts.empty()
 
 
 def _answer(job: Job[Any]) -> None:
@@ -276,140 +317,47 @@ def _answer(job: Job[Any]) -> None:
 
 
 class TaskQueue(Generic[TaskT]):
-    """First in, first out; urgent tasks go first. Thread-safe.
+    """First in, first out; urgent tasks go first. Thread-safe."""
 
-    Each change is one operation of a deque, in C, and a thread waits on a lock of its own: a
-    `threading.Condition` would add several hundredths of a millisecond to a scan of keys.
-    """
-
-    __slots__ = ("_ordinary", "_urgent", "_waiters", "closed")
+    __slots__ = ("_changed", "_ordinary", "_urgent", "closed")
 
     def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
         self._ordinary: deque[TaskT] = deque()
         self._urgent: deque[TaskT] = deque()
-        self._waiters: deque[threading.Lock] = deque()
         self.closed = False
 
     def put(self, tasks: Iterable[TaskT], urgent: bool = False) -> None:
-        (self._urgent if urgent else self._ordinary).extend(tasks)
-        if self.closed:
-            self.close()
-        self._wake_all()
-
-    def take(self) -> TaskT | None:
-        """Wait for the next task. None: the queue is closed."""
-        while self.wait():
-            # Another thread may take it first.
-            if some := self.take_some(1):
-                return some[0]
-        return None
+        """Dropped if the queue is closed."""
+        with self._changed:
+            if not self.closed:
+                (self._urgent if urgent else self._ordinary).extend(tasks)
+                self._changed.notify_all()
 
     def take_some(self, most: int) -> list[TaskT]:
         """Up to `most` tasks, without waiting."""
-        some: list[TaskT] = []
-        for tasks in (self._urgent, self._ordinary):
-            with contextlib.suppress(IndexError):
-                while len(some) < most:
-                    some.append(tasks.popleft())
-        return some
-
-    def put_back(self, tasks: Sequence[TaskT]) -> None:
-        """Return tasks that were taken: they precede all but the urgent ones."""
-        self._ordinary.extendleft(reversed(tasks))
-        self.put(())
+        with self._changed:
+            urgent = min(most, len(self._urgent))
+            ordinary = min(most - urgent, len(self._ordinary))
+            some = [self._urgent.popleft() for _ in range(urgent)]
+            return some + [self._ordinary.popleft() for _ in range(ordinary)]
 
     def wait(self) -> bool:
         """Wait until there is a task, which another thread may take first; False if closed."""
-        while not self.closed:
-            if self._urgent or self._ordinary:
-                return True
-            waiter = threading.Lock()
-            waiter.acquire()
-            # Enqueue, then look again: a task put before that did not wake this thread.
-            self._waiters.append(waiter)
-            if self.closed or self._urgent or self._ordinary:
-                self._wake_all()
-            waiter.acquire()
-        return False
-
-    def _wake_all(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._waiters.popleft().release()
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self))
+            return not self.closed
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._ordinary)
 
     def close(self) -> None:
         """Drop all tasks, also those put later, and wake all threads."""
-        self.closed = True
-        self._ordinary.clear()
-        self._urgent.clear()
-        self._wake_all()
-
-
-class Timekeeper:
-    """A thread that ends late jobs, while other threads wait for the network.
-
-    It also runs actions that must not run on the caller's thread. expire: called with the time;
-    ends what is late and returns the next deadline, or None.
-    """
-
-    def __init__(self, expire: Callable[[float], float | None]) -> None:
-        self._expire = expire
-        self._lock = threading.Lock()
-        # None wakes the thread.
-        self._posts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._wake_at = float("inf")
-        self._closed = False
-        self.thread = LoopThread("lmcr-time", self._step)
-
-    def watch(self, deadline: float) -> None:
-        """Call `expire` when `deadline` passes."""
-        with self._lock:
-            if deadline < self._wake_at:
-                self._wake_at = deadline
-                self._posts.put(None)
-
-    def post(self, action: Callable[[], None]) -> None:
-        """Run `action` soon. Raises RuntimeError when closed."""
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the Redis plane is closed")
-            self._posts.put(action)
-
-    def close(self, timeout_s: float) -> bool:
-        """Run what was posted, then end the thread. False if it takes longer than `timeout_s`."""
-        with self._lock:
-            self._closed = True
-            self._posts.put(None)
-        return self.thread.ends_within(timeout_s)
-
-    def _step(self) -> bool:
-        action = None
-        with contextlib.suppress(Empty):
-            left_s = max(0.0, self._wake_at - time.monotonic())
-            action = self._posts.get(timeout=min(left_s, _LONGEST_WAIT_S))
-        if action is not None:
-            try:
-                action()
-            except Exception:
-                # Of a caller, perhaps: those behind it must not wait.
-                logger.exception("an action of the Redis plane failed")
-        with self._lock:
-            is_late = self._wake_at <= time.monotonic()
-            if is_late:
-                # A deadline that is set while `expire` runs is not lost.
-                self._wake_at = float("inf")
-        if is_late:
-            soonest: float | None = time.monotonic()
-            try:
-                soonest = self._expire(time.monotonic())
-            finally:
-                # At once again if it failed.
-                if soonest is not None:
-                    self.watch(soonest)
-        return not self._closed or not self._posts.empty()
+        with self._changed:
+            self.closed = True
+            self._ordinary.clear()
+            self._urgent.clear()
+            self._changed.notify_all()
 
 
 def jittered(seconds: float) -> float:

@@ -6,9 +6,8 @@ One thread is faster than several, which would wait for each other's GIL
 (docs/internals/data-plane.md has the measurement). Replies arrive in the order of the requests, so
 the thread waits for the connection that it asked first.
 
-A stripe is in flight from its request to its end. If its job ends earlier (late, cancelled), the
-rest of the reply is received into memory of the thread, and the slot is free. `reading` and
-`writing` say what follows from the end of a stripe.
+A stripe is in flight from its request to its end. A connection whose stripe still uses a slot at
+the deadline of its job is closed. `transfers` says what follows from the end of a stripe.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import errno
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,15 +39,12 @@ from lmcache_redis.resp.bulk import (
 from lmcache_redis.resp.health import DataServer, Worker, stop_for
 from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
 # Sealed stripes in a call: while the next are sealed or opened, the kernel moves these.
 SEALED_TOGETHER = 4
-# Requests sent together may be late together: each reply has at least this time.
-_LEAST_PATIENCE_S = 0.05
 
 
 class NativeMover:
@@ -56,14 +52,12 @@ class NativeMover:
 
     _moves: Any = native.moves
 
-    def handle(self, stream: Stream) -> Handle:
-        return stream.plain_fileno(), bytearray(self._moves.PROGRESS_BYTES)
+    def handle(self, connection: Connection) -> Handle:
+        return connection.plain_fileno, bytearray(self._moves.PROGRESS_BYTES)
 
-    def load(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.load(*call))
-
-    def store(self, call: MoveCall) -> Moved:
-        return Moved(*self._moves.store(*call))
+    def move(self, call: MoveCall, is_load: bool) -> Moved:
+        move = self._moves.load if is_load else self._moves.store
+        return Moved(*move(*call))
 
 
 Mover = NativeMover | PythonMover
@@ -73,15 +67,19 @@ Mover = NativeMover | PythonMover
 class Lane:
     """A connection, and the stripe in flight on it.
 
-    task: None if there is none, or if its job has ended and the rest of its reply is dropped.
     until: when the connection is closed unless the reply has arrived (`time.monotonic()`).
     """
 
     connection: Connection
     handle: Handle
-    task: StripeTask | None = None
+    task: StripeTask = (None, 0, None)
     packed: Packed = SENT
     until: float = 0.0
+
+    @property
+    def uses_slot(self) -> bool:
+        """A stripe is in flight to a slot, or has not left one."""
+        return self.packed is not SENT
 
 
 @dataclass(slots=True, eq=False)
@@ -159,17 +157,11 @@ class BulkWorker(Worker):
     def _may_widen(self) -> bool:
         return True
 
-    def _sent(self, jobs: Collection[Any]) -> None:
-        """A stripe of each job was sent from its slot."""
-
-    def _release_ended(self, now: float) -> None:
-        """Free the slots of stripes in flight whose jobs have ended."""
-
     def _all_closed(self) -> None:
         """All connections were closed, and no stripe is in flight."""
 
     def serve(self, connection: Connection) -> bool:
-        is_native = native.moves is not None and connection.stream.plain_fileno() >= 0
+        is_native = native.moves is not None and connection.plain_fileno >= 0
         self._mover = NativeMover() if is_native else PythonMover()
         self._lanes = Lanes(self._lanes.most, since=connection.opened_at)
         self._add_lane(connection)
@@ -191,7 +183,7 @@ class BulkWorker(Worker):
             self._close_all()
 
     def _add_lane(self, connection: Connection) -> None:
-        self._lanes.idle.append(Lane(connection, self._mover.handle(connection.stream)))
+        self._lanes.idle.append(Lane(connection, self._mover.handle(connection)))
 
     def _move(self) -> None:
         """Call the mover with the stripes in flight and those that wait."""
@@ -203,18 +195,18 @@ class BulkWorker(Worker):
             packed = [self._pack(task) for task in begun]
             lanes = [*self._lanes.busy, *idle]
             now = time.monotonic()
-            using = [lane.task for lane in self._lanes.busy if lane.packed is not SENT] + begun
+            using = [lane.task for lane in self._lanes.busy if lane.uses_slot] + begun
             call = MoveCall(
                 [lane.handle for lane in lanes],
                 [lane.packed for lane in self._lanes.busy] + packed,
                 len(self._lanes.busy),
                 self._lanes.is_sending,
-                not begun or not len(self._queue),
-                min([now + SLICE_S, *[task[0].deadline for task in using if task]]),
+                not len(self._queue) or not (begun or self._lanes.is_sending),
+                min([now + SLICE_S, *[task[0].deadline for task in using]]),
                 self._checksums,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
-            moved = self._mover.load(call) if self._is_load else self._mover.store(call)
+            moved = self._mover.move(call, self._is_load)
         except BaseException:
             # A bug. `_close_all` answers those in flight.
             jobs = [task[0] for task in begun]
@@ -227,14 +219,14 @@ class BulkWorker(Worker):
         """Append stripes that wait to `begun`; return the lanes that they may use."""
         most = MOST_TASKS
         if self._seal_keys is not None:
-            # Behind a stripe that was sent in part, few are sent: the others are sealed again.
-            most = 1 if self._lanes.is_sending else SEALED_TOGETHER
+            # The ciphertext of one that was sent in part is still needed.
+            most = 0 if self._lanes.is_sending else SEALED_TOGETHER
         tasks = self._queue.take_some(most)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
         if asking is not None:
             # That one alone, on a lane that has sent ASKING; or those before it.
             most = asking or min(1, len(self._lanes.idle))
-            self._queue.put_back(tasks[most:])
+            self._queue.put(tasks[most:], urgent=True)
             tasks = tasks[:most]
         begun += self._jobs.begin_all(tasks)
         if asking == 0 and begun:
@@ -264,9 +256,7 @@ class BulkWorker(Worker):
         now: float,
     ) -> None:
         """Process what was sent, what ended, and what was not sent."""
-        in_flight: list[tuple[Lane, StripeTask | None]] = [
-            (lane, lane.task) for lane in self._lanes.busy
-        ]
+        in_flight = [(lane, lane.task) for lane in self._lanes.busy]
         until = now + self._server.options.op_timeout_s
         for number, task, some in zip(moved.lanes, begun, packed, strict=False):
             lane = lanes[number]
@@ -275,7 +265,7 @@ class BulkWorker(Worker):
         left = begun[len(moved.lanes) :]
         if left:
             self._jobs.release([task[0] for task in left])
-            self._queue.put_back(left)
+            self._queue.put(left, urgent=True)
 
         # The stripe that was sent in part before is sent now, or is still the last.
         sent = in_flight[len(self._lanes.busy) - self._lanes.is_sending :]
@@ -283,7 +273,8 @@ class BulkWorker(Worker):
         if self._lanes.is_sending:
             sent.pop()
         if sent and not self._is_load:
-            self._sent([task[0] for _, task in sent if task is not None])
+            # The kernel has the bytes, or will never get them: the slots are free either way.
+            self._jobs.release([task[0] for _, task in sent])
             half_sent = in_flight[-1][0] if self._lanes.is_sending else None
             for lane, _ in sent:
                 if lane is not half_sent:
@@ -295,7 +286,7 @@ class BulkWorker(Worker):
         good = [
             (task, result)
             for (_, task), result in zip(ended, moved.done, strict=True)
-            if task is not None and isinstance(result, bytes)
+            if isinstance(result, bytes)
         ]
         if good:
             self._succeeded(good)
@@ -303,32 +294,25 @@ class BulkWorker(Worker):
             self._see_to(*ended[-1], moved.done[-1])
         if moved.sending and not self._lanes.is_sending:
             lane = self._lanes.busy[-1]
-            self._give_up(lane, lane.connection.stream.lost(moved.sending))
+            self._give_up(lane, lane.connection.lost(moved.sending))
 
-    def _see_to(self, lane: Lane, task: StripeTask | None, failure: StripeFailure) -> None:
-        error = error_in(failure, lane.connection.stream)
+    def _see_to(self, lane: Lane, task: StripeTask, failure: StripeFailure) -> None:
+        error = error_in(failure, lane.connection)
         if failure[0] >= End.OTHER_LENGTH:
             lane.connection.close()
-        if task is not None:
-            self._failed(lane, task, failure, error)
-        elif error is not None:
-            self._judge(error, lane.connection)
+        self._failed(lane, task, failure, error)
         if not lane.connection.is_open and lane in self._lanes.idle:
             self._lanes.idle.remove(lane)
 
     def _end_late(self) -> None:
-        """Free the slots of ended jobs, and close connections whose replies are overdue."""
-        if not self._lanes.busy:
-            return
+        """Close connections whose replies are overdue, or whose jobs are."""
         now = time.monotonic()
-        self._release_ended(now)
-        last = self._lanes.busy[-1]
-        if self._lanes.is_sending and last.task is not None and last.task[0].deadline <= now:
-            self._give_up(last, last.connection.stream.late())
-        if self._lanes.busy and (first := self._lanes.busy[0]).until <= now:
-            self._give_up(first, first.connection.stream.late())
-            if self._lanes.busy:
-                self._lanes.busy[0].until = max(self._lanes.busy[0].until, now + _LEAST_PATIENCE_S)
+        busy = self._lanes.busy
+        for lane in [each for each in busy if each.uses_slot and each.task[0].deadline <= now]:
+            self._give_up(lane, lane.connection.late())
+        # One at a time: what has arrived on the others is received first.
+        if busy and busy[0].until <= now:
+            self._give_up(busy[0], busy[0].connection.late())
 
     def _give_up(self, lane: Lane, error: RedisError) -> None:
         """Close a connection that has a stripe in flight."""
@@ -336,10 +320,7 @@ class BulkWorker(Worker):
             self._lanes.is_sending = False
         self._lanes.busy.remove(lane)
         lane.connection.close()
-        if lane.task is not None:
-            self._lost(lane, lane.task, error)
-        else:
-            self.connections_lost += 1
+        self._lost(lane, lane.task, error)
 
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
@@ -350,15 +331,12 @@ class BulkWorker(Worker):
         # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
         self._drop_dead()
         # The stripes in flight have deadlines to keep.
-        jobs = [lane.task[0] for lane in self._lanes.busy if lane.task]
-        deadline = min([job.deadline for job in jobs], default=float("inf"))
+        deadline = min([lane.task[0].deadline for lane in lanes.busy], default=float("inf"))
         while len(lanes) < lanes.most and len(self._queue) > len(lanes.idle):
-            connection = self._new_connection()
             try:
-                connection.open(deadline)
+                connection = self._open(deadline)
             except (RedisError, ConfigError) as error:
                 # The open connections show whether the server is up.
-                connection.close()
                 if isinstance(error, RedisError):
                     self._health.note(error)
                 lanes.widen_at = time.monotonic() + jittered(_WIDEN_AGAIN_S)
@@ -378,6 +356,5 @@ class BulkWorker(Worker):
         for lane in (*lanes.busy, *lanes.idle):
             lane.connection.close()
         for lane in lanes.busy:
-            if lane.task is not None:
-                self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
+            self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
         self._all_closed()

@@ -8,8 +8,12 @@ A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its pa
 stripes of a chunk differ in the last bytes of their keys, so they have different slots: many
 stripes spread evenly over the shards.
 
-A redirection is followed only to servers that the map names. Otherwise the stripe waits for a new
-map: what a single reply says opens no connection, and sends no password anywhere.
+A redirection is followed only to servers that the map names: what a single reply says opens no
+connection, and sends no password anywhere.
+
+The map is looked up at the start, every few seconds, soon after a hint that it is outdated (a
+redirection, a server that went down, a master that is a replica), and more often while a server is
+down or none is known. A look-up that fails changes nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import (
+    ConfigError,
     RedisClusterDown,
     RedisError,
     RedisFull,
@@ -33,11 +39,19 @@ from lmcache_redis.errors import (
     RedisWriteRefused,
 )
 from lmcache_redis.resp.control import Controller
-from lmcache_redis.resp.health import Health, Worker, WritePause
-from lmcache_redis.resp.jobs import Hop, Jobs, LoopThread, Stop, StripeTask, TaskQueue
-from lmcache_redis.resp.maps import SLOTS, MapWatcher, ServerMap
-from lmcache_redis.resp.net.connection import Connector
-from lmcache_redis.resp.net.stream import Endpoint
+from lmcache_redis.resp.health import DataServer, ErrorNotes, Worker
+from lmcache_redis.resp.jobs import (
+    Hop,
+    Jobs,
+    LoopThread,
+    Stop,
+    StripeTask,
+    TaskQueue,
+    backoff_s,
+    jittered,
+)
+from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
+from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import RemovalListener, Removals
 from lmcache_redis.resp.transfers import Read, Reader, Writer
@@ -45,35 +59,25 @@ from lmcache_redis.tiers import PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
-# A shard that lost its last slot still answers earlier requests, with redirections.
-_GRACE_S = 5.0
-# Until a map names the server of a redirection.
-_MOST_LOOK_UPS = 5
 # More nodes than this are not recommended in a cluster; each costs threads and connections.
 _MOST_SERVERS = 1000
 # Redirections that a command follows: one is usual, two while a slot is migrating.
 MAX_HOPS = 5
+# A cluster announces changes of its map by redirections; Sentinel does not.
+_REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
+# Hints come in bursts: a resharding redirects every key of a slot.
+_LEAST_PAUSE_S = 0.1
+# While a server is down, or hints come that lead to no other map.
+_LONGEST_PAUSE_S = 1.0
 NodeT = TypeVar("NodeT")
 
 
-def next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop | None:
-    """After another redirection; None: there were too many."""
-    hops = 1 if hop is None else hop.hops + 1
-    return Hop(hops, redirect.asking) if hops <= MAX_HOPS else None
-
-
 class Routes(Generic[NodeT]):
-    """From keys to nodes; immutable. None: no server has the key.
-
-    unplaced: see `ServerMap`.
-    """
-
-    __slots__ = ("_by_slot", "_single", "nodes", "ranges", "unplaced")
+    """From keys to nodes; immutable. None: no server has the key."""
 
     def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
         self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
-        self.ranges = server_map.ranges
-        self.unplaced = server_map.unplaced
+        self.map = server_map
         self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
         self._by_slot: list[NodeT | None] | None = None
         if server_map.ranges is not None:
@@ -102,10 +106,8 @@ class Routes(Generic[NodeT]):
         if self._by_slot is None:
             return {self._single: list(range(len(keys)))} if keys else {}
         by_node: dict[NodeT | None, list[int]] = defaultdict(list)
-        by_slot, crc = self._by_slot, binascii.crc_hqx
         for index, key in enumerate(keys):
-            slot = slot_of(key) if b"{" in key else crc(key, 0) % SLOTS
-            by_node[by_slot[slot]].append(index)
+            by_node[self._by_slot[slot_of(key)]].append(index)
         return by_node
 
 
@@ -119,18 +121,13 @@ def slot_of(key: bytes) -> int:
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
-class DataNode:
+class DataNode(DataServer):
     """One server. Queues work whether it is up or not."""
 
     def __init__(self, endpoint: Endpoint, nodes: DataNodes) -> None:
-        options = self.options = nodes.options
-        self.jobs = nodes.jobs
+        options = nodes.options
+        super().__init__(endpoint, options, nodes.jobs)
         self._nodes = nodes
-        self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
-        self.write_state = WritePause()
-        self.health = Health(
-            self.connector, options, self.write_state, on_down=lambda: nodes.node_is_down(self)
-        )
         self.reads: TaskQueue[StripeTask] = TaskQueue()
         self.control = Controller(self)
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
@@ -151,34 +148,20 @@ class DataNode:
                 urgent,
             )
 
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
+    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
         job, index, hop = task
-        hop = next_hop(hop, redirect)
-        if hop is None or not self._nodes.routes.is_cluster:
-            return False
-        target = self._nodes.follow(self, redirect)
-        self._put_redirected((job, index, hop), target, redirect, _MOST_LOOK_UPS)
-        return True
-
-    def _put_redirected(
-        self, task: StripeTask, target: DataNode | None, redirect: RedisRedirect, look_ups: int
-    ) -> None:
-        """Queue a stripe at another node; if the map lacks that, after one of the next look-ups."""
-        job = task[0]
-        if target is not None:
-            if target not in job.nodes:
-                job.nodes = (*job.nodes, target)
-            put = target.reads.put if isinstance(job, Read) else target.put_writes
-            put((task,), urgent=True)
-        elif look_ups and job.outcome is None:
-            # Other nodes may not know it yet.
-            self._nodes.watcher.when_mapped(
-                lambda: self._put_redirected(
-                    task, self._nodes.target_of(self, redirect), redirect, look_ups - 1
-                )
-            )
-        else:
+        followed = self._nodes.follow(self, redirect, hop)
+        if followed is None:
+            self.health.note(redirect)
             self.jobs.stop((job,), Stop.UNAVAILABLE)
+            return
+        target, hop = followed
+        if target not in job.nodes:
+            job.nodes = (*job.nodes, target)
+        put = target.reads.put if isinstance(job, Read) else target.put_writes
+        put(((job, index, hop),), urgent=True)
+        # It may have been retired in the meantime.
+        self.jobs.refuse((job,))
 
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         self.health.note(error)
@@ -260,11 +243,10 @@ class DataNodes:
         self.routes: Routes[DataNode] = Routes(ServerMap(()), {})
         self._lock = threading.RLock()
         self._nodes: dict[Endpoint, DataNode] = {}
-        self._retiring: dict[DataNode, float] = {}  # until when they may be needed
         self._retired_counts = (0, 0, 0)
         self._closing = False
         self.removals = Removals(options.key_prefix)
-        self.watcher = MapWatcher(deployment, options.connect_timeout_s, self)
+        self.watcher = MapWatcher(self)
 
     def start(self) -> None:
         """Raises RuntimeError if the process may not have the threads."""
@@ -278,7 +260,7 @@ class DataNodes:
         """End all threads; return how many did not end in time."""
         with self._lock:
             self._closing = True
-            nodes = self._all()
+            nodes = list(self._nodes.values())
         self.watcher.close()
         for node in nodes:
             node.stop()
@@ -286,23 +268,21 @@ class DataNodes:
         # A look-up in flight ends by its time-out.
         return left + (not self.watcher.thread.ends_within(timeout_s))
 
-    def follow(self, node: DataNode, redirect: RedisRedirect) -> DataNode | None:
-        """The node that `node` redirects to; None if the map, which is looked up, lacks it."""
-        target = self.target_of(node, redirect)
-        if self.routes.is_cluster and (target is None or not redirect.asking):
-            self.watcher.hint()
-        return target
+    def follow(
+        self, node: DataNode, redirect: RedisRedirect, hop: Hop | None
+    ) -> tuple[DataNode, Hop] | None:
+        """Where a command goes that `node` redirects. hop: its last redirection.
 
-    def target_of(self, node: DataNode, redirect: RedisRedirect) -> DataNode | None:
+        None: to a server that the map, which is looked up then, lacks, or too often.
+        """
         if not self.routes.is_cluster:
             return None
         host = redirect.host or node.connector.endpoint.host
-        return self._nodes.get(self.deployment.at(host, redirect.port))
-
-    def node_is_down(self, node: DataNode) -> None:
-        """Called on any thread when the node has gone down."""
-        self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
-        self.watcher.hint()
+        target = self._nodes.get(self.deployment.at(host, redirect.port))
+        if target is None or not redirect.asking:
+            self.watcher.hint()
+        hop = Hop(1 if hop is None else hop.hops + 1, redirect.asking)
+        return None if target is None or hop.hops > MAX_HOPS else (target, hop)
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
@@ -319,7 +299,7 @@ class DataNodes:
         if not nodes:
             return self.watcher.state
         states = [node.health.state for node in nodes]
-        unplaced = self.routes.unplaced
+        unplaced = self.routes.map.unplaced
         if len(states) == 1 and not unplaced:
             return states[0]
         down = [state for state in states if not state.up]
@@ -335,24 +315,23 @@ class DataNodes:
 
     @property
     def open_streams(self) -> int:
-        return sum(node.connector.open_streams for node in self._all())
+        with self._lock:
+            return sum(node.connector.open_streams for node in self._nodes.values())
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """The sums of the nodes' counts, retired nodes included."""
-        return _sums(self._retired_counts, *[node.counts for node in self._all()])
-
-    def _all(self) -> list[DataNode]:
         with self._lock:
-            return [*self._nodes.values(), *self._retiring]
-
-    # Called by the watcher's thread.
+            counts = [self._retired_counts, *[node.counts for node in self._nodes.values()]]
+        connects, lost, errors = map(sum, zip(*counts, strict=True))
+        return connects, lost, errors
 
     def servers(self, up: bool = False) -> list[Endpoint]:
+        """The servers of the map; up: only those that are up."""
         return [node.connector.endpoint for node in self.routes.nodes if node.is_up or not up]
 
     def adopt(self, found: ServerMap) -> bool:
-        """Use the servers of a map from now on; return whether they are others than before.
+        """Use the servers of a map from now on; return whether it is another map.
 
         Raises RuntimeError if the process may not have the threads of a new server, and
         RedisUnavailable if there are too many servers; then the last map stays.
@@ -375,30 +354,93 @@ class DataNodes:
             if self._closing:
                 return False
             self.routes = Routes(found, self._nodes)
-            until = time.monotonic() + (_GRACE_S if self.routes.is_cluster else 0.0)
-            for server in self._nodes.keys() - set(found.servers):
-                self._retiring[self._nodes.pop(server)] = until
+            retired = [self._nodes[server] for server in self._nodes.keys() - set(found.servers)]
+        for node in retired:
+            self._retire(node)
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:
             places = ", ".join(server.where for server in found.servers) or "no server"
             logger.info("%s: the data is with %s", self.deployment.where, places)
-        return is_new or before.ranges != self.routes.ranges
+        return is_new or before.map.ranges != found.ranges
 
-    def sweep(self) -> None:
-        """End retired nodes that are down, not needed, or past their grace period."""
-        now = time.monotonic()
-        for node, until in list(self._retiring.items()):
-            if node.is_up and now < until and self.jobs.needs(node):
-                continue
-            node.stop()
-            self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
-            if left := node.join():
-                logger.warning("%d threads of a retired server did not end", left)
-            with self._lock:
-                self._retired_counts = _sums(self._retired_counts, node.counts)
-                del self._retiring[node]
+    def _retire(self, node: DataNode) -> None:
+        """End a server that the map does not name any more. What it was asked is not known."""
+        node.stop()
+        self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
+        if left := node.join():
+            logger.warning("%d threads of a retired server did not end", left)
+        with self._lock:
+            del self._nodes[node.connector.endpoint]
+            connects, lost, errors = self._retired_counts
+            more = node.counts
+            self._retired_counts = connects + more[0], lost + more[1], errors + more[2]
 
 
-def _sums(*counts: tuple[int, int, int]) -> tuple[int, int, int]:
-    connects, lost, errors = map(sum, zip(*counts, strict=True))
-    return connects, lost, errors
+class MapWatcher:
+    """A thread that looks the servers up. mapped: the first look-up has ended.
+
+    Pauses have jitter, and grow while nothing changes.
+    """
+
+    def __init__(self, nodes: DataNodes) -> None:
+        self.mapped = threading.Event()
+        self.thread = LoopThread("lmcr-topology", self._step)
+        self._nodes = nodes
+        self._finder = ServerFinder(nodes.deployment, nodes.options.connect_timeout_s)
+        self._quiet = 0  # look-ups that changed nothing, in a row
+        self._notes = ErrorNotes()
+        # While there is no server.
+        reason = "the servers have not been looked up yet"
+        self.state = PlaneState(False, False, reason, time.monotonic())
+        self._hinted = threading.Event()
+        self._closing = threading.Event()
+
+    def hint(self) -> None:
+        """Have the servers looked up soon."""
+        self._hinted.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._hinted.set()
+
+    def _step(self) -> bool:
+        if self._closing.is_set():
+            self._finder.close()
+            return False
+        self._hinted.clear()
+        try:
+            self._look_up()
+        except (RedisError, ConfigError) as error:
+            if not self._nodes.routes.nodes:
+                self.state = replace(self.state, reason=str(error))
+            if self._notes.is_new(str(error)):
+                where = self._nodes.deployment.where
+                logger.warning("%s: the servers cannot be looked up: %s", where, error)
+        finally:
+            self.state = replace(self.state, probed=True)
+            self.mapped.set()
+        self._pause()
+        return True
+
+    def _look_up(self) -> None:
+        found = self._finder.find(self._nodes.servers(up=True), closing=self._closing.is_set)
+        if self._nodes.adopt(found):
+            self._quiet = 0
+        if found.servers:
+            self.state = replace(self.state, reason="")
+        elif not self.state.reason:
+            reason = "Sentinel names a server as master that is a replica"
+            self.state = PlaneState(False, True, reason, time.monotonic())
+
+    def _pause(self) -> None:
+        least_s = backoff_s(self._quiet, _LEAST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._quiet += 1
+        if self._closing.wait(least_s):
+            return
+        nodes = self._nodes.routes.nodes
+        if not nodes or not all(node.is_up for node in nodes):
+            return
+        left_s = jittered(_REFRESH_S[self._nodes.deployment.topology]) - least_s
+        if not self._hinted.wait(max(0.0, left_s)):
+            # Without hints, and all servers are up.
+            self._quiet = 0

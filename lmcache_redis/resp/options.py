@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import os
+import pkgutil
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from lmcache_redis.config import (
     check_redis,
 )
 from lmcache_redis.errors import ConfigError, RedisAuthError
-from lmcache_redis.resp.net.stream import Credentials, Endpoint, Transport, brief
+from lmcache_redis.resp.net.endpoint import Credentials, Endpoint, Transport, brief
 from lmcache_redis.resp.net.tls import TLS_FILES
 from lmcache_redis.seal import SealKeys, read_seal_keys
 
@@ -56,7 +56,7 @@ _ADDRESS = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::(.*))?")
 class RedisOptions:
     """The options of a plane, checked on construction.
 
-    url: see `net.endpoint`. key_prefix: precedes every key. username, password: override those of
+    url: see the module. key_prefix: precedes every key. username, password: override those of
     the URL. password_file: contains the password, and is read at each connect; `password` precedes
     it. credential_provider: one of redis-py, instead of user and password; asked at each connect,
     on any thread of the plane. get_connections, set_connections: connections for stripes, of a
@@ -174,10 +174,7 @@ def load_provider(path: str) -> Credentials:
     if not (module and colon and name):
         raise ConfigError(f"the credential provider is {path!r}: write PACKAGE.MODULE:FACTORY")
     try:
-        factory: Any = importlib.import_module(module)
-        for attribute in name.split("."):
-            factory = getattr(factory, attribute)
-        provider = factory()
+        provider = pkgutil.resolve_name(path)()
     except Exception as error:
         why = f"{type(error).__name__}: {brief(str(error))}"
         raise ConfigError(f"the credential provider {path} cannot be made: {why}") from None

@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from lmcache_redis.chunks.names import chunk_key_in
 from lmcache_redis.errors import (
@@ -84,16 +85,14 @@ class Removals:
         with self._changed:
             self._changed.notify_all()
 
-    def begun(self, where: str) -> None:
-        if self._states.get(where) != "":
-            logger.info("%s tells which chunks it evicts and expires", where)
-        self._states[where] = ""
-        self._on_begun()
-
-    def silent(self, where: str, why: str) -> None:
+    def note(self, where: str, why: str = "") -> None:
+        """A server tells from now on, or does not: why."""
         if self._states.get(where) != why:
-            logger.warning("%s", why)
+            told = f"{where} tells which chunks it evicts and expires"
+            logger.log(logging.WARNING if why else logging.INFO, "%s", why or told)
         self._states[where] = why
+        if not why:
+            self._on_begun()
 
     def forget(self, where: str) -> None:
         self._states.pop(where, None)
@@ -140,22 +139,19 @@ class RemovalListener:
         removals.wait(lambda: removals.is_wanted or self._has_ended)
         if self._has_ended or not self._server.health.wait_up():
             return False
-        connection = Connection(self._server.connector, "lmcache-redis:removals")
         try:
-            connection.open()
-            why, pause_s = self._why_silent(connection), _ASK_AGAIN_S
-            if not why:
-                self._listen(connection)
-                return True
+            with closing(self._server.connector.open("lmcache-redis:removals")) as connection:
+                why, pause_s = self._why_silent(connection), _ASK_AGAIN_S
+                if not why:
+                    self._listen(connection)
+                    return True
         except RedisReplyError as error:
             why = f"{self._where} does not tell routers what it evicts and expires: {error}"
             pause_s = _ASK_AGAIN_S
         except (RedisError, ConfigError) as error:
             why, pause_s = f"the subscription to {self._where} has ended: {error}", _RECONNECT_S
-        finally:
-            connection.close()
         if not self._has_ended:
-            removals.silent(self._where, why)
+            removals.note(self._where, why)
         removals.wait(lambda: self._has_ended or not removals.is_wanted, pause_s)
         return True
 
@@ -178,7 +174,7 @@ class RemovalListener:
         replies = without_errors(self._asked(connection, request, 1))  # or one error
         while len(replies) < count:
             replies += self._asked(connection, b"", 1)
-        self._removals.begun(self._where)
+        self._removals.note(self._where)
         self._removals.told(replies[count:])
         while self._removals.is_wanted and not self._has_ended and time.monotonic() < until_s:
             # What has come before its answer is news; the answer says that the server is alive.

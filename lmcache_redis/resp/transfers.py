@@ -31,8 +31,8 @@ into memory of the thread right before it is sent. Meanwhile the kernel sends th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -55,7 +55,6 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
-    SENT,
     SHORT_BYTES,
     End,
     Packed,
@@ -66,11 +65,9 @@ from lmcache_redis.resp.health import DataServer, stop_for
 from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask, TaskQueue
 from lmcache_redis.resp.lanes import SEALED_TOGETHER, BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix, value_head
-from lmcache_redis.seal import Opened, SealKeys
+from lmcache_redis.seal import Opened
 from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome, WriteDone, WriteOutcome
 
-# The rest of an unused reply arrives within this time, or the connection is closed.
-_DROP_WITHIN_S = 0.1
 # Chunks that have been stored are dropped from the set of acknowledged ones at this size.
 _PRUNE_AT = 64
 _OPENED = {
@@ -160,8 +157,6 @@ class Reader(BulkWorker):
     """A thread with GET connections."""
 
     _is_load = True
-    # Receives what is left of unused replies.
-    _scratch = memoryview(b"")
 
     def _pack(self, task: StripeTask) -> Packed:
         job, index, _ = task
@@ -208,9 +203,7 @@ class Reader(BulkWorker):
         job = task[0]
         self._jobs.release((job,))
         if isinstance(error, RedisRedirect):
-            if not self._server.redirect(task, error):
-                self._health.note(error)
-                self._jobs.stop((job,), Stop.UNAVAILABLE)
+            self._server.redirect(task, error)
             return
         if isinstance(error, RedisWriteRefused) and self._server.options.ttl_refresh:
             # It refuses the GETEX: a GET follows.
@@ -223,55 +216,8 @@ class Reader(BulkWorker):
             return
         self._jobs.stop((job,), stop_for(error))
 
-    def _release_ended(self, now: float) -> None:
-        ended: list[Read] = []
-        for lane in self._lanes.busy:
-            if lane.task is None:
-                continue
-            job = lane.task[0]
-            if job.outcome is None and job.deadline > now:
-                continue
-            command, header, slot, end = lane.packed
-            if self._scratch.nbytes < slot.nbytes:
-                self._scratch = memoryview(bytearray(slot.nbytes))
-            lane.packed = command, header, self._scratch[: slot.nbytes], end
-            lane.task = None
-            lane.until = min(lane.until, now + _DROP_WITHIN_S)
-            ended.append(job)
-        if not ended:
-            return
-        self._jobs.stop(ended, Stop.TIMED_OUT)
-        if any(job.deadline <= now for job in ended):
-            self._health.suspect(self._lanes.busy[0].connection.stream.late())
-        self._jobs.release(ended)
-
 
 # ------------------------------------------------------------------- writing
-
-
-class _Sealer:
-    """Seals stripes into buffers of its own.
-
-    A buffer stays as it is while the next `buffers - 2` are sealed, and as long as it is kept.
-    """
-
-    def __init__(self, keys: SealKeys, buffers: int) -> None:
-        self._keys = keys
-        self._buffers = deque([bytearray()] * buffers)
-
-    def seal(
-        self, key: bytes, header: bytearray, payload: memoryview, kept: memoryview | None
-    ) -> memoryview:
-        """Complete a bare header for the payload; return the ciphertext, which replaces it.
-
-        kept: a ciphertext that is still needed.
-        """
-        self._buffers.rotate(-1)
-        if kept is not None and self._buffers[0] is kept.obj:
-            self._buffers.rotate(-1)
-        if len(self._buffers[0]) < payload.nbytes:
-            self._buffers[0] = bytearray(payload.nbytes)
-        return self._keys.seal(key, header, payload, memoryview(self._buffers[0]))
 
 
 class Write(ChunkJob[WriteOutcome]):
@@ -294,32 +240,6 @@ class Write(ChunkJob[WriteOutcome]):
             self.nodes[0].put_writes(((self, 0, None),), urgent=True)
 
 
-class _ServerRun:
-    """What one run of a server's process has: it lasts until the first connection is lost.
-
-    acknowledged: jobs of which it has a stripe. unanswered: stripes that were sent on lost
-    connections. loss: why chunks that are half stored fail; None: nothing was lost.
-    """
-
-    __slots__ = ("acknowledged", "loss", "unanswered")
-
-    def __init__(self) -> None:
-        self.acknowledged: set[Write] = set()
-        self.unanswered: list[StripeTask] = []
-        self.loss: Stop | None = None
-
-    def add(self, jobs: Sequence[Write]) -> None:
-        """A stripe of each job was acknowledged."""
-        self.acknowledged.update([job for job in jobs if job.outcome is None])
-        if len(self.acknowledged) >= _PRUNE_AT:
-            self.acknowledged = {job for job in self.acknowledged if job.outcome is None}
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no chunk is half stored."""
-        return all(job.outcome is not None for job in self.acknowledged)
-
-
 class Writer(BulkWorker):
     """A thread with SET connections."""
 
@@ -329,39 +249,41 @@ class Writer(BulkWorker):
         self, name: str, server: DataServer, queue: TaskQueue[StripeTask], connections: int
     ) -> None:
         super().__init__(name, server, queue, connections)
-        self._run = _ServerRun()
-        # One more buffer for a stripe that was sent in part.
-        keys = self._seal_keys
-        self._sealer = None if keys is None else _Sealer(keys, SEALED_TOGETHER + 1)
+        # Jobs of which the server has a stripe, until the first connection is lost; and why those
+        # fail then. None: nothing was lost.
+        self._acknowledged: set[Write] = set()
+        self._loss: Stop | None = None
+        # Ciphertexts of the stripes of a call. All are sent before the next are sealed.
+        self._rooms = deque([bytearray()] * SEALED_TOGETHER)
 
     def _pack(self, task: StripeTask) -> Packed:
         job, index, _ = task
         chunk: ChunkIO = job.chunk
         key, payload = stripe_key(chunk.key, index), chunk.slots[index]
-        is_sealed = self._sealer is not None
+        keys = self._seal_keys
         header = bytearray(
-            chunk.frame.bare_header(index, job.store_id, job.created_unix_ms, is_sealed)
+            chunk.frame.bare_header(index, job.store_id, job.created_unix_ms, keys is not None)
         )
-        if self._sealer is not None:
-            kept = self._lanes.busy[-1].packed[2] if self._lanes.is_sending else None
-            payload = self._sealer.seal(key, header, payload, kept)
+        if keys is not None:
+            self._rooms.rotate()
+            if len(self._rooms[0]) < payload.nbytes:
+                self._rooms[0] = bytearray(payload.nbytes)
+            payload = keys.seal(key, header, payload, memoryview(self._rooms[0]))
         ttl_s = self._server.options.ttl_s
         prefix = set_prefix(key, HEADER_BYTES + payload.nbytes, ttl_s)
         if payload.nbytes <= SHORT_BYTES:
             add_checksums(header, xxh3_64_intdigest(payload))
         return prefix, header, payload, end_of_command(ttl_s)
 
-    def _sent(self, jobs: Collection[Any]) -> None:
-        # The kernel has the bytes, or will never get them: the slots are free either way.
-        self._jobs.release(jobs)
-
     def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
         jobs: list[Write] = [task[0] for task, _ in done]
         with self._jobs.lock:
             for job in jobs:
                 job.acknowledged()
-        self._run.add(jobs)
         self._jobs.conclude(jobs)
+        self._acknowledged.update([job for job in jobs if job.outcome is None])
+        if len(self._acknowledged) >= _PRUNE_AT:
+            self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
 
     def _failed(
         self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
@@ -371,7 +293,8 @@ class Writer(BulkWorker):
         if failure[0] != End.LINE:
             self._lost(lane, task, error)
             return
-        if isinstance(error, RedisRedirect) and self._server.redirect(task, error):
+        if isinstance(error, RedisRedirect):
+            self._server.redirect(task, error)
             return
         is_answer = isinstance(error, RedisClusterDown)
         if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
@@ -385,23 +308,24 @@ class Writer(BulkWorker):
 
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
         job: Write = task[0]
-        if lane.packed is not SENT:
-            self._sent((job,))
+        if lane.uses_slot:
+            self._jobs.release((job,))
         self._lose(lane, error)
         if self._may_retry(job, lane.connection):
-            self._run.unanswered.append(task)
+            # On a new connection: until then nothing is sent.
+            self._queue.put((task,), urgent=True)
         else:
             self._jobs.stop((job,), stop_for(error))
 
     def _lose(self, lane: Lane, error: RedisError) -> None:
         """The connection is unusable, and the others are replaced with it."""
         self._judge(error, lane.connection)
-        if self._run.loss is None:
-            self._run.loss = stop_for(error)
+        if self._loss is None:
+            self._loss = stop_for(error)
 
     @property
     def _may_send(self) -> bool:
-        return self._run.loss is None and super()._may_send
+        return self._loss is None and super()._may_send
 
     def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
         refusal = self._server.write_state.refusal
@@ -411,10 +335,11 @@ class Writer(BulkWorker):
 
     @property
     def _may_widen(self) -> bool:
-        return not self._lanes.busy and self._run.is_whole
+        """No chunk is half stored."""
+        return not self._lanes.busy and all(job.outcome is not None for job in self._acknowledged)
 
     def _all_closed(self) -> None:
-        """Fail chunks that the old connections acknowledged in part; send other stripes again."""
-        run, self._run = self._run, _ServerRun()
-        self._jobs.stop(run.acknowledged, run.loss or Stop.UNAVAILABLE)
-        self._queue.put([task for task in run.unanswered if task[0].outcome is None], urgent=True)
+        """Fail chunks that the old connections acknowledged in part."""
+        acknowledged, loss = self._acknowledged, self._loss
+        self._acknowledged, self._loss = set(), None
+        self._jobs.stop(acknowledged, loss or Stop.UNAVAILABLE)

@@ -10,7 +10,7 @@ import pytest
 from lmcache_redis.admin.facts import Facts, Need, _place, facts_of, gather
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.net.stream import Transport
+from lmcache_redis.resp.net.endpoint import Transport
 from lmcache_redis.resp.options import parse_deployment
 from tests.servers import RedisServer
 

@@ -10,7 +10,7 @@ from lmcache_redis.admin.inspect import explain, summarise
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose
 from lmcache_redis.admin.report import as_json
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.resp.net.stream import Transport
+from lmcache_redis.resp.net.endpoint import Transport
 from tests.admin.cache import STORED_UNIX_MS, Cached
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmcache_redis.admin.facts import Facts, Need
 from lmcache_redis.admin.rules import ADVICE, Finding, Severity, judge
-from lmcache_redis.resp.net.stream import Transport
+from lmcache_redis.resp.net.endpoint import Transport
 from tests.servers import RedisServer
 
 CRITICAL, WARNING, HINT, OK = Severity

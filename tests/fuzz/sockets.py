@@ -20,11 +20,9 @@ from lmcache_redis.resp.bulk import (
     PythonMover,
     Result,
     error_in,
-    receive_value,
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import PlainStream
 from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.resp.transfers import Verified, verify
 from tests.fuzz.mutation import Mutator
@@ -42,8 +40,7 @@ _HEADER = bytes(range(256)) * 2
 _VALUE = _HEADER + _PAYLOAD
 _GET = get_command(b"key")
 _GUARD = b"\xa5" * 64
-GETS = (
-    b"$%d\r\n%b\r\n" % (len(_VALUE), _VALUE),
+_OTHERS = (
     b"$-1\r\n",
     b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n",
     b"-LOADING Redis is loading\r\n",
@@ -54,27 +51,13 @@ GETS = (
 )
 
 
-class _ShortReads(PlainStream):
+class _ShortReads(Connection):
     """A socket that brings what there is in pieces: no read gets more than `most` bytes."""
 
-    __slots__ = ("most",)
+    most = 0
 
     def receive_some(self, view: memoryview) -> int:
         return super().receive_some(view[: self.most])
-
-
-class _OneSocket:
-    """In the place of a Connector."""
-
-    def __init__(self, sock: socket.socket, most: int) -> None:
-        self._stream = _ShortReads(sock, "fuzz", _FAR_S)
-        self._stream.most = most
-
-    def open(self, name: str, deadline: float) -> PlainStream:
-        return self._stream
-
-    def discard(self, stream: PlainStream) -> None:
-        stream.close()
 
 
 @contextlib.contextmanager
@@ -86,8 +69,8 @@ def _connected(data: bytes, most: int = 100_000) -> Iterator[Connection]:
     with contextlib.suppress(BlockingIOError):
         peer.send(data)
     peer.shutdown(socket.SHUT_WR)
-    connection = Connection(_OneSocket(ours, most), "fuzz")  # type: ignore[arg-type]
-    connection.open()
+    connection = _ShortReads(ours, "fuzz", _FAR_S)
+    connection.most = most
     try:
         yield connection
     finally:
@@ -97,34 +80,6 @@ def _connected(data: bytes, most: int = 100_000) -> Iterator[Connection]:
 
 def _most(data: bytes, mutator: Mutator) -> int:
     return (1, 7, 300, 100_000)[mutator.below(4)] if len(data) < 4096 else 100_000
-
-
-def run_get(data: bytes, mutator: Mutator) -> str:
-    guarded = bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD)
-    payload = memoryview(guarded)[len(_GUARD) : -len(_GUARD)]
-    try:
-        with _connected(data, _most(data, mutator)) as connection:
-            deadline = time.monotonic() + _FAR_S
-            connection.send((_GET,), deadline)
-            header = receive_value(connection, payload, deadline)
-            is_open = connection.is_open
-    except RedisError as error:
-        return type(error).__name__
-    finally:
-        assert guarded[: len(_GUARD)] == guarded[-len(_GUARD) :] == _GUARD
-    line, _, rest = data.partition(b"\r\n")
-    if header is not None:
-        # Exactly what was sent, and nothing that was not.
-        assert line == b"$%d" % len(_VALUE)
-        assert rest.startswith(header + bytes(payload) + b"\r\n")
-        return ACCEPTED
-    if not is_open:
-        length = int(line[1:])
-        assert line == b"$%d" % length, "not as a server writes it"
-        assert length not in (-1, len(_VALUE))
-        return "other_length"
-    assert line == b"$-1" or data.startswith(b"-WRONGTYPE")
-    return "nothing"
 
 
 def run_call(data: bytes, mutator: Mutator) -> str:
@@ -165,7 +120,7 @@ def _stripe(index: int, change: tuple[int, bytes] | None = None) -> bytes:
     return b"$%d\r\n%b%b\r\n" % (HEADER_BYTES + len(_PAYLOAD), header, _PAYLOAD)
 
 
-STRIPES = (_stripe(1), _stripe(1, (28, b"\1")), *GETS[1:6])
+STRIPES = (_stripe(1), _stripe(1, (28, b"\1")), *_OTHERS)
 
 
 def make_stripe(mutator: Mutator) -> bytes:
@@ -188,7 +143,7 @@ def run_compiled(data: bytes, mutator: Mutator) -> str:
     for mover in movers:
         guarded = bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD)
         slot = memoryview(guarded)[len(_GUARD) : -len(_GUARD)]
-        with _connected(data) as connection:
+        with _connected(data, _most(data, mutator)) as connection:
             ends.append(_load(mover, connection, slot, is_sealed))
             is_unread |= _is_unread(connection)
         assert guarded[: len(_GUARD)] == guarded[-len(_GUARD) :] == _GUARD
@@ -199,7 +154,7 @@ def run_compiled(data: bytes, mutator: Mutator) -> str:
 
 
 def _is_unread(connection: Connection) -> bool:
-    with socket.socket(fileno=os.dup(connection.stream.plain_fileno())) as sock:
+    with socket.socket(fileno=os.dup(connection.plain_fileno)) as sock:
         try:
             return bool(sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
         except BlockingIOError:
@@ -211,12 +166,13 @@ def _load(
 ) -> tuple[str, Verified | None]:
     head = b"$%d\r\n" % (HEADER_BYTES + len(_PAYLOAD))
     task = (_GET, head + _FRAME.bare_header(1, is_sealed=is_sealed), slot, b"")
-    lanes = [mover.handle(connection.stream)]
+    lanes = [mover.handle(connection)]
     deadline = time.monotonic() + _FAR_S
     done: Sequence[Result] = ()
     while not done:
         # As if sent: the peer may be gone. A busy machine takes more than one call.
-        done = mover.load(MoveCall(lanes, [task], 1, False, True, deadline, not is_sealed)).done
+        call = MoveCall(lanes, [task], 1, False, True, deadline, not is_sealed)
+        done = mover.move(call, is_load=True).done
     (result,) = done
     if isinstance(result, bytes):
         # A sealed one has yet to be opened.
@@ -225,7 +181,7 @@ def _load(
     verified = verify(_FRAME, 1, result, slot, not is_sealed, is_sealed)
     if verified is not None:
         return verified.outcome.name.lower() if verified.outcome else ACCEPTED, verified
-    error = error_in(result, connection.stream)
+    error = error_in(result, connection)
     assert error is not None
     assert End(result[0]) is not End.MISMATCH
     return type(error).__name__, None

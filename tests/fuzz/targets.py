@@ -31,13 +31,11 @@ from lmcache_redis.resp.transfers import verify
 from lmcache_redis.seal import Opened, SealKeys
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.sockets import (
-    GETS,
     REPLY_TOKENS,
     STRIPES,
     make_stripe,
     run_call,
     run_compiled,
-    run_get,
 )
 from tests.fuzz.target import ACCEPTED, Target
 
@@ -292,7 +290,6 @@ def _run_engine_key(data: bytes, mutator: Mutator) -> str:
 
 TARGETS = (
     Target("replies", _REPLIES, REPLY_TOKENS, Mutator.next, _run_replies),
-    Target("get", GETS, REPLY_TOKENS, Mutator.next, run_get),
     Target("compiled", STRIPES, REPLY_TOKENS, make_stripe, run_compiled),
     Target("call", _REPLIES, REPLY_TOKENS, Mutator.next, run_call),
     Target("header", _HEADERS, _BINARY_TOKENS, _make_header, _run_header),

@@ -232,11 +232,11 @@ def finish(
     mover: Mover, connection: Connection, task: Packed, deadline: float, *, is_load: bool
 ) -> Result:
     """Have one stripe moved to its end; past the deadline the connection fails."""
-    lanes = [mover.handle(connection.stream)]
+    lanes = [mover.handle(connection)]
     in_flight, is_sending = 0, False
     while time.monotonic() < deadline:
         call = MoveCall(lanes, [task], in_flight, is_sending, True, deadline)
-        moved = mover.load(call) if is_load else mover.store(call)
+        moved = mover.move(call, is_load)
         if moved.done:
             return moved.done[0]
         in_flight, is_sending = 1, moved.sending == errno.EAGAIN

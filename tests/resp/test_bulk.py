@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +18,6 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, Verdict, add_checksums
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import (
-    RedisAuthError,
     RedisError,
     RedisProtocolError,
     RedisReplyError,
@@ -40,11 +38,9 @@ from lmcache_redis.resp.bulk import (
     Result,
     StripeFailure,
     error_in,
-    receive_value,
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import PlainStream, Stream
 from lmcache_redis.resp.transfers import Verified, verify
 
 PAYLOAD = 4096
@@ -108,9 +104,9 @@ class Lanes:
 
     def __init__(self, mover: Mover, count: int = 3) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
-        self.streams = [PlainStream(ours, "test", 10.0) for ours, _ in pairs]
+        self.connections = [Connection(ours, "test", 10.0) for ours, _ in pairs]
         self.servers = [server for _, server in pairs]
-        self.handles = [mover.handle(stream) for stream in self.streams]
+        self.handles = [mover.handle(each) for each in self.connections]
         self._mover = mover
         for server in self.servers:
             server.settimeout(5)
@@ -127,7 +123,8 @@ class Lanes:
     ) -> Moved:
         handles = self.handles[:lanes]
         until = time.monotonic() + within_s
-        return self._mover.load(MoveCall(handles, tasks, in_flight, False, drain, until, verify))
+        call = MoveCall(handles, tasks, in_flight, False, drain, until, verify)
+        return self._mover.move(call, is_load=True)
 
     def store(
         self,
@@ -139,25 +136,24 @@ class Lanes:
     ) -> Moved:
         handles = self.handles[:lanes]
         until = time.monotonic() + 5.0
-        return self._mover.store(MoveCall(handles, tasks, in_flight, is_sending, True, until))
+        call = MoveCall(handles, tasks, in_flight, is_sending, True, until)
+        return self._mover.move(call, is_load=False)
 
     def load_one(self, task: Packed, in_flight: int = 0, verify: bool = True) -> Result:
         """The result of a task on the first lane; in_flight: 1 if it was sent."""
-        return self._one(self._mover.load, task, in_flight, verify)
+        return self._one(True, task, in_flight, verify)
 
     def store_one(self, task: Packed, in_flight: int = 0) -> Result:
         """As `load_one`."""
-        return self._one(self._mover.store, task, in_flight, True)
+        return self._one(False, task, in_flight, True)
 
-    def _one(
-        self, move: Callable[[MoveCall], Moved], task: Packed, in_flight: int, verify: bool
-    ) -> Result:
+    def _one(self, is_load: bool, task: Packed, in_flight: int, verify: bool) -> Result:
         is_sending = False
         until = time.monotonic() + 15.0
         while time.monotonic() < until:
             # A call may end early on a busy machine; the next one continues.
             call = MoveCall(self.handles[:1], [task], in_flight, is_sending, True, until, verify)
-            moved = move(call)
+            moved = self._mover.move(call, is_load)
             if moved.done:
                 (result,) = moved.done
                 return result
@@ -168,7 +164,7 @@ class Lanes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in (*self.streams, *self.servers):
+        for end in (*self.connections, *self.servers):
             end.close()
 
 
@@ -190,7 +186,7 @@ def load_one(mover: Mover, reply: bytes, task: Packed, close: bool = False) -> t
         if close:
             lanes.servers[0].shutdown(socket.SHUT_WR)
         result = lanes.load_one(task)
-        return result, not lanes.streams[0].is_quiet()
+        return result, not lanes.connections[0]._is_quiet()
 
 
 # ---------------------------------------------------------------------- load
@@ -536,81 +532,32 @@ def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
 # ------------------------------------------------------------------- one value
 
 
-class OneSocket:
-    """In the place of a Connector: hands out one end of a socket pair."""
-
-    def __init__(self) -> None:
-        ours, self.peer = socket.socketpair()
-        self._stream = PlainStream(ours, "test", 10.0)
-
-    def open(self, name: str, deadline: float) -> Stream:
-        return self._stream
-
-    def discard(self, stream: Stream) -> None:
-        stream.close()
-
-
 @pytest.fixture
 def one() -> Iterator[tuple[Connection, socket.socket]]:
-    sockets = OneSocket()
-    connection = Connection(sockets, "test")  # type: ignore[arg-type]
-    assert not connection.is_open
-    connection.open()
-    yield connection, sockets.peer
+    ours, peer = socket.socketpair()
+    connection = Connection(ours, "test", 10.0)
+    yield connection, peer
     connection.close()
-    sockets.peer.close()
-
-
-def test_a_value(one: tuple[Connection, socket.socket]) -> None:
-    connection, peer = one
-    payload = memoryview(bytearray(PAYLOAD))
-    peer.sendall(GOOD)
-    assert receive_value(connection, payload, time.monotonic() + 5) == GOOD[7:519]
-    assert payload == payload_of(0)
-    for reply, is_open in ((b"$-1\r\n", True), (b"-WRONGTYPE no\r\n", True), (b"$1\r\na", False)):
-        peer.sendall(reply)
-        assert receive_value(connection, payload, time.monotonic() + 5) is None
-        assert connection.is_open == is_open
-
-
-@pytest.mark.parametrize(
-    ("reply", "kind", "is_open"),
-    [
-        (b"-LOADING Redis is loading\r\n", RedisUnavailable, True),
-        (b"-NOAUTH Authentication required.\r\n", RedisAuthError, True),
-        (b"-NOPERM no\r\n", RedisReplyError, True),
-        (b"+OK\r\n", RedisProtocolError, False),
-        (b"$46", RedisTimeout, False),
-    ],
-)
-def test_what_is_raised_in_place_of_a_value(
-    one: tuple[Connection, socket.socket], reply: bytes, kind: type[RedisError], is_open: bool
-) -> None:
-    connection, peer = one
-    peer.sendall(reply)
-    with pytest.raises(kind):
-        receive_value(connection, memoryview(bytearray(PAYLOAD)), time.monotonic() + 0.1)
-    assert connection.is_open == is_open
+    peer.close()
 
 
 def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
-    stream = one[0].stream
-    assert error_in((End.MISMATCH, 0, b""), stream) is None
-    assert error_in((End.NOTHING, 0, b""), stream) is None
-    assert isinstance(error_in((End.LINE, 0, b"-OOM x"), stream), RedisError)
-    assert isinstance(error_in((End.LINE, 0, b"+OKAY"), stream), RedisProtocolError)
-    assert isinstance(error_in((End.GARBAGE, 0, b""), stream), RedisProtocolError)
-    assert isinstance(error_in((End.LOST, 0, b""), stream), RedisUnavailable)
+    connection = one[0]
+    assert error_in((End.MISMATCH, 0, b""), connection) is None
+    assert error_in((End.NOTHING, 0, b""), connection) is None
+    assert isinstance(error_in((End.LINE, 0, b"-OOM x"), connection), RedisError)
+    assert isinstance(error_in((End.LINE, 0, b"+OKAY"), connection), RedisProtocolError)
+    assert isinstance(error_in((End.GARBAGE, 0, b""), connection), RedisProtocolError)
+    assert isinstance(error_in((End.LOST, 0, b""), connection), RedisUnavailable)
 
 
 def test_calls_take_exactly_their_replies() -> None:
     def call(data: bytes, count: int) -> list[object]:
-        sockets = OneSocket()
-        connection = Connection(sockets, "test")  # type: ignore[arg-type]
-        connection.open()
+        ours, peer = socket.socketpair()
+        connection = Connection(ours, "test", 10.0)
         try:
-            sockets.peer.sendall(data)
-            sockets.peer.shutdown(socket.SHUT_WR)
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
             return list(connection.call(b"PING\r\n", count, time.monotonic() + 10))
         except RedisError as error:
             if not isinstance(error, RedisReplyError) and "OOM" not in str(error):
@@ -619,7 +566,7 @@ def test_calls_take_exactly_their_replies() -> None:
             raise
         finally:
             connection.close()
-            sockets.peer.close()
+            peer.close()
 
     for replies, kind in (
         (b":1\r\n:2\r\n:3\r\n", RedisProtocolError),
@@ -650,50 +597,3 @@ def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket])
     connection.close()
     with pytest.raises(RedisUnavailable):
         connection.ping(time.monotonic() + 5)
-
-
-@pytest.mark.parametrize("byte", [0, 0xFF])
-def test_a_header_that_anyone_could_make_is_returned(
-    one: tuple[Connection, socket.socket], byte: int
-) -> None:
-    """Of one byte throughout, with its own checksum."""
-    connection, peer = one
-    header = bytearray([byte]) * HEADER_BYTES
-    header[168:176] = bytes(8)
-    header[168:176] = xxh3_64_intdigest(header).to_bytes(8, "little")
-    peer.sendall(reply_with(bytes(header) + payload_of(0)))
-    payload = memoryview(bytearray(PAYLOAD))
-    assert receive_value(connection, payload, time.monotonic() + 5) == header
-
-
-def test_a_much_longer_value_costs_the_connection_only(
-    one: tuple[Connection, socket.socket],
-) -> None:
-    connection, peer = one
-    peer.sendall(b"$16777216\r\n" + value_of(0, payload_of(0)))
-    assert receive_value(connection, memoryview(bytearray(PAYLOAD)), time.monotonic() + 5) is None
-    assert not connection.is_open
-
-
-def test_a_value_that_drips_does_not_stretch_the_deadline(
-    one: tuple[Connection, socket.socket],
-) -> None:
-    connection, peer = one
-    enough = threading.Event()
-
-    def drip() -> None:
-        # The other end hangs up when its time is over.
-        with contextlib.suppress(OSError):
-            for position in range(len(GOOD)):
-                peer.sendall(GOOD[position : position + 1])
-                if enough.wait(0.005):
-                    return
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    deadline = time.monotonic() + 0.1
-    with pytest.raises(RedisTimeout):
-        receive_value(connection, memoryview(bytearray(PAYLOAD)), deadline)
-    assert time.monotonic() >= deadline - 0.01
-    enough.set()
-    thread.join()

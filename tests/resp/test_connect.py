@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -18,8 +19,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
-from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.stream import PlainStream, TlsStream
+from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import parse_deployment
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, wait_until, write
@@ -35,12 +35,8 @@ def connector(url: str, timeout_s: float = 5.0, **settings: Any) -> Connector:
 
 def check(connector: Connector) -> None:
     """Connect, PING, close."""
-    connection = Connection(connector, "lmcache-redis:test")
-    try:
-        connection.open()
+    with contextlib.closing(connector.open("lmcache-redis:test")) as connection:
         connection.ping(time.monotonic() + 5.0)
-    finally:
-        connection.close()
     assert connector.open_streams == 0
 
 
@@ -50,8 +46,7 @@ def check(connector: Connector) -> None:
 def test_tcp_and_unix_and_database(server: RedisServer) -> None:
     for url in (server.url, server.unix_url, f"{server.url}/3"):
         check(connector(url))
-    connection = Connection(connector(f"{server.url}/3"), "lmcache-redis:name")
-    connection.open()
+    connection = connector(f"{server.url}/3").open("lmcache-redis:name")
     with server.client() as client:
         (mine,) = [c for c in client.client_list() if c["name"] == "lmcache-redis:name"]
     assert mine["db"] == "3"
@@ -134,8 +129,7 @@ def test_no_client_too_many(tmp_path: Path) -> None:
     with RedisServer(tmp_path, args=("--maxclients", "1")) as server:
         wait_until(lambda: server.running)
         first = connector(server.url)
-        connection = Connection(first, "x")
-        connection.open()
+        connection = first.open("x")
         error = refused(connector(server.url))
         assert isinstance(error, RedisUnavailable)
         assert "maxclients" in str(error)
@@ -188,8 +182,7 @@ def test_a_name_is_not_needed(reply: bytes) -> None:
 
 def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     patient = connector(own_server.url, timeout_s=60.0)
-    connection = Connection(patient, "x")
-    connection.open()
+    connection = patient.open("x")
     own_server.stop()
     errors: list[RedisError] = []
 
@@ -205,7 +198,7 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: False in patient._streams.values())
+    wait_until(lambda: any(not each.opened_at for each in list(patient._connections)))
     patient.abort()
     for thread in threads:
         thread.join(30)
@@ -254,9 +247,9 @@ def test_tls(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
     server, url = tls_server
     url_with_ca = f"{url}?ssl_ca_certs={certificates}/ca.pem"
     made = connector(url_with_ca)
-    stream = made.open("x")
-    assert isinstance(stream, TlsStream)
-    made.discard(stream)
+    connection = made.open("x")
+    assert connection.plain_fileno == -1
+    connection.close()
     with running(url_with_ca) as plane:
         chunks = [Chunk(n, size, 1 << 20, seed=n) for n, size in enumerate((1, 5000, 3_000_000))]
         wanted = [chunk.content for chunk in chunks]
@@ -291,6 +284,6 @@ def test_tls_refusals_say_why(tls_server: tuple[RedisServer, str], certificates:
 def test_plain_sockets_get_the_fast_path(server: RedisServer) -> None:
     for url in (server.url, server.unix_url):
         made = connector(url)
-        stream = made.open("x")
-        assert isinstance(stream, PlainStream)
-        made.discard(stream)
+        connection = made.open("x")
+        assert connection.plain_fileno >= 0
+        connection.close()

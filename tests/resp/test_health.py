@@ -22,11 +22,11 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions, health
-from lmcache_redis.resp.health import Breaker, Health, Worker, WritePause
+from lmcache_redis.resp.health import Health, Worker, WritePause
 from lmcache_redis.resp.jobs import Stop
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.options import parse_deployment
-from lmcache_redis.tiers import WriteOutcome
+from lmcache_redis.tiers import PlaneState, WriteOutcome
 from tests.resp.helpers import SLOW_S
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer
@@ -37,88 +37,88 @@ def _without_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
 
 
-def test_down_until_a_probe_is_answered() -> None:
-    breaker = Breaker(probe_interval_s=0.2, heartbeat_s=2.0)
-    assert not breaker.up
-    assert breaker.next_probe_at <= 0.0
-    assert breaker.answered(10.0)
-    assert breaker.up
-    assert breaker.since == 10.0
-    assert breaker.next_probe_at == 12.0
-    assert not breaker.answered(12.0)
-    assert breaker.since == 10.0
+class Clock:
+    """The health of a server, told what probes have found, and when."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(health.time, "monotonic", lambda: self.now)
+        options = RedisOptions("redis://127.0.0.1:1")
+        connector = SimpleNamespace(endpoint=parse_deployment(options).server)
+        server: Any = SimpleNamespace(
+            options=options,
+            connector=connector,
+            went_down=lambda: self.went_down_at.append(self.now),
+        )
+        self.went_down_at: list[float] = []
+        self.health = Health(server)
+
+    def answered(self, now: float) -> None:
+        self.now = now
+        self.health._answered()
+
+    def failed(self, now: float, error: RedisError | None = None) -> float:
+        """How long the next probe is put off."""
+        self.now = now
+        self.health._failed(error or RedisUnavailable("gone"))
+        return round(self.health._next_probe_at - now, 3)
 
 
-def test_only_the_first_failure_is_a_change() -> None:
-    breaker = Breaker(0.2, 2.0)
-    assert breaker.failed(1.0, "refused")
-    assert breaker.probed
-    assert breaker.next_probe_at == 1.2
-    assert not breaker.failed(1.2, "refused still")
-    assert breaker.reason == "refused still"
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
-def test_up_and_down_are_told_once_each() -> None:
-    breaker = Breaker(0.2, 2.0)
-    breaker.answered(0.0)
-    assert breaker.failed(5.0, "gone")
-    assert breaker.since == 5.0
-    assert not breaker.failed(5.2, "gone")
-    assert breaker.since == 5.0
-    assert breaker.answered(6.0)
-    assert breaker.reason == ""
+def test_up_and_down_are_told_once_each(clock: Clock) -> None:
+    assert clock.health.state == PlaneState(False, False, "Redis has not been asked yet", 0.0)
+    assert clock.health._next_probe_at <= 0.0
+    for now in (10.0, 12.0):
+        clock.answered(now)
+        assert clock.health.state == PlaneState(True, True, "", 10.0)
+        assert clock.health._next_probe_at == now + 2.0
+    for now in (15.0, 15.2):
+        clock.failed(now)
+        assert clock.health.state == PlaneState(False, True, "gone", 15.0)
+    assert clock.went_down_at == [15.0]
+    clock.answered(16.0)
+    assert clock.health.is_up
 
 
-def test_a_suspicion_moves_the_heartbeat_only() -> None:
-    breaker = Breaker(0.2, 2.0)
-    breaker.suspected(0.0)
-    assert not breaker.up
-    breaker.answered(1.0)
-    breaker.suspected(1.5)
-    assert breaker.up
-    assert breaker.next_probe_at == 1.5
+def test_a_suspicion_moves_the_heartbeat_only(clock: Clock) -> None:
+    clock.failed(0.5)
+    clock.health.suspect(RedisTimeout("slow"))
+    assert clock.health._next_probe_at == 0.7
+    clock.answered(1.0)
+    clock.now = 1.5
+    clock.health.suspect(RedisTimeout("slow"))
+    assert clock.health.is_up
+    assert clock.health._next_probe_at == 1.5
 
 
-def test_a_refusal_is_not_retried_soon() -> None:
-    breaker = Breaker(0.2, 2.0)
-    breaker.failed(1.0, "wrong password", retry_after_s=1.0)
-    assert breaker.next_probe_at == 2.0
+def test_a_refusal_is_not_retried_soon(clock: Clock) -> None:
+    assert clock.failed(1.0, RedisAuthError("wrong password")) == 1.0
 
 
-def test_a_server_that_stays_down_is_asked_less_and_less_often() -> None:
-    breaker = Breaker(0.2, 2.0)
+def test_a_server_that_stays_down_is_asked_less_and_less_often(clock: Clock) -> None:
+    assert [clock.failed(now) for now in range(6)] == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+
+
+def test_an_unsteady_server_is_asked_less_often(clock: Clock) -> None:
     pauses = []
-    for now in range(6):
-        breaker.failed(now, "refused")
-        pauses.append(round(breaker.next_probe_at - now, 3))
+    for number in range(6):
+        clock.answered(3.0 * number)
+        pauses.append(clock.failed(3.0 * number + 0.5))
     assert pauses == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
-
-
-def test_an_unsteady_server_is_asked_less_often() -> None:
-    breaker = Breaker(0.2, 2.0)
-    now = 100.0
-    pauses = []
-    for _ in range(6):
-        breaker.answered(now)
-        now += 0.5
-        breaker.failed(now, "no connection left")
-        pauses.append(round(breaker.next_probe_at - now, 3))
-        now = breaker.next_probe_at
-    assert pauses == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
-    breaker.answered(now)
-    breaker.failed(now + 10.0, "gone")
-    assert breaker.next_probe_at == pytest.approx(now + 10.2)
+    clock.answered(100.0)
+    assert clock.failed(110.0) == 0.2
 
 
 def test_probes_of_many_planes_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    fleet = [Breaker(0.2, 2.0) for _ in range(200)]
-    for breaker in fleet:
-        breaker.failed(0.0, "refused")
-    times = sorted(breaker.next_probe_at for breaker in fleet)
-    assert 0.1 <= times[0] < 0.12
-    assert 0.18 < times[-1] <= 0.2
-    assert times[50] < times[150] - 0.03
+    pauses = sorted(Clock(monkeypatch).failed(0.0) for _ in range(200))
+    assert 0.1 <= pauses[0] < 0.12
+    assert 0.18 < pauses[-1] <= 0.2
+    assert pauses[50] < pauses[150] - 0.03
 
 
 def test_refused_writes_are_not_sent_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,14 +159,15 @@ class Prober:
             server.url, **{"probe_interval_s": 0.01, "heartbeat_s": 0.01, **options}
         )
         self.connector = Connector(parse_deployment(settings).server, SLOW_S, SLOW_S)
+        self.options = settings
         self.write_state = WritePause()
-        self.went_down = 0
-        self.health = Health(self.connector, settings, self.write_state, self._on_down)
+        self.outages = 0
+        self.health = Health(self)  # type: ignore[arg-type]
         self.step = self.health._step
 
-    def _on_down(self) -> None:
+    def went_down(self) -> None:
         assert not self.health.is_up
-        self.went_down += 1
+        self.outages += 1
 
     def down(self, text: str = "gone") -> None:
         self.health.down(RedisUnavailable(text), time.monotonic())
@@ -215,7 +216,7 @@ def test_a_server_is_up_once_a_probe_was_answered(
     close(prober)
     assert not prober.health.is_up
     assert not prober.health.wait_up()
-    assert prober.went_down == 0
+    assert prober.outages == 0
 
 
 def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
@@ -261,10 +262,10 @@ def test_a_heartbeat_that_fails_takes_the_server_down(
     says[b"PING"] = reply
     prober.step()
     assert not prober.health.is_up
-    assert (prober.went_down, prober.connector.connects) == (1, 1), "it tries no other connection"
+    assert (prober.outages, prober.connector.connects) == (1, 1), "it tries no other connection"
     assert prober.connector.open_streams == 0
     prober.step()
-    assert (prober.went_down, prober.connector.connects) == (1, 2)
+    assert (prober.outages, prober.connector.connects) == (1, 2)
     assert prober.connector.open_streams == 0
     says.clear()
     prober.step()
@@ -301,7 +302,7 @@ def test_an_unsteady_server_is_logged_once(
         prober.down()
         assert not prober.health.is_up
     prober.step()
-    assert prober.went_down == 3
+    assert prober.outages == 3
     assert caplog.text.count("Redis is down, nothing is loaded or stored: gone") == 1
     assert caplog.text.count("is up again after") == 1
     prober.down("another reason")
@@ -321,7 +322,7 @@ def test_an_outage_of_one_kind_is_logged_at_both_ends(
         prober.health._failed(RedisUnavailable("gone"))
     prober.step()
     assert caplog.text.count("Redis is down") == caplog.text.count("is up again after") == 1
-    assert (prober.went_down, prober.health.notes.count) == (1, 3)
+    assert (prober.outages, prober.health.notes.count) == (1, 3)
     close(prober)
 
 
@@ -336,7 +337,7 @@ def test_what_was_seen_before_the_last_change_counts_no_more(probed: LyingServer
     assert prober.health.state.reason == "gone"
     close(prober)
     prober.down()
-    assert prober.went_down == 1
+    assert prober.outages == 1
 
 
 def test_wrong_credentials_are_not_tried_again_soon(
@@ -347,7 +348,7 @@ def test_wrong_credentials_are_not_tried_again_soon(
     prober = Prober(probed)
     prober.step()
     assert "WRONGPASS" in prober.health.state.reason
-    pause_s = prober.health._breaker.next_probe_at - time.monotonic()
+    pause_s = prober.health._next_probe_at - time.monotonic()
     assert 0.5 < pause_s <= 1.0
     close(prober)
 
@@ -371,7 +372,7 @@ def test_a_connection_that_was_lost_is_tried_again(server: RedisServer) -> None:
         client.client_kill_filter(_type="normal", skipme=True)
     prober.step()
     assert prober.health.is_up
-    assert (prober.went_down, prober.connector.connects) == (0, 2)
+    assert (prober.outages, prober.connector.connects) == (0, 2)
     close(prober)
 
 
@@ -436,8 +437,7 @@ def test_what_an_error_says_of_connection_and_server(
     prober = Prober(probed, heartbeat_s=60.0)
     prober.step()
     worker = Serving(prober)
-    connection = worker._new_connection()
-    connection.open()
+    connection = worker._open()
     if not is_open:
         connection.close()
     worker._judge(error, connection)
@@ -492,8 +492,7 @@ def test_only_a_job_that_lost_an_older_connection_is_tried_again(probed: LyingSe
     prober = Prober(probed)
     prober.step()
     worker = Serving(prober)
-    connection = worker._new_connection()
-    connection.open()
+    connection = worker._open()
     opened_at = connection.opened_at
     later, before, same = (
         cast(Any, SimpleNamespace(created_at=opened_at + more)) for more in (1, -1, 0)

@@ -5,11 +5,12 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from lmcache_redis.resp import jobs as jobs_module
-from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, TaskQueue, Timekeeper, backoff_s
+from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, TaskQueue, backoff_s
 from lmcache_redis.resp.transfers import Read
 from lmcache_redis.tiers import ChunkIO, ReadOutcome
 from tests.resp.helpers import Chunk, wait_until
@@ -52,9 +53,9 @@ UP = Up()
 @pytest.fixture
 def jobs() -> Iterator[Jobs]:
     made = Jobs()
-    made.timekeeper.thread.start()
+    made.timekeeper.start()
     yield made
-    assert made.timekeeper.close(10)
+    assert made.close(10)
 
 
 def test_good_when_every_step_went_well(jobs: Jobs) -> None:
@@ -141,9 +142,7 @@ def test_a_stop_of_all_names_a_node_or_spares_a_kind(jobs: Jobs) -> None:
     node = Up()
     here, elsewhere, spared = Sample(jobs), Sample(jobs), Spared(jobs)
     here.nodes = (UP, node)
-    assert jobs.needs(node)
     jobs.stop_all(Stop.UNAVAILABLE, node=node)
-    assert not jobs.needs(node)
     assert (here.answers, elsewhere.answers) == ([Outcome.UNAVAILABLE], [])
     jobs.stop_all(Stop.CANCELLED, but=Spared)
     assert (elsewhere.answers, spared.answers) == ([Outcome.CANCELLED], [])
@@ -211,13 +210,13 @@ def test_the_urgent_go_first() -> None:
     queue.put([3], urgent=True)
     assert queue.take_some(2) == [3, 1]
     queue.put([4], urgent=True)
-    queue.put_back([3, 1])
+    queue.put([3, 1], urgent=True)
     assert queue.take_some(5) == [4, 3, 1, 2]
     assert queue.take_some(5) == []
     queue.put([4])
     queue.close()
-    assert queue.take() is None
-    assert queue.closed
+    assert not queue.wait()
+    assert len(queue) == 0
 
 
 def test_a_waiting_thread_gets_a_task_and_the_end() -> None:
@@ -225,8 +224,8 @@ def test_a_waiting_thread_gets_a_task_and_the_end() -> None:
     got: list[int | None] = []
 
     def consume() -> None:
-        while (task := queue.take()) is not None:
-            got.append(task)
+        while queue.wait():
+            got.extend(queue.take_some(1))
         got.append(None)
 
     thread = threading.Thread(target=consume)
@@ -241,70 +240,45 @@ def test_a_waiting_thread_gets_a_task_and_the_end() -> None:
 # --------------------------------------------------------------- the timekeeper
 
 
-class Deadlines:
-    """What a timekeeper watches. failures: how often looking them up fails first."""
-
-    def __init__(self) -> None:
-        self.left: list[float] = []
-        self.failures = 0
-        self.keeper = Timekeeper(self._expire)
-
-    def _expire(self, now: float) -> float | None:
-        if self.failures:
-            self.failures -= 1
-            raise MemoryError
-        self.left = [each for each in self.left if each > now]
-        return min(self.left, default=None)
-
-    def add(self, *deadlines: float) -> None:
-        self.left += deadlines
-        for each in deadlines:
-            self.keeper.watch(each)
-
-
-@pytest.fixture
-def deadlines() -> Iterator[Deadlines]:
-    made = Deadlines()
-    made.keeper.thread.start()
-    yield made
-    assert made.keeper.close(10)
-
-
-def test_posts_run_until_it_is_closed(deadlines: Deadlines) -> None:
-    ran = threading.Event()
-    deadlines.keeper.post(ran.set)
+def test_posts_run_until_it_is_closed() -> None:
+    jobs, ran = Jobs(), threading.Event()
+    jobs.timekeeper.start()
+    jobs.post(ran.set)
     assert ran.wait(10)
-    deadlines.keeper.post(lambda: ran.clear())
-    assert deadlines.keeper.close(10)
+    jobs.post(lambda: ran.clear())
+    assert jobs.close(10)
     assert not ran.is_set()
     with pytest.raises(RuntimeError):
-        deadlines.keeper.post(ran.set)
-
-
-def test_deadlines_are_kept_in_any_order(deadlines: Deadlines) -> None:
-    now = time.monotonic()
-    deadlines.add(now + 0.02, now + 0.01, now - 1.0, now + 0.03)
-    wait_until(lambda: not deadlines.left)
-    assert time.monotonic() >= now + 0.03
+        jobs.post(ran.set)
 
 
 def test_an_exception_of_a_caller_ends_no_deadline(
-    deadlines: Deadlines, caplog: pytest.LogCaptureFixture
+    jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
     with caplog.at_level(logging.ERROR):
-        deadlines.keeper.post(fail)
-        deadlines.add(time.monotonic() + 0.01)
-        wait_until(lambda: not deadlines.left)
+        jobs.post(fail)
+        late = Sample(jobs, within_s=0.01)
+        wait_until(lambda: late.answers)
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_deadline_that_failed_is_tried_again(deadlines: Deadlines) -> None:
-    deadlines.failures = 3
-    deadlines.add(time.monotonic() + 0.01)
-    wait_until(lambda: not deadlines.left)
+def test_a_deadline_that_failed_is_tried_again(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [1, 2, 3]
+    stop = jobs.stop
+
+    def fail_first(*given: Any) -> None:
+        if failures:
+            failures.pop()
+            raise MemoryError
+        stop(*given)
+
+    monkeypatch.setattr(jobs, "stop", fail_first)
+    late = Sample(jobs, within_s=0.01)
+    wait_until(lambda: late.answers)
+    assert not failures
 
 
 # ------------------------------------------------------------------- threads

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -422,28 +422,17 @@ def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
         assert [chunk.content for chunk in loaded] == [chunk.content for chunk in chunks]
 
 
-class CountingKeys(SealKeys):
-    """Counts what was sealed."""
-
-    count = 0
-
-    def seal(self, *arguments: Any) -> memoryview:
-        self.count += 1
-        return super().seal(*arguments)
-
-
 def test_a_server_that_stalls_while_stripes_are_sent(own_server: RedisServer) -> None:
-    """What was sent in part stays as it is while the next stripes are sealed, again and again."""
+    """What was sent in part stays as it is."""
     size = 8 << 20
-    keys = CountingKeys([OLD])
     chunks = [Chunk(number, size, size, seed=number) for number in range(8)]
-    with running(own_server.url, seal_keys=keys, set_connections=1) as plane:
+    with running(own_server.url, seal_keys=SealKeys([OLD]), set_connections=1) as plane:
         assert write(plane, chunks[0]) == [WriteOutcome.STORED]
         own_server.stop()
         answers = Answers()
         for chunk in chunks:
             plane.store_all((chunk.io(),), answers)
-        wait_until(lambda: keys.count > 12)
+        time.sleep(0.3)
         own_server.cont()
         assert set(answers.wait(len(chunks))) == {WriteOutcome.STORED}
         loaded = [Chunk(number, size, size) for number in range(8)]

@@ -19,9 +19,9 @@ from lmcache_redis.admin.server import open_server
 from lmcache_redis.admin.survey import survey
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.bulk import PythonMover, receive_value
+from lmcache_redis.resp.bulk import PythonMover
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.wire import get_command, set_prefix
+from lmcache_redis.resp.net.wire import get_command, set_prefix, value_head
 from lmcache_redis.resp.options import parse_deployment
 from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
@@ -103,17 +103,14 @@ def lying(
 @contextlib.contextmanager
 def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
     connector = Connector(parse_deployment(RedisOptions(url)).server, 5.0, op_timeout_s)
-    connection = Connection(connector, "lmcache-redis:test")
-    connection.open()
-    try:
+    with contextlib.closing(connector.open("lmcache-redis:test")) as connection:
         yield connection
-    finally:
-        connection.close()
 
 
 def get(connection: Connection, payload: memoryview, deadline: float) -> None:
-    connection.send((get_command(b"k"),), deadline)
-    receive_value(connection, payload, deadline)
+    expected = value_head(512 + payload.nbytes) + bytes(512)
+    task = (get_command(b"k"), expected, payload, b"")
+    finish(PythonMover(), connection, task, deadline, is_load=True)
 
 
 Make = Callable[[Callable[[list[bytes]], Answer]], LyingServer]
@@ -273,7 +270,7 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
         assert asked == ["localhost"]
         known.set()
         wait_until(lambda: connector._look_up is not None and connector._look_up.done())
-        connector.discard(connector.open("x"))
+        connector.open("x").close()
         known.clear()
         patient = Connector(parse_deployment(RedisOptions(url)).server, 30.0, 30.0)
         failed: list[Exception] = []
@@ -358,7 +355,7 @@ def test_every_call_of_a_plane_is_answered(
         running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
     ):
         for _ in range(2):
-            wait_until(lambda: plane.state.up)
+            wait_until(lambda: plane.state.up and plane.open_streams == 4)
             lost = plane.stats().connections_lost
             with over_in_time():
                 _check_call(plane, name, caplog)

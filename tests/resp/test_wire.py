@@ -144,7 +144,7 @@ def test_any_bytes_give_replies_or_our_own_error(data: bytes) -> None:
         b"|1\r\n+a\r\n+b\r\n",
         b"*1\r\n" * 100_000,
         b"%1\r\n*0\r\n:1\r\n",
-        b"*5\r\n" + b"$%d\r\n%b\r\n" % (1 << 20, bytes(1 << 20)) * 4,
+        b"*17\r\n" + b"$%d\r\n%b\r\n" % (1 << 20, bytes(1 << 20)) * 16,
         b"+" + b"x" * MAX_REPLY_BYTES,
         b"%x\r\n",
         b"_1\r\n",

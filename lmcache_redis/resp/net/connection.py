@@ -1,13 +1,12 @@
-"""Connections to one server: commands and replies, each with a deadline.
+"""Connections to one server: sockets, commands and replies, each with a deadline.
 
 Name look-up, connect and TLS handshake have the connect time-out together, however many addresses a
 name has. The greeting has the op time-out, however slowly its replies arrive. A caller's deadline
 shortens both. A name look-up cannot be interrupted: it has a thread of its own, which concurrent
 callers share, and no call waits for it beyond its deadline.
 
-A connection is open from `open` until `close`, and closes itself after a time-out, a loss or a
-malformed reply: the next bytes on the socket would be unknown. An error reply leaves it in step and
-open.
+A connection closes itself after a time-out, a loss or a malformed reply: the next bytes on the
+socket would be unknown. An error reply leaves it in step and open.
 
 A `Pipeline` sends commands before earlier replies have arrived. Replies arrive in order; those not
 received must be (`Pipeline.finish`) before the connection is used for anything else.
@@ -17,33 +16,33 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import itertools
+import errno
 import math
+import os
+import select
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.stream import (
+from lmcache_redis.resp.net.endpoint import (
     Endpoint,
-    PlainStream,
-    Stream,
-    TlsStream,
     Transport,
     auth_command,
-    greet,
+    judge_greeting,
     translated,
 )
 from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
-    LEAST_REPLY_BYTES,
-    MAX_REPLY_BYTES,
     PING_COMMAND,
     PONG,
+    ErrorReply,
     Reply,
     ReplyBuffer,
+    pack_command,
     without_errors,
 )
 
@@ -58,18 +57,230 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 _RECEIVE_BYTES = 64 << 10
-# How many requests `send_at_once` sends on the caller's thread.
-_AT_ONCE = 2
+_LEAST_TIMEOUT_S = 0.001
+_TLS_SEND_BYTES = 256 << 10
+_TLS_TOGETHER_BYTES = 4096
+
+BytesLike = bytes | bytearray | memoryview
 
 # As in the socket module: the family, and the argument of `connect`.
 Address = tuple[int, Any]
 
 
+class Connection:
+    """A socket, plain or TLS. One thread uses and closes it; others may abort it.
+
+    Every call raises RedisTimeout, RedisUnavailable or RedisProtocolError, and closes the
+    connection then, or what `wire.error_of` returns for an error reply, and stays open. Deadlines
+    are `time.monotonic()` seconds; no step waits longer than the op time-out.
+
+    Movers of stripes use `arm`, `send_some` and `receive_some`, which close nothing: they count
+    what each call moved. The deadline of `arm` holds for all calls until the next, however few
+    bytes each moves: the clock is read before every system call.
+
+    on_close: called once or more with the connection. opened_at: when it was ready for commands.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        where: str,
+        op_timeout_s: float,
+        on_close: Callable[[Connection], None] = lambda connection: None,
+    ) -> None:
+        self.is_open = True
+        self.opened_at = 0.0
+        self._sock = sock
+        self._where = where
+        self._op_timeout_s = op_timeout_s
+        self._on_close = on_close
+        self._deadline = 0.0
+        self._lock = threading.Lock()
+        self._replies = ReplyBuffer()
+        self._view = memoryview(bytearray(_RECEIVE_BYTES))
+
+    @property
+    def plain_fileno(self) -> int:
+        """The file descriptor, if bytes on it are not encrypted; else -1."""
+        return -1 if isinstance(self._sock, ssl.SSLSocket) else self._sock.fileno()
+
+    def connect(self, address: Any, deadline: float) -> None:
+        """Raises OSError; TimeoutError if the deadline passes."""
+        self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
+        self._sock.connect(address)
+        if isinstance(self._sock, ssl.SSLSocket):
+            # The time-out is for the whole handshake.
+            self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
+            self._sock.do_handshake()
+
+    def greet(
+        self, endpoint: Endpoint, commands: Sequence[tuple[str, ...]], deadline: float
+    ) -> None:
+        """Make it ready: authenticate, select the database, name the connection. Closes nothing."""
+        self.arm(deadline)
+        # A server at its maxclients says so and closes: its reply may have arrived.
+        with contextlib.suppress(RedisUnavailable):
+            self.send_all((b"".join([pack_command(*words) for words in commands]),))
+        for name, *_ in commands:
+            while not (replies := self._replies.take(1)):
+                self._replies.feed(self._view[: self.receive_some(self._view)])
+            if isinstance(replies[0], ErrorReply):
+                judge_greeting(replies[0], name, endpoint)
+        if self._replies.has_rest or not self._is_quiet():
+            raise RedisProtocolError("the server sent something that was not asked for")
+        self.opened_at = time.monotonic()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._on_close(self)
+        # Under the lock: `abort` must not shut down another socket with this descriptor.
+        with self._lock:
+            self._sock.close()
+
+    def abort(self) -> None:
+        """Make the call in flight fail at once. From any thread, any number of times."""
+        with self._lock:
+            if self._sock.fileno() >= 0:
+                try:
+                    # Not unwrap(): a TLS goodbye could wait for the peer.
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTCONN, errno.EINVAL):
+                        raise
+
+    def fail(self, error: RedisError) -> NoReturn:
+        """Close, because the connection is out of step, and raise the error."""
+        self.close()
+        raise error
+
+    def check_idle(self) -> None:
+        """Close if the server has closed it, or sent something unasked."""
+        if self.is_open and not self._is_quiet():
+            self.close()
+
+    def send(self, requests: Iterable[bytes], deadline: float) -> None:
+        """Send packed commands. The server works on the first while `requests` makes the next."""
+        # Outside: a deadline that passed before anything was sent costs no connection.
+        self.arm(deadline)
+        try:
+            for request in requests:
+                self.send_all((request,))
+        except (RedisTimeout, RedisUnavailable) as error:
+            self.fail(error)
+
+    def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
+        """The next replies, at least `least` and at most `most`.
+
+        If it is called again for the rest of them, they contain no arrays.
+        """
+        replies: list[Reply] = []
+        try:
+            self.arm(deadline)
+            while len(replies) < least:
+                self._replies.feed(self._view[: self.receive_some(self._view)])
+                replies += self._replies.take(most - len(replies))
+            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
+                raise RedisProtocolError("more replies came than were asked for")
+        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
+            self.fail(error)
+        return replies
+
+    def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
+        """Send packed commands and receive exactly their replies; the first error is raised."""
+        self.send((request,), deadline)
+        return without_errors(self.receive(deadline, replies, replies))
+
+    def ping(self, deadline: float) -> None:
+        """Raises what `call` raises unless the server answers PONG."""
+        if self.call(PING_COMMAND, 1, deadline) != [PONG]:
+            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
+
+    # ------------------------------------------------------------------ bytes
+
+    def arm(self, deadline: float) -> None:
+        """Set the deadline of the next calls: `deadline`, at most an op time-out from now."""
+        now = time.monotonic()
+        self._deadline = min(now + self._op_timeout_s, deadline)
+        if self._deadline <= now:
+            raise self.late()
+
+    def send_all(self, parts: Sequence[BytesLike]) -> None:
+        sent, nbytes = 0, sum([len(part) for part in parts])
+        while sent < nbytes:
+            sent += self.send_some(parts, sent)
+
+    def send_some(self, parts: Sequence[BytesLike], skip: int) -> int:
+        """Send at least one byte after the first `skip` bytes; return how many."""
+        views = _after(parts, skip)
+        try:
+            self._limit()
+            if not isinstance(self._sock, ssl.SSLSocket):
+                return self._sock.sendmsg(views)
+            # Small parts are joined: every send is a record, and often a packet, of its own.
+            small = b""
+            for view in views:
+                if len(small) + view.nbytes > _TLS_TOGETHER_BYTES:
+                    break
+                small += view
+            return self._sock.send(small or views[0][:_TLS_SEND_BYTES])
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def receive_some(self, view: memoryview) -> int:
+        """Receive what has arrived, at least one byte, at most the view; return how many."""
+        try:
+            self._limit()
+            received = self._sock.recv_into(view)
+        except OSError as error:
+            raise self._lost(error) from None
+        if received == 0:
+            raise self._lost()
+        return received
+
+    def lost(self, error_number: int) -> RedisError:
+        """The error for an errno of the native extension (0: the server closed the connection)."""
+        error = OSError(error_number, os.strerror(error_number)) if error_number else None
+        return self._lost(error)
+
+    def late(self) -> RedisTimeout:
+        return RedisTimeout(f"Redis at {self._where} did not answer in time")
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing has arrived: neither bytes nor the end of the connection."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
+
+    def _limit(self) -> None:
+        """Have the next call end by the deadline."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self.late()
+        self._sock.settimeout(left)
+
+    def _lost(self, error: OSError | None = None) -> RedisError:
+        if isinstance(error, (BlockingIOError, TimeoutError)):
+            return self.late()
+        why = "it was closed by the server" if error is None else error.strerror or str(error)
+        return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
+
+
+def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
+    """Views of `parts` after their first `nbytes` bytes, without copies."""
+    left: list[memoryview] = []
+    for part in parts:
+        view = memoryview(part)
+        if nbytes < view.nbytes:
+            left.append(view.cast("B")[nbytes:])
+        nbytes = max(0, nbytes - view.nbytes)
+    return left
+
+
 class Connector:
-    """Opens streams to one endpoint, and can abort all of them at once. Thread-safe.
+    """Opens connections to one server, and can abort all of them at once. Thread-safe.
 
     connect_timeout_s: for look-up, connect and TLS handshake together. op_timeout_s: for the
-    greeting, and for each operation on the stream.
+    greeting, and for each operation.
     """
 
     def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
@@ -78,17 +289,17 @@ class Connector:
         self._connect_timeout_s = connect_timeout_s
         self._op_timeout_s = op_timeout_s
         self._lock = threading.Lock()
-        self._streams: dict[Stream, bool] = {}  # whether each has been greeted
+        self._connections: set[Connection] = set()
         self._look_up: concurrent.futures.Future[list[Address]] | None = None
         self._aborted = False
 
     @property
     def open_streams(self) -> int:
-        """Streams that were opened and not discarded."""
+        """Connections that were greeted and not closed."""
         with self._lock:
-            return sum(self._streams.values())
+            return sum(each.opened_at > 0 for each in self._connections)
 
-    def open(self, client_name: str, deadline: float = math.inf) -> Stream:
+    def open(self, client_name: str, deadline: float = math.inf) -> Connection:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
 
         Raises RedisUnavailable, RedisTimeout, RedisAuthError or RedisProtocolError with a sentence
@@ -96,12 +307,16 @@ class Connector:
         is called first, on this thread, and has no time-out.
         """
         auth = auth_command(self.endpoint.credentials)
+        commands = [] if auth is None else [auth]
+        if self.endpoint.db:
+            commands.append(("SELECT", str(self.endpoint.db)))
+        commands.append(("CLIENT", "SETNAME", client_name))
         try:
-            stream = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
+            connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
             try:
-                greet(stream, self.endpoint, auth, client_name, deadline)
+                connection.greet(self.endpoint, commands, deadline)
             except BaseException:
-                self.discard(stream)
+                connection.close()
                 raise
         except (RedisError, OSError, UnicodeError) as error:
             with self._lock:
@@ -109,48 +324,46 @@ class Connector:
             raise translated(error, self.endpoint) from None
         with self._lock:
             # If it was aborted in the meantime, it fails at its first use.
-            self._streams[stream] = True
             self.connects += 1
-        return stream
+        return connection
 
-    def discard(self, stream: Stream) -> None:
+    def _forget(self, connection: Connection) -> None:
         with self._lock:
-            self._streams.pop(stream, None)
-        stream.close()
+            self._connections.discard(connection)
 
     def abort(self) -> None:
-        """Fail every stream, and every attempt to open one, from now on."""
+        """Fail every connection, and every attempt to open one, from now on."""
         with self._lock:
             self._aborted = True
             if self._look_up is not None:
                 self._look_up.cancel()
-            for stream in self._streams:
-                stream.abort()
+            for connection in self._connections:
+                connection.abort()
 
     def _check_wanted(self) -> None:
         if self._aborted:
             raise RedisUnavailable("the Redis plane is being closed")
 
-    def _connect(self, deadline: float) -> Stream:
+    def _connect(self, deadline: float) -> Connection:
         """Connect to the first address that answers; each has its share of the time left."""
         addresses = self._addresses(deadline)
         while True:
             family, address = addresses.pop(0)
             now = time.monotonic()
-            stream = self._new_stream(family)
+            connection = self._new_connection(family)
             try:
                 with self._lock:
                     self._check_wanted()
                     # `abort` reaches it from the start.
-                    self._streams[stream] = False
-                stream.connect(address, now + (deadline - now) / (len(addresses) + 1))
-                return stream
+                    self._connections.add(connection)
+                connection.connect(address, now + (deadline - now) / (len(addresses) + 1))
+                return connection
             except BaseException as error:
-                self.discard(stream)
+                connection.close()
                 if not isinstance(error, OSError) or not addresses:
                     raise
 
-    def _new_stream(self, family: int) -> PlainStream | TlsStream:
+    def _new_connection(self, family: int) -> Connection:
         endpoint = self.endpoint
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -163,8 +376,7 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-                return TlsStream(sock, endpoint.where, self._op_timeout_s)
-            return PlainStream(sock, endpoint.where, self._op_timeout_s)
+            return Connection(sock, endpoint.where, self._op_timeout_s, self._forget)
         except BaseException:
             sock.close()
             raise
@@ -212,109 +424,6 @@ class Connector:
         return [(family, address) for family, _, _, _, address in found]
 
 
-class Connection:
-    """One connection of the Redis plane, used by one thread.
-
-    Every call raises RedisTimeout, RedisUnavailable or RedisProtocolError, and closes the
-    connection then, or what `wire.error_of` returns for an error reply, and stays open. Deadlines
-    are `time.monotonic()` seconds; no step waits longer than the connector's op time-out.
-    """
-
-    __slots__ = ("_connector", "_name", "_replies", "_stream", "_view", "is_open", "opened_at")
-
-    def __init__(
-        self, connector: Connector, name: str, most_reply_bytes: int = MAX_REPLY_BYTES
-    ) -> None:
-        self.is_open = False
-        self.opened_at = 0.0
-        self._connector = connector
-        self._name = name
-        self._stream: Stream | None = None
-        self._replies = ReplyBuffer(most_reply_bytes)
-        self._view = memoryview(bytearray(_RECEIVE_BYTES))
-
-    @property
-    def stream(self) -> Stream:
-        """The socket, for stripes. Raises RedisUnavailable if the connection is closed."""
-        if self._stream is None:
-            raise RedisUnavailable("the connection is closed")
-        return self._stream
-
-    def open(self, deadline: float = math.inf) -> None:
-        """Connect. Raises what `Connector.open` raises."""
-        self._stream = self._connector.open(self._name, deadline)
-        self.opened_at = time.monotonic()
-        self.is_open = True
-
-    def close(self) -> None:
-        self.is_open = False
-        if self._stream is not None:
-            self._connector.discard(self._stream)
-            self._stream = None
-
-    def fail(self, error: RedisError) -> NoReturn:
-        """Close, because the connection is out of step, and raise the error."""
-        self.close()
-        raise error
-
-    def check_idle(self) -> None:
-        """Close if the server has closed it, or sent something unasked."""
-        if self._stream is not None and not self._stream.is_quiet():
-            self.close()
-
-    def send(self, requests: Iterable[bytes], deadline: float) -> None:
-        """Send packed commands. The server works on the first while `requests` makes the next."""
-        stream = self.stream
-        # Outside: a deadline that passed before anything was sent costs no connection.
-        stream.arm(deadline)
-        try:
-            for request in requests:
-                stream.send((request,), len(request))
-        except (RedisTimeout, RedisUnavailable) as error:
-            self.fail(error)
-
-    def send_at_once(self, request: bytes) -> int:
-        """Send as much as possible without blocking; return how many bytes.
-
-        0 if the connection is lost: sending the rest raises the error.
-        """
-        return 0 if self._stream is None else self._stream.send_at_once(request)
-
-    def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
-        """The next replies, at least `least` and at most `most`.
-
-        If it is called again for the rest of them, they contain no arrays.
-        """
-        stream, view = self.stream, self._view
-        replies: list[Reply] = []
-        try:
-            stream.arm(deadline)
-            # The minimum size of `least` replies, in one call: otherwise they arrive in pieces.
-            wanted = LEAST_REPLY_BYTES * least
-            if least > 1 and wanted <= view.nbytes and not self._replies.has_rest:
-                stream.receive_exactly(view[:wanted])
-                self._replies.feed(view[:wanted])
-                replies = self._replies.take(most)
-            while len(replies) < least:
-                self._replies.feed(view[: stream.receive_some(view)])
-                replies += self._replies.take(most - len(replies))
-            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
-                raise RedisProtocolError("more replies came than were asked for")
-        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self.fail(error)
-        return replies
-
-    def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies; the first error is raised."""
-        self.send((request,), deadline)
-        return without_errors(self.receive(deadline, replies, replies))
-
-    def ping(self, deadline: float) -> None:
-        """Raises what `call` raises unless the server answers PONG."""
-        if self.call(PING_COMMAND, 1, deadline) != [PONG]:
-            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
-
-
 class Pipeline:
     """Commands and replies on an open connection, by `deadline` (`time.monotonic()`).
 
@@ -325,27 +434,10 @@ class Pipeline:
         self.outstanding = 0
         self._connection = connection
         self._deadline = deadline
-        # What `send_at_once` left.
-        self._unsent: Iterable[bytes] = ()
 
     def send(self, requests: Iterable[bytes], replies: int) -> None:
         """Send packed commands that have `replies` replies."""
-        unsent, self._unsent = self._unsent, ()
-        self._connection.send(itertools.chain(unsent, requests), self._deadline)
-        self.outstanding += replies
-
-    def send_at_once(self, requests: Iterator[bytes], replies: int) -> None:
-        """Send the first of `requests` without blocking or raising; the next call sends the rest.
-
-        Only as the first call of a pipeline.
-        """
-        left: tuple[bytes, ...] = ()
-        for request in itertools.islice(requests, _AT_ONCE):
-            sent = self._connection.send_at_once(request)
-            if sent < len(request):
-                left = (request[sent:],)
-                break
-        self._unsent = itertools.chain(left, requests)
+        self._connection.send(requests, self._deadline)
         self.outstanding += replies
 
     def receive(self, least: int) -> Sequence[Reply]:
@@ -362,7 +454,6 @@ class Pipeline:
         self.receive_all()
 
     def _receive(self, least: int) -> Sequence[Reply]:
-        self.send((), 0)
         replies = self._connection.receive(self._deadline, least, self.outstanding)
         self.outstanding -= len(replies)
         return replies

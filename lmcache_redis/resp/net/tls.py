@@ -8,11 +8,6 @@ import re
 import ssl
 from typing import Any
 
-_VERIFY_MODES = {
-    "none": ssl.CERT_NONE,
-    "optional": ssl.CERT_OPTIONAL,
-    "required": ssl.CERT_REQUIRED,
-}
 TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _OF_CERTIFICATES = re.compile("ALERT_(CERTIFICATE|UNKNOWN_CA|BAD_CERTIFICATE|NO_CERTIFICATE)")
 
@@ -41,7 +36,7 @@ def _context(parameters: TlsParameters, _seen: tuple[tuple[int, ...], ...]) -> s
     context = ssl.create_default_context(
         cafile=given.get("ssl_ca_certs"), capath=given.get("ssl_ca_path")
     )
-    mode = _VERIFY_MODES[given.get("ssl_cert_reqs", "required")]
+    mode = ssl.VerifyMode[f"CERT_{given.get('ssl_cert_reqs', 'required').upper()}"]
     context.check_hostname = mode != ssl.CERT_NONE and given.get("ssl_check_hostname", True)
     context.verify_mode = mode
     certificate = given.get("ssl_certfile") or given.get("ssl_keyfile")

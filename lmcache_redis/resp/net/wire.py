@@ -34,8 +34,8 @@ CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
 PONG: Final = b"PONG"
 ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
-LEAST_REPLY_BYTES: Final = 3  # +\r\n
-MAX_REPLY_BYTES: Final = 4 << 20
+# A map of a cluster may have a range for each slot, each with three replicas and long host names.
+MAX_REPLY_BYTES: Final = 16 << 20
 # In the arrays of a reply that are longer than 999: hiredis allocates 8 bytes for each of them.
 MAX_ELEMENTS: Final = 1 << 18
 # More than a server can store in one string: a longer length is malformed.
@@ -111,7 +111,7 @@ def end_of_command(ttl_s: int) -> bytes:
 
 
 def keys_commands(
-    name: bytes, keys: Sequence[bytes], group_keys: int, suffix: bytes = b""
+    name: bytes, keys: Sequence[bytes], group_keys: int = 1, suffix: bytes = b""
 ) -> bytes:
     """Commands whose arguments are all keys (EXISTS, UNLINK), each with the next `group_keys` keys.
 
@@ -129,10 +129,7 @@ def keys_commands(
 
 
 def pack_command(*words: bytes | str | int) -> bytes:
-    encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-    return b"*%d\r\n" % len(words) + b"".join(
-        [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
-    )
+    return hiredis.pack_command(words)  # type: ignore[arg-type, no-any-return] # any number
 
 
 def escape_pattern(literal: bytes) -> bytes:
@@ -189,19 +186,17 @@ class ReplyBuffer:
 
     hiredis parses them. It allocates a list as long as an array says it is, and bounds only their
     depth (1,024). So the lengths of long arrays are added up before hiredis sees their heads. Maps,
-    sets and pushes of RESP3 are refused: 4 bytes of an empty set would cost 240. No reply has more
-    than `most_bytes`.
+    sets and pushes of RESP3 are refused: 4 bytes of an empty set would cost 240.
     """
 
-    __slots__ = ("_early", "_elements", "_fed_bytes", "_head", "_most_bytes", "_reader")
+    __slots__ = ("_early", "_elements", "_fed_bytes", "_head", "_reader")
 
-    def __init__(self, most_bytes: int = MAX_REPLY_BYTES) -> None:
+    def __init__(self) -> None:
         self._reader: Any = hiredis.Reader(
             RedisProtocolError,
             error_reply,  # type: ignore[arg-type] # an exception for us, a reply for hiredis
             notEnoughData=_INCOMPLETE,
         )
-        self._most_bytes = most_bytes
         self._fed_bytes = self._elements = 0  # since the last complete reply
         self._head = b""  # of an array, perhaps: its length has not arrived
         self._early: list[Reply] = []  # replies before the head of an array
@@ -213,8 +208,8 @@ class ReplyBuffer:
 
     def feed(self, data: bytes | memoryview) -> None:
         self._fed_bytes += len(data)
-        if self._fed_bytes > self._most_bytes:
-            raise RedisProtocolError(f"a reply of more than {self._most_bytes} bytes")
+        if self._fed_bytes > MAX_REPLY_BYTES:
+            raise RedisProtocolError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
         if self._head:
             data, self._head = b"".join((self._head, data)), b""
         start, end = 0, len(data)

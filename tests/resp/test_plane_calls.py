@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome
-from lmcache_redis.resp.calls import ask_in_rounds
+from lmcache_redis.resp import plane as plane_module
+from lmcache_redis.resp.plane import ask_in_rounds
 from tests.resp.helpers import (
     NAMESPACE,
     PATIENCE_S,
@@ -58,9 +59,11 @@ def test_a_scan_of_a_cluster_asks_about_a_growing_prefix(present: int) -> None:
             assert found.present == [number < present for number in range(len(KEYS))]
 
 
-def test_what_an_earlier_round_has_found_stands() -> None:
+def test_what_an_earlier_round_has_found_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """No count of a key is asked for twice, or lost."""
     keys = KEYS[:6]
+
+    monkeypatch.setattr(plane_module, "_FIRST_ROUND_KEYS", 1)
 
     def rounds(*said: CallOutcome, **more: Any) -> tuple[list[Any], list[Any]]:
         """What is asked and what is answered; the first key of a round is there."""
@@ -76,14 +79,13 @@ def test_what_an_earlier_round_has_found_stands() -> None:
         return asked, ends
 
     done, late = CallOutcome.DONE, CallOutcome.TIMED_OUT
-    first = {"round_keys": 1}
     asked = [keys[:1], keys[1:5]]
     known = [1, 0, 0, 0, 0, 0]
-    assert rounds(done, late, only_prefix=True, **first) == (asked, [(done, known)])
+    assert rounds(done, late, only_prefix=True) == (asked, [(done, known)])
     cancelled = CallOutcome.CANCELLED
-    assert rounds(done, cancelled, **first) == (asked, [(cancelled, known)])
-    assert rounds(done, done, done, **first) == ([*asked, keys[5:]], [(done, known)])
-    assert rounds(late) == ([keys], [(late, known)])
+    assert rounds(done, cancelled) == (asked, [(cancelled, known)])
+    assert rounds(done, done, done) == ([*asked, keys[5:]], [(done, known)])
+    assert rounds(late) == (asked[:1], [(late, known)])
 
 
 # ------------------------------------------------------- describe, keys, remove, clear
@@ -208,7 +210,7 @@ def test_a_chunk_that_lacks_a_stripe_is_not_present(server: RedisServer) -> None
         server.command("UNLINK", chunks[0].stripe_keys()[-1], chunks[77].stripe_keys()[0])
         server.command("CONFIG", "RESETSTAT")
         assert refresh(plane, chunks).present == [n not in (0, 77) for n in range(120)]
-        assert server.command("INFO", "commandstats")["cmdstat_touch"]["calls"] == 120
+        assert server.command("INFO", "commandstats")["cmdstat_touch"]["calls"] == 1200
         # More stripes than fit a step.
         large = Chunk(500, 1000 * 64, 64, seed=1)
         assert write(plane, large) == [WriteOutcome.STORED]

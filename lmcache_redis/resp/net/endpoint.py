@@ -1,0 +1,155 @@
+"""The address of a server and its credentials, and what the errors of connecting mean."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import socket
+import ssl
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lmcache_redis.errors import (
+    ConfigError,
+    RedisAuthError,
+    RedisError,
+    RedisProtocolError,
+    RedisTimeout,
+    RedisUnavailable,
+)
+from lmcache_redis.resp.net.tls import TlsParameters, tls_advice
+from lmcache_redis.resp.net.wire import ErrorReply, error_of
+
+# Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
+_TOLERATED = ("NOPERM", "ERR")
+
+
+class Credentials(Protocol):
+    """As redis-py's `redis.credentials.CredentialProvider`; importing that takes 0.15 s.
+
+    Asked on any thread, at each connect, so that a secret may change; what it raises fails that.
+    """
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """(password,) or (user, password)."""
+
+
+class Transport(enum.Enum):
+    TCP = "redis"
+    TLS = "rediss"
+    UNIX = "unix"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server. host and port for TCP and TLS, path for a unix socket.
+
+    tls: parameters by their redis-py names. repr and `where`, the server's name in messages,
+    contain no credentials.
+    """
+
+    transport: Transport
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    db: int = 0
+    credentials: Credentials | None = field(default=None, repr=False)
+    tls: TlsParameters = field(default=(), repr=False)
+
+    @property
+    def where(self) -> str:
+        """The address, e.g. "127.0.0.1:6379" or "unix:///run/redis.sock"."""
+        if self.transport is Transport.UNIX:
+            return f"unix://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
+    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
+    if credentials is None:
+        return None
+    try:
+        words = credentials.get_credentials()
+    except RedisAuthError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {brief(str(error))}"
+        raise RedisAuthError(f"the credential provider failed: {why}") from None
+    if (
+        not isinstance(words, (tuple, list))
+        or not 1 <= len(words) <= 2
+        or not all(isinstance(word, str) for word in words)
+    ):
+        raise RedisAuthError(
+            "the credential provider returned neither (password,) nor (user, password)"
+        )
+    return ("AUTH", *words)
+
+
+NO_PASSWORD = (
+    "has no password: leave it out of the Redis URL, LMCACHE_REDIS_PASSWORD and the password file"
+)
+NO_SENTINEL = "is no Sentinel: write redis:// instead of redis+sentinel://, or name its Sentinels"
+
+
+def has_no_password(text: str) -> bool:
+    """Whether a server refuses a password because it has none."""
+    return "without any password configured" in text or "no password is set" in text
+
+
+def is_no_sentinel(text: str) -> bool:
+    return "unknown command" in text.lower() and "sentinel" in text.lower()
+
+
+def judge_greeting(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
+    """Raise the error that a reply to command `name` stands for, unless that may fail."""
+    at = f"Redis at {endpoint.where}"
+    error = error_of(reply)
+    if "max number of clients" in reply.text:
+        raise RedisUnavailable(f"{at} has no connection left: raise its maxclients")
+    if reply.code == "LOADING":
+        raise RedisUnavailable(f"{at} is still loading its data")
+    if isinstance(error, RedisAuthError) or name == "AUTH":
+        if endpoint.credentials is None:
+            raise RedisAuthError(f"{at} wants a password: put one into the Redis URL")
+        if has_no_password(reply.text):
+            raise RedisAuthError(f"{at} {NO_PASSWORD}")
+        raise RedisAuthError(
+            f"{at} refuses the user or the password: correct them where they are set "
+            f"({brief(reply.text)})"
+        )
+    if name != "CLIENT" or reply.code not in _TOLERATED:
+        raise RedisUnavailable(f"{at} refuses the connection: {brief(reply.text)}")
+
+
+def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
+    """The error, with a sentence that says what to change, for one of connecting or greeting."""
+    at = f"Redis at {endpoint.where}"
+    if isinstance(error, (RedisTimeout, TimeoutError)) and not isinstance(error, ssl.SSLError):
+        tls = ", or is there no TLS" if endpoint.transport is Transport.TLS else ""
+        return RedisTimeout(f"{at} does not answer: is it stopped, or the address wrong{tls}?")
+    if isinstance(error, RedisProtocolError):
+        return RedisProtocolError(f"{at} does not speak Redis: is the port right, does it use TLS?")
+    if isinstance(error, RedisError):
+        return error
+    if endpoint.transport is Transport.TLS and isinstance(error, FileNotFoundError):
+        return ConfigError("a TLS file that the Redis URL names cannot be read")
+    if isinstance(error, ssl.SSLError):
+        return RedisUnavailable(f"{at} cannot be reached over TLS: {tls_advice(error)}")
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return RedisUnavailable(f"{at}: this host name is unknown: correct the Redis URL")
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.ECONNREFUSED:
+        return RedisUnavailable(f"{at} refuses connections: start it, or correct the Redis URL")
+    if code == errno.ENOENT and endpoint.transport is Transport.UNIX:
+        return RedisUnavailable(f"{at} does not exist: start Redis, or correct the Redis URL")
+    if code == errno.EACCES:
+        return RedisUnavailable(f"{at} may not be used by this user: see its permissions")
+    known = errno.errorcode.get(code, code) if code is not None else brief(str(error))
+    return RedisUnavailable(f"{at} cannot be reached: {known}")
+
+
+def brief(text: str) -> str:
+    """One line of an error's text."""
+    return " ".join(text.split())[:160]
