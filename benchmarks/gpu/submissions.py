@@ -148,7 +148,7 @@ def main() -> None:
     print(f"{'us a call':33} GPUs     wall      cpu  of lock     tick late p50, p99")
     for name, page_bytes, blocks, segments, direct_copy_bytes in SHAPES:
         # Everything is pinned.
-        gpus = Gpus(2, direct_copy_bytes, np.zeros_like)
+        gpus = Gpus(direct_copy_bytes, np.zeros_like)
         layout = _layout(page_bytes, 2 * blocks, segments)
         devices = [CudaDevice([layout], [handle], gpus) for handle in handles]
         ids = list(range(0, 2 * blocks, 2))  # no neighbours

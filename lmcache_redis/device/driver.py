@@ -37,8 +37,6 @@ from lmcache_redis.errors import DriverError, GpuLost
 
 IPC_HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _LIBRARY = "libcuda.so.1"
-# CUresult
-NOT_READY = 600
 # After these, every call of this process to this GPU returns an error: the process has to end.
 # 214 ECC, 220 NVLink, 700 illegal address, 702 launch timeout, 710 assert, 714-719 faults of the
 # hardware or of a launch, 999 unknown.
@@ -72,7 +70,6 @@ _CAUSES = {
 class Attribute:
     """Of ``CUdevice_attribute``."""
 
-    MAX_PITCH = 11  # of enqueue_copy_2d
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
     MAJOR = 75
     MINOR = 76
@@ -92,7 +89,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (_OUT_INT,),
     "cuDeviceGetCount": (_OUT_INT,),
-    "cuDeviceGet": (_OUT_INT, c_int),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuDeviceGetAttribute": (_OUT_INT, c_int, c_int),
@@ -100,14 +96,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxGetCurrent": (_OUT_PTR,),
-    "cuCtxGetDevice": (_OUT_INT,),
     "cuCtxSynchronize": (),
-    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemAlloc_v2": (_OUT_U64, c_size_t),
     "cuMemFree_v2": (_U64,),
     "cuMemGetAddressRange_v2": (_OUT_U64, POINTER(c_size_t), _U64),
     "cuMemHostAlloc": (_OUT_PTR, c_size_t, c_uint),
-    "cuMemFreeHost": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostGetDevicePointer_v2": (_OUT_U64, c_void_p, c_uint),
@@ -119,19 +112,14 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuStreamWriteValue64_v2": (c_void_p, _U64, _U64, c_uint),
     "cuEventCreate": (_OUT_PTR, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
     "cuEventDestroy_v2": (c_void_p,),
-    "cuMemcpyHtoD_v2": (_U64, c_void_p, c_size_t),
     "cuMemcpyHtoDAsync_v2": (_U64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _U64, c_size_t, c_void_p),
-    "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
     "cuModuleLoadData": (_OUT_PTR, c_char_p),
-    "cuModuleUnload": (c_void_p,),
     "cuModuleGetFunction": (_OUT_PTR, c_void_p, c_char_p),
     "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
 # Of newer drivers, or needed only for memory of `cuMemCreate`.
 _OPTIONAL: dict[str, tuple[Any, ...]] = {
@@ -154,20 +142,6 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
 
 
-class _Memcpy2D(ctypes.Structure):
-    """``CUDA_MEMCPY2D``. A unified address serves as host and as device."""
-
-    _fields_ = [
-        ("src_x", c_size_t), ("src_y", c_size_t), ("src_type", c_int),
-        ("src_host", c_void_p), ("src_device", c_uint64), ("src_array", c_void_p),
-        ("src_pitch", c_size_t),
-        ("dst_x", c_size_t), ("dst_y", c_size_t), ("dst_type", c_int),
-        ("dst_host", c_void_p), ("dst_device", c_uint64), ("dst_array", c_void_p),
-        ("dst_pitch", c_size_t),
-        ("width", c_size_t), ("height", c_size_t),
-    ]  # fmt: skip
-
-
 class _BatchAttributes(ctypes.Structure):
     """``CUmemcpyAttributes``."""
 
@@ -183,7 +157,6 @@ class _Access(ctypes.Structure):
     _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
 
 
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NON_BLOCKING = 1
 _EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
@@ -236,6 +209,13 @@ def _call(name: str, *arguments: Any) -> None:
     _check(library, name, getattr(library, name)(*arguments))
 
 
+def _given(kind: Any, name: str, *arguments: Any) -> int:
+    """What a function writes to its first argument."""
+    value = kind()
+    _call(name, byref(value), *arguments)
+    return value.value or 0
+
+
 def has(name: str) -> bool:
     """Whether the driver has a function that older ones lack. Raises DriverError."""
     return hasattr(_library(), name)
@@ -246,16 +226,12 @@ def has(name: str) -> bool:
 
 def driver_version() -> int:
     """The newest CUDA that the driver serves, as 12040 for 12.4."""
-    version = c_int()
-    _call("cuDriverGetVersion", byref(version))
-    return version.value
+    return _given(c_int, "cuDriverGetVersion")
 
 
 def device_uuids() -> list[str]:
     """The GPUs of this process in its own order; with MIG those of its instance."""
-    count = c_int()
-    _call("cuDeviceGetCount", byref(count))
-    return [device_uuid(ordinal) for ordinal in range(count.value)]
+    return [device_uuid(ordinal) for ordinal in range(_given(c_int, "cuDeviceGetCount"))]
 
 
 def device_uuid(ordinal: int) -> str:
@@ -273,16 +249,12 @@ def device_name(ordinal: int) -> str:
 
 
 def device_attribute(ordinal: int, attribute: int) -> int:
-    value = c_int()
-    _call("cuDeviceGetAttribute", byref(value), attribute, ordinal)
-    return value.value
+    return _given(c_int, "cuDeviceGetAttribute", attribute, ordinal)
 
 
 def retain_context(ordinal: int) -> int:
     """The primary context of a GPU, which torch uses too. Takes a fraction of a second."""
-    context = c_void_p()
-    _call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
-    return context.value or 0
+    return _given(c_void_p, "cuDevicePrimaryCtxRetain", ordinal)
 
 
 def release_context(ordinal: int) -> None:
@@ -309,21 +281,13 @@ def on_gpu(ordinal: int) -> Iterator[None]:
 @contextlib.contextmanager
 def in_context(context: int) -> Iterator[None]:
     """As `on_gpu`, of a GPU whose context is retained."""
-    former = c_void_p()
-    _call("cuCtxGetCurrent", byref(former))
+    former = _given(c_void_p, "cuCtxGetCurrent")
     set_context(context)
     try:
         yield
     finally:
         with contextlib.suppress(DriverError):
-            _call("cuCtxSetCurrent", former)
-
-
-def current_device() -> int:
-    """The GPU of this thread's context."""
-    ordinal = c_int()
-    _call("cuCtxGetDevice", byref(ordinal))
-    return ordinal.value
+            set_context(former)
 
 
 def synchronize() -> None:
@@ -331,21 +295,12 @@ def synchronize() -> None:
     _call("cuCtxSynchronize")
 
 
-def free_memory() -> tuple[int, int]:
-    """Free and total bytes of the GPU of this thread's context."""
-    free, total = c_size_t(), c_size_t()
-    _call("cuMemGetInfo_v2", byref(free), byref(total))
-    return free.value, total.value
-
-
 # Memory
 
 
 def allocate(size_bytes: int) -> int:
     """The address of new GPU memory, aligned to 256."""
-    address = c_uint64()
-    _call("cuMemAlloc_v2", byref(address), size_bytes)
-    return address.value
+    return _given(c_uint64, "cuMemAlloc_v2", size_bytes)
 
 
 def free(address: int) -> None:
@@ -362,13 +317,7 @@ def allocation_of(address: int) -> Range:
 
 def allocate_pinned(size_bytes: int) -> int:
     """The address of new page-locked host memory."""
-    address = c_void_p()
-    _call("cuMemHostAlloc", byref(address), size_bytes, _PORTABLE)
-    return address.value or 0
-
-
-def free_pinned(address: int) -> None:
-    _call("cuMemFreeHost", address)
+    return _given(c_void_p, "cuMemHostAlloc", size_bytes, _PORTABLE)
 
 
 def pin(address: int, size_bytes: int) -> None:
@@ -382,9 +331,7 @@ def unpin(address: int) -> None:
 
 def device_address(address: int) -> int:
     """Where the GPU sees pinned host memory."""
-    found = c_uint64()
-    _call("cuMemHostGetDevicePointer_v2", byref(found), address, 0)
-    return found.value
+    return _given(c_uint64, "cuMemHostGetDevicePointer_v2", address, 0)
 
 
 # Memory of other processes
@@ -399,10 +346,8 @@ def export_memory(address: int) -> bytes:
 
 def open_memory(handle: bytes) -> int:
     """Map the allocation of a handle; its address here. A second call returns the same."""
-    address = c_uint64()
     taken = _IpcHandle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", byref(address), taken, _LAZY_PEER_ACCESS)
-    return address.value
+    return _given(c_uint64, "cuIpcOpenMemHandle_v2", taken, _LAZY_PEER_ACCESS)
 
 
 def close_memory(address: int) -> None:
@@ -412,16 +357,12 @@ def close_memory(address: int) -> None:
 
 def retain_allocation(address: int) -> int:
     """The allocation that is mapped at an address (``cuMemCreate``), until it is released."""
-    allocation = c_uint64()
-    _call("cuMemRetainAllocationHandle", byref(allocation), address)
-    return allocation.value
+    return _given(c_uint64, "cuMemRetainAllocationHandle", address)
 
 
 def export_allocation(allocation: int) -> int:
     """A file descriptor of an allocation. The allocation lives while one is open."""
-    fd = c_int()
-    _call("cuMemExportToShareableHandle", byref(fd), allocation, _FILE_DESCRIPTOR, 0)
-    return fd.value
+    return _given(c_int, "cuMemExportToShareableHandle", allocation, _FILE_DESCRIPTOR, 0)
 
 
 def release_allocation(allocation: int) -> None:
@@ -431,16 +372,12 @@ def release_allocation(allocation: int) -> None:
 
 def import_allocation(fd: int) -> int:
     """The allocation that a descriptor names, which may be closed; until it is released."""
-    allocation = c_uint64()
-    _call("cuMemImportFromShareableHandle", byref(allocation), fd, _FILE_DESCRIPTOR)
-    return allocation.value
+    return _given(c_uint64, "cuMemImportFromShareableHandle", fd, _FILE_DESCRIPTOR)
 
 
 def reserve_addresses(size_bytes: int) -> int:
     """Where nothing else is mapped."""
-    address = c_uint64()
-    _call("cuMemAddressReserve", byref(address), size_bytes, 0, 0, 0)
-    return address.value
+    return _given(c_uint64, "cuMemAddressReserve", size_bytes, 0, 0, 0)
 
 
 def free_addresses(address: int, size_bytes: int) -> None:
@@ -467,9 +404,7 @@ def allow_access(address: int, size_bytes: int, ordinal: int) -> None:
 
 def create_stream() -> int:
     """One that does not wait for the default stream."""
-    stream = c_void_p()
-    _call("cuStreamCreate", byref(stream), _NON_BLOCKING)
-    return stream.value or 0
+    return _given(c_void_p, "cuStreamCreate", _NON_BLOCKING)
 
 
 def destroy_stream(stream: int) -> None:
@@ -490,22 +425,11 @@ def write_value(stream: int, address: int, value: int) -> None:
 
 def create_event() -> int:
     """One for this process. A thread that waits for it sleeps."""
-    event = c_void_p()
-    _call("cuEventCreate", byref(event), _EVENT_FLAGS)
-    return event.value or 0
+    return _given(c_void_p, "cuEventCreate", _EVENT_FLAGS)
 
 
 def record_event(event: int, stream: int) -> None:
     _call("cuEventRecord", event, stream)
-
-
-def has_happened(event: int) -> bool:
-    library = _library()
-    code = library.cuEventQuery(event)
-    if code == NOT_READY:
-        return False
-    _check(library, "cuEventQuery", code)
-    return True
 
 
 def wait_for(event: int) -> None:
@@ -519,32 +443,12 @@ def destroy_event(event: int) -> None:
 # Copies and kernels: enqueued on a stream
 
 
-def copy_in(address: int, host: int, size_bytes: int) -> None:
-    """From host memory of any kind to the GPU; complete on return, for every stream."""
-    _call("cuMemcpyHtoD_v2", address, host, size_bytes)
-    # From pageable memory it returns when the source was read, and other streams do not wait for
-    # the rest ("API synchronization behavior" of the manual).
-    _call("cuStreamSynchronize", None)
-
-
 def enqueue_copy_in(address: int, host: int, size_bytes: int, stream: int) -> None:
     _call("cuMemcpyHtoDAsync_v2", address, host, size_bytes, stream)
 
 
 def enqueue_copy_out(host: int, address: int, size_bytes: int, stream: int) -> None:
     _call("cuMemcpyDtoHAsync_v2", host, address, size_bytes, stream)
-
-
-def enqueue_copy_2d(
-    to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
-) -> None:
-    """``rows`` rows of ``width`` bytes that are a pitch apart. Addresses of host or GPU."""
-    copy = _Memcpy2D(
-        src_type=_UNIFIED, src_device=source, src_pitch=source_pitch,
-        dst_type=_UNIFIED, dst_device=to, dst_pitch=to_pitch,
-        width=width, height=rows,
-    )  # fmt: skip
-    _call("cuMemcpy2DAsync_v2", byref(copy), stream)
 
 
 def enqueue_copies(to: int, sources: int, sizes: int, count: int, stream: int) -> None:
@@ -562,19 +466,11 @@ def enqueue_copies(to: int, sources: int, sizes: int, count: int, stream: int) -
 
 def load_module(ptx: bytes) -> int:
     """Compile PTX for the GPU of this thread's context."""
-    module = c_void_p()
-    _call("cuModuleLoadData", byref(module), ptx)
-    return module.value or 0
-
-
-def unload_module(module: int) -> None:
-    _call("cuModuleUnload", module)
+    return _given(c_void_p, "cuModuleLoadData", ptx)
 
 
 def function_of(module: int, name: str) -> int:
-    function = c_void_p()
-    _call("cuModuleGetFunction", byref(function), module, name.encode())
-    return function.value or 0
+    return _given(c_void_p, "cuModuleGetFunction", module, name.encode())
 
 
 def launch(

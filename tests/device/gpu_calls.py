@@ -19,6 +19,7 @@ from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.mapping import EngineMemory
 from lmcache_redis.native.madvise import address_of
 from tests import cuda_driver
+from tests.cuda_driver import more
 from tests.device.gpu_exporter import GpuExporter
 from tests.device.layouts import Call, Paged
 
@@ -48,7 +49,7 @@ class View:
     def write(self, content: bytes) -> None:
         driver.set_context(self._context)
         held = bytearray(content)
-        driver.copy_in(self._address, address_of(held), len(held))
+        more.copy_in(self._address, address_of(held), len(held))
 
     def close(self) -> None:
         driver.set_context(self._context)

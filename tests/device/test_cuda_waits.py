@@ -44,7 +44,7 @@ class Rounds:
     def __init__(self, engine: GpuExporter, direct_copy_bytes: int) -> None:
         self.engine = engine
         self.view, self.host = View(engine), Host(64 << 10, 1, 1)
-        gpus = Gpus(1, direct_copy_bytes, self.host.pieces_of)
+        gpus = Gpus(direct_copy_bytes, self.host.pieces_of)
         layout = plain(PAGE, BLOCKS, SEGMENTS)
         self.device = CudaDevice([layout], [range_of(engine, SIZE)], gpus, engine.signals)
         self.slots = self.host.slots([PAGE] * (CHUNK // PAGE), 64)
