@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from lmcache_redis.device import driver
+from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaIPCHandle, own_process
@@ -156,9 +157,9 @@ def main() -> None:
             calls = [
                 partial(
                     getattr(device, direction),
-                    ids,
-                    slots[n * stripes : (n + 1) * stripes],
-                    STRIPE_BYTES,
+                    CopyCall(
+                        [ChunkCopy(ids, slots[n * stripes : (n + 1) * stripes])], STRIPE_BYTES
+                    ),
                 )
                 for n, device in enumerate(devices)
             ]

@@ -22,6 +22,7 @@ from lmcache_redis.agent.history import PartCounts
 from lmcache_redis.agent.peers import Group, ModelUse, Registration, Reply
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,11 @@ class CopyJob(ABC):
         return self._agent.sessions.history.parts_of(self._request.session.key)
 
     @property
+    def _skip_blocks(self) -> int:
+        """The first blocks of the question that are not written."""
+        return 0
+
+    @property
     def _queue(self) -> Callable[..., None]:
         """Where its copies wait for a thread."""
         return self._agent.copies.gather
@@ -113,10 +119,8 @@ class CopyJob(ABC):
         """The chunk's entry, with a pin for the device call; None if it cannot be copied."""
 
     @abstractmethod
-    def _move(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> bool:
-        """Copies the chunks of a call; returns whether it was in time. Raises ``DeviceError``."""
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
+        """Makes a call for these chunks; returns whether it was in time. Raises ``DeviceError``."""
 
     @abstractmethod
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
@@ -162,25 +166,31 @@ class CopyJob(ABC):
                 self._end(chunk, CopyOutcome.FAILED)
 
     def _submit(self, entries: Mapping[int, Entry]) -> None:
-        per_chunk = self._request.group.blocks_per_part
-        block_ids: list[int] = []
-        slots: list[memoryview] = []
+        question, per_chunk = self._question, self._request.group.blocks_per_part
+        copies = []
         for chunk, entry in entries.items():
-            block_ids += self._question.block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
-            slots += self._cache.views(self._form, entry)
+            first = chunk * per_chunk
+            block_ids = question.block_ids[first : first + per_chunk]
+            skip_blocks = min(max(0, self._skip_blocks - first), per_chunk)
+            copies.append(ChunkCopy(block_ids, self._cache.views(self._form, entry), skip_blocks))
+        call = CopyCall(
+            copies,
+            self._form.stripe_payload_bytes,
+            question.group,
+            question.after,
+            question.lease_ns,
+        )
         self._queue(
             self._registration.place,
-            partial(self._copy, tuple(entries), block_ids, slots),
+            partial(self._copy, tuple(entries), call),
             lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
-            self._question.lease_ns,
+            question.lease_ns,
         )
 
-    def _copy(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> CopyOutcome:
+    def _copy(self, chunks: Sequence[int], call: CopyCall) -> CopyOutcome:
         # On a copy thread. After the lease expires the blocks may belong to another request.
         try:
-            if self._move(chunks, block_ids, slots):
+            if self._move(chunks, call):
                 return CopyOutcome.DONE
         except GpuLost:
             raise

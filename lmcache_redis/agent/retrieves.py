@@ -15,6 +15,7 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import FULL_REACH
+from lmcache_redis.device.calls import CopyCall
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +110,8 @@ class RetrieveJob(CopyJob):
     def _take(self, chunk: int) -> Entry | None:
         return self._entries.pop(chunk, None)
 
-    def _move(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> bool:
-        per_chunk = self._request.group.blocks_per_part
-        skip = sum(min(max(0, self._skip_blocks - c * per_chunk), per_chunk) for c in chunks)
-        self._registration.device.scatter(
-            block_ids, slots, self._form.stripe_payload_bytes, skip, self._question.after,
-            self._question.lease_ns, len(chunks), self._question.group,
-        )  # fmt: skip
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
+        self._registration.device.scatter(call)
         return True
 
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:

@@ -13,6 +13,7 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.jobs import CopyJob, CopyRequest, because
 from lmcache_redis.agent.sessions import MAX_CHUNKS
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.device.calls import CopyCall
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ class StoreJob(CopyJob):
             entry.position = self._request.session.positions.get(chunk_hash, MAX_CHUNKS)
         return entry
 
-    def _move(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> bool:
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
         lease_ns = self._question.lease_ns
         read_in_time = False
 
@@ -86,10 +85,7 @@ class StoreJob(CopyJob):
             if read_in_time:
                 self._cache.owner.post(partial(self._blocks_read, chunks))
 
-        self._registration.device.gather(
-            block_ids, slots, self._form.stripe_payload_bytes, self._question.after,
-            on_blocks_read, lease_ns, len(chunks), self._question.group,
-        )  # fmt: skip
+        self._registration.device.gather(call, on_blocks_read)
         return read_in_time or time.monotonic_ns() <= lease_ns
 
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:

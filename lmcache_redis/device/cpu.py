@@ -199,18 +199,15 @@ class CpuDevice(DeviceContext):
             self.close()
             raise
 
-    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
-        """``on_blocks_read`` is not called: the blocks are read when the call returns."""
-        plans = self._plans(call)
-        with self._memory() as storages:
+    def gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None = None) -> None:
+        with self._memory(call) as (storages, plans):
             for chunk, copies in plans:
                 targets = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
                 for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
                     targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
 
-    def _scatter(self, call: CopyCall) -> None:
-        plans = self._plans(call)
-        with self._memory() as storages:
+    def scatter(self, call: CopyCall) -> None:
+        with self._memory(call) as (storages, plans):
             for chunk, copies in plans:
                 sources = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
                 for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
@@ -220,25 +217,27 @@ class CpuDevice(DeviceContext):
         while self._maps:
             self._maps.pop().close()
 
-    def _plans(self, call: CopyCall) -> list[tuple[ChunkCopy, list[Copy]]]:
-        """Each chunk's copies, all bounds checked."""
+    @contextlib.contextmanager
+    def _memory(
+        self, call: CopyCall
+    ) -> Iterator[tuple[list[np.ndarray], list[tuple[ChunkCopy, list[Copy]]]]]:
+        """The storages as bytes, and each chunk's copies, all bounds checked.
+
+        No array may outlive the context: it blocks the unmapping.
+        """
         if call.after is not None:
             raise DeviceError("a signal of a GPU for a KV cache in CPU memory")
         planner, stripe_bytes = self._planners[call.group], call.stripe_payload_bytes
-        return [
-            (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))
-            for each in call.chunks
-        ]
-
-    @contextlib.contextmanager
-    def _memory(self) -> Iterator[list[np.ndarray]]:
-        """The storages as bytes. No array may outlive the context: it blocks the unmapping."""
-        with self._mapped():
+        with self._mapped(call):
+            plans = [
+                (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))
+                for each in call.chunks
+            ]
             for each in self._maps:
                 each.check()
             storages = [np.frombuffer(each.memory, np.uint8) for each in self._maps]
             try:
-                yield storages
+                yield storages, plans
             finally:
                 storages.clear()
             for each in self._maps:

@@ -88,13 +88,13 @@ class CudaDevice(DeviceContext):
         """Make the GPU's context that of this thread. Raises DeviceError."""
         self._gpu.use()
 
-    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
-        with self._mapped(), self._gpu.stream() as stream:
+    def gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None = None) -> None:
+        with self._mapped(call), self._gpu.stream() as stream:
             ready = partial(self._await_blocks, call)
             self._moves[call.group].gather(call, stream, ready, on_blocks_read)
 
-    def _scatter(self, call: CopyCall) -> None:
-        with self._mapped(), self._gpu.stream() as stream:
+    def scatter(self, call: CopyCall) -> None:
+        with self._mapped(call), self._gpu.stream() as stream:
             self._moves[call.group].scatter(call, stream, partial(self._await_blocks, call))
 
     def _unmap(self) -> None:

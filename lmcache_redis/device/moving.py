@@ -133,8 +133,8 @@ class KernelMoves(Moves):
         on_blocks_read: Callable[[], None] | None,
     ) -> None:
         ids = self._packed(call)
-        copies, staging = _staged(call, stream)
-        launch = self._prepared(call, ids, stream, staging, scatter=False)
+        copies, staging = self._staged(call, stream)
+        launch = self._prepared(ids, stream, staging, scatter=False)
         ready()
         launch()
         stream.mark_kernel()
@@ -146,8 +146,8 @@ class KernelMoves(Moves):
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
         ids = self._packed(call)
-        copies, staging = _staged(call, stream)
-        launch = self._prepared(call, ids, stream, staging, scatter=True)
+        copies, staging = self._staged(call, stream)
+        launch = self._prepared(ids, stream, staging, scatter=True)
         stream.copy(copies, inward=True)
         ready()
         launch()
@@ -162,17 +162,26 @@ class KernelMoves(Moves):
         ids = [chunk.block_ids for chunk in call.chunks]
         return pack_ids(ids, self._num_blocks, [chunk.skip_blocks for chunk in call.chunks])
 
-    def _prepared(
-        self, call: CopyCall, ids: _Int64s, stream: CopyStream, staging: int, *, scatter: bool
-    ) -> Ready:
+    def _staged(self, call: CopyCall, stream: CopyStream) -> tuple[BusCopies, int]:
+        """The copies between staging and slots, and where staging is."""
+        offsets, sizes, size_bytes = _stripes(
+            len(call.chunks),
+            len(call.chunks[0].block_ids) * self._table.block_bytes,
+            call.stripe_payload_bytes,
+        )
+        staging = stream.staging(size_bytes)
+        slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
+        return BusCopies(slots, staging + offsets, sizes), staging
+
+    def _prepared(self, ids: _Int64s, stream: CopyStream, staging: int, *, scatter: bool) -> Ready:
         """Sends what the kernels need beside staging; the result enqueues them."""
         chunks, n_blocks = ids.shape
+        stride_bytes = staging_stride_bytes(n_blocks * self._table.block_bytes)
         launches = [
             (self._function(each.width, scatter=scatter), each)
             for each in self._placed(n_blocks, stream)
         ]
         sent = stream.send(ids)
-        stride_bytes = staging_stride_bytes(call.chunk_bytes)
 
         def launch() -> None:
             for function, (_, rows, tiles) in launches:
@@ -209,16 +218,6 @@ def moves_of(layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> Moves:
     if min(segment.page_bytes for segment in layout.segments) >= gpu.direct_copy_bytes:
         return DirectMoves(layout, storages)
     return KernelMoves(layout, storages, gpu)
-
-
-def _staged(call: CopyCall, stream: CopyStream) -> tuple[BusCopies, int]:
-    """The copies between staging and slots, and where staging is."""
-    offsets, sizes, size_bytes = _stripes(
-        len(call.chunks), call.chunk_bytes, call.stripe_payload_bytes
-    )
-    staging = stream.staging(size_bytes)
-    slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
-    return BusCopies(slots, staging + offsets, sizes), staging
 
 
 @functools.lru_cache(_KEPT_PLANS)

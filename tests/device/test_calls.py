@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.device.calls import ChunkCopy, Copy, CopyPlanner, check_slots, chunks_of_call
+from lmcache_redis.device.calls import Copy, CopyPlanner, check_slots
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
@@ -149,27 +149,6 @@ class TestBounds:
 
     def test_a_stripe_may_be_as_large_as_an_address(self) -> None:
         assert sum(copy.nbytes for copy in CopyPlanner(LAYOUT).copies([1, 2], 2**63 - 1)) == 384
-
-    def test_what_does_not_divide_into_chunks(self) -> None:
-        slots = empty_slots(4, 1)
-        for ids, chunks, skip in (
-            ([1, 2, 3], 2, 0),
-            ([1, 2], 4, 0),
-            ([1, 2, 3], 3, 0),
-            ([1, 2], 0, 0),
-            ([1, 2], -1, 0),
-            ([1, 2], 2, 3),
-            ([1, 2], 2, -1),
-        ):
-            with pytest.raises(DeviceError):
-                chunks_of_call(ids, slots, skip, chunks)
-
-    def test_the_chunks_of_a_call(self) -> None:
-        slots = empty_slots(4, 1)
-        assert chunks_of_call([1, 2, 3, 4], slots, 3, 2) == [
-            ChunkCopy([1, 2], slots[:2], 2),
-            ChunkCopy([3, 4], slots[2:], 1),
-        ]
 
     def test_slots(self) -> None:
         check_slots([], 0, 8)

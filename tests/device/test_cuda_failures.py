@@ -16,6 +16,7 @@ from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
 from tests.device.gpu_calls import GUARD, Host, View, plain, range_of, viewed
 from tests.device.gpu_exporter import GpuExporter
+from tests.device.layouts import one
 
 pytestmark = [
     pytest.mark.servers,
@@ -91,10 +92,10 @@ class TestNothingIsTouched:
         skip: int,
     ) -> None:
         with pytest.raises(DeviceError):
-            device.scatter(ids, slots_of(memory), stripe, skip)
+            device.scatter(one(ids, slots_of(memory), stripe, skip))
         if not skip:
             with pytest.raises(DeviceError):
-                device.gather(ids, slots_of(memory), stripe)
+                device.gather(one(ids, slots_of(memory), stripe))
 
     def test_before_a_signal_that_never_comes(
         self, device: CudaDevice, memory: tuple[View, Host]
@@ -104,14 +105,14 @@ class TestNothingIsTouched:
             for move in (device.gather, device.scatter):
                 until_ns = time.monotonic_ns() + 10**7
                 with pytest.raises(DeviceError, match="did not come in time"):
-                    move([0, 1], slots_of(memory), PAGE, after=1 << 40, until_ns=until_ns)
+                    move(one([0, 1], slots_of(memory), PAGE, after=1 << 40, until_ns=until_ns))
 
     def test_after_the_deadline_of_signals(
         self, device: CudaDevice, memory: tuple[View, Host], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(cuda, "_SIGNAL_DEADLINE_S", 0.01)
         with pytest.raises(DeviceError, match="did not come in time"):
-            device.gather([0, 1], slots_of(memory), PAGE, after=1 << 40)
+            device.gather(one([0, 1], slots_of(memory), PAGE, after=1 << 40))
 
     def test_after_the_lease(
         self, engine: GpuExporter, device: CudaDevice, memory: tuple[View, Host]
@@ -120,14 +121,14 @@ class TestNothingIsTouched:
             engine.ask("wait")
             for move in (device.gather, device.scatter):
                 with pytest.raises(DeviceError, match="lease on the blocks"):
-                    move([0], slots_of(memory, 1), PAGE, after=after, until_ns=1)
+                    move(one([0], slots_of(memory, 1), PAGE, after=after, until_ns=1))
 
 
 def test_a_ticket_needs_signals(engine: GpuExporter, memory: tuple[View, Host]) -> None:
     device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus())
     with pytest.raises(DeviceError, match="registered no signals"):
-        device.gather([0], slots_of(memory, 1), PAGE, after=1)
-    device.gather([0], slots_of(memory, 1), PAGE)
+        device.gather(one([0], slots_of(memory, 1), PAGE, after=1))
+    device.gather(one([0], slots_of(memory, 1), PAGE))
     device.close()
 
 
@@ -153,7 +154,7 @@ class TestHang:
 
     def test_close_waits_for_a_call(self, device: CudaDevice, memory: tuple[View, Host]) -> None:
         cuda_driver.set("hang", -1)
-        copy, failed = in_thread(lambda: device.gather([0, 1], slots_of(memory), PAGE))
+        copy, failed = in_thread(lambda: device.gather(one([0, 1], slots_of(memory), PAGE)))
         time.sleep(0.05)
         close, _ = in_thread(device.close)
         close.join(0.05)
@@ -164,7 +165,7 @@ class TestHang:
         close.join()
         assert not failed
         with pytest.raises(DeviceError, match="no longer mapped"):
-            device.gather([0, 1], slots_of(memory), PAGE)
+            device.gather(one([0, 1], slots_of(memory), PAGE))
 
 
 class TestTheDriverRefuses:
@@ -177,9 +178,9 @@ class TestTheDriverRefuses:
         for function in ("cuMemcpyBatchAsync", "cuEventRecord"):
             cuda_driver.fail(function, 1)
             with pytest.raises(DeviceError, match=rf"{function} failed with CUDA error 1 "):
-                device.gather([0, 1], slots_of(memory), PAGE)
+                device.gather(one([0, 1], slots_of(memory), PAGE))
         slots = slots_of(memory)
-        device.gather([0, 1], slots, PAGE)
+        device.gather(one([0, 1], slots, PAGE))
         assert b"".join(slots) == content[: 2 * PAGE]
 
     def test_an_end_that_is_not_known_ends_the_process(
@@ -187,7 +188,7 @@ class TestTheDriverRefuses:
     ) -> None:
         cuda_driver.fail("cuEventSynchronize", 1, times=2)
         with pytest.raises(GpuLost, match="not known which copies have ended"):
-            device.scatter([0, 1], slots_of(memory), PAGE)
+            device.scatter(one([0, 1], slots_of(memory), PAGE))
         device.use_context()
         driver.synchronize()
 
@@ -206,8 +207,8 @@ class TestTheDriverRefuses:
         for _ in range(3):
             cuda_driver.fail(function, 2)
             with pytest.raises(DeviceError, match="too little free memory"):
-                device.gather([0, 1], slots, PAGE)
-        device.gather([0, 1], slots, PAGE)
+                device.gather(one([0, 1], slots, PAGE))
+        device.gather(one([0, 1], slots, PAGE))
         assert b"".join(slots) == content[: 2 * PAGE]
         device.close()
 
@@ -257,7 +258,7 @@ class TestLost:
         for _ in range(2):
             for move in (device.gather, device.scatter):
                 with pytest.raises(GpuLost, match="error 700"):
-                    move([0, 1], host.slots([PAGE] * 2, 0), PAGE)
+                    move(one([0, 1], host.slots([PAGE] * 2, 0), PAGE))
         with pytest.raises(GpuLost):
             CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
         with pytest.raises(GpuLost):
@@ -276,14 +277,14 @@ class TestTheEngineEnds:
                 device = CudaDevice([LAYOUT], handles, gpus, engine.signals)
                 slots = slots_of(memory)
                 waiting, failed = in_thread(
-                    lambda: device.gather([0, 1], slots, PAGE, after=1 << 40)
+                    lambda: device.gather(one([0, 1], slots, PAGE, after=1 << 40))
                 )
                 time.sleep(0.05)
                 engine.kill()
                 waiting.join(20)
                 assert "has ended" in str(failed)
                 with pytest.raises(DeviceError, match="has ended"):
-                    device.scatter([0, 1], slots, PAGE)
+                    device.scatter(one([0, 1], slots, PAGE))
                 device.close()
                 with pytest.raises(DeviceError, match="not visible: it has ended"):
                     CudaDevice([LAYOUT], handles, gpus)
@@ -303,11 +304,13 @@ class TestTwoGpus:
             hung = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
             device = CudaDevice([LAYOUT], [range_of(other, PAGE * BLOCKS)], gpus)
             cuda_driver.set("hang", 1)  # its gathers
-            copy, failed = in_thread(lambda: hung.gather([0, 1], host.slots([PAGE] * 2, 0), PAGE))
+            copy, failed = in_thread(
+                lambda: hung.gather(one([0, 1], host.slots([PAGE] * 2, 0), PAGE))
+            )
             time.sleep(0.05)
             slots = host.slots([PAGE] * 2, 0, 8192)
             for _ in range(3):
-                device.gather([3, 1], slots, PAGE)
+                device.gather(one([3, 1], slots, PAGE))
                 assert b"".join(slots) == content[3 * PAGE : 4 * PAGE] + content[PAGE : 2 * PAGE]
             device.close()
             assert copy.is_alive()
