@@ -17,7 +17,6 @@ import msgspec
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.describing import LayoutDescriptions
-from lmcache_redis.agent.history import PastLookup, document
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.chunks.names import PartNames
 from lmcache_redis.device.layout import named_pairs
@@ -44,45 +43,47 @@ class Explanations:
             "kept": len(history),
             "since_s": history.since_s,
             "chunk_size_tokens": self._agent.config.chunk_size_tokens,
-            "requests": [document(each) for each in found],
+            "requests": msgspec.to_builtins(found),
         }
         lookup = found[0].lookup if len(found) == 1 else None
-        if lookup is None or lookup.reason not in _ABSENT:
+        if lookup is None or (miss := lookup.first_miss) is None or miss.reason not in _ABSENT:
             reply(_json(report))
             return
-        miss = report["requests"][0]["lookup"]["first_miss"]
 
         def answer(places: Mapping[str, Any]) -> None:
-            miss.update(places)
+            report["requests"][0]["lookup"]["first_miss"].update(places)
             reply(_json(report))
 
         deadline_s = time.monotonic() + _DEADLINE_S
-        described = partial(self._look_for, lookup, answer, deadline_s + _DEADLINE_S)
+        described = partial(
+            self._look_for, miss.hash, lookup.layouts, answer, deadline_s + _DEADLINE_S
+        )
         self._descriptions.names(described, deadline_s)
 
     def _look_for(
         self,
-        lookup: PastLookup,
+        missed: str,
+        layouts: Sequence[str],
         answer: Callable[[Mapping[str, Any]], None],
         deadline_s: float,
         described: Sequence[PartNames],
     ) -> None:
-        """Where the first missed chunk of a lookup is now, by layout."""
+        """Where the first missed chunk of a lookup with these layouts is now, by layout."""
         names = {_identity(each): each for each in [*described, *self._registered()]}
-        keys = {each.key(lookup.missed): each for each in names.values()}
+        keys = {each.key(bytes.fromhex(missed)): each for each in names.values()}
 
         def found(result: ExistsResult) -> None:
             in_redis = result.present or [False] * len(keys)
             there = {
-                each.names.fingerprint: "host" if key in self._agent.cache.pool else "redis"
+                each.names.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
                 if is_there or key in self._agent.cache.pool
             }
-            own = [there.pop(layout, None) for layout in lookup.layouts]
+            own = [there.pop(layout, None) for layout in layouts]
             answer(
                 {
                     "now": own,
-                    "other_layouts": [each.hex() for each in there],
+                    "other_layouts": [*there],
                     "redis_answered": result.outcome is CallOutcome.DONE,
                 }
             )

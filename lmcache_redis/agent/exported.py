@@ -54,14 +54,14 @@ def last_misses(agent: Agent) -> list[Miss]:
     found = (
         Miss(
             lookup.at_s,
-            past.key[1],
+            past.request_id,
             lookup.model,
-            lookup.asked,
-            lookup.hit_chunks,
-            COUNTERS.get(f"miss_{lookup.reason}", ", ".join(lookup.because) or lookup.reason),
+            lookup.asked_chunks,
+            lookup.found_chunks,
+            COUNTERS.get(f"miss_{miss.reason}", ", ".join(miss.because) or miss.reason),
         )
         for past in agent.sessions.history
-        if (lookup := past.lookup) is not None and lookup.reason
+        if (lookup := past.lookup) is not None and (miss := lookup.first_miss) is not None
     )
     return [*islice(found, _MOST_MISSES)]
 

@@ -146,7 +146,7 @@ class Handlers:
             reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
             parts = self._agent.sessions.history.parts_of((peer.engine_id, question.request_id))
             parts.failed += len(hashes)
-            parts.because(("a canary has found other KV in this layout",))
+            parts.add_reasons(("a canary has found other KV in this layout",))
             return
         if self._recorder is not None and isinstance(question, m.Store):
             self._recorder.stored(question, registration.groups[question.group].form)

@@ -167,4 +167,4 @@ class RetrieveJob(CopyJob):
         past.loaded += copied
         past.failed += len(self._failed)
         past.load_s = max(past.load_s, took_s)
-        past.because(self._reasons)
+        past.add_reasons(self._reasons)

@@ -135,7 +135,7 @@ class StoreJob(CopyJob):
         past.stored += self._stored
         past.present += self._already
         past.dropped += len(self._hashes) - self._stored - self._already
-        past.because(self._reasons)
+        past.add_reasons(self._reasons)
         logger.debug(
             "request %s: %d of %d chunks stored, %d were in the host pool%s",
             self._question.request_id, self._stored, len(self._hashes), self._already,
