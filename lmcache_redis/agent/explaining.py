@@ -55,10 +55,8 @@ class Explanations:
             reply(_json(report))
 
         deadline_s = time.monotonic() + _DEADLINE_S
-        described = partial(
-            self._look_for, miss.hash, lookup.layouts, answer, deadline_s + _DEADLINE_S
-        )
-        self._descriptions.names(described, deadline_s)
+        look = partial(self._look_for, miss.hash, lookup.layouts, answer, deadline_s + _DEADLINE_S)
+        self._descriptions.names(look, deadline_s)
 
     def _look_for(
         self,

@@ -40,7 +40,7 @@ class PastLookup(msgspec.Struct, frozen=True, kw_only=True):
     the fields of a `cache.pacing.Bet`.
     """
 
-    at_s: float
+    at_s: float = msgspec.field(default_factory=time.time)
     took_s: float = 0.0
     model: str
     first_chunk: int
@@ -117,9 +117,8 @@ class RequestHistory:
     def find(self, text: str, most: int) -> list[PastRequest]:
         """The requests with this id, or else those whose ids contain it; the newest first."""
         exact = [each for each in self if each.request_id == text]
-        return exact[:most] or list(
-            islice((each for each in self if text in each.request_id), most)
-        )
+        like = (each for each in self if text in each.request_id)
+        return exact[:most] or [*islice(like, most)]
 
     def __iter__(self) -> Iterator[PastRequest]:
         """The newest first."""

@@ -206,7 +206,6 @@ def note_miss(agent: Agent, peer: Peer, question: m.Lookup, reason: str) -> None
 
 def past_lookup(agent: Agent, peer: Peer, question: m.Lookup, **found: Any) -> PastLookup:
     return PastLookup(
-        at_s=time.time(),
         model=peer.hello.model_name,
         first_chunk=question.first_chunk,
         asked_chunks=len(question.hashes),

@@ -39,10 +39,7 @@ BLOCKS, OTHERS = range(8), range(8, 16)
 
 
 def lookup(**changes: Any) -> PastLookup:
-    at_s = changes.pop("at_s", 1.0)
-    return PastLookup(
-        at_s=at_s, model="m", first_chunk=0, asked_chunks=4, chunk_tokens=64, **changes
-    )
+    return PastLookup(model="m", first_chunk=0, asked_chunks=4, chunk_tokens=64, **changes)
 
 
 def test_the_oldest_request_is_forgotten() -> None:
