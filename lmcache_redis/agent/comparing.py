@@ -52,19 +52,13 @@ class CompareJob(StoreJob):
 
     def start(self) -> None:
         """Queues the chunks whose parts are in the host pool."""
-        wanted = [chunk for chunk in range(len(self._hashes)) if self._hold(chunk)]
+        self._cached = self._pinned()
+        wanted = [*self._cached]
         self._cache.metrics.count("uncompared_chunks", len(self._hashes) - len(wanted))
         self._unread = set(wanted)
         if not wanted:
             self._answer()
         self._begin(wanted)
-
-    def _hold(self, chunk: int) -> bool:
-        """Whether the part is in the host pool, and pinned now."""
-        if (entry := self._pinned(chunk)) is None:
-            return False
-        self._cached[chunk] = entry
-        return True
 
     def _take(self, chunk: int) -> Entry | None:
         return self._cache.pool.reserve(None, self._cache.units(self._form))
@@ -88,7 +82,7 @@ class CompareJob(StoreJob):
                 self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
             )
             self._distances[chunk] = part_distance(
-                self._layout, self._request.group.blocks_per_part, cached, computed
+                self._layout, self._group.blocks_per_part, cached, computed
             )
         return CopyOutcome.DONE
 
@@ -126,16 +120,13 @@ class CompareJob(StoreJob):
             )  # fmt: skip
 
     def _answer(self) -> None:
-        self._request.reply(m.StoreResult(0, 0, len(self._hashes), 0))
+        self._reply(m.StoreResult(0, 0, len(self._hashes), 0))
 
     def _finish(self) -> None:
         layout = self._form.fingerprint
         # A canary counts once, in however many steps and on however many ranks it is computed.
-        if (
-            0.0 <= self._farthest <= far_apart(self._layout)
-            and layout not in self._request.session.agreed
-        ):
-            self._request.session.agreed.add(layout)
+        if 0.0 <= self._farthest <= far_apart(self._layout) and layout not in self._session.agreed:
+            self._session.agreed.add(layout)
             if self._agent.trust.agreed(layout, self._hashes[0]):
                 logger.warning(
                     "layout %s of %s is loaded again: %d canaries in a row found no difference",
@@ -146,4 +137,4 @@ class CompareJob(StoreJob):
             "request %s: %d of %d chunks compared, at most %.2g away",
             self._question.request_id, len(self._distances), len(self._hashes), self._farthest,
         )  # fmt: skip
-        self._agent.sessions.finish(self._request.session)
+        self._agent.sessions.finish(self._session)

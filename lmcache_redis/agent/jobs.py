@@ -19,7 +19,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.history import PartCounts
-from lmcache_redis.agent.peers import Group, ModelUse, Registration, Reply
+from lmcache_redis.agent.peers import ModelUse, Registration, Reply
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.device.calls import ChunkCopy, CopyCall
@@ -42,10 +42,6 @@ class CopyRequest:
     question: m.Store | m.Retrieve
     reply: Reply
 
-    @property
-    def group(self) -> Group:
-        return self.registration.groups[self.question.group]
-
 
 class CopyJob(ABC):
     """One store, retrieve or comparison of one worker, from the question to the answer."""
@@ -53,23 +49,14 @@ class CopyJob(ABC):
     def __init__(self, agent: Agent, request: CopyRequest) -> None:
         self._agent = agent
         self._cache = agent.cache
-        self._request = request
-        self._form = request.group.form
+        self._session, self._registration = request.session, request.registration
+        self._question, self._reply = request.question, request.reply
+        self._hashes = request.question.hashes
+        self._group = request.registration.groups[request.question.group]
+        self._form = self._group.form
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
-
-    @property
-    def _question(self) -> m.Store | m.Retrieve:
-        return self._request.question
-
-    @property
-    def _hashes(self) -> Sequence[bytes]:
-        return self._request.question.hashes
-
-    @property
-    def _registration(self) -> Registration:
-        return self._request.registration
 
     @property
     def _use(self) -> ModelUse:
@@ -78,7 +65,7 @@ class CopyJob(ABC):
     @property
     def _past(self) -> PartCounts:
         """What is kept of the request's parts."""
-        return self._agent.sessions.history.parts_of(self._request.session.key)
+        return self._agent.sessions.history.parts_of(self._session.key)
 
     @property
     def _skip_blocks(self) -> int:
@@ -90,23 +77,25 @@ class CopyJob(ABC):
         """Where its copies wait for a thread."""
         return self._agent.copies.gather
 
-    def _pinned(self, chunk: int) -> Entry | None:
-        """The chunk in the host pool, with the pin of the request's lookup or a new one."""
-        chunk_hash, pool = self._hashes[chunk], self._cache.pool
-        key = self._form.key(chunk_hash)
-        part = (self._registration.worker_id, self._question.group)
-        entry = self._request.session.take(chunk_hash, part)
-        if entry is not None and entry.key != key:
-            # Pinned for a layout that the worker no longer has, or never had.
-            pool.unpin(entry)
-            entry = None
-        if entry is None:
-            # On another node than the scheduler's, no lookup pins anything.
-            entry = pool.get(key)
-            if entry is None or entry.state is not EntryState.READY:
-                return None
-            pool.pin(entry)
-        return entry
+    def _pinned(self) -> dict[int, Entry]:
+        """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
+        found = {}
+        for chunk, chunk_hash in enumerate(self._hashes):
+            key, pool = self._form.key(chunk_hash), self._cache.pool
+            part = (self._registration.worker_id, self._question.group)
+            entry = self._session.take(chunk_hash, part)
+            if entry is not None and entry.key != key:
+                # Pinned for a layout that the worker no longer has, or never had.
+                pool.unpin(entry)
+                entry = None
+            if entry is None:
+                # On another node than the scheduler's, no lookup pins anything.
+                entry = pool.get(key)
+                if entry is None or entry.state is not EntryState.READY:
+                    continue
+                pool.pin(entry)
+            found[chunk] = entry
+        return found
 
     # How jobs differ. All but `_move` run on the loop thread.
 
@@ -136,7 +125,7 @@ class CopyJob(ABC):
 
     def _begin(self, chunks: Sequence[int], later: Sequence[int] = ()) -> None:
         """Queues calls for the chunks; the job ends with the last of them and of ``later``."""
-        self._request.session.busy += 1
+        self._session.busy += 1
         if not chunks and not later:
             self._finish()
             return
@@ -166,7 +155,7 @@ class CopyJob(ABC):
                 self._end(chunk, CopyOutcome.FAILED)
 
     def _submit(self, entries: Mapping[int, Entry]) -> None:
-        question, per_chunk = self._question, self._request.group.blocks_per_part
+        question, per_chunk = self._question, self._group.blocks_per_part
         copies = []
         for chunk, entry in entries.items():
             first = chunk * per_chunk

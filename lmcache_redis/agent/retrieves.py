@@ -59,16 +59,10 @@ class RetrieveJob(CopyJob):
         """Queues the copies of the chunks in memory, and begins to load the others."""
         if self._load is not None:
             self._load.begun(self._started_s)
-        self._missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
+        self._entries = self._pinned()
+        self._missing = [each for each in range(len(self._hashes)) if each not in self._entries]
         self._begin([*self._entries], self._missing)
         self._load_piece()
-
-    def _hold(self, chunk: int) -> bool:
-        """Whether the chunk is in memory, and pinned now."""
-        if (entry := self._pinned(chunk)) is None:
-            return False
-        self._entries[chunk] = entry
-        return True
 
     def _load_piece(self) -> None:
         """Loads the next missing chunks and queues their copies; then continues."""
@@ -140,13 +134,13 @@ class RetrieveJob(CopyJob):
         )  # fmt: skip
         try:
             if not self._lost:
-                self._request.reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
+                self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
         finally:
-            self._agent.sessions.finish(self._request.session)
+            self._agent.sessions.finish(self._session)
 
     def _count_saving(self) -> None:
         """Counts what the load has saved, if this was its last retrieve."""
-        session, load = self._request.session, self._load
+        session, load = self._session, self._load
         if load is None or session.ended:  # the request was aborted
             return
         worker_id, tokens = self._registration.worker_id, None

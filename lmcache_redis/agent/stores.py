@@ -72,7 +72,7 @@ class StoreJob(CopyJob):
             self._dropped("drop_pool_full", "the host pool was full")
         else:
             # What no lookup has named was generated after its prompt.
-            entry.position = self._request.session.positions.get(chunk_hash, MAX_CHUNKS)
+            entry.position = self._session.positions.get(chunk_hash, MAX_CHUNKS)
         return entry
 
     def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
@@ -125,7 +125,7 @@ class StoreJob(CopyJob):
         # Pending chunks were read in time and are being copied to their slots: they count.
         stored = self._stored + len(self._pending)
         dropped = len(self._hashes) - stored - self._already
-        self._request.reply(m.StoreResult(0, stored, self._already, dropped))
+        self._reply(m.StoreResult(0, stored, self._already, dropped))
         self._cache.metrics.observe("store_seconds", time.monotonic() - self._started_s)
 
     def _finish(self) -> None:
@@ -141,4 +141,4 @@ class StoreJob(CopyJob):
             self._question.request_id, self._stored, len(self._hashes), self._already,
             because(self._reasons),
         )  # fmt: skip
-        self._agent.sessions.finish(self._request.session)
+        self._agent.sessions.finish(self._session)
