@@ -34,17 +34,9 @@ _MAX_BYTES = 2**63 - 1
 _KEPT_SHAPES = 64
 
 
-class Copy(NamedTuple):
-    """``nbytes`` at ``device_offset`` of a storage, and at ``slot_offset`` of a slot.
-
-    ``slot`` is an index of the chunk's slots, one per stripe.
-    """
-
-    storage: int
-    device_offset: int
-    slot: int
-    slot_offset: int
-    nbytes: int
+# A storage and the offset in it; a slot and the offset in it; the bytes. A slot is an index of the
+# chunk's slots, one per stripe.
+Copy = tuple[int, int, int, int, int]
 
 
 class CopyArrays(NamedTuple):
@@ -159,10 +151,6 @@ class DeviceContext(ABC):
                 self._changed.notify_all()
 
 
-# Copy(*row), several times as fast: making these dominates the cost of planning a chunk.
-_copy = functools.partial(tuple.__new__, Copy)
-
-
 class _Shape(NamedTuple):
     """A plan without block ids: copy ``i`` begins at ``base + ids[block] * stride``."""
 
@@ -195,7 +183,7 @@ class CopyPlanner:
         """As `arrays`, one by one."""
         arrays = self.arrays(block_ids, stripe_payload_bytes, skip_blocks)
         columns = [column.tolist() for column in arrays]
-        return list(map(_copy, zip(*columns, strict=True)))
+        return list(zip(*columns, strict=True))
 
     def arrays(
         self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0

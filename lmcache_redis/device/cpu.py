@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _SHM_DIRECTORY = "/dev/shm"
 _TMPFS_MAGIC = 0x01021994  # statfs(2)
 _STATFS_BYTES = 256  # more than any platform's struct statfs; f_type comes first
-# Copied between two checks of the lease; takes 0.2 ms. A copy thread that is stopped after a check
-# touches at most this many bytes when it resumes.
+# Copied after a check of the lease, in at most 0.2 ms. A copy thread that is stopped after a check
+# touches no more bytes when it resumes.
 _PIECE_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -245,23 +245,16 @@ class CpuDevice(DeviceContext):
 
 
 def _in_time(copies: Iterable[Copy], until_ns: int | None) -> Iterator[Copy]:
-    """The copies in order, in pieces of at most `_PIECE_BYTES`; large ones are cut.
+    """The copies in order; those of more than `_PIECE_BYTES` are cut.
 
     Raises DeviceError before a piece that would begin after ``until_ns``.
     """
-    left = 0  # of the piece in progress
     for copy in copies:
-        if copy.nbytes <= left:
-            left -= copy.nbytes
-            yield copy
-            continue
-        for begin in range(0, copy.nbytes, _PIECE_BYTES):
+        storage, offset, slot, at, nbytes = copy
+        for begin in (0,) if nbytes <= _PIECE_BYTES else range(0, nbytes, _PIECE_BYTES):
             if until_ns is not None and time.monotonic_ns() > until_ns:
                 raise DeviceError("the lease on the blocks has expired before the copy")
-            part = copy._replace(
-                device_offset=copy.device_offset + begin,
-                slot_offset=copy.slot_offset + begin,
-                nbytes=min(_PIECE_BYTES, copy.nbytes - begin),
-            )
-            left = _PIECE_BYTES - part.nbytes
-            yield part
+            if nbytes > _PIECE_BYTES:
+                part_bytes = min(_PIECE_BYTES, nbytes - begin)
+                copy = storage, offset + begin, slot, at + begin, part_bytes
+            yield copy
