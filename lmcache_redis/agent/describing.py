@@ -61,8 +61,7 @@ class LayoutDescriptions:
 
     def _write_again(self) -> None:
         self._agent.loop.after(_EVERY_S, self._write_again)
-        peers = self._agent.peers
-        self.write([each.registration for each in peers if each.registration is not None])
+        self.write(self._agent.peers.registered)
 
     def names(self, done: Callable[[Sequence[PartNames]], None], deadline_s: float) -> None:
         """Of all layouts that are described in Redis, how their parts are named.

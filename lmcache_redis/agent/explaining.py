@@ -17,7 +17,7 @@ import msgspec
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.describing import LayoutDescriptions
-from lmcache_redis.agent.peers import Registration, Reply
+from lmcache_redis.agent.peers import Reply
 from lmcache_redis.chunks.names import PartNames
 from lmcache_redis.device.layout import named_pairs
 from lmcache_redis.errors import FormatError
@@ -32,9 +32,9 @@ _ABSENT = frozenset({"absent", "in_part"})
 class Explanations:
     """See the module. Owned by the loop thread."""
 
-    def __init__(self, agent: Agent, descriptions: LayoutDescriptions) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._descriptions = descriptions
+        self._descriptions = LayoutDescriptions(agent)
 
     def why(self, question: m.Why, reply: Reply) -> None:
         history = self._agent.sessions.history
@@ -90,45 +90,34 @@ class Explanations:
         self._agent.plane.exists([*keys], deadline_s, lambda result: post(partial(found, result)))
 
     def _registered(self) -> list[PartNames]:
-        return [group.form for each in self._registrations() for group in each.groups]
-
-    def _registrations(self) -> list[Registration]:
-        peers = self._agent.peers
-        return [each.registration for each in peers if each.registration is not None]
+        return [group.form for each in self._agent.peers.registered for group in each.groups]
 
     def layouts(self, question: m.Layouts, reply: Reply) -> None:
         wanted = tuple(each.lower() for each in question.wanted)
         rows: list[dict[str, Any]] = []
-        for each in self._registrations():
-            for number, (group, layout) in enumerate(
-                zip(each.groups, each.device.layouts, strict=True)
-            ):
-                row = _row(group.form) | {
-                    "engine_id": each.engine_id,
-                    "worker_id": each.worker_id,
-                    "group": number,
-                }
-                if row["layout"].startswith(wanted):
-                    with contextlib.suppress(FormatError):
-                        row["pairs"] = named_pairs(layout.canonical(each.chunk_tokens))
-                rows.append(row)
+        canonical: dict[str, bytes] = {}  # of those wanted
+        for each in self._agent.peers.registered:
+            pairs = zip(each.groups, each.device.layouts, strict=True)
+            for number, (group, layout) in enumerate(pairs):
+                where = {"engine_id": each.engine_id, "worker_id": each.worker_id, "group": number}
+                rows.append(_row(group.form) | where)
+                if (name := rows[-1]["layout"]).startswith(wanted):
+                    canonical[name] = layout.canonical(each.chunk_tokens)
         here = {_identity(each) for each in self._registered()}
         deadline_s = time.monotonic() + _DEADLINE_S
 
         def listed(described: Sequence[PartNames]) -> None:
             others = [each for each in described if _identity(each) not in here]
+            rows.extend(map(_row, others))
             chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
-            read = partial(answer, others)
-            self._descriptions.read(chosen if wanted else (), read, deadline_s + _DEADLINE_S)
+            self._descriptions.read(chosen, answer, deadline_s + _DEADLINE_S)
 
-        def answer(others: Sequence[PartNames], described: Mapping[bytes, bytes]) -> None:
-            for each in others:
-                row = _row(each)
-                canonical = described.get(each.names.fingerprint)
-                if canonical is not None:
+        def answer(described: Mapping[bytes, bytes]) -> None:
+            canonical.update((name.hex(), each) for name, each in described.items())
+            for row in rows:
+                if row["layout"] in canonical:
                     with contextlib.suppress(FormatError):  # its digest is right all the same
-                        row["pairs"] = named_pairs(canonical)
-                rows.append(row)
+                        row["pairs"] = named_pairs(canonical[row["layout"]])
             reply(_json({"layouts": rows}))
 
         self._descriptions.names(listed, deadline_s)

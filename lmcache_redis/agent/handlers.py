@@ -16,7 +16,6 @@ from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.comparing import CompareJob
-from lmcache_redis.agent.describing import LayoutDescriptions
 from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.jobs import CopyJob, CopyRequest
 from lmcache_redis.agent.lookups import LookupJob, note_miss
@@ -48,7 +47,7 @@ class Handlers:
     def __init__(self, agent: Agent, recorder: TraceRecorder | None = None) -> None:
         self.is_stopping = False
         self._agent = agent
-        explanations = Explanations(agent, LayoutDescriptions(agent))
+        explanations = Explanations(agent)
         self._recorder = recorder
         self._registering = Registering(agent)
         self._watches = Watches(agent)

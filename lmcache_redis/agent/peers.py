@@ -168,6 +168,12 @@ class Peers:
         """Of all models, as far as it is known."""
         return sum(use.saved_prefill_s for use in self.models.values())
 
+    @property
+    def registered(self) -> list[Registration]:
+        """Of all workers."""
+        peers = self._by_identity.values()
+        return [each.registration for each in peers if each.registration is not None]
+
     def remove(self, peer: Peer) -> None:
         if self._by_identity.get(peer.identity) is peer:
             del self._by_identity[peer.identity]
