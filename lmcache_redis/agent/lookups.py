@@ -21,8 +21,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.history import FirstMiss, PastLookup
 from lmcache_redis.agent.jobs import because
 from lmcache_redis.agent.peers import Peer, Registration, Reply
-from lmcache_redis.agent.savings import HitLoad
-from lmcache_redis.agent.sessions import PartKey, Session
+from lmcache_redis.agent.sessions import HitLoad, PartKey, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.chunks.names import ChunkForm, PartNames

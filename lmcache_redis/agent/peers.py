@@ -13,7 +13,7 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
-from lmcache_redis.agent.savings import Saving
+from lmcache_redis.agent.sessions import Saving
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
@@ -108,7 +108,7 @@ class ModelUse:
     """What the engines of one model have asked for and got since the agent's start.
 
     saved_tokens: loaded instead of computed. saved_untimed_tokens: those of them whose seconds are
-    not known. saved_prefill_s: of the others; see `savings`.
+    not known. saved_prefill_s: of the others; see `sessions`.
     """
 
     lookups: int = 0

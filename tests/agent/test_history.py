@@ -15,7 +15,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.admin.names import find_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.describing import LayoutDescriptions
+from lmcache_redis.agent.explaining import LayoutDescriptions
 from lmcache_redis.agent.history import PastLookup, RequestHistory
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of

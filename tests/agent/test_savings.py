@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.agent.savings import HitLoad, Saving
+from lmcache_redis.agent.sessions import HitLoad, Saving
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from tests.agent.played import CHUNK_BYTES, HASHES, Device, Played
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
