@@ -129,4 +129,3 @@ class CompareJob(StoreJob):
             "request %s: %d of %d chunks compared, at most %.2g away",
             self._question.request_id, len(self._distances), len(self._hashes), self._farthest,
         )  # fmt: skip
-        self._agent.sessions.finish(self._session)

@@ -122,7 +122,8 @@ class Handlers:
         peer.computing.token_s = question.token_s
         if not question.hashes or self.is_stopping:
             reply(m.LookupResult(0, 0))
-            note_miss(self._agent, peer, question, "stopping")
+            if question.hashes:
+                note_miss(self._agent, peer, question, "stopping")
             return
         if self._recorder is not None:
             reply = self._recorder.looked_up(peer, question, reply)

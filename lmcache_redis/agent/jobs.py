@@ -127,7 +127,7 @@ class CopyJob(ABC):
         """Queues calls for the chunks; the job ends with the last of them and of ``later``."""
         self._session.busy += 1
         if not chunks and not later:
-            self._finish()
+            self._close()
             return
         self._pending.update(chunks, later)
         # The threads of a device that hangs never take another copy from its queue.
@@ -202,4 +202,10 @@ class CopyJob(ABC):
             self._ended(chunk, outcome)
         finally:
             if not self._pending:
-                self._finish()
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self._agent.sessions.finish(self._session)

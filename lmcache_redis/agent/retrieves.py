@@ -132,11 +132,8 @@ class RetrieveJob(CopyJob):
             self._question.request_id, copied, len(self._hashes), took_s * 1e3,
             because(self._reasons),
         )  # fmt: skip
-        try:
-            if not self._lost:
-                self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
-        finally:
-            self._agent.sessions.finish(self._session)
+        if not self._lost:
+            self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
 
     def _count_saving(self) -> None:
         """Counts what the load has saved, if this was its last retrieve."""

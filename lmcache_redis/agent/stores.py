@@ -141,4 +141,3 @@ class StoreJob(CopyJob):
             self._question.request_id, self._stored, len(self._hashes), self._already,
             because(self._reasons),
         )  # fmt: skip
-        self._agent.sessions.finish(self._session)
