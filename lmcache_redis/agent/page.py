@@ -1,8 +1,8 @@
 """The page at `/` of `--metrics`: one look at an agent, in HTML. Pure.
 
 It needs no script: it is made anew at each request, and the browser asks again every few seconds.
-`html` escapes all text, since names of models and requests are anyone's. The headers let the page
-load nothing from anywhere.
+All text is escaped, since names of models and requests are anyone's. The headers let the page load
+nothing from anywhere.
 """
 
 from __future__ import annotations
@@ -34,36 +34,6 @@ HEADERS: Final = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
 )
-_PAGE: Final = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="refresh" content="{refresh_s}">
-<link rel="icon" href="data:,">
-<title>lmcache-redis {hit_rate}</title>
-<style>{style}</style>
-</head>
-<body>
-<header><h1>lmcache-redis</h1>{pills}
-<p class="soft about">version {version}, process {pid}, up for {uptime}, at <code>{endpoint}</code>.
-As of {at} UTC; it reloads every {refresh_s} seconds.</p></header>
-<div class="grid">{cards}</div>
-<section><h2>Where chunks came from</h2>{sources}</section>
-<section><h2>Tiers</h2>{tiers}</section>
-<section><h2>Engines</h2>{engines}</section>
-<section><h2>Models</h2>{models}</section>
-<div class="grid wide">
-<section><h2>Chunks not loaded</h2>{missed}</section>
-<section><h2>Chunks not stored</h2>{dropped}</section>
-</div>
-<section><h2>Last misses</h2>{misses}</section>
-<footer>Counted since the start of this agent. <a href="/metrics">/metrics</a> for Prometheus,
-<a href="/healthz">/healthz</a> for probes.</footer>
-</body>
-</html>
-"""
 _TIER_NAMES: Final = {"host": "host pool", "disk": "disk", "redis": "Redis"}
 _OF_NUMBERS: Final = frozenset(
     ("chunks", "chunks hit", "hit rate", "lookups", "prefill saved", "read", "tokens not computed",
@@ -74,106 +44,98 @@ _LAYOUT_DIGITS = 16
 
 
 class Html(str):
-    """A string that is HTML, made by `html`. Any other is text."""
+    """A string that is HTML. Any other in a table is text, which is escaped."""
 
     __slots__ = ()
 
 
-def html(template: str, **values: object) -> Html:
-    """The template with these values in its braces: HTML as it is, all else escaped."""
-    escaped = {
-        name: each if isinstance(each, Html) else escape(str(each)) for name, each in values.items()
-    }
-    return Html(template.format_map(escaped))
-
-
-def _joined(parts: Iterable[Html]) -> Html:
-    return Html("".join(parts))
-
-
 def page(report: Mapping[str, Any], misses: Sequence[PastRequest], now_s: float) -> str:
     """report: a STATUS document. misses: the last ones, the newest first. now_s: `time.time()`."""
-    return html(
-        _PAGE,
-        refresh_s=REFRESH_S,
-        style=Html(STYLE),
-        hit_rate=words.percent(words.hit_rate(report)),
-        pills=_joined(_pills(report)),
-        version=report["version"],
-        pid=report["pid"],
-        uptime=words.uptime(report),
-        endpoint=report["endpoint"],
-        at=time.strftime("%H:%M:%S", time.gmtime(now_s)),
-        cards=_joined(_cards(report)),
-        sources=_joined(_sources(report)),
-        tiers=_tiers(report),
-        engines=_engines(report),
-        models=_models(report),
-        missed=_reasons(report, "miss_"),
-        dropped=_reasons(report, "drop_"),
-        misses=_misses(misses, now_s),
-    )
+    at = time.strftime("%H:%M:%S", time.gmtime(now_s))
+    return f"""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="refresh" content="{REFRESH_S}">
+<link rel="icon" href="data:,">
+<title>lmcache-redis {words.percent(words.hit_rate(report))}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<header><h1>lmcache-redis</h1>{"".join(_pills(report))}
+<p class="soft about">version {escape(report["version"])}, process {report["pid"]}, up for
+{words.uptime(report)}, at {_code(report["endpoint"])}.
+As of {at} UTC; it reloads every {REFRESH_S} seconds.</p></header>
+<div class="grid">{"".join(_cards(report))}</div>
+<section><h2>Where chunks came from</h2>{_sources(report)}</section>
+<section><h2>Tiers</h2>{_tiers(report)}</section>
+<section><h2>Engines</h2>{_engines(report)}</section>
+<section><h2>Models</h2>{_models(report)}</section>
+<div class="grid wide">
+<section><h2>Chunks not loaded</h2>{_reasons(report, "miss_")}</section>
+<section><h2>Chunks not stored</h2>{_reasons(report, "drop_")}</section>
+</div>
+<section><h2>Last misses</h2>{_misses(misses, now_s)}</section>
+<footer>Counted since the start of this agent. <a href="/metrics">/metrics</a> for Prometheus,
+<a href="/healthz">/healthz</a> for probes.</footer>
+</body>
+</html>
+"""
 
 
 def _code(text: str, css: str = "") -> Html:
-    return html('<code class="{css}">{text}</code>', css=css, text=text)
+    return Html(f'<code class="{css}">{escape(text)}</code>')
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> Html:
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> str:
     """empty: what is said without rows."""
     found = [*rows]
     if not found:
-        return html('<p class="soft">{empty}</p>', empty=empty)
+        return f'<p class="soft">{escape(empty)}</p>'
     css = ["n" if title in _OF_NUMBERS else "" for title in titles]
 
-    def row(tag: str, cells: Sequence[str]) -> Html:
-        cell = f'<{tag} class="{{css}}">{{text}}</{tag}>'
-        made = (html(cell, css=each, text=text) for each, text in zip(css, cells, strict=True))
-        return html("<tr>{cells}</tr>", cells=_joined(made))
+    def row(tag: str, cells: Sequence[str]) -> str:
+        texts = (each if isinstance(each, Html) else escape(each) for each in cells)
+        made = (f'<{tag} class="{c}">{text}</{tag}>' for c, text in zip(css, texts, strict=True))
+        return f"<tr>{''.join(made)}</tr>"
 
-    table = html(
-        "<table><thead>{head}</thead><tbody>{body}</tbody></table>",
-        head=row("th", titles),
-        body=_joined(row("td", cells) for cells in found[:_MOST_ROWS]),
-    )
-    if (left := len(found) - _MOST_ROWS) > 0:
-        table = html('{table}<p class="soft">and {left} more</p>', table=table, left=left)
-    return table
+    body = "".join(row("td", cells) for cells in found[:_MOST_ROWS])
+    left = len(found) - _MOST_ROWS
+    more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
+    return f"<table><thead>{row('th', titles)}</thead><tbody>{body}</tbody></table>{more}"
 
 
-def _bar(css: str, parts: Iterable[tuple[str, float]], label: str) -> Html:
+def _bar(css: str, parts: Iterable[tuple[str, float]], label: str) -> str:
     """Parts of a whole: the class and the share of each, from 0 to 1."""
-    rects, begin = [html('<rect class="computed" width="1" height="1"/>')], 0.0
+    rects, begin = '<rect class="computed" width="1" height="1"/>', 0.0
     for name, share in parts:
-        rects.append(
-            html(
-                '<rect class="{name}" x="{x}" width="{width}" height="1"/>',
-                name=name, x=f"{begin:.4f}", width=f"{share:.4f}",
-            )
-        )  # fmt: skip
+        rects += f'<rect class="{name}" x="{begin:.4f}" width="{share:.4f}" height="1"/>'
         begin += share
-    return html(
-        '<svg class="bar {css}" viewBox="0 0 1 1" preserveAspectRatio="none" role="img" '
-        'aria-label="{label}">{rects}</svg>',
-        css=css, label=label, rects=_joined(rects),
-    )  # fmt: skip
+    return (
+        f'<svg class="bar {css}" viewBox="0 0 1 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label)}">{rects}</svg>'
+    )
 
 
-def _pills(report: Mapping[str, Any]) -> Iterator[Html]:
+def _pills(report: Mapping[str, Any]) -> Iterator[str]:
     redis, disk, distrusted = report["redis"], report["disk"], report["canaries"]["distrusted"]
-    bad = '<span class="pill bad">{text}</span>'
+    bad = []
     if redis["up"]:
-        yield html('<span class="pill good">Redis is up</span>')
+        yield '<span class="pill good">Redis is up</span>'
     else:
-        yield html(bad, text=f"Redis is down: {redis['reason']}")
+        bad.append(f"Redis is down: {redis['reason']}")
     if disk and not disk["up"]:
-        yield html(bad, text=f"disk is down: {disk['reason']}")
+        bad.append(f"disk is down: {disk['reason']}")
     if distrusted:
-        why = f"other KV was cached than is computed: {len(distrusted)} layouts are not loaded"
-        yield html(bad, text=why)
+        count = len(distrusted)
+        bad.append(f"other KV was cached than is computed: {count} layouts are not loaded")
+    for text in bad:
+        yield f'<span class="pill bad">{escape(text)}</span>'
 
 
-def _cards(report: Mapping[str, Any]) -> Iterator[Html]:
+def _cards(report: Mapping[str, Any]) -> Iterator[str]:
     counters, seconds = report["counters"], report["prefill_s_saved"]
     ready = sum(each["ready"] for each in report["engines"])
     less = "of computing, less the wait for loads"
@@ -193,36 +155,29 @@ def _cards(report: Mapping[str, Any]) -> Iterator[Html]:
             f"lookups so far: {counters['lookups']:,}",
         ),
     ):  # fmt: skip
-        yield html(
-            '<section><p class="soft">{name}</p><p class="number">{value}</p>'
-            '<p class="soft">{about}</p></section>',
-            name=name, value=value, about=about,
-        )  # fmt: skip
+        yield f'<section><p class="soft">{name}</p><p class="number">{value}</p>'
+        yield f'<p class="soft">{about}</p></section>'
 
 
-def _sources(report: Mapping[str, Any]) -> Iterator[Html]:
+def _sources(report: Mapping[str, Any]) -> str:
     """A bar of the tiers, and its legend."""
     if not report["counters"]["lookup_chunks"]:
-        yield html('<p class="soft">no engine has asked for a prompt yet</p>')
-        return
+        return '<p class="soft">no engine has asked for a prompt yet</p>'
     here = [tier for tier in words.TIERS if tier != "disk" or report["disk"]]
     shares = [(tier, float(report["hit_rate"][tier])) for tier in here]
     missed = max(0.0, 1.0 - sum(share for _, share in shares))
     names = {**_TIER_NAMES, "computed": "not cached, or faster to compute"}
-    legend = [*shares, ("computed", missed)]
-    yield _bar("", shares, ", ".join(f"{names[n]} {words.percent(s)}" for n, s in legend))
-    items = (
-        html(
-            '<li><svg class="key" viewBox="0 0 1 1"><rect class="{css}" width="1" height="1"/>'
-            "</svg>{name} <b>{share}</b></li>",
-            css=name, name=names[name], share=words.percent(share),
-        )
-        for name, share in legend
-    )  # fmt: skip
-    yield html('<ul class="legend">{items}</ul>', items=_joined(items))
+    legend = [(n, names[n], words.percent(s)) for n, s in (*shares, ("computed", missed))]
+    items = "".join(
+        f'<li><svg class="key" viewBox="0 0 1 1"><rect class="{css}" width="1" height="1"/></svg>'
+        f"{name} <b>{share}</b></li>"
+        for css, name, share in legend
+    )
+    bar = _bar("", shares, ", ".join(f"{name} {share}" for _, name, share in legend))
+    return f'{bar}<ul class="legend">{items}</ul>'
 
 
-def _tiers(report: Mapping[str, Any]) -> Html:
+def _tiers(report: Mapping[str, Any]) -> str:
     pool, disk, counters = report["pool"], report["disk"], report["counters"]
     size = pool["slot_bytes"]
     speeds = {tier: words.load_rate(loads) for tier, loads in report["loads"]["tiers"].items()}
@@ -249,11 +204,11 @@ def _tiers(report: Mapping[str, Any]) -> Html:
 def _used(tier: str, used: int, whole: int) -> Html:
     text = f"{shown_bytes(used)} of {shown_bytes(whole)}"
     bar = _bar("small", [(tier, min(1.0, used / whole))], text)
-    return html("<div>{text}{bar}</div>", text=text, bar=bar)
+    return Html(f"<div>{text}{bar}</div>")
 
 
-def _engines(report: Mapping[str, Any]) -> Html:
-    ready = html('<span class="good">ready</span>')
+def _engines(report: Mapping[str, Any]) -> str:
+    ready = Html('<span class="good">ready</span>')
     rows = (
         (
             each["model"],
@@ -272,7 +227,7 @@ def _engines(report: Mapping[str, Any]) -> Html:
     return _table(("model", "worker", "device", "chunk", "layout", "state"), rows, none)
 
 
-def _models(report: Mapping[str, Any]) -> Html:
+def _models(report: Mapping[str, Any]) -> str:
     rows = (
         (
             name,
@@ -291,7 +246,7 @@ def _models(report: Mapping[str, Any]) -> Html:
     return _table(titles, rows, "none has asked for a prompt yet")
 
 
-def _reasons(report: Mapping[str, Any], kind: str) -> Html:
+def _reasons(report: Mapping[str, Any], kind: str) -> str:
     rows = (
         (_code(name), f"{count:,}", COUNTERS.get(kind + name, ""))
         for name, count in words.reasons(report, kind).items()
@@ -299,7 +254,7 @@ def _reasons(report: Mapping[str, Any], kind: str) -> Html:
     return _table(("reason", "chunks", "what it means"), rows, "none")
 
 
-def _misses(misses: Sequence[PastRequest], now_s: float) -> Html:
+def _misses(misses: Sequence[PastRequest], now_s: float) -> str:
     rows = (
         (
             f"{shown_age(max(0.0, now_s - past.at_s))} ago",
@@ -312,7 +267,5 @@ def _misses(misses: Sequence[PastRequest], now_s: float) -> Html:
         if (past := each.lookup) is not None and (miss := past.first_miss) is not None
     )
     table = _table(("when", "request", "model", "chunks hit", "why"), rows, "none yet")
-    hint = (
-        '{table}<p class="soft hint"><code>lmcache-redis why REQUEST</code> says more of each.</p>'
-    )
-    return html(hint, table=table) if misses else table
+    hint = '<p class="soft hint"><code>lmcache-redis why REQUEST</code> says more of each.</p>'
+    return table + hint if misses else table
