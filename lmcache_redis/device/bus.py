@@ -1,9 +1,7 @@
-"""Copies between host memory and a GPU: all of a call in as few submissions as the driver allows.
+"""Copies between host memory and a GPU, before they are enqueued.
 
-Those of pinned memory are one submission (``cuMemcpyBatchAsync``, CUDA 12.8). Others are enqueued
-one by one, and so are all with an older driver. Neighbours are merged before. Host memory is pinned
-in pieces, and no copy crosses from one to the next: a slot lies in one piece, but a merged copy
-might not.
+Neighbours are merged. Host memory is pinned in pieces, and no copy crosses from one to the next: a
+slot lies in one piece, but a merged copy might not.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver
-from lmcache_redis.errors import DriverError
 
 UNPINNED = -1
-_NOT_SUPPORTED = 801
 
 _Int64s = npt.NDArray[np.int64]
 # For addresses of host memory, the number of the pinned piece that each lies in, or `UNPINNED`.
@@ -52,49 +48,8 @@ def merged(copies: BusCopies, pieces: _Int64s) -> BusCopies:
     return BusCopies(host[first], device[first], np.add.reduceat(nbytes, first))
 
 
-class Bus:
-    """Enqueues copies of one GPU, whose context is that of the calling thread. Thread-safe.
-
-    pieces_of: which host memory is pinned. It may be pinned between the question and the copy, but
-    not unpinned.
-    """
-
-    def __init__(self, pieces_of: PiecesOf = nothing_pinned) -> None:
-        self._pieces_of = pieces_of
-        self._has_batch = driver.has("cuMemcpyBatchAsync")
-
-    def enqueue(self, copies: BusCopies, stream: int, *, inward: bool) -> None:
-        """Copies from the host to the GPU, or from the GPU to the host, in no order."""
-        pieces = self._pieces_of(copies.host)
-        pinned = pieces != UNPINNED
-        if not pinned.all():
-            # They stay apart, because a part of them may be pinned by the time it is copied.
-            _enqueue_each(copies.pick(~pinned), stream, inward=inward)
-            copies, pieces = copies.pick(pinned), pieces[pinned]
-        copies = merged(copies, pieces)
-        if len(copies.host) < 2 or not self._enqueue_batch(copies, stream, inward=inward):
-            _enqueue_each(copies, stream, inward=inward)
-
-    def _enqueue_batch(self, copies: BusCopies, stream: int, *, inward: bool) -> bool:
-        """False if this driver or GPU takes no batches: nothing was enqueued."""
-        if not self._has_batch:
-            return False
-        # Whole arrays of their own: the driver reads 64-bit numbers side by side.
-        host, device, nbytes = map(np.ascontiguousarray, copies)
-        to, source = (device, host) if inward else (host, device)
-        try:
-            driver.enqueue_copies(
-                to.ctypes.data, source.ctypes.data, nbytes.ctypes.data, len(nbytes), stream
-            )
-        except DriverError as error:
-            if error.code != _NOT_SUPPORTED:
-                raise
-            self._has_batch = False
-            return False
-        return True
-
-
-def _enqueue_each(copies: BusCopies, stream: int, *, inward: bool) -> None:
+def enqueue_each(copies: BusCopies, stream: int, *, inward: bool) -> None:
+    """In a submission each."""
     host, device, nbytes = (column.tolist() for column in copies)
     for address, there, size in zip(host, device, nbytes, strict=True):
         if inward:

@@ -16,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.device.bus import Bus, BusCopies, PiecesOf, nothing_pinned
+from lmcache_redis.device.bus import (
+    UNPINNED,
+    BusCopies,
+    PiecesOf,
+    enqueue_each,
+    merged,
+    nothing_pinned,
+)
 from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 
 DIRECT_COPY_BYTES = 64 << 10
+_NOT_SUPPORTED = 801
 
 
 class Gpus:
@@ -60,7 +68,7 @@ class Gpu:
     def __init__(self, ordinal: int, direct_copy_bytes: int, pieces_of: PiecesOf) -> None:
         self.ordinal = ordinal
         self.direct_copy_bytes = direct_copy_bytes
-        self._bus = Bus(pieces_of)
+        self._pieces_of = pieces_of
         self._lock = threading.Lock()  # of this GPU alone: one that hangs delays no other
         self._context = 0
         self._workers = 0
@@ -109,7 +117,7 @@ class Gpu:
         try:
             stream = self._free.pop()
         except IndexError:
-            stream = CopyStream(self._bus)
+            stream = CopyStream(self._pieces_of)
         try:
             yield stream
         except BaseException:
@@ -120,10 +128,15 @@ class Gpu:
 
 
 class CopyStream:
-    """A stream, and the buffers of the call that uses it."""
+    """A stream, and the buffers of the call that uses it.
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    pieces_of: which host memory is pinned. It may be pinned between the question and the copy, but
+    not unpinned.
+    """
+
+    def __init__(self, pieces_of: PiecesOf) -> None:
+        self._pieces_of = pieces_of
+        self._has_batch = driver.has("cuMemcpyBatchAsync")
         self._staging = Buffer()
         self._ids = Buffer()
         with ExitStack() as made:
@@ -148,8 +161,36 @@ class CopyStream:
         return there
 
     def copy(self, copies: BusCopies, *, inward: bool) -> None:
-        """Enqueue copies from the host to the GPU, or out of it, in no order."""
-        self._bus.enqueue(copies, self.number, inward=inward)
+        """Enqueue copies from the host to the GPU, or out of it, in no order.
+
+        Those of pinned memory are one submission, if the driver has that (570, CUDA 12.8).
+        """
+        pieces = self._pieces_of(copies.host)
+        pinned = pieces != UNPINNED
+        if not pinned.all():
+            # They stay apart, because a part of them may be pinned by the time it is copied.
+            enqueue_each(copies.pick(~pinned), self.number, inward=inward)
+            copies, pieces = copies.pick(pinned), pieces[pinned]
+        copies = merged(copies, pieces)
+        if len(copies.host) < 2 or not self._copy_batch(copies, inward=inward):
+            enqueue_each(copies, self.number, inward=inward)
+
+    def _copy_batch(self, copies: BusCopies, *, inward: bool) -> bool:
+        """False if this driver or GPU takes no batches: nothing was enqueued."""
+        if not self._has_batch:
+            return False
+        # Whole arrays of their own: the driver reads 64-bit numbers side by side.
+        host, device, nbytes = map(np.ascontiguousarray, copies)
+        to, source = (device, host) if inward else (host, device)
+        addresses = (to.ctypes.data, source.ctypes.data, nbytes.ctypes.data)
+        try:
+            driver.enqueue_copies(*addresses, len(nbytes), self.number)
+        except DriverError as error:
+            if error.code != _NOT_SUPPORTED:
+                raise
+            self._has_batch = False
+            return False
+        return True
 
     def mark_kernel(self) -> None:
         """What is enqueued so far is what `wait_for_kernel` waits for."""

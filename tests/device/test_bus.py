@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lmcache_redis.device import driver
-from lmcache_redis.device.bus import UNPINNED, Bus, BusCopies, merged
+from lmcache_redis.device.bus import UNPINNED, BusCopies, merged
+from lmcache_redis.device.gpu import CopyStream
 
 
 def copies(*rows: tuple[int, int, int]) -> BusCopies:
@@ -40,12 +41,15 @@ def test_what_is_not_pinned_is_copied_apart(monkeypatch: pytest.MonkeyPatch, inw
     monkeypatch.setattr(driver, "has", lambda name: False)
     monkeypatch.setattr(driver, "enqueue_copy_in", lambda *call: asked.append(("in", *call)))
     monkeypatch.setattr(driver, "enqueue_copy_out", lambda *call: asked.append(("out", *call)))
-    bus = Bus(lambda hosts: np.where(hosts < 100, UNPINNED, 0))
-    bus.enqueue(copies((200, 600, 8), (0, 500, 8), (208, 608, 8), (8, 508, 8)), 7, inward=inward)
+    monkeypatch.setattr(driver, "create_stream", lambda: 7)
+    monkeypatch.setattr(driver, "create_event", lambda: 0)
+    stream = CopyStream(lambda hosts: np.where(hosts < 100, UNPINNED, 0))
+    rows = (200, 600, 8), (0, 500, 8), (208, 608, 8), (8, 508, 8)
+    stream.copy(copies(*rows), inward=inward)
     if inward:
         assert asked == [("in", 500, 0, 8, 7), ("in", 508, 8, 8, 7), ("in", 600, 200, 16, 7)]
     else:
         assert asked == [("out", 0, 500, 8, 7), ("out", 8, 508, 8, 7), ("out", 200, 600, 16, 7)]
     asked.clear()
-    bus.enqueue(copies(), 7, inward=inward)
+    stream.copy(copies(), inward=inward)
     assert asked == []
