@@ -118,10 +118,6 @@ class Call:
     skip_blocks: int
 
     @property
-    def block_ids(self) -> list[int]:
-        return [block for chunk in self.chunks for block in chunk]
-
-    @property
     def chunk_bytes(self) -> int:
         return len(self.chunks[0]) * self.case.layout.block_bytes
 
