@@ -109,7 +109,7 @@ class CudaDevice(DeviceContext):
         """
         self._await_signal(call)
         self._check_exporter()
-        if _left_s(1.0, call.until_ns) <= 0:
+        if call.until_ns is not None and time.monotonic_ns() >= call.until_ns:
             raise DeviceError("the lease on the blocks has expired before the copy")
 
     def _await_signal(self, call: CopyCall) -> None:
@@ -118,7 +118,9 @@ class CudaDevice(DeviceContext):
         if self._signals is None:
             raise DeviceError("a ticket of an engine that registered no signals")
         began_s = checked_s = time.monotonic()
-        deadline_s = began_s + _left_s(_SIGNAL_DEADLINE_S, call.until_ns)
+        deadline_s = began_s + _SIGNAL_DEADLINE_S
+        if call.until_ns is not None:
+            deadline_s = min(deadline_s, call.until_ns / 1e9)
         while not self._signals.has_happened(call.after):
             now_s = time.monotonic()
             if now_s > deadline_s:
@@ -132,10 +134,3 @@ class CudaDevice(DeviceContext):
     def _check_exporter(self) -> None:
         if not is_running(*self._exporter):
             raise DeviceError(f"process {self._exporter[0]}, whose KV cache this is, has ended")
-
-
-def _left_s(most_s: float, until_ns: int | None) -> float:
-    """Seconds from now until ``until_ns``, at most ``most_s``."""
-    if until_ns is None:
-        return most_s
-    return min(most_s, (until_ns - time.monotonic_ns()) / 1e9)
