@@ -122,8 +122,8 @@ class ModelUse:
 
     def add(self, saving: Saving) -> None:
         self.saved_tokens += saving.tokens
-        self.saved_untimed_tokens += 0 if saving.is_timed else saving.tokens
-        self.saved_prefill_s += saving.prefill_s or 0.0
+        self.saved_untimed_tokens += saving.untimed_tokens
+        self.saved_prefill_s += saving.prefill_s
 
 
 class Peers:

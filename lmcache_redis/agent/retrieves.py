@@ -150,7 +150,7 @@ class RetrieveJob(CopyJob):
             self._use.add(saving)
             peers, metrics = self._agent.peers, self._cache.metrics
             metrics.count("saved_tokens", saving.tokens)
-            metrics.count("saved_untimed_tokens", 0 if saving.is_timed else saving.tokens)
+            metrics.count("saved_untimed_tokens", saving.untimed_tokens)
             metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)
 
     def _note(self, copied: int, took_s: float) -> None:

@@ -29,14 +29,12 @@ PartKey = tuple[int, int]  # worker id, group
 
 
 class Saving(NamedTuple):
-    """Of one load. prefill_s: None if that is not known; below 0 if computing was faster."""
+    """Of one load. untimed_tokens: those whose seconds are not known. prefill_s: of the others;
+    below 0 if computing was faster."""
 
     tokens: int
-    prefill_s: float | None
-
-    @property
-    def is_timed(self) -> bool:
-        return self.prefill_s is not None
+    untimed_tokens: int
+    prefill_s: float
 
 
 @dataclass
@@ -77,7 +75,9 @@ class HitLoad:
         if self.failed or self.in_flight or self.workers or not self.tokens:
             return None
         waited_s = self.waited_s + now_s - self.began_s
-        return Saving(self.tokens, self.tokens * self.token_s - waited_s if self.token_s else None)
+        if not self.token_s:
+            return Saving(self.tokens, self.tokens, 0.0)
+        return Saving(self.tokens, 0, self.tokens * self.token_s - waited_s)
 
     def tokens_of(self, reach: Reach, chunks: Iterable[int], skipped_tokens: int) -> int:
         """The tokens that a retrieve of these chunks of the prompt stands for.
