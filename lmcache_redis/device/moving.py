@@ -17,7 +17,7 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ _SCRATCH = (0, 0)
 
 _Int64s = npt.NDArray[np.int64]
 Ready = Callable[[], None]
+OnRead: TypeAlias = "Callable[[], None] | None"  # when the blocks have been read
 
 
 class Moves(ABC):
@@ -46,13 +47,7 @@ class Moves(ABC):
     """
 
     @abstractmethod
-    def gather(
-        self,
-        call: CopyCall,
-        stream: CopyStream,
-        ready: Ready,
-        on_blocks_read: Callable[[], None] | None,
-    ) -> None:
+    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
         """Blocks to slots."""
 
     @abstractmethod
@@ -71,19 +66,13 @@ class DirectMoves(Moves):
         self._planner = CopyPlanner(layout)
         self._bases = np.array([storage.address for storage in storages], dtype=np.int64)
 
-    def gather(
-        self,
-        call: CopyCall,
-        stream: CopyStream,
-        ready: Ready,
-        on_blocks_read: Callable[[], None] | None,
-    ) -> None:
+    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
         copies = self._planned(call)
         ready()
         stream.copy(copies, inward=False)
         stream.drain()
-        if on_blocks_read is not None:
-            on_blocks_read()
+        if on_read is not None:
+            on_read()
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
         copies = self._planned(call)
@@ -125,13 +114,7 @@ class KernelMoves(Moves):
             for scatter in (False, True):
                 self._function(width, scatter=scatter)
 
-    def gather(
-        self,
-        call: CopyCall,
-        stream: CopyStream,
-        ready: Ready,
-        on_blocks_read: Callable[[], None] | None,
-    ) -> None:
+    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
         ids = self._packed(call)
         copies, staging = self._staged(call, stream)
         launch = self._prepared(ids, stream, staging, scatter=False)
@@ -139,9 +122,9 @@ class KernelMoves(Moves):
         launch()
         stream.mark_kernel()
         stream.copy(copies, inward=False)
-        if on_blocks_read is not None:
+        if on_read is not None:
             stream.wait_for_kernel()
-            on_blocks_read()
+            on_read()
         stream.drain()
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
