@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 # Messages queued per peer. When the inbox is full, messages queue on the engine's side. When the
 # outbox is full, answers to a peer that does not read are dropped.
 _INBOX = 64
-# Connections that wait to be accepted, fewer than the descriptors that `agent.admission` reserves.
+# Connections that wait to be accepted, fewer than the descriptors that `agent.service` reserves.
 _BACKLOG = 32
 _OUTBOX = 1_000
 # Exceptions that msgspec raises for malformed bytes.
@@ -117,7 +117,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
 
 
 def hidden_path(path: Path) -> Path:
-    """Where the socket is while an agent accepts no new engines, see `agent.admission`."""
+    """Where the socket is while an agent accepts no new engines, see `agent.service`."""
     return path.with_name(f"{path.name}.full")
 
 

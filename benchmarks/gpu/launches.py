@@ -8,7 +8,7 @@ import torch
 
 from lmcache_redis.device import driver, kernels
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.table import SegmentTable, Storage, Tiles
+from lmcache_redis.device.table import Launch, SegmentTable, Storage, staging_stride_bytes
 
 
 class KernelCopies:
@@ -26,7 +26,7 @@ class KernelCopies:
         self._table = SegmentTable(layout, places)
         self._device = storages[0].device
         self._functions: dict[str, int] = {}
-        self._tiles: dict[int, tuple[Tiles, list[torch.Tensor]]] = {}
+        self._launches: dict[int, list[tuple[Launch, torch.Tensor]]] = {}
 
     def gather(self, ids: torch.Tensor, staging: torch.Tensor) -> None:
         self._launch(ids, staging, scatter=False)
@@ -36,20 +36,14 @@ class KernelCopies:
 
     def _launch(self, ids: torch.Tensor, staging: torch.Tensor, *, scatter: bool) -> None:
         chunks, n_blocks = ids.shape
-        tiles, uploaded = self._tiles_of(n_blocks)
+        stride_bytes = staging_stride_bytes(n_blocks * self._table.block_bytes)
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        for (width, rows), there in zip(tiles.launches, uploaded, strict=True):
+        for (width, rows), there in self._launches_of(n_blocks):
             driver.launch(
                 self._function(kernels.name_of(width, scatter=scatter)),
                 (len(rows), chunks),
                 kernels.THREADS,
-                (
-                    there.data_ptr(),
-                    ids.data_ptr(),
-                    staging.data_ptr(),
-                    n_blocks,
-                    tiles.staging_stride_bytes,
-                ),
+                (there.data_ptr(), ids.data_ptr(), staging.data_ptr(), n_blocks, stride_bytes),
                 stream,
             )
 
@@ -60,10 +54,11 @@ class KernelCopies:
             self._functions[name] = driver.function_of(module, name)
         return self._functions[name]
 
-    def _tiles_of(self, n_blocks: int) -> tuple[Tiles, list[torch.Tensor]]:
-        if n_blocks not in self._tiles:
-            tiles = self._table.tiles(n_blocks)
+    def _launches_of(self, n_blocks: int) -> list[tuple[Launch, torch.Tensor]]:
+        if n_blocks not in self._launches:
             # From pageable memory: a copy is complete when this returns.
-            uploaded = [torch.from_numpy(each.rows).to(self._device) for each in tiles.launches]
-            self._tiles[n_blocks] = (tiles, uploaded)
-        return self._tiles[n_blocks]
+            self._launches[n_blocks] = [
+                (each, torch.from_numpy(each.rows).to(self._device))
+                for each in self._table.launches(n_blocks)
+            ]
+        return self._launches[n_blocks]

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from lmcache_redis.device import driver
+from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaIPCHandle, own_process
@@ -148,7 +149,7 @@ def main() -> None:
     print(f"{'us a call':33} GPUs     wall      cpu  of lock     tick late p50, p99")
     for name, page_bytes, blocks, segments, direct_copy_bytes in SHAPES:
         # Everything is pinned.
-        gpus = Gpus(2, direct_copy_bytes, np.zeros_like)
+        gpus = Gpus(direct_copy_bytes, np.zeros_like)
         layout = _layout(page_bytes, 2 * blocks, segments)
         devices = [CudaDevice([layout], [handle], gpus) for handle in handles]
         ids = list(range(0, 2 * blocks, 2))  # no neighbours
@@ -156,9 +157,9 @@ def main() -> None:
             calls = [
                 partial(
                     getattr(device, direction),
-                    ids,
-                    slots[n * stripes : (n + 1) * stripes],
-                    STRIPE_BYTES,
+                    CopyCall(
+                        [ChunkCopy(ids, slots[n * stripes : (n + 1) * stripes])], STRIPE_BYTES
+                    ),
                 )
                 for n, device in enumerate(devices)
             ]

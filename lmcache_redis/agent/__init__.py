@@ -11,6 +11,6 @@ A question passes through `service` (the socket) and `handlers` (validation, a t
 `lmcache_redis.cache`.
 
 Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
-`watching` (chunks reported to schedulers), `exported` (metrics for Prometheus), `embedded` (a Redis
-of the agent).
+`watching` (chunks reported to schedulers), `history` and `explaining` (why requests missed),
+`exported` (metrics for Prometheus) with its `page`, `embedded` (a Redis of the agent).
 """

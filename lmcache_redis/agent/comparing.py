@@ -23,7 +23,6 @@ from lmcache_redis.agent.stores import StoreJob
 from lmcache_redis.agent.trust import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.device.distance import Distance, far_apart, part_distance
-from lmcache_redis.device.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -36,35 +35,21 @@ class CompareJob(StoreJob):
 
     def __init__(self, agent: Agent, request: CopyRequest) -> None:
         super().__init__(agent, request)
+        self._layout = self._registration.device.layouts[self._question.group]
+        self._limit = far_apart(self._layout)
         self._cached: dict[int, Entry] = {}  # by chunk, each with a pin of this job
         self._distances: dict[int, Distance | None] = {}
-
-    @property
-    def _layout(self) -> KVLayout:
-        return self._registration.device.layouts[self._question.group]
-
-    @property
-    def _farthest(self) -> float:
-        """The largest distance so far; -1.0 if nothing was compared."""
-        return max(
-            (each.far for each in self._distances.values() if each is not None), default=-1.0
-        )
+        self._farthest = -1.0  # of all distances
 
     def start(self) -> None:
         """Queues the chunks whose parts are in the host pool."""
-        wanted = [chunk for chunk in range(len(self._hashes)) if self._hold(chunk)]
+        self._cached = self._pinned()
+        wanted = [*self._cached]
         self._cache.metrics.count("uncompared_chunks", len(self._hashes) - len(wanted))
         self._unread = set(wanted)
         if not wanted:
             self._answer()
         self._begin(wanted)
-
-    def _hold(self, chunk: int) -> bool:
-        """Whether the part is in the host pool, and pinned now."""
-        if (entry := self._pinned(chunk)) is None:
-            return False
-        self._cached[chunk] = entry
-        return True
 
     def _take(self, chunk: int) -> Entry | None:
         return self._cache.pool.reserve(None, self._cache.units(self._form))
@@ -88,7 +73,7 @@ class CompareJob(StoreJob):
                 self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
             )
             self._distances[chunk] = part_distance(
-                self._layout, self._request.group.blocks_per_part, cached, computed
+                self._layout, self._group.blocks_per_part, cached, computed
             )
         return CopyOutcome.DONE
 
@@ -106,7 +91,8 @@ class CompareJob(StoreJob):
             return
         self._cache.metrics.count("compared_chunks")
         self._cache.metrics.observe("canary_distance", min(distance.far, _FARTHEST))
-        if distance.far > far_apart(self._layout):
+        self._farthest = max(self._farthest, distance.far)
+        if distance.far > self._limit:
             self._differs(chunk, distance)
 
     def _differs(self, chunk: int, distance: Distance) -> None:
@@ -122,20 +108,17 @@ class CompareJob(StoreJob):
                 "`lmcache-redis purge --layout`, and load again with `lmcache-redis trust`",
                 form.model_name, form.fingerprint.hex()[:16], chunk_hash.hex()[:16],
                 self._question.group, distance.block, distance.segment, distance.far,
-                far_apart(self._layout),
+                self._limit,
             )  # fmt: skip
 
     def _answer(self) -> None:
-        self._request.reply(m.StoreResult(0, 0, len(self._hashes), 0))
+        self._reply(m.StoreResult(0, 0, len(self._hashes), 0))
 
     def _finish(self) -> None:
         layout = self._form.fingerprint
         # A canary counts once, in however many steps and on however many ranks it is computed.
-        if (
-            0.0 <= self._farthest <= far_apart(self._layout)
-            and layout not in self._request.session.agreed
-        ):
-            self._request.session.agreed.add(layout)
+        if 0.0 <= self._farthest <= self._limit and layout not in self._session.agreed:
+            self._session.agreed.add(layout)
             if self._agent.trust.agreed(layout, self._hashes[0]):
                 logger.warning(
                     "layout %s of %s is loaded again: %d canaries in a row found no difference",
@@ -146,4 +129,3 @@ class CompareJob(StoreJob):
             "request %s: %d of %d chunks compared, at most %.2g away",
             self._question.request_id, len(self._distances), len(self._hashes), self._farthest,
         )  # fmt: skip
-        self._agent.sessions.finish(self._request.session)

@@ -2,11 +2,21 @@
 
 What a lookup found is kept (`history`). Where its first missed chunk is now, and whether other
 layouts have it, is asked when somebody wants to know.
+
+A key names a layout by its fingerprint alone. So each agent writes to Redis what the fingerprints
+of its engines are made of, one small value for each, named and framed as a chunk is:
+
+    namespace of `DESCRIPTIONS` | ObjectKey(fingerprint, model, kv_rank)     KVLayout.canonical
+
+It is sealed, evicted, expired and purged as chunks are, and written every minute, while a worker
+with the layout is registered: Redis may have been down or emptied, and may evict or expire what
+nobody reads. The fingerprint is its digest, so a wrong description is not believed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,26 +26,40 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.describing import LayoutDescriptions
-from lmcache_redis.agent.history import PastLookup, document
 from lmcache_redis.agent.peers import Registration, Reply
-from lmcache_redis.chunks.names import PartNames
-from lmcache_redis.device.layout import named_pairs
+from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.names import DESCRIPTIONS, ChunkNames, PartNames, opaque_pages
+from lmcache_redis.device.layout import fingerprint_of, named_pairs
 from lmcache_redis.errors import FormatError
-from lmcache_redis.tiers import CallOutcome, ExistsResult
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    FramesResult,
+    KeysResult,
+    ReadOutcome,
+    WriteOutcome,
+)
+
+logger = logging.getLogger(__name__)
 
 # Shorter than a tool waits for its answer.
-_DEADLINE_S = 1.5
+_ANSWER_S = 1.5
 # Only for these does it matter what else has the chunk.
 _ABSENT = frozenset({"absent", "in_part"})
+MOST_LAYOUTS = 1024
+_MOST_BYTES = 1 << 20
+_EVERY_S = 60.0
+_WRITE_S = 5.0
 
 
 class Explanations:
     """See the module. Owned by the loop thread."""
 
-    def __init__(self, agent: Agent, descriptions: LayoutDescriptions) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._descriptions = descriptions
+        self._descriptions = LayoutDescriptions(agent)
 
     def why(self, question: m.Why, reply: Reply) -> None:
         history = self._agent.sessions.history
@@ -44,45 +68,45 @@ class Explanations:
             "kept": len(history),
             "since_s": history.since_s,
             "chunk_size_tokens": self._agent.config.chunk_size_tokens,
-            "requests": [document(each) for each in found],
+            "requests": msgspec.to_builtins(found),
         }
         lookup = found[0].lookup if len(found) == 1 else None
-        if lookup is None or lookup.reason not in _ABSENT:
+        if lookup is None or (miss := lookup.first_miss) is None or miss.reason not in _ABSENT:
             reply(_json(report))
             return
-        miss = report["requests"][0]["lookup"]["first_miss"]
 
         def answer(places: Mapping[str, Any]) -> None:
-            miss.update(places)
+            report["requests"][0]["lookup"]["first_miss"].update(places)
             reply(_json(report))
 
-        deadline_s = time.monotonic() + _DEADLINE_S
-        described = partial(self._look_for, lookup, answer, deadline_s + _DEADLINE_S)
-        self._descriptions.names(described, deadline_s)
+        deadline_s = time.monotonic() + _ANSWER_S
+        look = partial(self._look_for, miss.hash, lookup.layouts, answer, deadline_s + _ANSWER_S)
+        self._descriptions.names(look, deadline_s)
 
     def _look_for(
         self,
-        lookup: PastLookup,
+        missed: str,
+        layouts: Sequence[str],
         answer: Callable[[Mapping[str, Any]], None],
         deadline_s: float,
         described: Sequence[PartNames],
     ) -> None:
-        """Where the first missed chunk of a lookup is now, by layout."""
+        """Where the first missed chunk of a lookup with these layouts is now, by layout."""
         names = {_identity(each): each for each in [*described, *self._registered()]}
-        keys = {each.key(lookup.missed): each for each in names.values()}
+        keys = {each.key(bytes.fromhex(missed)): each for each in names.values()}
 
         def found(result: ExistsResult) -> None:
             in_redis = result.present or [False] * len(keys)
             there = {
-                each.names.fingerprint: "host" if key in self._agent.cache.pool else "redis"
+                each.names.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
                 if is_there or key in self._agent.cache.pool
             }
-            own = [there.pop(layout, None) for layout in lookup.layouts]
+            own = [there.pop(layout, None) for layout in layouts]
             answer(
                 {
                     "now": own,
-                    "other_layouts": [each.hex() for each in there],
+                    "other_layouts": [*there],
                     "redis_answered": result.outcome is CallOutcome.DONE,
                 }
             )
@@ -91,45 +115,34 @@ class Explanations:
         self._agent.plane.exists([*keys], deadline_s, lambda result: post(partial(found, result)))
 
     def _registered(self) -> list[PartNames]:
-        return [group.form for each in self._registrations() for group in each.groups]
-
-    def _registrations(self) -> list[Registration]:
-        peers = self._agent.peers
-        return [each.registration for each in peers if each.registration is not None]
+        return [group.form for each in self._agent.peers.registered for group in each.groups]
 
     def layouts(self, question: m.Layouts, reply: Reply) -> None:
         wanted = tuple(each.lower() for each in question.wanted)
         rows: list[dict[str, Any]] = []
-        for each in self._registrations():
-            for number, (group, layout) in enumerate(
-                zip(each.groups, each.device.layouts, strict=True)
-            ):
-                row = _row(group.form) | {
-                    "engine_id": each.engine_id,
-                    "worker_id": each.worker_id,
-                    "group": number,
-                }
-                if row["layout"].startswith(wanted):
-                    with contextlib.suppress(FormatError):
-                        row["pairs"] = named_pairs(layout.canonical(each.chunk_tokens))
-                rows.append(row)
+        canonical: dict[str, bytes] = {}  # of those wanted
+        for each in self._agent.peers.registered:
+            pairs = zip(each.groups, each.device.layouts, strict=True)
+            for number, (group, layout) in enumerate(pairs):
+                where = {"engine_id": each.engine_id, "worker_id": each.worker_id, "group": number}
+                rows.append(_row(group.form) | where)
+                if (name := rows[-1]["layout"]).startswith(wanted):
+                    canonical[name] = layout.canonical(each.chunk_tokens)
         here = {_identity(each) for each in self._registered()}
-        deadline_s = time.monotonic() + _DEADLINE_S
+        deadline_s = time.monotonic() + _ANSWER_S
 
         def listed(described: Sequence[PartNames]) -> None:
             others = [each for each in described if _identity(each) not in here]
+            rows.extend(map(_row, others))
             chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
-            read = partial(answer, others)
-            self._descriptions.read(chosen if wanted else (), read, deadline_s + _DEADLINE_S)
+            self._descriptions.read(chosen, answer, deadline_s + _ANSWER_S)
 
-        def answer(others: Sequence[PartNames], described: Mapping[bytes, bytes]) -> None:
-            for each in others:
-                row = _row(each)
-                canonical = described.get(each.names.fingerprint)
-                if canonical is not None:
+        def answer(described: Mapping[bytes, bytes]) -> None:
+            canonical.update((name.hex(), each) for name, each in described.items())
+            for row in rows:
+                if row["layout"] in canonical:
                     with contextlib.suppress(FormatError):  # its digest is right all the same
-                        row["pairs"] = named_pairs(canonical)
-                rows.append(row)
+                        row["pairs"] = named_pairs(canonical[row["layout"]])
             reply(_json({"layouts": rows}))
 
         self._descriptions.names(listed, deadline_s)
@@ -152,3 +165,117 @@ def _row(names: PartNames) -> dict[str, Any]:
 
 def _json(report: Mapping[str, Any]) -> m.StatusReport:
     return m.StatusReport(0, msgspec.json.encode(report))
+
+
+class LayoutDescriptions:
+    """See the module. Owned by the loop thread; callbacks run on it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
+        agent.loop.after(_EVERY_S, self._write_again)
+
+    def write(self, registrations: Sequence[Registration]) -> None:
+        """Writes those of the layouts of these workers, in the background. May fail."""
+        described: dict[ObjectKey, bytes] = {}
+        for each in registrations:
+            for group, layout in zip(each.groups, each.device.layouts, strict=True):
+                form = group.form
+                key = ObjectKey(form.fingerprint, form.model_name, form.kv_rank)
+                if key not in described:
+                    described[key] = layout.canonical(each.chunk_tokens)
+        deadline_s = time.monotonic() + _WRITE_S
+        jobs = [
+            _io(self._names.chunk_key(key), self._frame(key, len(canonical)), canonical, deadline_s)
+            for key, canonical in described.items()
+            if len(canonical) <= _MOST_BYTES
+        ]
+        if jobs:
+            self._agent.plane.store_all(jobs, _written)
+
+    def _write_again(self) -> None:
+        self._agent.loop.after(_EVERY_S, self._write_again)
+        self.write(self._agent.peers.registered)
+
+    def names(self, done: Callable[[Sequence[PartNames]], None], deadline_s: float) -> None:
+        """Of all layouts that are described in Redis, how their parts are named.
+
+        Empty if Redis does not answer in time. Walks over all of Redis' keys.
+        """
+
+        def listed(result: KeysResult) -> None:
+            found = filter(None, map(self._names.parse, result.keys))
+            done([self._described(key) for key in found if len(key.chunk_hash) == 32])
+
+        post = self._agent.loop.post
+        self._agent.plane.list_keys(
+            self._names.common, deadline_s, lambda result: post(partial(listed, result)),
+            MOST_LAYOUTS,
+        )  # fmt: skip
+
+    def read(
+        self,
+        names: Sequence[PartNames],
+        done: Callable[[Mapping[bytes, bytes]], None],
+        deadline_s: float,
+    ) -> None:
+        """`KVLayout.canonical` of these layouts, by fingerprint, without those that are not there.
+
+        Asks for the size of each first.
+        """
+        plane, post = self._agent.plane, self._agent.loop.post
+        stems = {each.names.fingerprint: each for each in names}
+        keys = [
+            self._names.chunk_key(ObjectKey(fingerprint, each.model_name, each.kv_rank))
+            for fingerprint, each in stems.items()
+        ]
+        found: dict[bytes, bytes] = {}
+        waiting: set[ChunkIO] = set()
+
+        def framed(result: FramesResult) -> None:
+            # Without frames if Redis does not answer.
+            for fingerprint, key, frame in zip(stems, keys, result.frames, strict=False):
+                if frame is not None and _describes(frame, fingerprint):
+                    waiting.add(_io(key, frame, bytes(frame.chunk_bytes), deadline_s))
+            if waiting:
+                plane.load_all([*waiting], lambda job, outcome: post(partial(read, job, outcome)))
+            else:
+                done(found)
+
+        def read(job: ChunkIO, outcome: ReadOutcome) -> None:
+            canonical, fingerprint = b"".join(job.slots), job.frame.chunk_hash
+            if outcome is ReadOutcome.LOADED and fingerprint_of(canonical) == fingerprint:
+                found[fingerprint] = canonical
+            waiting.discard(job)
+            if not waiting:
+                done(found)
+
+        if keys:
+            plane.describe(keys, deadline_s, lambda result: post(partial(framed, result)))
+        else:
+            done(found)
+
+    def _described(self, key: ObjectKey) -> PartNames:
+        names = ChunkNames(key.chunk_hash, self._agent.config.key_prefix)
+        return PartNames(names, key.model_name, key.kv_rank)
+
+    def _frame(self, key: ObjectKey, nbytes: int) -> ChunkFrame:
+        stripe_bytes = stripe_payload_bytes(nbytes, self._agent.config.slot_bytes)
+        return self._names.frame(key, opaque_pages(nbytes), stripe_bytes)
+
+
+def _describes(frame: ChunkFrame, fingerprint: bytes) -> bool:
+    is_of_it = (frame.fingerprint, frame.chunk_hash) == (DESCRIPTIONS, fingerprint)
+    return is_of_it and 0 < frame.chunk_bytes <= _MOST_BYTES
+
+
+def _io(key: bytes, frame: ChunkFrame, content: bytes, deadline_s: float) -> ChunkIO:
+    whole, size = memoryview(bytearray(content)), frame.stripe_payload_bytes
+    slots = [whole[first : first + size] for first in range(0, len(content), size)]
+    return ChunkIO(key, frame, slots, deadline_s)
+
+
+def _written(job: ChunkIO, outcome: WriteOutcome) -> None:
+    """On a thread of the plane."""
+    if outcome is not WriteOutcome.STORED:
+        logger.debug("the description of a layout was not written: %s", outcome.value)

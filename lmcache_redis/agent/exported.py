@@ -12,8 +12,8 @@ from typing import Any, Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmcache_redis.agent.agent import Agent, status_report
-from lmcache_redis.agent.page import HEADERS, Miss, page
-from lmcache_redis.metrics import COUNTERS
+from lmcache_redis.agent.history import PastRequest
+from lmcache_redis.agent.page import HEADERS, page
 from lmcache_redis.metrics.exporter import HttpAnswer, OwnerCollector, gauge, labelled, read_on
 
 # Fields of `ModelUse`.
@@ -49,20 +49,10 @@ def page_of(agent: Agent) -> HttpAnswer:
     return HttpAnswer("200 OK", HEADERS, text.encode("utf-8", "replace"))
 
 
-def last_misses(agent: Agent) -> list[Miss]:
+def last_misses(agent: Agent) -> list[PastRequest]:
     """The newest first."""
-    found = (
-        Miss(
-            lookup.at_s,
-            past.key[1],
-            lookup.model,
-            lookup.asked,
-            lookup.hit_chunks,
-            COUNTERS.get(f"miss_{lookup.reason}", ", ".join(lookup.because) or lookup.reason),
-        )
-        for past in agent.sessions.history
-        if (lookup := past.lookup) is not None and lookup.reason
-    )
+    history = agent.sessions.history
+    found = (each for each in history if each.lookup is not None and each.lookup.first_miss)
     return [*islice(found, _MOST_MISSES)]
 
 
@@ -72,40 +62,42 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     slot_bytes = pool["slot_bytes"]
     gauges = partial(labelled, GaugeMetricFamily)
     yield gauges("info", "1; the version of the agent", ["version"], {(status["version"],): 1})
-    yield gauge("pool_size_bytes", "size of the host pool", pool["slots"] * slot_bytes)
-    yield gauge(
-        "pool_used_bytes",
-        "slots of the host pool in use; a full pool is normal",
-        pool["used_slots"] * slot_bytes,
-    )
-    yield gauge(
-        "pool_pinned_bytes",
-        "slots that requests, loads or stores hold now",
-        pool["pinned_slots"] * slot_bytes,
-    )
-    yield gauge(
-        "pool_locked_bytes",
-        "bytes of the host pool that are page-locked for GPUs",
-        pool["locked_bytes"],
-    )
-    yield gauge(
-        "queue_bytes",
-        "chunks that wait to be written to Redis",
-        status["queues"]["write_bytes"],
-    )
-    yield gauge(
-        "queue_limit_bytes",
-        "limit of the chunks that wait to be written to Redis",
-        status["write_queue_bytes"],
-    )
-    yield gauge("waiting_lookups", "lookups that wait for room in the host pool", loads["waiting"])
-    yield gauge("sessions", "requests that the agent knows", status["sessions"])
-    yield gauge(
-        "redis_up", "1 if Redis answers, 0 while the breaker is open", status["redis"]["up"]
-    )
+    values = {
+        "pool_size_bytes": (pool["slots"] * slot_bytes, "size of the host pool"),
+        "pool_used_bytes": (
+            pool["used_slots"] * slot_bytes,
+            "slots of the host pool in use; a full pool is normal",
+        ),
+        "pool_pinned_bytes": (
+            pool["pinned_slots"] * slot_bytes,
+            "slots that requests, loads or stores hold now",
+        ),
+        "pool_locked_bytes": (
+            pool["locked_bytes"],
+            "bytes of the host pool that are page-locked for GPUs",
+        ),
+        "queue_bytes": (
+            status["queues"]["write_bytes"],
+            "chunks that wait to be written to Redis",
+        ),
+        "queue_limit_bytes": (
+            status["write_queue_bytes"],
+            "limit of the chunks that wait to be written to Redis",
+        ),
+        "waiting_lookups": (loads["waiting"], "lookups that wait for room in the host pool"),
+        "sessions": (status["sessions"], "requests that the agent knows"),
+        "redis_up": (status["redis"]["up"], "1 if Redis answers, 0 while the breaker is open"),
+        "distrusted_layouts": (
+            len(status["canaries"]["distrusted"]),
+            "layouts of which nothing is loaded, because canaries have found other KV than was "
+            "cached",
+        ),
+    }
     if disk:
-        yield gauge("disk_up", "1 if the disk tier answers", disk["up"])
-        yield gauge("disk_used_bytes", "size of the disk tier's files", disk["used_bytes"])
+        values["disk_up"] = (disk["up"], "1 if the disk tier answers")
+        values["disk_used_bytes"] = (disk["used_bytes"], "size of the disk tier's files")
+    for name, (value, meaning) in values.items():
+        yield gauge(name, meaning, value)
     tiers = {(name,): tier for name, tier in loads["tiers"].items()}
     yield gauges(
         "load_bytes_per_second",
@@ -118,11 +110,6 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
         "1 while nothing is loaded from the tier because computing is faster",
         ["tier"],
         {label: tier["is_slow"] for label, tier in tiers.items()},
-    )
-    yield gauge(
-        "distrusted_layouts",
-        "layouts of which nothing is loaded, because canaries have found other KV than was cached",
-        len(status["canaries"]["distrusted"]),
     )
     engines = Counter(
         (each["model"], each["layout"], "yes" if each["ready"] else "no")

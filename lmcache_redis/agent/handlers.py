@@ -16,7 +16,6 @@ from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.comparing import CompareJob
-from lmcache_redis.agent.describing import LayoutDescriptions
 from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.jobs import CopyJob, CopyRequest
 from lmcache_redis.agent.lookups import LookupJob, note_miss
@@ -48,7 +47,7 @@ class Handlers:
     def __init__(self, agent: Agent, recorder: TraceRecorder | None = None) -> None:
         self.is_stopping = False
         self._agent = agent
-        explanations = Explanations(agent, LayoutDescriptions(agent))
+        explanations = Explanations(agent)
         self._recorder = recorder
         self._registering = Registering(agent)
         self._watches = Watches(agent)
@@ -123,7 +122,8 @@ class Handlers:
         peer.computing.token_s = question.token_s
         if not question.hashes or self.is_stopping:
             reply(m.LookupResult(0, 0))
-            note_miss(self._agent, peer, question, "stopping")
+            if question.hashes:
+                note_miss(self._agent, peer, question, "stopping")
             return
         if self._recorder is not None:
             reply = self._recorder.looked_up(peer, question, reply)
@@ -146,7 +146,7 @@ class Handlers:
             reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
             parts = self._agent.sessions.history.parts_of((peer.engine_id, question.request_id))
             parts.failed += len(hashes)
-            parts.because(("a canary has found other KV in this layout",))
+            parts.add_reasons(("a canary has found other KV in this layout",))
             return
         if self._recorder is not None and isinstance(question, m.Store):
             self._recorder.stored(question, registration.groups[question.group].form)

@@ -2,19 +2,16 @@
 
 Kept for each request: its last lookup, and how many parts of chunks were loaded, stored and
 compared since. Beyond `MOST_REQUESTS` the one that came first is forgotten. Owned by the loop
-thread. A lookup costs one tuple here; everything else is worked out when somebody asks.
+thread. The structs are what the answer to WHY holds of a request.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
 
-from lmcache_redis.cache.pacing import Bet
+import msgspec
 
 MOST_REQUESTS = 4096
 RequestKey = tuple[str, str]  # engine id, request id
@@ -22,44 +19,47 @@ RequestKey = tuple[str, str]  # engine id, request id
 _MOST_REASONS = 8
 
 
-class PastLookup(NamedTuple):
-    """A lookup that was answered.
+class FirstMiss(msgspec.Struct, frozen=True):
+    """The first chunk that a lookup did not find, and the token that it begins with.
 
-    at_s: `time.time()`. chunks: the numbers in the prompt of those that were asked for. hits: how
-    many of them were found, by tier. reason: why not more, a counter's name without ``miss_``, or
-    another of `cli.why.REASONS`; "" if all were found. because: for people. missed: the hash of the
-    first chunk that was not found. layouts: of its parts.
+    reason: a counter's name without ``miss_``, or another of `cli.why.REASONS`. because: for
+    people. hash: in hexadecimal.
     """
 
-    at_s: float
-    took_s: float
-    chunks: range
+    chunk: int
+    token: int
+    reason: str
+    because: tuple[str, ...]
+    hash: str
+
+
+class PastLookup(msgspec.Struct, frozen=True, kw_only=True):
+    """A lookup that was answered.
+
+    at_s: `time.time()`. hits: chunks found, by tier. layouts: of its parts, in hexadecimal. bet:
+    the fields of a `cache.pacing.Bet`.
+    """
+
+    at_s: float = msgspec.field(default_factory=time.time)
+    took_s: float = 0.0
+    model: str
+    first_chunk: int
+    asked_chunks: int
     chunk_tokens: int
-    model: str = ""
-    hits: tuple[tuple[str, int], ...] = ()
-    reason: str = ""
-    because: tuple[str, ...] = ()
-    bet: Bet | None = None
-    missed: bytes = b""
-    layouts: tuple[bytes, ...] = ()
+    found_chunks: int = 0
+    hits: dict[str, int] = {}
     compare_only: bool = False
-
-    @property
-    def asked(self) -> int:
-        return len(self.chunks)
-
-    @property
-    def hit_chunks(self) -> int:
-        return sum(count for _, count in self.hits)
+    layouts: tuple[str, ...] = ()
+    first_miss: FirstMiss | None = None
+    bet: dict[str, float] | None = None
 
 
-@dataclass(slots=True)
-class PartCounts:
+class PartCounts(msgspec.Struct):
     """Parts of chunks of one request: one for each rank and group of layers.
 
     loaded, failed: copied into the engine's blocks, or not, which the engine then computes.
     stored, present, dropped: taken from its blocks; in the host pool before; not taken.
-    compared: of a canary. reasons: why some failed or were dropped.
+    compared: of a canary. because: why some failed or were dropped.
     """
 
     loaded: int = 0
@@ -69,22 +69,22 @@ class PartCounts:
     dropped: int = 0
     compared: int = 0
     load_s: float = 0.0
-    reasons: set[str] = field(default_factory=set)
+    because: list[str] = []
 
-    def because(self, reasons: Collection[str]) -> None:
-        if len(self.reasons) < _MOST_REASONS:
-            self.reasons.update(reasons)
+    def add_reasons(self, reasons: Iterable[str]) -> None:
+        if len(self.because) < _MOST_REASONS:
+            self.because = sorted({*self.because, *reasons})
 
 
-@dataclass(slots=True)
-class PastRequest:
+class PastRequest(msgspec.Struct):
     """A request of an engine, named as a session is."""
 
-    key: RequestKey
+    request_id: str
+    engine_id: str
     began_s: float
     lookups: int = 0
     lookup: PastLookup | None = None
-    parts: PartCounts = field(default_factory=PartCounts)
+    parts: PartCounts = msgspec.field(default_factory=PartCounts)
 
 
 class RequestHistory:
@@ -116,10 +116,9 @@ class RequestHistory:
 
     def find(self, text: str, most: int) -> list[PastRequest]:
         """The requests with this id, or else those whose ids contain it; the newest first."""
-        exact = [each for key, each in self._requests.items() if key[1] == text]
-        if exact:
-            return exact[::-1][:most]
-        return list(islice((each for each in self if text in each.key[1]), most))
+        exact = [each for each in self if each.request_id == text]
+        like = (each for each in self if text in each.request_id)
+        return exact[:most] or [*islice(like, most)]
 
     def __iter__(self) -> Iterator[PastRequest]:
         """The newest first."""
@@ -130,59 +129,6 @@ class RequestHistory:
         if past is None:
             if len(self._requests) >= self._most:
                 del self._requests[next(iter(self._requests))]
-            past = self._requests[key] = PastRequest(key, time.time())
+            engine_id, request_id = key
+            past = self._requests[key] = PastRequest(request_id, engine_id, time.time())
         return past
-
-
-def document(past: PastRequest) -> dict[str, Any]:
-    """A request for JSON."""
-    engine_id, request_id = past.key
-    parts = past.parts
-    counts = {name: getattr(parts, name) for name in PartCounts.__slots__ if name != "reasons"}
-    return {
-        "request_id": request_id,
-        "engine_id": engine_id,
-        "began_s": past.began_s,
-        "lookups": past.lookups,
-        "lookup": None if past.lookup is None else _lookup(past.lookup),
-        "parts": counts | {"because": sorted(parts.reasons)},
-    }
-
-
-def _lookup(lookup: PastLookup) -> dict[str, Any]:
-    return {
-        "at_s": lookup.at_s,
-        "took_s": lookup.took_s,
-        "model": lookup.model,
-        "first_chunk": lookup.chunks.start,
-        "asked_chunks": lookup.asked,
-        "chunk_tokens": lookup.chunk_tokens,
-        "found_chunks": lookup.hit_chunks,
-        "hits": dict(lookup.hits),
-        "compare_only": lookup.compare_only,
-        "layouts": [each.hex() for each in lookup.layouts],
-        "first_miss": _first_miss(lookup),
-        "bet": _bet(lookup.bet),
-    }
-
-
-def _first_miss(lookup: PastLookup) -> dict[str, Any] | None:
-    if not lookup.reason:
-        return None
-    chunk = lookup.chunks.start + lookup.hit_chunks
-    return {
-        "chunk": chunk,
-        "token": chunk * lookup.chunk_tokens,
-        "reason": lookup.reason,
-        "because": list(lookup.because),
-        "hash": lookup.missed.hex(),
-    }
-
-
-def _bet(bet: Bet | None) -> dict[str, Any] | None:
-    """Times that are not known are null."""
-    if bet is None:
-        return None
-    times = {"load_s": bet.load_s, "compute_s": bet.compute_s, "chosen_s": bet.chosen_s}
-    known = {name: s if math.isfinite(s) else None for name, s in times.items()}
-    return {"chunks": bet.chunks, **known}

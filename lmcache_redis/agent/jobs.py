@@ -19,9 +19,10 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.history import PartCounts
-from lmcache_redis.agent.peers import Group, ModelUse, Registration, Reply
+from lmcache_redis.agent.peers import ModelUse, Registration, Reply
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,6 @@ class CopyRequest:
     question: m.Store | m.Retrieve
     reply: Reply
 
-    @property
-    def group(self) -> Group:
-        return self.registration.groups[self.question.group]
-
 
 class CopyJob(ABC):
     """One store, retrieve or comparison of one worker, from the question to the answer."""
@@ -52,23 +49,14 @@ class CopyJob(ABC):
     def __init__(self, agent: Agent, request: CopyRequest) -> None:
         self._agent = agent
         self._cache = agent.cache
-        self._request = request
-        self._form = request.group.form
+        self._session, self._registration = request.session, request.registration
+        self._question, self._reply = request.question, request.reply
+        self._hashes = request.question.hashes
+        self._group = request.registration.groups[request.question.group]
+        self._form = self._group.form
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
-
-    @property
-    def _question(self) -> m.Store | m.Retrieve:
-        return self._request.question
-
-    @property
-    def _hashes(self) -> Sequence[bytes]:
-        return self._request.question.hashes
-
-    @property
-    def _registration(self) -> Registration:
-        return self._request.registration
 
     @property
     def _use(self) -> ModelUse:
@@ -77,30 +65,37 @@ class CopyJob(ABC):
     @property
     def _past(self) -> PartCounts:
         """What is kept of the request's parts."""
-        return self._agent.sessions.history.parts_of(self._request.session.key)
+        return self._agent.sessions.history.parts_of(self._session.key)
+
+    @property
+    def _skip_blocks(self) -> int:
+        """The first blocks of the question that are not written."""
+        return 0
 
     @property
     def _queue(self) -> Callable[..., None]:
         """Where its copies wait for a thread."""
         return self._agent.copies.gather
 
-    def _pinned(self, chunk: int) -> Entry | None:
-        """The chunk in the host pool, with the pin of the request's lookup or a new one."""
-        chunk_hash, pool = self._hashes[chunk], self._cache.pool
-        key = self._form.key(chunk_hash)
-        part = (self._registration.worker_id, self._question.group)
-        entry = self._request.session.take(chunk_hash, part)
-        if entry is not None and entry.key != key:
-            # Pinned for a layout that the worker no longer has, or never had.
-            pool.unpin(entry)
-            entry = None
-        if entry is None:
-            # On another node than the scheduler's, no lookup pins anything.
-            entry = pool.get(key)
-            if entry is None or entry.state is not EntryState.READY:
-                return None
-            pool.pin(entry)
-        return entry
+    def _pinned(self) -> dict[int, Entry]:
+        """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
+        found = {}
+        for chunk, chunk_hash in enumerate(self._hashes):
+            key, pool = self._form.key(chunk_hash), self._cache.pool
+            part = (self._registration.worker_id, self._question.group)
+            entry = self._session.take(chunk_hash, part)
+            if entry is not None and entry.key != key:
+                # Pinned for a layout that the worker no longer has, or never had.
+                pool.unpin(entry)
+                entry = None
+            if entry is None:
+                # On another node than the scheduler's, no lookup pins anything.
+                entry = pool.get(key)
+                if entry is None or entry.state is not EntryState.READY:
+                    continue
+                pool.pin(entry)
+            found[chunk] = entry
+        return found
 
     # How jobs differ. All but `_move` run on the loop thread.
 
@@ -113,10 +108,8 @@ class CopyJob(ABC):
         """The chunk's entry, with a pin for the device call; None if it cannot be copied."""
 
     @abstractmethod
-    def _move(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> bool:
-        """Copies the chunks of a call; returns whether it was in time. Raises ``DeviceError``."""
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
+        """Makes a call for these chunks; returns whether it was in time. Raises ``DeviceError``."""
 
     @abstractmethod
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
@@ -132,9 +125,9 @@ class CopyJob(ABC):
 
     def _begin(self, chunks: Sequence[int], later: Sequence[int] = ()) -> None:
         """Queues calls for the chunks; the job ends with the last of them and of ``later``."""
-        self._request.session.busy += 1
+        self._session.busy += 1
         if not chunks and not later:
-            self._finish()
+            self._close()
             return
         self._pending.update(chunks, later)
         # The threads of a device that hangs never take another copy from its queue.
@@ -162,25 +155,31 @@ class CopyJob(ABC):
                 self._end(chunk, CopyOutcome.FAILED)
 
     def _submit(self, entries: Mapping[int, Entry]) -> None:
-        per_chunk = self._request.group.blocks_per_part
-        block_ids: list[int] = []
-        slots: list[memoryview] = []
+        question, per_chunk = self._question, self._group.blocks_per_part
+        copies = []
         for chunk, entry in entries.items():
-            block_ids += self._question.block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
-            slots += self._cache.views(self._form, entry)
+            first = chunk * per_chunk
+            block_ids = question.block_ids[first : first + per_chunk]
+            skip_blocks = min(max(0, self._skip_blocks - first), per_chunk)
+            copies.append(ChunkCopy(block_ids, self._cache.views(self._form, entry), skip_blocks))
+        call = CopyCall(
+            copies,
+            self._form.stripe_payload_bytes,
+            question.group,
+            question.after,
+            question.lease_ns,
+        )
         self._queue(
             self._registration.place,
-            partial(self._copy, tuple(entries), block_ids, slots),
+            partial(self._copy, tuple(entries), call),
             lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
-            self._question.lease_ns,
+            question.lease_ns,
         )
 
-    def _copy(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> CopyOutcome:
+    def _copy(self, chunks: Sequence[int], call: CopyCall) -> CopyOutcome:
         # On a copy thread. After the lease expires the blocks may belong to another request.
         try:
-            if self._move(chunks, block_ids, slots):
+            if self._move(chunks, call):
                 return CopyOutcome.DONE
         except GpuLost:
             raise
@@ -203,4 +202,10 @@ class CopyJob(ABC):
             self._ended(chunk, outcome)
         finally:
             if not self._pending:
-                self._finish()
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self._agent.sessions.finish(self._session)

@@ -12,14 +12,16 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.history import PastLookup
+from lmcache_redis.agent.history import FirstMiss, PastLookup
 from lmcache_redis.agent.jobs import because
 from lmcache_redis.agent.peers import Peer, Registration, Reply
-from lmcache_redis.agent.savings import HitLoad
-from lmcache_redis.agent.sessions import PartKey, Session
+from lmcache_redis.agent.sessions import HitLoad, PartKey, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.chunks.names import ChunkForm, PartNames
@@ -121,8 +123,7 @@ class LookupJob:
         self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
         self._count(found, tiers)
         session.load = self._load_of(found, users)
-        layouts = tuple(form.fingerprint for form in forms)
-        self._note(session, found, tiers, layouts)
+        self._note(session, found, tiers, [form.fingerprint for form in forms])
         pool, hashes = self._agent.cache.pool, self._question.hashes
         for (chunk, row), entry in found.take().items():
             first, *others = users[row]
@@ -147,34 +148,29 @@ class LookupJob:
         )
 
     def _note(
-        self, session: Session, found: PrefixLookup, tiers: str, layouts: tuple[bytes, ...]
+        self, session: Session, found: PrefixLookup, tiers: str, layouts: Sequence[bytes]
     ) -> None:
         """Keeps what was found for `lmcache-redis why`."""
-        question, cache, hits = self._question, self._agent.cache, found.bound
-        reason, missed, words = "", b"", tuple[str, ...]()
-        if hits < len(question.hashes):
-            reason, missed = found.end.counter.removeprefix("miss_"), question.hashes[hits]
-            words = tuple(sorted(found.end.reasons))
-            if reason in _OF_TIERS:
-                states = [tier.state for tier in cache.tiers]
-                words += tuple(state.reason for state in states if not state.up)
-            if reason == "absent" and len(layouts) > 1 and found.has_some_of(hits):
-                reason = "in_part"
-        now_unix_s = time.time()
-        past = PastLookup(
-            now_unix_s,
-            time.monotonic() - self._started_s,
-            chunks_of(question),
-            self._agent.chunk_tokens(self._peer),
-            self._peer.hello.model_name,
-            tuple((m.TIER_NAMES[each], tiers.count(each)) for each in sorted(set(tiers))),
-            reason,
-            words,
-            found.bet,
-            missed,
-            layouts,
-            self._compare_only,
+        past = past_lookup(
+            self._agent,
+            self._peer,
+            self._question,
+            took_s=time.monotonic() - self._started_s,
+            found_chunks=found.bound,
+            hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
+            compare_only=self._compare_only,
+            layouts=tuple(each.hex() for each in layouts),
+            bet=None if found.bet is None else found.bet._asdict(),
         )
+        if found.bound < len(self._question.hashes):
+            reason = found.end.counter.removeprefix("miss_")
+            words = sorted(found.end.reasons)
+            if reason in _OF_TIERS:
+                states = [tier.state for tier in self._agent.cache.tiers]
+                words += [state.reason for state in states if not state.up]
+            if reason == "absent" and len(layouts) > 1 and found.has_some_of(found.bound):
+                reason = "in_part"
+            past = _ended(past, reason, words, self._question.hashes[found.bound])
         self._agent.sessions.history.looked_up(session.key, past)
 
     def _count(self, found: PrefixLookup, tiers: str) -> None:
@@ -203,15 +199,27 @@ class LookupJob:
 
 def note_miss(agent: Agent, peer: Peer, question: m.Lookup, reason: str) -> None:
     """Keeps a lookup that was a miss before anything was looked for."""
-    tokens, model = agent.chunk_tokens(peer), peer.hello.model_name
-    now_unix_s = time.time()
-    past = PastLookup(now_unix_s, 0.0, chunks_of(question), tokens, model, reason=reason)
+    past = _ended(past_lookup(agent, peer, question), reason)
     agent.sessions.history.looked_up((peer.engine_id, question.request_id), past)
 
 
-def chunks_of(question: m.Lookup) -> range:
-    """The numbers in the prompt of the chunks that are asked for."""
-    return range(question.first_chunk, question.first_chunk + len(question.hashes))
+def past_lookup(agent: Agent, peer: Peer, question: m.Lookup, **found: Any) -> PastLookup:
+    return PastLookup(
+        model=peer.hello.model_name,
+        first_chunk=question.first_chunk,
+        asked_chunks=len(question.hashes),
+        chunk_tokens=agent.chunk_tokens(peer),
+        **found,
+    )
+
+
+def _ended(
+    past: PastLookup, reason: str, because: Sequence[str] = (), missed: bytes = b""
+) -> PastLookup:
+    """With why nothing more was found."""
+    chunk = past.first_chunk + past.found_chunks
+    miss = FirstMiss(chunk, chunk * past.chunk_tokens, reason, tuple(because), missed.hex())
+    return replace(past, first_miss=miss)
 
 
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:

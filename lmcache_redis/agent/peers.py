@@ -13,7 +13,7 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
-from lmcache_redis.agent.savings import Saving
+from lmcache_redis.agent.sessions import Saving
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
@@ -108,7 +108,7 @@ class ModelUse:
     """What the engines of one model have asked for and got since the agent's start.
 
     saved_tokens: loaded instead of computed. saved_untimed_tokens: those of them whose seconds are
-    not known. saved_prefill_s: of the others; see `savings`.
+    not known. saved_prefill_s: of the others; see `sessions`.
     """
 
     lookups: int = 0
@@ -122,8 +122,8 @@ class ModelUse:
 
     def add(self, saving: Saving) -> None:
         self.saved_tokens += saving.tokens
-        self.saved_untimed_tokens += 0 if saving.is_timed else saving.tokens
-        self.saved_prefill_s += saving.prefill_s or 0.0
+        self.saved_untimed_tokens += saving.untimed_tokens
+        self.saved_prefill_s += saving.prefill_s
 
 
 class Peers:
@@ -167,6 +167,12 @@ class Peers:
     def saved_prefill_s(self) -> float:
         """Of all models, as far as it is known."""
         return sum(use.saved_prefill_s for use in self.models.values())
+
+    @property
+    def registered(self) -> list[Registration]:
+        """Of all workers."""
+        peers = self._by_identity.values()
+        return [each.registration for each in peers if each.registration is not None]
 
     def remove(self, peer: Peer) -> None:
         if self._by_identity.get(peer.identity) is peer:

@@ -4,6 +4,9 @@ The loop thread puts what happens into a queue of bounded length and goes on; a 
 finds the queue full is dropped and counted, and so is everything after the file could not be
 written. The file is renamed to FILE.1, in place of the one before, when it has half of the maximum
 size; each file can be read alone. What a line says: `plan.records`.
+
+A layout is described before the first lookup that names it, and in each file. Stores are written
+once a lookup has described their part. Of many layouts the one that was looked up last is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import xxhash
@@ -33,8 +36,15 @@ logger = logging.getLogger(__name__)
 _QUEUE_LINES = 4096
 _CLOSE_S = 2.0
 
-# A line without the names of its chunks, and their hashes.
-_Item = tuple[records.Line, Sequence[bytes]]
+_MOST_LAYOUTS = 64
+
+
+class _Item(NamedTuple):
+    """A line without the names of its chunks, their hashes, and the layout of a lookup."""
+
+    line: records.Line
+    hashes: Sequence[bytes] = ()
+    layout: records.LayoutRecord | None = None
 
 
 class TraceRecorder:
@@ -42,7 +52,6 @@ class TraceRecorder:
 
     def __init__(self, agent: Agent, path: str, limit_bytes: int) -> None:
         self._agent = agent
-        self._layouts: dict[tuple[bytes, ...], str] = {}
         self._queue: queue.Queue[_Item | None] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0  # since the last line that was taken
         self._writer = _RecordWriter(Path(path), limit_bytes // 2)
@@ -69,16 +78,17 @@ class TraceRecorder:
             if not isinstance(result, m.LookupResult) or ranks is None:
                 return
             forms, _ = shared_rows(ranks, len(question.hashes[0]))
+            layout = self._layout(forms, len(question.hashes[0]), self._agent.chunk_tokens(peer))
             line = records.LookupRecord(
                 asked_s,
                 request=_digest(question.request_id.encode()),
-                layout=self._layout(forms, len(question.hashes[0]), self._agent.chunk_tokens(peer)),
+                layout=layout.name,
                 chunks="",
                 first_chunk=question.first_chunk,
                 hits=result.tiers or "h" * result.hit_chunks,
                 token_s=question.token_s,
             )
-            self._put(line, question.hashes)
+            self._put(_Item(line, question.hashes, layout))
 
         return answer
 
@@ -88,47 +98,41 @@ class TraceRecorder:
             request = _digest(question.request_id.encode())
             part = _digest(form.stem(len(question.hashes[0])))
             line = records.StoreRecord(time.time(), request=request, part=part, chunks="")
-            self._put(line, question.hashes)
+            self._put(_Item(line, question.hashes))
 
-    def _layout(self, forms: Sequence[ChunkForm], hash_bytes: int, chunk_tokens: int) -> str:
-        """The name of the layout, whose line is written before the first that needs it."""
-        stems = tuple(form.stem(hash_bytes) for form in forms)
-        name = self._layouts.get(stems)
-        if name is None:
-            name = _digest(b"".join(stems))
-            slot_bytes = self._agent.arena.slot_stride_bytes
-            rows = [
-                records.RowRecord(
-                    _digest(stem), form.chunk_bytes, self._agent.cache.units(form) * slot_bytes,
-                    form.reach.kind, form.reach.tokens,
-                )
-                for form, stem in zip(forms, stems, strict=True)
-            ]  # fmt: skip
-            line = records.LayoutRecord(
-                time.time(),
-                name=name,
-                model=forms[0].model_name,
-                chunk_tokens=chunk_tokens,
-                rows=tuple(rows),
+    def _layout(
+        self, forms: Sequence[ChunkForm], hash_bytes: int, chunk_tokens: int
+    ) -> records.LayoutRecord:
+        stems = [form.stem(hash_bytes) for form in forms]
+        slot_bytes = self._agent.arena.slot_stride_bytes
+        rows = [
+            records.RowRecord(
+                _digest(stem), form.chunk_bytes, self._agent.cache.units(form) * slot_bytes,
+                form.reach.kind, form.reach.tokens,
             )
-            if self._put(line):
-                self._layouts[stems] = name
-        return name
+            for form, stem in zip(forms, stems, strict=True)
+        ]  # fmt: skip
+        return records.LayoutRecord(
+            time.time(),
+            name=_digest(b"".join(stems)),
+            model=forms[0].model_name,
+            chunk_tokens=chunk_tokens,
+            rows=tuple(rows),
+        )
 
-    def _put(self, line: records.Line, hashes: Sequence[bytes] = ()) -> bool:
+    def _put(self, item: _Item) -> None:
         try:
             if self._writer.has_failed:
                 raise queue.Full
             if self._dropped:
-                lost = records.DroppedRecord(time.time(), lines=self._dropped)
-                self._queue.put_nowait((lost, ()))
+                self._queue.put_nowait(
+                    _Item(records.DroppedRecord(time.time(), lines=self._dropped))
+                )
                 self._dropped = 0
-            self._queue.put_nowait((line, hashes))
-            return True
+            self._queue.put_nowait(item)
         except queue.Full:
             self._dropped += 1
             self._agent.cache.metrics.count("records_dropped")
-            return False
 
 
 def _digest(data: bytes) -> str:
@@ -142,7 +146,7 @@ class _RecordWriter:
         self.has_failed = False
         self._path = path
         self._file_bytes = file_bytes
-        self._layouts: dict[str, records.Line] = {}
+        self._layouts: dict[str, records.LayoutRecord] = {}  # the last looked up at the end
         self._encode = msgspec.json.Encoder().encode
         try:
             self._file = self._open()
@@ -155,7 +159,7 @@ class _RecordWriter:
         """Until a None comes."""
         try:
             while (item := lines.get()) is not None:
-                self._write(*item)
+                self._write(item)
                 if lines.empty():
                     self._file.flush()
             self._file.close()
@@ -168,16 +172,28 @@ class _RecordWriter:
     def _open(self) -> BinaryIO:
         self._path.touch(mode=0o600)
         file = self._path.open("ab")
-        file.write(self._encode(records.StartRecord(time.time())) + b"\n")
-        for layout in self._layouts.values():
-            file.write(self._encode(layout) + b"\n")
+        for line in (records.StartRecord(time.time()), *self._layouts.values()):
+            file.write(self._encode(line) + b"\n")
         return file
 
-    def _write(self, line: records.Line, hashes: Sequence[bytes]) -> None:
-        if isinstance(line, records.LayoutRecord):
-            self._layouts[line.name] = line
+    def _write(self, item: _Item) -> None:
+        line, layout = item.line, item.layout
+        if layout is not None:
+            known = self._layouts.pop(layout.name, None)
+            self._layouts[layout.name] = known or layout
+            if known is None:
+                self._append(layout)
+            if len(self._layouts) > _MOST_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+        if isinstance(line, records.StoreRecord) and not any(
+            line.part == row.part for each in self._layouts.values() for row in each.rows
+        ):
+            return
         if isinstance(line, (records.LookupRecord, records.StoreRecord)):
-            line = msgspec.structs.replace(line, chunks="".join(map(_digest, hashes)))
+            line = msgspec.structs.replace(line, chunks="".join(map(_digest, item.hashes)))
+        self._append(line)
+
+    def _append(self, line: records.Line) -> None:
         encoded = self._encode(line) + b"\n"
         if self._file.tell() + len(encoded) > self._file_bytes:
             self._file.close()

@@ -15,6 +15,7 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import FULL_REACH
+from lmcache_redis.device.calls import CopyCall
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +59,10 @@ class RetrieveJob(CopyJob):
         """Queues the copies of the chunks in memory, and begins to load the others."""
         if self._load is not None:
             self._load.begun(self._started_s)
-        self._missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
+        self._entries = self._pinned()
+        self._missing = [each for each in range(len(self._hashes)) if each not in self._entries]
         self._begin([*self._entries], self._missing)
         self._load_piece()
-
-    def _hold(self, chunk: int) -> bool:
-        """Whether the chunk is in memory, and pinned now."""
-        if (entry := self._pinned(chunk)) is None:
-            return False
-        self._entries[chunk] = entry
-        return True
 
     def _load_piece(self) -> None:
         """Loads the next missing chunks and queues their copies; then continues."""
@@ -109,15 +104,8 @@ class RetrieveJob(CopyJob):
     def _take(self, chunk: int) -> Entry | None:
         return self._entries.pop(chunk, None)
 
-    def _move(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> bool:
-        per_chunk = self._request.group.blocks_per_part
-        skip = sum(min(max(0, self._skip_blocks - c * per_chunk), per_chunk) for c in chunks)
-        self._registration.device.scatter(
-            block_ids, slots, self._form.stripe_payload_bytes, skip, self._question.after,
-            self._question.lease_ns, len(chunks), self._question.group,
-        )  # fmt: skip
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
+        self._registration.device.scatter(call)
         return True
 
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
@@ -144,15 +132,12 @@ class RetrieveJob(CopyJob):
             self._question.request_id, copied, len(self._hashes), took_s * 1e3,
             because(self._reasons),
         )  # fmt: skip
-        try:
-            if not self._lost:
-                self._request.reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
-        finally:
-            self._agent.sessions.finish(self._request.session)
+        if not self._lost:
+            self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
 
     def _count_saving(self) -> None:
         """Counts what the load has saved, if this was its last retrieve."""
-        session, load = self._request.session, self._load
+        session, load = self._session, self._load
         if load is None or session.ended:  # the request was aborted
             return
         worker_id, tokens = self._registration.worker_id, None
@@ -165,7 +150,7 @@ class RetrieveJob(CopyJob):
             self._use.add(saving)
             peers, metrics = self._agent.peers, self._cache.metrics
             metrics.count("saved_tokens", saving.tokens)
-            metrics.count("saved_untimed_tokens", 0 if saving.is_timed else saving.tokens)
+            metrics.count("saved_untimed_tokens", saving.untimed_tokens)
             metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)
 
     def _note(self, copied: int, took_s: float) -> None:
@@ -173,4 +158,4 @@ class RetrieveJob(CopyJob):
         past.loaded += copied
         past.failed += len(self._failed)
         past.load_s = max(past.load_s, took_s)
-        past.because(self._reasons)
+        past.add_reasons(self._reasons)

@@ -13,6 +13,7 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.jobs import CopyJob, CopyRequest, because
 from lmcache_redis.agent.sessions import MAX_CHUNKS
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.device.calls import CopyCall
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +72,10 @@ class StoreJob(CopyJob):
             self._dropped("drop_pool_full", "the host pool was full")
         else:
             # What no lookup has named was generated after its prompt.
-            entry.position = self._request.session.positions.get(chunk_hash, MAX_CHUNKS)
+            entry.position = self._session.positions.get(chunk_hash, MAX_CHUNKS)
         return entry
 
-    def _move(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
-    ) -> bool:
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
         lease_ns = self._question.lease_ns
         read_in_time = False
 
@@ -86,10 +85,7 @@ class StoreJob(CopyJob):
             if read_in_time:
                 self._cache.owner.post(partial(self._blocks_read, chunks))
 
-        self._registration.device.gather(
-            block_ids, slots, self._form.stripe_payload_bytes, self._question.after,
-            on_blocks_read, lease_ns, len(chunks), self._question.group,
-        )  # fmt: skip
+        self._registration.device.gather(call, on_blocks_read)
         return read_in_time or time.monotonic_ns() <= lease_ns
 
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
@@ -129,7 +125,7 @@ class StoreJob(CopyJob):
         # Pending chunks were read in time and are being copied to their slots: they count.
         stored = self._stored + len(self._pending)
         dropped = len(self._hashes) - stored - self._already
-        self._request.reply(m.StoreResult(0, stored, self._already, dropped))
+        self._reply(m.StoreResult(0, stored, self._already, dropped))
         self._cache.metrics.observe("store_seconds", time.monotonic() - self._started_s)
 
     def _finish(self) -> None:
@@ -139,10 +135,9 @@ class StoreJob(CopyJob):
         past.stored += self._stored
         past.present += self._already
         past.dropped += len(self._hashes) - self._stored - self._already
-        past.because(self._reasons)
+        past.add_reasons(self._reasons)
         logger.debug(
             "request %s: %d of %d chunks stored, %d were in the host pool%s",
             self._question.request_id, self._stored, len(self._hashes), self._already,
             because(self._reasons),
         )  # fmt: skip
-        self._agent.sessions.finish(self._request.session)

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from lmcache_redis.admin.names import shown_age
 
 TIERS: Final = ("host", "disk", "redis")
-# Of an agent that was started before an update, and does not report these.
-ABSENT: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "models": {},
-        "canaries": {"every": 0, "distrusted": []},
-        "uptime_s": 0.0,
-        "hit_rate": dict.fromkeys(TIERS),
-        "tokens_saved": 0,
-        "tokens_saved_untimed": 0,
-        "prefill_s_saved": 0.0,
-    }
-)
 
 
 def percent(share: float | None) -> str:

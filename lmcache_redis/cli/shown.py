@@ -40,7 +40,6 @@ def console() -> Console:
 
 def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """The agent, its engines, and every counter."""
-    report = {**words.ABSENT, **report}
     pool, redis, queues = report["pool"], report["redis"], report["queues"]
     agent = Table(title=f"agent {report['pid']} ({report['version']})", show_header=False)
     agent.add_column(no_wrap=True)
@@ -137,7 +136,7 @@ class _CounterChange:
     def __init__(self, before: Sample | None, now: Sample) -> None:
         if before is not None and before.report["pid"] != now.report["pid"]:
             before = None
-        self.report = {**words.ABSENT, **now.report}
+        self.report = now.report
         self.seconds = now.at_s - before.at_s if before else 0.0
         self._then: Mapping[str, Any] = before.report if before else {}
 

@@ -153,18 +153,15 @@ def _pages(
     parts: list[dict[int, Pages | None]] = [{} for _ in segments]
     for (segment, offset), each in zip(merged, elements, strict=True):
         parts[segment].setdefault(offset, each)
-    runs: list[tuple[Pages, int]] = []  # with the number of segments
+    pages: list[Pages] = []
     for in_page in parts:
         each, *others = in_page.values()
         if each is None or any(other != each for other in others):
             return ()
         if others:
             each = msgspec.structs.replace(each, segments=(1,), shape=(len(in_page), *each.shape))
-        count = 1
-        if runs and runs[-1][0] == each:
-            count += runs.pop()[1]
-        runs.append((each, count))
-    return tuple(_counted(each, count) for each, count in runs)
+        pages.append(each)
+    return tuple(_counted(each, len([*alike])) for each, alike in itertools.groupby(pages))
 
 
 def _counted(each: Pages, segments: int) -> Pages:

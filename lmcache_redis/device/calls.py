@@ -34,17 +34,9 @@ _MAX_BYTES = 2**63 - 1
 _KEPT_SHAPES = 64
 
 
-class Copy(NamedTuple):
-    """``nbytes`` at ``device_offset`` of a storage, and at ``slot_offset`` of a slot.
-
-    ``slot`` is an index of the chunk's slots, one per stripe.
-    """
-
-    storage: int
-    device_offset: int
-    slot: int
-    slot_offset: int
-    nbytes: int
+# A storage and the offset in it; a slot and the offset in it; the bytes. A slot is an index of the
+# chunk's slots, one per stripe.
+Copy = tuple[int, int, int, int, int]
 
 
 class CopyArrays(NamedTuple):
@@ -58,36 +50,42 @@ class CopyArrays(NamedTuple):
 
 
 class ChunkCopy(NamedTuple):
-    """One chunk of a call: its blocks in token order, its slots, and how many blocks to skip."""
+    """One chunk of a call.
+
+    block_ids: in token order. slots: writable memoryviews of bytes, one for each stripe, at least
+    as long as the stripe's payload. skip_blocks: how many of the first blocks a scatter leaves.
+    """
 
     block_ids: Sequence[int]
     slots: Sequence[memoryview]
-    skip_blocks: int
+    skip_blocks: int = 0
 
 
 class CopyCall(NamedTuple):
-    """A gather or a scatter: see `DeviceContext`. chunk_bytes: of each of its chunks."""
+    """A gather or a scatter of parts of chunks, equally long, in one group.
 
-    group: int
-    chunks: list[ChunkCopy]
-    chunk_bytes: int
+    after: the ticket of the signal after which the blocks may be read or written, because an engine
+    on a GPU may still compute them, or zero them (`device.signals`); None on the CPU, where the
+    engine's memory is coherent. until_ns: the engine may reuse the blocks then
+    (``time.monotonic_ns()``).
+    """
+
+    chunks: Sequence[ChunkCopy]
     stripe_payload_bytes: int
-    after: int | None
-    until_ns: int | None
+    group: int = 0
+    after: int | None = None
+    until_ns: int | None = None
 
 
 class DeviceContext(ABC):
     """One worker's paged KV cache, mapped. Every method may raise DeviceError.
 
-    A call moves parts of ``chunks`` chunks in one group: ``block_ids`` has the blocks of the first
-    chunk in token order, then those of the second, and so on; ``slots`` likewise. Slots are
-    writable memoryviews of bytes, one for each stripe, at least as long as the stripe's payload.
-    Slots and blocks belong to the call until it returns. Arguments are checked before the first
-    byte moves: a call that refuses an argument has changed nothing.
+    Slots and blocks belong to a call until it returns. Arguments are checked before the first byte
+    moves: a call that refuses an argument has changed nothing.
 
-    The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that waits
-    for a CUDA stream or for the engine's signal until then raises without touching the blocks. On
-    the CPU, a call checks the time before each MiB: a late call raises after copying a part.
+    A call that waits for the engine's signal until its ``until_ns`` raises without touching the
+    blocks. On the CPU, a call checks the time before each MiB: a late call raises after copying a
+    part.
 
     Attributes:
         layouts: of each group.
@@ -106,49 +104,18 @@ class DeviceContext(ABC):
         self._in_progress = 0
         self._is_closed = False
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        after: int | None = None,
-        on_blocks_read: Callable[[], None] | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
+    @abstractmethod
+    def gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None = None) -> None:
+        """Copy the chunks from their blocks into their slots; return when that is complete.
 
         On a GPU, ``on_blocks_read`` is called once, on the same thread, when the blocks have been
         read and the engine may reuse them: long before the return, if a kernel reads them. On the
-        CPU it is not called.
-
-        ``after`` is the ticket of the signal after which the blocks may be read (`device.signals`);
-        None on the CPU, where the engine's memory is coherent.
+        CPU it is not called: the blocks are read when the call returns.
         """
-        cut = chunks_of_call(block_ids, slots, 0, chunks)
-        self._gather(self._call(group, cut, stripe_payload_bytes, after, until_ns), on_blocks_read)
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int = 0,
-        after: int | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy the chunks in ``slots`` into ``block_ids``.
-
-        The first ``skip_blocks`` blocks, counted from the first chunk on, are not written.
-
-        The blocks may be written after the signal ``after``, because an engine on a GPU may still
-        be zeroing fresh blocks; None on the CPU. On return the engine may read the blocks.
-        """
-        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        self._scatter(self._call(group, cut, stripe_payload_bytes, after, until_ns))
+    @abstractmethod
+    def scatter(self, call: CopyCall) -> None:
+        """Copy the chunks from their slots into their blocks, which the engine may read then."""
 
     def close(self) -> None:
         """Wait for calls in progress, then unmap. Later calls raise DeviceError. Idempotent."""
@@ -160,29 +127,18 @@ class DeviceContext(ABC):
             self._unmap()
 
     @abstractmethod
-    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
-        """See `gather`. Chunks and slots are checked, block ids and the ticket are not."""
-
-    @abstractmethod
-    def _scatter(self, call: CopyCall) -> None:
-        """See `scatter`. Chunks and slots are checked, block ids and the ticket are not."""
-
-    @abstractmethod
     def _unmap(self) -> None:
         """Release the memory."""
 
-    def _call(
-        self, group: int, chunks: list[ChunkCopy], stripe_bytes: int, after: int | None,
-        until_ns: int | None,
-    ) -> CopyCall:  # fmt: skip
-        chunk_bytes = len(chunks[0].block_ids) * self._block_bytes[group]
-        for chunk in chunks:
-            check_slots(chunk.slots, chunk_bytes, stripe_bytes)
-        return CopyCall(group, chunks, chunk_bytes, stripe_bytes, after, until_ns)
-
     @contextlib.contextmanager
-    def _mapped(self) -> Iterator[None]:
-        """Keeps the memory mapped during a call. Raises DeviceError after `close`."""
+    def _mapped(self, call: CopyCall) -> Iterator[None]:
+        """Keeps the memory mapped during a call, whose slots are checked.
+
+        Raises DeviceError after `close`.
+        """
+        for chunk in call.chunks:
+            chunk_bytes = len(chunk.block_ids) * self._block_bytes[call.group]
+            check_slots(chunk.slots, chunk_bytes, call.stripe_payload_bytes)
         with self._changed:
             if self._is_closed:
                 raise DeviceError("the worker's KV cache is no longer mapped")
@@ -193,10 +149,6 @@ class DeviceContext(ABC):
             with self._changed:
                 self._in_progress -= 1
                 self._changed.notify_all()
-
-
-# Copy(*row), several times as fast: making these dominates the cost of planning a chunk.
-_copy = functools.partial(tuple.__new__, Copy)
 
 
 class _Shape(NamedTuple):
@@ -231,7 +183,7 @@ class CopyPlanner:
         """As `arrays`, one by one."""
         arrays = self.arrays(block_ids, stripe_payload_bytes, skip_blocks)
         columns = [column.tolist() for column in arrays]
-        return list(map(_copy, zip(*columns, strict=True)))
+        return list(zip(*columns, strict=True))
 
     def arrays(
         self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
@@ -319,29 +271,6 @@ def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
             f"block ids from {ids.min()} to {ids.max()}; the KV cache has {num_blocks} blocks"
         )
     return ids
-
-
-def chunks_of_call(
-    block_ids: Sequence[int], slots: Sequence[memoryview], skip_blocks: int, chunks: int
-) -> list[ChunkCopy]:
-    """Divide a call's blocks and slots among its chunks, which are equally long.
-
-    Raises DeviceError if they do not divide evenly, or ``skip_blocks`` exceeds the number of
-    blocks.
-    """
-    if chunks <= 0 or len(block_ids) % chunks or len(slots) % chunks:
-        raise DeviceError(f"{len(block_ids)} blocks and {len(slots)} slots for {chunks} chunks")
-    if not 0 <= skip_blocks <= len(block_ids):
-        raise DeviceError(f"{skip_blocks} of {len(block_ids)} blocks to skip")
-    blocks, stripes = len(block_ids) // chunks, len(slots) // chunks
-    return [
-        ChunkCopy(
-            block_ids[n * blocks : (n + 1) * blocks],
-            slots[n * stripes : (n + 1) * stripes],
-            min(max(0, skip_blocks - n * blocks), blocks),
-        )
-        for n in range(chunks)
-    ]
 
 
 def check_slots(slots: Sequence[memoryview], chunk_bytes: int, stripe_payload_bytes: int) -> None:

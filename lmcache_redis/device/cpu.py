@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _SHM_DIRECTORY = "/dev/shm"
 _TMPFS_MAGIC = 0x01021994  # statfs(2)
 _STATFS_BYTES = 256  # more than any platform's struct statfs; f_type comes first
-# Copied between two checks of the lease; takes 0.2 ms. A copy thread that is stopped after a check
-# touches at most this many bytes when it resumes.
+# Copied after a check of the lease, in at most 0.2 ms. A copy thread that is stopped after a check
+# touches no more bytes when it resumes.
 _PIECE_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -199,18 +199,15 @@ class CpuDevice(DeviceContext):
             self.close()
             raise
 
-    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
-        """``on_blocks_read`` is not called: the blocks are read when the call returns."""
-        plans = self._plans(call)
-        with self._memory() as storages:
+    def gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None = None) -> None:
+        with self._memory(call) as (storages, plans):
             for chunk, copies in plans:
                 targets = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
                 for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
                     targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
 
-    def _scatter(self, call: CopyCall) -> None:
-        plans = self._plans(call)
-        with self._memory() as storages:
+    def scatter(self, call: CopyCall) -> None:
+        with self._memory(call) as (storages, plans):
             for chunk, copies in plans:
                 sources = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
                 for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
@@ -220,25 +217,27 @@ class CpuDevice(DeviceContext):
         while self._maps:
             self._maps.pop().close()
 
-    def _plans(self, call: CopyCall) -> list[tuple[ChunkCopy, list[Copy]]]:
-        """Each chunk's copies, all bounds checked."""
+    @contextlib.contextmanager
+    def _memory(
+        self, call: CopyCall
+    ) -> Iterator[tuple[list[np.ndarray], list[tuple[ChunkCopy, list[Copy]]]]]:
+        """The storages as bytes, and each chunk's copies, all bounds checked.
+
+        No array may outlive the context: it blocks the unmapping.
+        """
         if call.after is not None:
             raise DeviceError("a signal of a GPU for a KV cache in CPU memory")
         planner, stripe_bytes = self._planners[call.group], call.stripe_payload_bytes
-        return [
-            (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))
-            for each in call.chunks
-        ]
-
-    @contextlib.contextmanager
-    def _memory(self) -> Iterator[list[np.ndarray]]:
-        """The storages as bytes. No array may outlive the context: it blocks the unmapping."""
-        with self._mapped():
+        with self._mapped(call):
+            plans = [
+                (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))
+                for each in call.chunks
+            ]
             for each in self._maps:
                 each.check()
             storages = [np.frombuffer(each.memory, np.uint8) for each in self._maps]
             try:
-                yield storages
+                yield storages, plans
             finally:
                 storages.clear()
             for each in self._maps:
@@ -246,23 +245,16 @@ class CpuDevice(DeviceContext):
 
 
 def _in_time(copies: Iterable[Copy], until_ns: int | None) -> Iterator[Copy]:
-    """The copies in order, in pieces of at most `_PIECE_BYTES`; large ones are cut.
+    """The copies in order; those of more than `_PIECE_BYTES` are cut.
 
     Raises DeviceError before a piece that would begin after ``until_ns``.
     """
-    left = 0  # of the piece in progress
     for copy in copies:
-        if copy.nbytes <= left:
-            left -= copy.nbytes
-            yield copy
-            continue
-        for begin in range(0, copy.nbytes, _PIECE_BYTES):
+        storage, offset, slot, at, nbytes = copy
+        for begin in (0,) if nbytes <= _PIECE_BYTES else range(0, nbytes, _PIECE_BYTES):
             if until_ns is not None and time.monotonic_ns() > until_ns:
                 raise DeviceError("the lease on the blocks has expired before the copy")
-            part = copy._replace(
-                device_offset=copy.device_offset + begin,
-                slot_offset=copy.slot_offset + begin,
-                nbytes=min(_PIECE_BYTES, copy.nbytes - begin),
-            )
-            left = _PIECE_BYTES - part.nbytes
-            yield part
+            if nbytes > _PIECE_BYTES:
+                part_bytes = min(_PIECE_BYTES, nbytes - begin)
+                copy = storage, offset + begin, slot, at + begin, part_bytes
+            yield copy

@@ -20,20 +20,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from lmcache_redis.device.calls import CopyCall, DeviceContext
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaHandle, SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.mapping import EngineMemory
-from lmcache_redis.device.moving import Moves, PlannedMove, moves_of
+from lmcache_redis.device.moving import Moves, moves_of
 from lmcache_redis.device.signals import SignalPage
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.processes import is_running
 
 _CALL_BYTES = 32 << 20
 _SIGNAL_DEADLINE_S = 30.0
-_STREAM_DEADLINE_S = 60.0
 # A poll takes the interpreter lock. What has taken long already may take a sixteenth longer.
 _POLL_S = 50e-6
 _LONGEST_POLL_S = 1e-3
@@ -88,26 +88,18 @@ class CudaDevice(DeviceContext):
         """Make the GPU's context that of this thread. Raises DeviceError."""
         self._gpu.use()
 
-    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
-        with self._mapped():
-            move = self._planned(call)
-            with self._gpu.stream(scatter=False, wait_s=_stream_wait_s(call)) as stream:
-                move.gather(stream, lambda: self._await_blocks(call), on_blocks_read)
+    def gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None = None) -> None:
+        with self._mapped(call), self._gpu.stream() as stream:
+            ready = partial(self._await_blocks, call)
+            self._moves[call.group].gather(call, stream, ready, on_blocks_read)
 
-    def _scatter(self, call: CopyCall) -> None:
-        with self._mapped():
-            move = self._planned(call)
-            with self._gpu.stream(scatter=True, wait_s=_stream_wait_s(call)) as stream:
-                move.scatter(stream, lambda: self._await_blocks(call))
+    def scatter(self, call: CopyCall) -> None:
+        with self._mapped(call), self._gpu.stream() as stream:
+            self._moves[call.group].scatter(call, stream, partial(self._await_blocks, call))
 
     def _unmap(self) -> None:
         self._gpu.use()
         self._opened.close()
-
-    def _planned(self, call: CopyCall) -> PlannedMove:
-        if call.after is not None and self._signals is None:
-            raise DeviceError("a ticket of an engine that registered no signals")
-        return self._moves[call.group].plan(call)
 
     def _await_blocks(self, call: CopyCall) -> None:
         """Wait until the engine's GPU has reached the signal.
@@ -117,15 +109,18 @@ class CudaDevice(DeviceContext):
         """
         self._await_signal(call)
         self._check_exporter()
-        if _left_s(1.0, call.until_ns) <= 0:
+        if call.until_ns is not None and time.monotonic_ns() >= call.until_ns:
             raise DeviceError("the lease on the blocks has expired before the copy")
 
     def _await_signal(self, call: CopyCall) -> None:
         if call.after is None:
             return
-        assert self._signals is not None
+        if self._signals is None:
+            raise DeviceError("a ticket of an engine that registered no signals")
         began_s = checked_s = time.monotonic()
-        deadline_s = began_s + _left_s(_SIGNAL_DEADLINE_S, call.until_ns)
+        deadline_s = began_s + _SIGNAL_DEADLINE_S
+        if call.until_ns is not None:
+            deadline_s = min(deadline_s, call.until_ns / 1e9)
         while not self._signals.has_happened(call.after):
             now_s = time.monotonic()
             if now_s > deadline_s:
@@ -139,14 +134,3 @@ class CudaDevice(DeviceContext):
     def _check_exporter(self) -> None:
         if not is_running(*self._exporter):
             raise DeviceError(f"process {self._exporter[0]}, whose KV cache this is, has ended")
-
-
-def _stream_wait_s(call: CopyCall) -> float:
-    return _left_s(_STREAM_DEADLINE_S, call.until_ns)
-
-
-def _left_s(most_s: float, until_ns: int | None) -> float:
-    """Seconds from now until ``until_ns``, at most ``most_s``."""
-    if until_ns is None:
-        return most_s
-    return min(most_s, (until_ns - time.monotonic_ns()) / 1e9)

@@ -135,22 +135,17 @@ def _sampled(raw: _Bytes, pages: int, item_bytes: int) -> _Bytes:
 
 def _fp8_table(exponent_bits: int, has_infinities: bool) -> _Numbers:
     """The value of each byte of an OCP 8-bit float (Open Compute Project, OFP8, 2023)."""
-    mantissa_bits = 7 - exponent_bits
-    bias = (1 << (exponent_bits - 1)) - 1
-    table = np.empty(256, np.float32)
-    for byte in range(256):
-        exponent = (byte >> mantissa_bits) & ((1 << exponent_bits) - 1)
-        mantissa = byte & ((1 << mantissa_bits) - 1)
-        if has_infinities and exponent == (1 << exponent_bits) - 1:
-            value = math.nan if mantissa else math.inf
-        elif not has_infinities and byte & 0x7F == 0x7F:
-            value = math.nan
-        elif exponent:
-            value = (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
-        else:
-            value = mantissa / (1 << mantissa_bits) * 2.0 ** (1 - bias)
-        table[byte] = -value if byte & 0x80 else value
-    return table
+    mantissa_bits, top = 7 - exponent_bits, (1 << exponent_bits) - 1
+    byte = np.arange(256)
+    exponent = byte >> mantissa_bits & top
+    mantissa = (byte & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    # The smallest exponent is of numbers without a leading 1.
+    table = (mantissa + (exponent > 0)) * 2.0 ** (np.maximum(exponent, 1) - (top >> 1))
+    if has_infinities:
+        table[exponent == top] = np.where(mantissa[exponent == top], math.nan, math.inf)
+    else:
+        table[byte & 0x7F == 0x7F] = math.nan
+    return np.where(byte & 0x80, -table, table).astype(np.float32)
 
 
 _FP8 = {"float8_e4m3fn": _fp8_table(4, False), "float8_e5m2": _fp8_table(5, True)}

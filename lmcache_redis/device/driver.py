@@ -19,26 +19,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_uint,
-    c_uint64,
-    c_ulonglong,
-    c_void_p,
-)
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
 from lmcache_redis.errors import DriverError, GpuLost
 
 IPC_HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _LIBRARY = "libcuda.so.1"
-# CUresult
-NOT_READY = 600
 # After these, every call of this process to this GPU returns an error: the process has to end.
 # 214 ECC, 220 NVLink, 700 illegal address, 702 launch timeout, 710 assert, 714-719 faults of the
 # hardware or of a launch, 999 unknown.
@@ -72,7 +60,6 @@ _CAUSES = {
 class Attribute:
     """Of ``CUdevice_attribute``."""
 
-    MAX_PITCH = 11  # of enqueue_copy_2d
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
     MAJOR = 75
     MINOR = 76
@@ -86,111 +73,13 @@ class Range(NamedTuple):
     size_bytes: int
 
 
-# Argument types by function; each returns a CUresult.
-_U64, _OUT_U64, _OUT_PTR, _OUT_INT = c_uint64, POINTER(c_uint64), POINTER(c_void_p), POINTER(c_int)
+# Argument types by name; each function returns a CUresult. Optional are those of newer drivers, or
+# needed only for memory of `cuMemCreate`.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
-    "cuDriverGetVersion": (_OUT_INT,),
-    "cuDeviceGetCount": (_OUT_INT,),
-    "cuDeviceGet": (_OUT_INT, c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceGetUuid_v2": (c_void_p, c_int),
-    "cuDeviceGetAttribute": (_OUT_INT, c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (_OUT_PTR, c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuCtxGetCurrent": (_OUT_PTR,),
-    "cuCtxGetDevice": (_OUT_INT,),
-    "cuCtxSynchronize": (),
-    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
-    "cuMemAlloc_v2": (_OUT_U64, c_size_t),
-    "cuMemFree_v2": (_U64,),
-    "cuMemGetAddressRange_v2": (_OUT_U64, POINTER(c_size_t), _U64),
-    "cuMemHostAlloc": (_OUT_PTR, c_size_t, c_uint),
-    "cuMemFreeHost": (c_void_p,),
-    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_void_p,),
-    "cuMemHostGetDevicePointer_v2": (_OUT_U64, c_void_p, c_uint),
-    "cuIpcGetMemHandle": (c_void_p, _U64),
-    "cuIpcCloseMemHandle": (_U64,),
-    "cuStreamCreate": (_OUT_PTR, c_uint),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamWriteValue64_v2": (c_void_p, _U64, _U64, c_uint),
-    "cuEventCreate": (_OUT_PTR, c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
-    "cuEventSynchronize": (c_void_p,),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuMemcpyHtoD_v2": (_U64, c_void_p, c_size_t),
-    "cuMemcpyHtoDAsync_v2": (_U64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, _U64, c_size_t, c_void_p),
-    "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
-    "cuModuleLoadData": (_OUT_PTR, c_char_p),
-    "cuModuleUnload": (c_void_p,),
-    "cuModuleGetFunction": (_OUT_PTR, c_void_p, c_char_p),
-    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
-# Of newer drivers, or needed only for memory of `cuMemCreate`.
-_OPTIONAL: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyBatchAsync": (
-        c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p,
-    ),
-    "cuMemRetainAllocationHandle": (_OUT_U64, c_void_p),
-    "cuMemExportToShareableHandle": (c_void_p, c_ulonglong, c_int, c_ulonglong),
-    "cuMemImportFromShareableHandle": (_OUT_U64, c_void_p, c_int),
-    "cuMemRelease": (c_ulonglong,),
-    "cuMemAddressReserve": (_OUT_U64, c_size_t, c_size_t, _U64, c_ulonglong),
-    "cuMemAddressFree": (_U64, c_size_t),
-    "cuMemMap": (_U64, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
-    "cuMemUnmap": (_U64, c_size_t),
-    "cuMemSetAccess": (_U64, c_size_t, c_void_p, c_size_t),
-}  # fmt: skip
-
-
-class _IpcHandle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
-
-
-class _Memcpy2D(ctypes.Structure):
-    """``CUDA_MEMCPY2D``. A unified address serves as host and as device."""
-
-    _fields_ = [
-        ("src_x", c_size_t), ("src_y", c_size_t), ("src_type", c_int),
-        ("src_host", c_void_p), ("src_device", c_uint64), ("src_array", c_void_p),
-        ("src_pitch", c_size_t),
-        ("dst_x", c_size_t), ("dst_y", c_size_t), ("dst_type", c_int),
-        ("dst_host", c_void_p), ("dst_device", c_uint64), ("dst_array", c_void_p),
-        ("dst_pitch", c_size_t),
-        ("width", c_size_t), ("height", c_size_t),
-    ]  # fmt: skip
-
-
-class _BatchAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``."""
-
-    _fields_ = [
-        ("src_access_order", c_uint), ("src_type", c_uint), ("src_id", c_int),
-        ("dst_type", c_uint), ("dst_id", c_int), ("flags", c_uint),
-    ]  # fmt: skip
-
-
-class _Access(ctypes.Structure):
-    """``CUmemAccessDesc``: a ``CUmemLocation``, and what it may do."""
-
-    _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
-
-
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
-_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-_NON_BLOCKING = 1
-_EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
-_LAZY_PEER_ACCESS = 1
-_PORTABLE, _DEVICE_MAP = 1, 2
-_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_ON_DEVICE, _READ_WRITE = 1, 3
+_OPTIONAL: dict[str, tuple[Any, ...]] = {}
 
 
 @functools.cache
@@ -203,16 +92,12 @@ def _library() -> ctypes.CDLL:
             0,
             f"there is no NVIDIA driver here ({error}): start the process with access to the GPUs",
         ) from error
-    for name, types in _FUNCTIONS.items():
-        try:
-            function = getattr(library, name)
-        except AttributeError:
-            raise DriverError(0, f"the driver has no {name}: 525 or newer is needed") from None
-        function.argtypes = types
-    library.cuIpcOpenMemHandle_v2.argtypes = (_OUT_U64, _IpcHandle, c_uint)
-    for name, types in _OPTIONAL.items():
-        if hasattr(library, name):
-            getattr(library, name).argtypes = types
+    for name, types in (_FUNCTIONS | _OPTIONAL).items():
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = types
+        elif name in _FUNCTIONS:
+            raise DriverError(0, f"the driver has no {name}: 525 or newer is needed")
     _check(library, "cuInit", library.cuInit(0))
     return library
 
@@ -236,6 +121,28 @@ def _call(name: str, *arguments: Any) -> None:
     _check(library, name, getattr(library, name)(*arguments))
 
 
+def _does(
+    name: str, *types: Any, fixed: Sequence[int] = (), optional: bool = False
+) -> Callable[..., None]:
+    """A function by its name and the types of its arguments, of which the last are ``fixed``."""
+    (_OPTIONAL if optional else _FUNCTIONS)[name] = types
+    return lambda *arguments: _call(name, *arguments, *fixed)
+
+
+def _gives(
+    kind: Any, name: str, *types: Any, fixed: Sequence[int] = (), optional: bool = False
+) -> Callable[..., int]:
+    """As `_does`, of a function that writes its result, of this kind, to its first argument."""
+    call = _does(name, POINTER(kind), *types, fixed=fixed, optional=optional)
+
+    def get(*arguments: Any) -> int:
+        value = kind()
+        call(byref(value), *arguments)
+        return value.value or 0
+
+    return get
+
+
 def has(name: str) -> bool:
     """Whether the driver has a function that older ones lack. Raises DriverError."""
     return hasattr(_library(), name)
@@ -243,55 +150,43 @@ def has(name: str) -> bool:
 
 # Devices and contexts
 
-
-def driver_version() -> int:
-    """The newest CUDA that the driver serves, as 12040 for 12.4."""
-    version = c_int()
-    _call("cuDriverGetVersion", byref(version))
-    return version.value
+# The newest CUDA that the driver serves, as 12040 for 12.4.
+driver_version = _gives(c_int, "cuDriverGetVersion")
+_device_count = _gives(c_int, "cuDeviceGetCount")
+_device_uuid = _does("cuDeviceGetUuid_v2", c_void_p, c_int)
+_device_name = _does("cuDeviceGetName", c_char_p, c_int, c_int)
+_device_attribute = _gives(c_int, "cuDeviceGetAttribute", c_int, c_int)
+# Of an ordinal: the primary context of a GPU, which torch uses too. Takes a fraction of a second.
+retain_context = _gives(c_void_p, "cuDevicePrimaryCtxRetain", c_int)
+release_context = _does("cuDevicePrimaryCtxRelease_v2", c_int)
+# Of this thread.
+set_context = _does("cuCtxSetCurrent", c_void_p)
+_context = _gives(c_void_p, "cuCtxGetCurrent")
+# Waits for all work of this thread's context.
+synchronize = _does("cuCtxSynchronize")
 
 
 def device_uuids() -> list[str]:
     """The GPUs of this process in its own order; with MIG those of its instance."""
-    count = c_int()
-    _call("cuDeviceGetCount", byref(count))
-    return [device_uuid(ordinal) for ordinal in range(count.value)]
+    return [device_uuid(ordinal) for ordinal in range(_device_count())]
 
 
 def device_uuid(ordinal: int) -> str:
     """16 bytes in hexadecimal, as torch writes them (nvidia-smi: with a prefix)."""
     raw = ctypes.create_string_buffer(16)
-    _call("cuDeviceGetUuid_v2", raw, ordinal)
+    _device_uuid(raw, ordinal)
     text = raw.raw.hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 def device_name(ordinal: int) -> str:
     name = ctypes.create_string_buffer(256)
-    _call("cuDeviceGetName", name, len(name), ordinal)
+    _device_name(name, len(name), ordinal)
     return name.value.decode(errors="replace")
 
 
 def device_attribute(ordinal: int, attribute: int) -> int:
-    value = c_int()
-    _call("cuDeviceGetAttribute", byref(value), attribute, ordinal)
-    return value.value
-
-
-def retain_context(ordinal: int) -> int:
-    """The primary context of a GPU, which torch uses too. Takes a fraction of a second."""
-    context = c_void_p()
-    _call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
-    return context.value or 0
-
-
-def release_context(ordinal: int) -> None:
-    _call("cuDevicePrimaryCtxRelease_v2", ordinal)
-
-
-def set_context(context: int) -> None:
-    """Of this thread."""
-    _call("cuCtxSetCurrent", context)
+    return _device_attribute(attribute, ordinal)
 
 
 @contextlib.contextmanager
@@ -309,242 +204,155 @@ def on_gpu(ordinal: int) -> Iterator[None]:
 @contextlib.contextmanager
 def in_context(context: int) -> Iterator[None]:
     """As `on_gpu`, of a GPU whose context is retained."""
-    former = c_void_p()
-    _call("cuCtxGetCurrent", byref(former))
+    former = _context()
     set_context(context)
     try:
         yield
     finally:
         with contextlib.suppress(DriverError):
-            _call("cuCtxSetCurrent", former)
+            set_context(former)
 
 
-def current_device() -> int:
-    """The GPU of this thread's context."""
-    ordinal = c_int()
-    _call("cuCtxGetDevice", byref(ordinal))
-    return ordinal.value
+# Memory, by address and size in bytes
 
+_PORTABLE, _DEVICE_MAP = 1, 2
 
-def synchronize() -> None:
-    """Wait for all work of this thread's context."""
-    _call("cuCtxSynchronize")
-
-
-def free_memory() -> tuple[int, int]:
-    """Free and total bytes of the GPU of this thread's context."""
-    free, total = c_size_t(), c_size_t()
-    _call("cuMemGetInfo_v2", byref(free), byref(total))
-    return free.value, total.value
-
-
-# Memory
-
-
-def allocate(size_bytes: int) -> int:
-    """The address of new GPU memory, aligned to 256."""
-    address = c_uint64()
-    _call("cuMemAlloc_v2", byref(address), size_bytes)
-    return address.value
-
-
-def free(address: int) -> None:
-    """Waits for the work of this process on that GPU."""
-    _call("cuMemFree_v2", address)
+# Of the GPU, aligned to 256.
+allocate = _gives(c_uint64, "cuMemAlloc_v2", c_size_t)
+# Waits for the work of this process on that GPU.
+free = _does("cuMemFree_v2", c_uint64)
+# Of the host: new page-locked memory, or what is there, for every context of this process.
+allocate_pinned = _gives(c_void_p, "cuMemHostAlloc", c_size_t, c_uint, fixed=[_PORTABLE])
+pin = _does("cuMemHostRegister_v2", c_void_p, c_size_t, c_uint, fixed=[_PORTABLE | _DEVICE_MAP])
+unpin = _does("cuMemHostUnregister", c_void_p)
+# Where the GPU sees pinned host memory.
+device_address = _gives(c_uint64, "cuMemHostGetDevicePointer_v2", c_void_p, c_uint, fixed=[0])
+_range_of = _does("cuMemGetAddressRange_v2", POINTER(c_uint64), POINTER(c_size_t), c_uint64)
 
 
 def allocation_of(address: int) -> Range:
     """The allocation in which an address of GPU memory lies."""
     base, size = c_uint64(), c_size_t()
-    _call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
+    _range_of(byref(base), byref(size), address)
     return Range(base.value, size.value)
-
-
-def allocate_pinned(size_bytes: int) -> int:
-    """The address of new page-locked host memory."""
-    address = c_void_p()
-    _call("cuMemHostAlloc", byref(address), size_bytes, _PORTABLE)
-    return address.value or 0
-
-
-def free_pinned(address: int) -> None:
-    _call("cuMemFreeHost", address)
-
-
-def pin(address: int, size_bytes: int) -> None:
-    """Page-lock host memory for every context of this process."""
-    _call("cuMemHostRegister_v2", address, size_bytes, _PORTABLE | _DEVICE_MAP)
-
-
-def unpin(address: int) -> None:
-    _call("cuMemHostUnregister", address)
-
-
-def device_address(address: int) -> int:
-    """Where the GPU sees pinned host memory."""
-    found = c_uint64()
-    _call("cuMemHostGetDevicePointer_v2", byref(found), address, 0)
-    return found.value
 
 
 # Memory of other processes
 
 
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
+
+
+class _Access(ctypes.Structure):
+    """``CUmemAccessDesc``: a ``CUmemLocation``, and what it may do."""
+
+    _fields_ = [("type", c_int), ("id", c_int), ("flags", c_int)]
+
+
+_LAZY_PEER_ACCESS = 1
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_ON_DEVICE, _READ_WRITE = 1, 3
+
+_export_memory = _does("cuIpcGetMemHandle", c_void_p, c_uint64)
+_open_memory = _gives(
+    c_uint64, "cuIpcOpenMemHandle_v2", _IpcHandle, c_uint, fixed=[_LAZY_PEER_ACCESS]
+)
+# Once for each `open_memory`.
+close_memory = _does("cuIpcCloseMemHandle", c_uint64)
+# The allocation that is mapped at an address (``cuMemCreate``), until it is released.
+retain_allocation = _gives(c_uint64, "cuMemRetainAllocationHandle", c_void_p, optional=True)
+# A file descriptor of an allocation. The allocation lives while one is open.
+export_allocation = _gives(
+    c_int, "cuMemExportToShareableHandle", c_uint64, c_int, c_uint64,
+    fixed=[_FILE_DESCRIPTOR, 0], optional=True,
+)  # fmt: skip
+# Once for each handle of it. What is mapped stays.
+release_allocation = _does("cuMemRelease", c_uint64, optional=True)
+# The allocation that a descriptor names, which may be closed; until it is released.
+import_allocation = _gives(
+    c_uint64, "cuMemImportFromShareableHandle", c_void_p, c_int,
+    fixed=[_FILE_DESCRIPTOR], optional=True,
+)  # fmt: skip
+# Of a size: where nothing else is mapped.
+reserve_addresses = _gives(
+    c_uint64, "cuMemAddressReserve", c_size_t, c_size_t, c_uint64, c_uint64,
+    fixed=[0, 0, 0], optional=True,
+)  # fmt: skip
+free_addresses = _does("cuMemAddressFree", c_uint64, c_size_t, optional=True)
+_map = _does("cuMemMap", c_uint64, c_size_t, c_size_t, c_uint64, c_uint64, optional=True)
+unmap = _does("cuMemUnmap", c_uint64, c_size_t, optional=True)
+_set_access = _does("cuMemSetAccess", c_uint64, c_size_t, c_void_p, c_size_t, optional=True)
+
+
 def export_memory(address: int) -> bytes:
     """A handle of the whole allocation in which ``address`` lies."""
     handle = _IpcHandle()
-    _call("cuIpcGetMemHandle", byref(handle), address)
+    _export_memory(byref(handle), address)
     return bytes(handle)
 
 
 def open_memory(handle: bytes) -> int:
     """Map the allocation of a handle; its address here. A second call returns the same."""
-    address = c_uint64()
-    taken = _IpcHandle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", byref(address), taken, _LAZY_PEER_ACCESS)
-    return address.value
-
-
-def close_memory(address: int) -> None:
-    """Once for each `open_memory`."""
-    _call("cuIpcCloseMemHandle", address)
-
-
-def retain_allocation(address: int) -> int:
-    """The allocation that is mapped at an address (``cuMemCreate``), until it is released."""
-    allocation = c_uint64()
-    _call("cuMemRetainAllocationHandle", byref(allocation), address)
-    return allocation.value
-
-
-def export_allocation(allocation: int) -> int:
-    """A file descriptor of an allocation. The allocation lives while one is open."""
-    fd = c_int()
-    _call("cuMemExportToShareableHandle", byref(fd), allocation, _FILE_DESCRIPTOR, 0)
-    return fd.value
-
-
-def release_allocation(allocation: int) -> None:
-    """Once for each handle of it. What is mapped stays."""
-    _call("cuMemRelease", allocation)
-
-
-def import_allocation(fd: int) -> int:
-    """The allocation that a descriptor names, which may be closed; until it is released."""
-    allocation = c_uint64()
-    _call("cuMemImportFromShareableHandle", byref(allocation), fd, _FILE_DESCRIPTOR)
-    return allocation.value
-
-
-def reserve_addresses(size_bytes: int) -> int:
-    """Where nothing else is mapped."""
-    address = c_uint64()
-    _call("cuMemAddressReserve", byref(address), size_bytes, 0, 0, 0)
-    return address.value
-
-
-def free_addresses(address: int, size_bytes: int) -> None:
-    _call("cuMemAddressFree", address, size_bytes)
+    return _open_memory(_IpcHandle.from_buffer_copy(handle))
 
 
 def map_allocation(address: int, size_bytes: int, allocation: int) -> None:
     """At reserved addresses. Not accessible before `allow_access`."""
-    _call("cuMemMap", address, size_bytes, 0, allocation, 0)
-
-
-def unmap(address: int, size_bytes: int) -> None:
-    _call("cuMemUnmap", address, size_bytes)
+    _map(address, size_bytes, 0, allocation, 0)
 
 
 def allow_access(address: int, size_bytes: int, ordinal: int) -> None:
     """Let a GPU read and write mapped memory."""
     access = _Access(_ON_DEVICE, ordinal, _READ_WRITE)
-    _call("cuMemSetAccess", address, size_bytes, byref(access), 1)
+    _set_access(address, size_bytes, byref(access), 1)
 
 
 # Streams and events
 
+_NON_BLOCKING = 1
+_EVENT_FLAGS = 1 | 2  # a waiting thread sleeps; no timing
 
-def create_stream() -> int:
-    """One that does not wait for the default stream."""
-    stream = c_void_p()
-    _call("cuStreamCreate", byref(stream), _NON_BLOCKING)
-    return stream.value or 0
-
-
-def destroy_stream(stream: int) -> None:
-    _call("cuStreamDestroy_v2", stream)
-
-
-def synchronize_stream(stream: int) -> None:
-    _call("cuStreamSynchronize", stream)
-
-
-def write_value(stream: int, address: int, value: int) -> None:
-    """Write 64 bits when all earlier work of the stream has ended, and is visible to others.
-
-    address: as the GPU sees it (`device_address`), aligned to 8.
-    """
-    _call("cuStreamWriteValue64_v2", stream, address, value, 0)
-
-
-def create_event() -> int:
-    """One for this process. A thread that waits for it sleeps."""
-    event = c_void_p()
-    _call("cuEventCreate", byref(event), _EVENT_FLAGS)
-    return event.value or 0
-
-
-def record_event(event: int, stream: int) -> None:
-    _call("cuEventRecord", event, stream)
-
-
-def has_happened(event: int) -> bool:
-    library = _library()
-    code = library.cuEventQuery(event)
-    if code == NOT_READY:
-        return False
-    _check(library, "cuEventQuery", code)
-    return True
-
-
-def wait_for(event: int) -> None:
-    _call("cuEventSynchronize", event)
-
-
-def destroy_event(event: int) -> None:
-    _call("cuEventDestroy_v2", event)
+# One that does not wait for the default stream.
+create_stream = _gives(c_void_p, "cuStreamCreate", c_uint, fixed=[_NON_BLOCKING])
+destroy_stream = _does("cuStreamDestroy_v2", c_void_p)
+synchronize_stream = _does("cuStreamSynchronize", c_void_p)
+# Stream, address, value: writes 64 bits when all earlier work of the stream has ended, and is
+# visible to others. The address is as the GPU sees it (`device_address`), aligned to 8.
+write_value = _does("cuStreamWriteValue64_v2", c_void_p, c_uint64, c_uint64, c_uint, fixed=[0])
+# One for this process. A thread that waits for it sleeps.
+create_event = _gives(c_void_p, "cuEventCreate", c_uint, fixed=[_EVENT_FLAGS])
+destroy_event = _does("cuEventDestroy_v2", c_void_p)
+# Event, stream.
+record_event = _does("cuEventRecord", c_void_p, c_void_p)
+wait_for = _does("cuEventSynchronize", c_void_p)
 
 
 # Copies and kernels: enqueued on a stream
 
 
-def copy_in(address: int, host: int, size_bytes: int) -> None:
-    """From host memory of any kind to the GPU; complete on return, for every stream."""
-    _call("cuMemcpyHtoD_v2", address, host, size_bytes)
-    # From pageable memory it returns when the source was read, and other streams do not wait for
-    # the rest ("API synchronization behavior" of the manual).
-    _call("cuStreamSynchronize", None)
+class _BatchAttributes(ctypes.Structure):
+    """``CUmemcpyAttributes``."""
+
+    _fields_ = [
+        ("src_access_order", c_uint), ("src_type", c_uint), ("src_id", c_int),
+        ("dst_type", c_uint), ("dst_id", c_int), ("flags", c_uint),
+    ]  # fmt: skip
 
 
-def enqueue_copy_in(address: int, host: int, size_bytes: int, stream: int) -> None:
-    _call("cuMemcpyHtoDAsync_v2", address, host, size_bytes, stream)
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
-
-def enqueue_copy_out(host: int, address: int, size_bytes: int, stream: int) -> None:
-    _call("cuMemcpyDtoHAsync_v2", host, address, size_bytes, stream)
-
-
-def enqueue_copy_2d(
-    to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int
-) -> None:
-    """``rows`` rows of ``width`` bytes that are a pitch apart. Addresses of host or GPU."""
-    copy = _Memcpy2D(
-        src_type=_UNIFIED, src_device=source, src_pitch=source_pitch,
-        dst_type=_UNIFIED, dst_device=to, dst_pitch=to_pitch,
-        width=width, height=rows,
-    )  # fmt: skip
-    _call("cuMemcpy2DAsync_v2", byref(copy), stream)
+# To, from, size in bytes, stream: from the host to the GPU, and out of it.
+enqueue_copy_in = _does("cuMemcpyHtoDAsync_v2", c_uint64, c_void_p, c_size_t, c_void_p)
+enqueue_copy_out = _does("cuMemcpyDtoHAsync_v2", c_void_p, c_uint64, c_size_t, c_void_p)
+_copy_batch = _does(
+    "cuMemcpyBatchAsync", c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t,
+    c_void_p, c_void_p, optional=True,
+)  # fmt: skip
+# Compiles PTX for the GPU of this thread's context.
+load_module = _gives(c_void_p, "cuModuleLoadData", c_char_p)
+_function_of = _gives(c_void_p, "cuModuleGetFunction", c_void_p, c_char_p)
+_launch = _does("cuLaunchKernel", c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p)
 
 
 def enqueue_copies(to: int, sources: int, sizes: int, count: int, stream: int) -> None:
@@ -554,27 +362,12 @@ def enqueue_copies(to: int, sources: int, sizes: int, count: int, stream: int) -
     """
     attributes = _BatchAttributes(src_access_order=_STREAM_ORDER)
     first, failed = c_size_t(0), c_size_t(0)
-    _call(
-        "cuMemcpyBatchAsync", to, sources, sizes, count,
-        byref(attributes), byref(first), 1, byref(failed), stream,
-    )  # fmt: skip
-
-
-def load_module(ptx: bytes) -> int:
-    """Compile PTX for the GPU of this thread's context."""
-    module = c_void_p()
-    _call("cuModuleLoadData", byref(module), ptx)
-    return module.value or 0
-
-
-def unload_module(module: int) -> None:
-    _call("cuModuleUnload", module)
+    attributed = (byref(attributes), byref(first), 1)
+    _copy_batch(to, sources, sizes, count, *attributed, byref(failed), stream)
 
 
 def function_of(module: int, name: str) -> int:
-    function = c_void_p()
-    _call("cuModuleGetFunction", byref(function), module, name.encode())
-    return function.value or 0
+    return _function_of(module, name.encode())
 
 
 def launch(
@@ -586,4 +379,4 @@ def launch(
     pointers = (c_void_p * len(arguments))(
         *[ctypes.addressof(values) + size * index for index in range(len(arguments))]
     )
-    _call("cuLaunchKernel", function, *grid, 1, threads, 1, 1, 0, stream, pointers, None)
+    _launch(function, *grid, 1, threads, 1, 1, 0, stream, pointers, None)

@@ -1,15 +1,13 @@
 """The GPUs of the agent: a context, streams with buffers, and kernels, shared by all workers.
 
-Every call has a stream of its own, with staging for its chunks. Gathers and scatters have separate
-streams, as many each as there are copy threads, so a gather that waits for its engine does not
-delay a scatter. Streams and staging exist while a worker has memory on the GPU. The context stays
-until the process ends: making one takes a fraction of a second.
+Every call has a stream of its own, with staging for its chunks, so a gather that waits for its
+engine does not delay a scatter. There are as many as calls at once, which the agent's copy threads
+bound, and they exist while a worker has memory on the GPU. The context stays until the process
+ends: making one takes a fraction of a second.
 """
 
 from __future__ import annotations
 
-import ctypes
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,33 +16,31 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.device.bus import Bus, BusCopies, PiecesOf, nothing_pinned
+from lmcache_redis.device.bus import (
+    UNPINNED,
+    BusCopies,
+    PiecesOf,
+    enqueue_each,
+    merged,
+    nothing_pinned,
+)
 from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 
 DIRECT_COPY_BYTES = 64 << 10
-
-_Int64s = npt.NDArray[np.int64]
-_Pool = queue.LifoQueue["CopyStream"]
+_NOT_SUPPORTED = 801
 
 
 class Gpus:
     """The GPUs that this process sees. Thread-safe.
 
-    Attributes:
-        streams: of each GPU and direction.
-        direct_copy_bytes: pages of so many bytes and more are copied without a kernel.
-        pieces_of: as in `lmcache_redis.device.bus`.
+    direct_copy_bytes: pages of so many bytes and more are copied without a kernel. pieces_of: as in
+    `lmcache_redis.device.bus`.
     """
 
     def __init__(
-        self,
-        streams: int = 2,
-        direct_copy_bytes: int = DIRECT_COPY_BYTES,
-        pieces_of: PiecesOf = nothing_pinned,
+        self, direct_copy_bytes: int = DIRECT_COPY_BYTES, pieces_of: PiecesOf = nothing_pinned
     ) -> None:
-        self.streams = streams
-        self.direct_copy_bytes = direct_copy_bytes
-        self.pieces_of = pieces_of
+        self._settings = (direct_copy_bytes, pieces_of)
         self._lock = threading.Lock()
         self._found: dict[int, Gpu] = {}
 
@@ -59,7 +55,7 @@ class Gpus:
         ordinal = visible.index(uuid)
         with self._lock:
             if ordinal not in self._found:
-                self._found[ordinal] = Gpu(ordinal, uuid, self)
+                self._found[ordinal] = Gpu(ordinal, *self._settings)
             return self._found[ordinal]
 
 
@@ -69,20 +65,15 @@ class Gpu:
     ``attach`` comes before all else, and ``detach`` once for each.
     """
 
-    def __init__(self, ordinal: int, uuid: str, settings: Gpus) -> None:
+    def __init__(self, ordinal: int, direct_copy_bytes: int, pieces_of: PiecesOf) -> None:
         self.ordinal = ordinal
-        self.uuid = uuid
-        self._settings = settings
+        self.direct_copy_bytes = direct_copy_bytes
+        self._pieces_of = pieces_of
         self._lock = threading.Lock()  # of this GPU alone: one that hangs delays no other
         self._context = 0
         self._workers = 0
         self._kernels: dict[str, int] = {}
-        self._gathers: _Pool = queue.LifoQueue()
-        self._scatters: _Pool = queue.LifoQueue()
-
-    @property
-    def direct_copy_bytes(self) -> int:
-        return self._settings.direct_copy_bytes
+        self._free: list[CopyStream] = []
 
     def attach(self) -> None:
         """A worker begins to use the GPU. Its context is current on this thread afterwards.
@@ -93,16 +84,6 @@ class Gpu:
             if not self._context:
                 self._context = driver.retain_context(self.ordinal)
             self.use()
-            if not self._workers:
-                most_pitch = driver.device_attribute(self.ordinal, driver.Attribute.MAX_PITCH)
-                bus = Bus(most_pitch, self._settings.pieces_of)
-                try:
-                    for pool in (self._gathers, self._scatters):
-                        for _ in range(self._settings.streams):
-                            pool.put(CopyStream(bus))
-                except DriverError:
-                    self._close_streams()
-                    raise
             self._workers += 1
 
     def detach(self) -> None:
@@ -111,7 +92,8 @@ class Gpu:
             self._workers -= 1
             if not self._workers:
                 self.use()
-                self._close_streams()
+                while self._free:
+                    self._free.pop().close()
 
     def use(self) -> None:
         """Make its context that of this thread."""
@@ -126,41 +108,37 @@ class Gpu:
             return self._kernels[name]
 
     @contextmanager
-    def stream(self, *, scatter: bool, wait_s: float) -> Iterator[CopyStream]:
+    def stream(self) -> Iterator[CopyStream]:
         """A stream for one call; the context is current.
 
-        Raises DeviceError if none is free in time. Nothing is in flight on it when this ends.
+        Nothing is in flight on it when this ends.
         """
-        pool = self._scatters if scatter else self._gathers
+        self.use()
         try:
-            stream = pool.get(timeout=max(0.0, wait_s))
-        except queue.Empty:
-            raise DeviceError(
-                f"no CUDA stream of GPU {self.uuid} was free within {wait_s:.1f} s"
-            ) from None
+            stream = self._free.pop()
+        except IndexError:
+            stream = CopyStream(self._pieces_of)
         try:
-            self.use()
             yield stream
         except BaseException:
             stream.drain()
             raise
         finally:
-            pool.put(stream)
-
-    def _close_streams(self) -> None:
-        for pool in (self._gathers, self._scatters):
-            while not pool.empty():
-                pool.get_nowait().close()
+            self._free.append(stream)
 
 
 class CopyStream:
-    """A stream, and the buffers of the call that uses it."""
+    """A stream, and the buffers of the call that uses it.
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    pieces_of: which host memory is pinned. It may be pinned between the question and the copy, but
+    not unpinned.
+    """
+
+    def __init__(self, pieces_of: PiecesOf) -> None:
+        self._pieces_of = pieces_of
+        self._has_batch = driver.has("cuMemcpyBatchAsync")
         self._staging = Buffer()
         self._ids = Buffer()
-        self._sent = PinnedNumbers()
         with ExitStack() as made:
             self.number = driver.create_stream()
             made.callback(driver.destroy_stream, self.number)
@@ -168,7 +146,7 @@ class CopyStream:
             made.callback(driver.destroy_event, self._kernel_ended)
             self._drained = driver.create_event()
             made.callback(driver.destroy_event, self._drained)
-            for buffer in (self._staging, self._ids, self._sent):
+            for buffer in (self._staging, self._ids):
                 made.callback(buffer.close)
             self._made = made.pop_all()
 
@@ -176,20 +154,43 @@ class CopyStream:
         """The address of so many bytes on the GPU, aligned to 256, for this call."""
         return self._staging.grown(size_bytes)
 
-    def send(self, ids: _Int64s) -> int:
-        """Enqueue numbers to the GPU; their address there. Once in a call."""
+    def send(self, ids: npt.NDArray[np.int64]) -> int:
+        """Enqueue numbers to the GPU; their address there. Once in a call, which keeps them."""
         there = self._ids.grown(ids.nbytes)
-        here = self._sent.take(ids)
-        driver.enqueue_copy_in(there, here, ids.nbytes, self.number)
+        driver.enqueue_copy_in(there, ids.ctypes.data, ids.nbytes, self.number)
         return there
 
-    def copy_in(self, copies: BusCopies) -> None:
-        """Enqueue copies from the host to the GPU, in no order."""
-        self._bus.enqueue_in(copies, self.number)
+    def copy(self, copies: BusCopies, *, inward: bool) -> None:
+        """Enqueue copies from the host to the GPU, or out of it, in no order.
 
-    def copy_out(self, copies: BusCopies) -> None:
-        """Enqueue copies from the GPU to the host, in no order."""
-        self._bus.enqueue_out(copies, self.number)
+        Those of pinned memory are one submission, if the driver has that (570, CUDA 12.8).
+        """
+        pieces = self._pieces_of(copies.host)
+        pinned = pieces != UNPINNED
+        if not pinned.all():
+            # They stay apart, because a part of them may be pinned by the time it is copied.
+            enqueue_each(copies.pick(~pinned), self.number, inward=inward)
+            copies, pieces = copies.pick(pinned), pieces[pinned]
+        copies = merged(copies, pieces)
+        if len(copies.host) < 2 or not self._copy_batch(copies, inward=inward):
+            enqueue_each(copies, self.number, inward=inward)
+
+    def _copy_batch(self, copies: BusCopies, *, inward: bool) -> bool:
+        """False if this driver or GPU takes no batches: nothing was enqueued."""
+        if not self._has_batch:
+            return False
+        # Whole arrays of their own: the driver reads 64-bit numbers side by side.
+        host, device, nbytes = map(np.ascontiguousarray, copies)
+        to, source = (device, host) if inward else (host, device)
+        addresses = (to.ctypes.data, source.ctypes.data, nbytes.ctypes.data)
+        try:
+            driver.enqueue_copies(*addresses, len(nbytes), self.number)
+        except DriverError as error:
+            if error.code != _NOT_SUPPORTED:
+                raise
+            self._has_batch = False
+            return False
+        return True
 
     def mark_kernel(self) -> None:
         """What is enqueued so far is what `wait_for_kernel` waits for."""
@@ -236,27 +237,3 @@ class Buffer:
         address, self._address, self._size_bytes = self._address, 0, 0
         if address:
             driver.free(address)
-
-
-class PinnedNumbers:
-    """Pinned host memory that grows, for numbers that are on their way to the GPU."""
-
-    def __init__(self) -> None:
-        self._address = 0
-        self._numbers: _Int64s = np.empty(0, dtype=np.int64)
-
-    def take(self, numbers: _Int64s) -> int:
-        """Copy numbers in; the address. The former ones must have arrived."""
-        if numbers.size > self._numbers.size:
-            self.close()
-            self._address = driver.allocate_pinned(numbers.nbytes)
-            memory = (ctypes.c_int64 * numbers.size).from_address(self._address)
-            self._numbers = np.ctypeslib.as_array(memory)
-        self._numbers[: numbers.size] = numbers.ravel()
-        return self._address
-
-    def close(self) -> None:
-        address, self._address = self._address, 0
-        self._numbers = np.empty(0, dtype=np.int64)
-        if address:
-            driver.free_pinned(address)

@@ -31,41 +31,38 @@ class SharedMemoryHandle(
     size_bytes: int
 
 
-class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="CUDA_IPC"):
-    """A range of GPU memory in an allocation of ``cudaMalloc``, by CUDA's IPC handle.
+class _CudaMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of the process ``pid``, with which it dies, on a GPU.
 
-    Attributes:
-        pid, pid_start_time: the exporting process; the memory dies with it.
-        device_uuid: the GPU; its number may differ between the processes.
-        memory_handle: ``CUipcMemHandle``, of the whole allocation.
-        allocation_bytes: size of the allocation.
-        offset_bytes, size_bytes: the range inside it.
+    The GPU's number may differ between the processes, its UUID does not.
     """
 
     pid: int
     pid_start_time: int
     device_uuid: str
+
+
+class CudaIPCHandle(_CudaMemory, frozen=True, tag="CUDA_IPC"):
+    """A range of GPU memory in an allocation of ``cudaMalloc``, by CUDA's IPC handle.
+
+    memory_handle: ``CUipcMemHandle``, of the whole allocation of ``allocation_bytes``.
+    offset_bytes, size_bytes: the range inside it.
+    """
+
     memory_handle: bytes
     allocation_bytes: int
     offset_bytes: int
     size_bytes: int
 
 
-class CudaFdHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="CUDA_FD"):
+class CudaFdHandle(_CudaMemory, frozen=True, tag="CUDA_FD"):
     """A range of GPU memory that is mapped in pieces (``cuMemMap``), by a descriptor of each piece.
 
-    Expandable segments of torch, and vLLM's cumem allocator if it exports its memory.
-
-    Attributes:
-        pid, pid_start_time, device_uuid: as in `CudaIPCHandle`.
-        fds: of the process ``pid``, in the order of addresses; it keeps them open.
-        piece_bytes: size of each piece.
-        offset_bytes, size_bytes: the range inside the pieces together.
+    Expandable segments of torch, and vLLM's cumem allocator if it exports its memory. fds: of the
+    process ``pid``, in the order of addresses; it keeps them open. piece_bytes: size of each piece.
+    offset_bytes, size_bytes: the range inside the pieces together.
     """
 
-    pid: int
-    pid_start_time: int
-    device_uuid: str
     fds: tuple[int, ...]
     piece_bytes: int
     offset_bytes: int

@@ -36,35 +36,51 @@ _SCRATCH = (0, 0)
 
 _Int64s = npt.NDArray[np.int64]
 Ready = Callable[[], None]
-Moves: TypeAlias = "DirectMoves | KernelMoves"
+OnRead: TypeAlias = "Callable[[], None] | None"  # when the blocks have been read
 
 
-class PlannedMove(ABC):
-    """A call whose arguments are right. Every method may raise DeviceError.
+class Moves(ABC):
+    """How the pages of one group move. Thread-safe. Every method may raise DeviceError.
 
-    On return nothing is in flight. ``ready`` is called once, see above.
+    Arguments are checked before anything is enqueued. On return nothing is in flight. ``ready`` is
+    called once, see above.
     """
 
     @abstractmethod
-    def gather(
-        self, stream: CopyStream, ready: Ready, on_blocks_read: Callable[[], None] | None
-    ) -> None:
+    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
         """Blocks to slots."""
 
     @abstractmethod
-    def scatter(self, stream: CopyStream, ready: Ready) -> None:
+    def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
         """Slots to blocks."""
 
+    def close(self) -> None:
+        """Free what is on the GPU, in its context. No call may be in progress."""
+        return
 
-class DirectMoves:
+
+class DirectMoves(Moves):
     """Copies between pages and slots. Adjacent blocks whose pages touch are one copy."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage]) -> None:
         self._planner = CopyPlanner(layout)
         self._bases = np.array([storage.address for storage in storages], dtype=np.int64)
 
-    def plan(self, call: CopyCall) -> PlannedMove:
-        """Raises DeviceError for a wrong argument: no byte has moved yet."""
+    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
+        copies = self._planned(call)
+        ready()
+        stream.copy(copies, inward=False)
+        stream.drain()
+        if on_read is not None:
+            on_read()
+
+    def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
+        copies = self._planned(call)
+        ready()
+        stream.copy(copies, inward=True)
+        stream.drain()
+
+    def _planned(self, call: CopyCall) -> BusCopies:
         parts: list[tuple[_Int64s, _Int64s, _Int64s]] = []
         for chunk in call.chunks:
             storage, offset, slot, slot_offset, nbytes = self._planner.arrays(
@@ -72,30 +88,7 @@ class DirectMoves:
             )
             slots = _addresses(chunk.slots)
             parts.append((slots[slot] + slot_offset, self._bases[storage] + offset, nbytes))
-        host, device, nbytes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return _DirectMove(BusCopies(host, device, nbytes))
-
-    def close(self) -> None:
-        """It has nothing on the GPU."""
-
-
-class _DirectMove(PlannedMove):
-    def __init__(self, copies: BusCopies) -> None:
-        self._copies = copies
-
-    def gather(
-        self, stream: CopyStream, ready: Ready, on_blocks_read: Callable[[], None] | None
-    ) -> None:
-        ready()
-        stream.copy_out(self._copies)
-        stream.drain()
-        if on_blocks_read is not None:
-            on_blocks_read()
-
-    def scatter(self, stream: CopyStream, ready: Ready) -> None:
-        ready()
-        stream.copy_in(self._copies)
-        stream.drain()
+        return BusCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 class PlacedLaunch(NamedTuple):
@@ -106,8 +99,8 @@ class PlacedLaunch(NamedTuple):
     tiles: int
 
 
-class KernelMoves:
-    """Pages by kernels, through staging. The kernels' tables stay on the GPU. Thread-safe."""
+class KernelMoves(Moves):
+    """Pages by kernels, through staging. The kernels' tables stay on the GPU."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> None:
         self._table = SegmentTable(layout, storages)
@@ -117,92 +110,61 @@ class KernelMoves:
         self._launches: dict[int, tuple[PlacedLaunch, ...]] = {}  # by the blocks of a chunk
         self._rows: list[Buffer] = []
         # What the driver or this installation lacks is known when the engine registers.
-        for width, _ in self._table.tiles(1).launches:
-            self.functions(width)
+        for width, _ in self._table.launches(1):
+            for scatter in (False, True):
+                self._function(width, scatter=scatter)
 
-    def plan(self, call: CopyCall) -> PlannedMove:
-        """Raises DeviceError for a wrong argument: no byte has moved yet."""
-        ids = [chunk.block_ids for chunk in call.chunks]
-        skips = [chunk.skip_blocks for chunk in call.chunks]
-        return _KernelMove(self, call, pack_ids(ids, self._num_blocks, skips))
+    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
+        ids = self._packed(call)
+        copies, staging = self._staged(call, stream)
+        launch = self._prepared(ids, stream, staging, scatter=False)
+        ready()
+        launch()
+        stream.mark_kernel()
+        stream.copy(copies, inward=False)
+        if on_read is not None:
+            stream.wait_for_kernel()
+            on_read()
+        stream.drain()
+
+    def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
+        ids = self._packed(call)
+        copies, staging = self._staged(call, stream)
+        launch = self._prepared(ids, stream, staging, scatter=True)
+        stream.copy(copies, inward=True)
+        ready()
+        launch()
+        stream.drain()
 
     def close(self) -> None:
-        """Free the tables, in the GPU's context. No call may be in progress."""
         self._launches.clear()
         while self._rows:
             self._rows.pop().close()
 
-    def functions(self, width: int) -> tuple[int, int]:
-        """The kernels that gather and scatter by accesses of this width."""
-        names = [kernels.name_of(width, scatter=scatter) for scatter in (False, True)]
-        gather, scatter = map(self._gpu.kernel, names)
-        return gather, scatter
+    def _packed(self, call: CopyCall) -> _Int64s:
+        ids = [chunk.block_ids for chunk in call.chunks]
+        return pack_ids(ids, self._num_blocks, [chunk.skip_blocks for chunk in call.chunks])
 
-    def launches(self, n_blocks: int, stream: CopyStream) -> tuple[PlacedLaunch, ...]:
-        """The launches of a chunk. Their rows are on the GPU for every stream."""
-        found = self._launches.get(n_blocks)
-        if found is not None:
-            return found
-        with self._lock:
-            if n_blocks not in self._launches:
-                placed = []
-                for width, rows in self._table.tiles(n_blocks).launches:
-                    self._rows.append(Buffer())
-                    address = self._rows[-1].grown(rows.nbytes)
-                    driver.enqueue_copy_in(address, rows.ctypes.data, rows.nbytes, stream.number)
-                    placed.append(PlacedLaunch(width, address, len(rows)))
-                stream.drain()
-                self._launches[n_blocks] = tuple(placed)
-            return self._launches[n_blocks]
-
-
-class _KernelMove(PlannedMove):
-    def __init__(self, moves: KernelMoves, call: CopyCall, ids: _Int64s) -> None:
-        self._moves = moves
-        self._call = call
-        self._ids = ids
-
-    def gather(
-        self, stream: CopyStream, ready: Ready, on_blocks_read: Callable[[], None] | None
-    ) -> None:
-        copies, staging = self._staged(stream)
-        launch = self._prepared(stream, staging, scatter=False)
-        ready()
-        launch()
-        stream.mark_kernel()
-        stream.copy_out(copies)
-        if on_blocks_read is not None:
-            stream.wait_for_kernel()
-            on_blocks_read()
-        stream.drain()
-
-    def scatter(self, stream: CopyStream, ready: Ready) -> None:
-        copies, staging = self._staged(stream)
-        launch = self._prepared(stream, staging, scatter=True)
-        stream.copy_in(copies)
-        ready()
-        launch()
-        stream.drain()
-
-    def _staged(self, stream: CopyStream) -> tuple[BusCopies, int]:
+    def _staged(self, call: CopyCall, stream: CopyStream) -> tuple[BusCopies, int]:
         """The copies between staging and slots, and where staging is."""
-        chunks, chunk_bytes = self._call.chunks, self._call.chunk_bytes
         offsets, sizes, size_bytes = _stripes(
-            len(chunks), chunk_bytes, self._call.stripe_payload_bytes
+            len(call.chunks),
+            len(call.chunks[0].block_ids) * self._table.block_bytes,
+            call.stripe_payload_bytes,
         )
         staging = stream.staging(size_bytes)
-        slots = np.concatenate([_addresses(chunk.slots) for chunk in chunks])
+        slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
         return BusCopies(slots, staging + offsets, sizes), staging
 
-    def _prepared(self, stream: CopyStream, staging: int, *, scatter: bool) -> Ready:
+    def _prepared(self, ids: _Int64s, stream: CopyStream, staging: int, *, scatter: bool) -> Ready:
         """Sends what the kernels need beside staging; the result enqueues them."""
-        chunks, n_blocks = self._ids.shape
+        chunks, n_blocks = ids.shape
+        stride_bytes = staging_stride_bytes(n_blocks * self._table.block_bytes)
         launches = [
-            (self._moves.functions(each.width)[scatter], each)
-            for each in self._moves.launches(n_blocks, stream)
+            (self._function(each.width, scatter=scatter), each)
+            for each in self._placed(n_blocks, stream)
         ]
-        sent = stream.send(self._ids)
-        stride_bytes = staging_stride_bytes(self._call.chunk_bytes)
+        sent = stream.send(ids)
 
         def launch() -> None:
             for function, (_, rows, tiles) in launches:
@@ -211,6 +173,27 @@ class _KernelMove(PlannedMove):
                 driver.launch(function, grid, kernels.THREADS, parameters, stream.number)
 
         return launch
+
+    def _function(self, width: int, *, scatter: bool) -> int:
+        """The kernel that gathers or scatters by accesses of this width."""
+        return self._gpu.kernel(kernels.name_of(width, scatter=scatter))
+
+    def _placed(self, n_blocks: int, stream: CopyStream) -> tuple[PlacedLaunch, ...]:
+        """The launches of a chunk. Their rows are on the GPU for every stream."""
+        found = self._launches.get(n_blocks)
+        if found is not None:
+            return found
+        with self._lock:
+            if n_blocks not in self._launches:
+                placed = []
+                for width, rows in self._table.launches(n_blocks):
+                    self._rows.append(Buffer())
+                    address = self._rows[-1].grown(rows.nbytes)
+                    driver.enqueue_copy_in(address, rows.ctypes.data, rows.nbytes, stream.number)
+                    placed.append(PlacedLaunch(width, address, len(rows)))
+                stream.drain()
+                self._launches[n_blocks] = tuple(placed)
+            return self._launches[n_blocks]
 
 
 def moves_of(layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> Moves:

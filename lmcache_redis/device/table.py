@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -63,21 +62,6 @@ class Launch(NamedTuple):
     rows: _Int64s
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The tiles of one chunk.
-
-    Attributes:
-        launches: one for each width that occurs, widest first. Together they move all of a chunk.
-        chunk_bytes: size of a chunk without padding.
-        staging_stride_bytes: from chunk to chunk in staging, so that each begins aligned.
-    """
-
-    launches: tuple[Launch, ...]
-    chunk_bytes: int
-    staging_stride_bytes: int
-
-
 class SegmentTable:
     """The tiles of one layout in mapped memory.
 
@@ -99,8 +83,11 @@ class SegmentTable:
         self._block_stride = np.array([s.block_stride for s in segments], dtype=np.int64)
         self._before = np.cumsum(self._page_bytes) - self._page_bytes
 
-    def tiles(self, n_blocks: int) -> Tiles:
-        """The tiles of a chunk. Raises DeviceError if it is empty or too large."""
+    def launches(self, n_blocks: int) -> tuple[Launch, ...]:
+        """Those that together move all of a chunk: one for each width that occurs, widest first.
+
+        Raises DeviceError if the chunk is empty or too large.
+        """
         chunk_bytes = n_blocks * self.block_bytes
         if not 0 < chunk_bytes <= _MAX_BYTES:
             raise DeviceError(f"a chunk of {n_blocks} blocks, {chunk_bytes} bytes")
@@ -136,13 +123,9 @@ class SegmentTable:
         rows[:, 4] = part_units[segment]
         rows[:, 5] = units
         width_of_row = width[segment]
-        return Tiles(
-            launches=tuple(
-                Launch(each, rows[width_of_row == each])
-                for each in sorted(set(width.tolist()), reverse=True)
-            ),
-            chunk_bytes=chunk_bytes,
-            staging_stride_bytes=staging_stride_bytes(chunk_bytes),
+        return tuple(
+            Launch(each, rows[width_of_row == each])
+            for each in sorted(set(width.tolist()), reverse=True)
         )
 
 

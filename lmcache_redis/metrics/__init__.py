@@ -77,7 +77,7 @@ _ALONE: Final = {
     "lookups": "lookups answered",
     "lookup_chunks": "chunks asked for by lookups",
     "probes": "chunks loaded to learn the rate of a tier",
-    # what loads have saved (`agent.savings`)
+    # what loads have saved (`agent.sessions`)
     "saved_tokens": "prompt tokens loaded into blocks instead of computed",
     "saved_untimed_tokens": "saved tokens whose seconds are not known: their engine had not "
     "measured its prefill",

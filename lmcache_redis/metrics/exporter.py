@@ -14,6 +14,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, TimeoutError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 8
 _DEADLINE_S = 5.0
+_ANSWER_S = 2.0
 _NO_DESCRIPTOR_PAUSE_S = 0.1
 
 
@@ -75,28 +77,26 @@ def labelled(
     return family
 
 
-def read_on(
-    post: Callable[[Callable[[], None]], None], read: Callable[[], _T], answer_s: float = 2.0
-) -> _T:
+def read_on(post: Callable[[Callable[[], None]], None], read: Callable[[], _T]) -> _T:
     """What `read` returns on a loop. post: runs an action there soon, from any thread.
 
     Raises NoReading if the loop does not turn.
     """
-    found: list[_T] = []
-    turned = threading.Event()
+    found: Future[_T] = Future()
 
     def act() -> None:
         try:
-            found.append(read())
-        finally:
-            turned.set()
+            found.set_result(read())
+        finally:  # the loop reports an error
+            found.cancel()
 
     post(act)
-    if not turned.wait(answer_s):
-        raise NoReading(f"the loop has not turned for {answer_s:g} s")
-    if not found:
-        raise NoReading("the values could not be read; see the log")
-    return found[0]
+    try:
+        return found.result(_ANSWER_S)
+    except CancelledError:
+        raise NoReading("the values could not be read; see the log") from None
+    except TimeoutError:
+        raise NoReading(f"the loop has not turned for {_ANSWER_S:g} s") from None
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,10 @@ class OwnerCollector(Collector):
 
     post: Callable[[Callable[[], None]], None]
     read: Callable[[], Iterable[Metric]]
-    answer_s: float = 2.0
 
     def collect(self) -> list[Metric]:
         """Raises NoReading if the loop does not turn."""
-        return read_on(self.post, lambda: [*self.read()], self.answer_s)
+        return read_on(self.post, lambda: [*self.read()])
 
     def describe(self) -> list[Metric]:
         """None before they are asked for."""
@@ -129,6 +128,7 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, address: tuple[str, int]) -> None:
         self._deadlines: dict[socket.socket, float] = {}  # of the requests in progress
         self._lock = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _MetricsRequest)
 
     def server_bind(self) -> None:
@@ -168,10 +168,6 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a client of /metrics went away", exc_info=True)
-
-
-class _MetricsServer6(_MetricsServer):
-    address_family = socket.AF_INET6
 
 
 class _MetricsRequest(WSGIRequestHandler):
@@ -215,9 +211,8 @@ class Exporter:
             routes["/"] = lambda environ: page()
 
         host, _ = self.address
-        is_ipv6 = ":" in host
         try:
-            self._server = (_MetricsServer6 if is_ipv6 else _MetricsServer)(self.address)
+            self._server = _MetricsServer(self.address)
         except OSError as error:
             raise StartError(f"--metrics: {host} port {self.address[1]}: {error}") from error
         self._server.set_app(partial(_serve, routes))
@@ -227,7 +222,7 @@ class Exporter:
         thread.start()
         logger.info(
             "metrics at http://%s:%d/metrics%s",
-            f"[{host}]" if is_ipv6 else host,
+            f"[{host}]" if ":" in host else host,
             self.port,
             "" if self.page is None else ", a page for people at /",
         )

@@ -20,6 +20,7 @@ from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import FULL_REACH, ChunkForm, Reach
 from lmcache_redis.config import AgentConfig
+from lmcache_redis.device.calls import CopyCall
 from lmcache_redis.metrics import Metrics
 from tests.cache.auditing import audit
 from tests.cache.played import FORM, run_until
@@ -42,34 +43,20 @@ class Device:
         self.during = during
         self.calls: list[tuple[int, list[int], list[str], int]] = []
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[str],
-        stripe_bytes: int,
-        event: bytes | None,
-        on_blocks_read: Callable[[], None],
-        until_ns: int,
-        chunks: int,
-        group: int,
-    ) -> None:
-        self.calls.append((chunks, list(block_ids), list(slots), 0))
+    def gather(self, call: CopyCall, on_blocks_read: Callable[[], None]) -> None:
+        self._record(call)
         on_blocks_read()
         self.during()
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[str],
-        stripe_bytes: int,
-        skip_blocks: int,
-        event: bytes | None,
-        until_ns: int,
-        chunks: int,
-        group: int,
-    ) -> None:
-        self.calls.append((chunks, list(block_ids), list(slots), skip_blocks))
+    def scatter(self, call: CopyCall) -> None:
+        self._record(call)
         self.during()
+
+    def _record(self, call: CopyCall) -> None:
+        block_ids = [block for each in call.chunks for block in each.block_ids]
+        slots: list[Any] = [slot for each in call.chunks for slot in each.slots]
+        skipped = sum(each.skip_blocks for each in call.chunks)
+        self.calls.append((len(call.chunks), block_ids, slots, skipped))
 
 
 @dataclass(frozen=True)

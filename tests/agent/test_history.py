@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.admin.names import find_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.describing import LayoutDescriptions
-from lmcache_redis.agent.history import PastLookup, RequestHistory, document
+from lmcache_redis.agent.explaining import LayoutDescriptions
+from lmcache_redis.agent.history import PastLookup, RequestHistory
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
 from lmcache_redis.cache.pacing import Bet
@@ -38,7 +39,7 @@ BLOCKS, OTHERS = range(8), range(8, 16)
 
 
 def lookup(**changes: Any) -> PastLookup:
-    return PastLookup(1.0, 0.5, range(4), 64)._replace(**changes)
+    return PastLookup(model="m", first_chunk=0, asked_chunks=4, chunk_tokens=64, **changes)
 
 
 def test_the_oldest_request_is_forgotten() -> None:
@@ -47,7 +48,7 @@ def test_the_oldest_request_is_forgotten() -> None:
         history.looked_up(("engine", f"r{number}"), lookup(at_s=float(number)))
     history.parts_of(("engine", "r2")).loaded += 7  # not moved to the end by this
     history.looked_up(("engine", "r5"), lookup())
-    assert [each.key[1] for each in history] == ["r5", "r4", "r3"]
+    assert [each.request_id for each in history] == ["r5", "r4", "r3"]
     assert len(history) == 3
     assert history.since_s == [*history][-1].began_s >= before_s
 
@@ -59,7 +60,7 @@ def test_a_request_is_found_by_its_id_or_a_part_of_it() -> None:
     history.looked_up(("another", "chat-3-ef"), lookup())
 
     def found(text: str, most: int = 9) -> list[tuple[str, str]]:
-        return [each.key for each in history.find(text, most)]
+        return [(each.engine_id, each.request_id) for each in history.find(text, most)]
 
     assert found("cmpl-1") == [("engine", "cmpl-1")]  # this one alone, although others contain it
     assert found("cmpl-12") == [("engine", "cmpl-12-cd")]
@@ -71,29 +72,27 @@ def test_a_request_is_found_by_its_id_or_a_part_of_it() -> None:
 
 def test_a_request_that_is_looked_up_again_keeps_the_last() -> None:
     history = RequestHistory()
-    history.looked_up(("engine", "r"), lookup(reason="absent"))
-    history.looked_up(("engine", "r"), lookup(hits=(("host", 3), ("redis", 1))))
+    for found in (0, 4):
+        history.looked_up(("engine", "r"), lookup(found_chunks=found))
     (past,) = history
-    shown = document(past)
-    assert (shown["lookups"], shown["lookup"]["found_chunks"]) == (2, 4)
-    assert shown["lookup"]["first_miss"] is None
+    assert past.lookup is not None
+    assert (past.lookups, past.lookup.found_chunks) == (2, 4)
 
 
 def test_times_that_are_not_known_are_null() -> None:
     history = RequestHistory()
-    bet = Bet(4, float("inf"), 2.0, 2.0)
-    history.looked_up(("engine", "r"), lookup(reason="slower", bet=bet, hits=(("host", 1),)))
-    (past,) = history
-    shown = document(past)["lookup"]
-    assert shown["bet"] == {"chunks": 4, "load_s": None, "compute_s": 2.0, "chosen_s": 2.0}
-    assert (shown["first_miss"]["chunk"], shown["first_miss"]["token"]) == (1, 64)
+    history.looked_up(("engine", "r"), lookup(bet=Bet(4, float("inf"), 2.0, 2.0)._asdict()))
+    (shown,) = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins([*history])))
+    assert shown["lookup"]["bet"] == {
+        "chunks": 4, "load_s": None, "compute_s": 2.0, "chosen_s": 2.0,
+    }  # fmt: skip
 
 
 def test_reasons_of_one_request_are_bounded() -> None:
     parts = RequestHistory().parts_of(("engine", "r"))
     for number in range(100):
-        parts.because((f"reason {number}",))
-    assert len(parts.reasons) == 8
+        parts.add_reasons((f"reason {number}",))
+    assert len(parts.because) == 8
 
 
 @pytest.fixture
@@ -106,7 +105,11 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
 
 def reasons_in(here: Joining) -> list[tuple[str, str]]:
     history = here.agent.sessions.history
-    return [(p.key[1], p.lookup.reason) for p in history if p.lookup is not None]
+    return [
+        (past.request_id, past.lookup.first_miss.reason)
+        for past in history
+        if past.lookup is not None and past.lookup.first_miss is not None
+    ]
 
 
 def test_misses_before_anything_is_looked_for_are_kept(joining: Joining) -> None:
@@ -121,6 +124,7 @@ def test_misses_before_anything_is_looked_for_are_kept(joining: Joining) -> None
     assert ranks is not None
     joining.agent.trust.differed(ranks[0].groups[0].form.fingerprint, HASHES[3])
     ask(joining, scheduler, m.Lookup(3, "behind", (HASHES[3],), first_chunk=2))
+    ask(joining, scheduler, m.Lookup(3, "of nothing", ()))  # is no miss
     joining.handlers.is_stopping = True
     ask(joining, scheduler, m.Lookup(4, "late", (HASHES[3],)))
     assert reasons_in(joining)[:2] == [("late", "stopping"), ("behind", "distrusted")]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.agent.page import HEADERS, Miss, page
+from lmcache_redis.agent.history import FirstMiss, PastLookup, PastRequest
+from lmcache_redis.agent.page import HEADERS, page
 from lmcache_redis.metrics import COUNTERS
 from lmcache_redis.metrics.exporter import Exporter, HttpAnswer, OwnerCollector
 from tests.browser import Browser
@@ -56,8 +57,8 @@ class Text(HTMLParser):
         return " ".join(self.words)
 
 
-def shown(misses: list[Miss] | None = None, **changed: Any) -> str:
-    return Text(page({**STATUS, **changed}, misses or [], NOW_S)).text
+def shown(**changed: Any) -> str:
+    return Text(page({**STATUS, **changed}, [], NOW_S)).text
 
 
 def test_it_says_what_the_cache_is_worth() -> None:
@@ -106,10 +107,23 @@ def test_names_of_others_are_text() -> None:
         }
         for n in range(23)
     }  # fmt: skip
-    html = page(status, [Miss(NOW_S - 90, EVIL, EVIL, 4, 1, EVIL)], NOW_S)
+    status |= {"endpoint": EVIL, "version": EVIL, "disk": {
+        "up": False, "reason": EVIL, "used_bytes": 0, "limit_bytes": 1,
+    }}  # fmt: skip
+    status["redis"] = {"up": False, "reason": EVIL, "server": EVIL}
+    status["loads"]["tiers"]["disk"] = status["loads"]["tiers"]["redis"]
+    status["engines"] = [{
+        "model": EVIL, "worker_id": 0, "world_size": 1, "device": EVIL, "chunk_tokens": 1,
+        "chunk_bytes": 1, "layout": EVIL, "ready": False,
+    }]  # fmt: skip
+    miss = PastLookup(
+        at_s=NOW_S - 90, model=EVIL, first_chunk=0, asked_chunks=4, chunk_tokens=64, found_chunks=1,
+        first_miss=FirstMiss(1, 64, EVIL, (), ""),
+    )  # fmt: skip
+    html = page(status, [PastRequest(EVIL, "engine", NOW_S, 1, miss)], NOW_S)
     found = Text(html)
     assert not {"script", "img"} & {*found.tags}
-    assert " ".join(EVIL.split()) in found.text
+    assert found.text.count(" ".join(EVIL.split())) == 30
     assert "90 s ago" in found.text
     assert "1 of 4" in found.text
     assert "lmcache-redis why REQUEST says more of each." in found.text

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import queue
 import stat
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lmcache_redis import messages as m
+from lmcache_redis.agent import recording
 from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.plan import records
 from lmcache_redis.plan.reading import read_trace
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
@@ -94,13 +101,6 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue is full while the writer stands still; the next line tells how many were lost."""
-    import threading
-    from types import SimpleNamespace
-
-    from lmcache_redis import messages as m
-    from lmcache_redis.agent import recording
-    from lmcache_redis.metrics import Metrics
-
     go, write = threading.Event(), recording._RecordWriter._write
 
     def stand_still(self: Any, *line: Any) -> None:
@@ -113,6 +113,7 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
     agent: Any = SimpleNamespace(cache=SimpleNamespace(metrics=metrics))
     form: Any = SimpleNamespace(stem=lambda hash_bytes: b"stem")
     recorder = TraceRecorder(agent, str(tmp_path / "recorded.jsonl"), 1 << 20)
+    recorder._writer._layouts["layout"] = layout("stem")
     question = m.Store(0, "r", tuple(HASHES), (), lease_ns=0)
     for _ in range(20):
         recorder.stored(question, form)
@@ -126,6 +127,35 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
     found = lines_of(tmp_path / "recorded.jsonl")
     assert [line["lines"] for line in found if line["type"] == "dropped"] == [lost]
     assert sum(line["type"] == "store" for line in found) == 21 - lost
+
+
+def test_any_number_of_layouts_leaves_files_that_can_be_read(tmp_path: Path) -> None:
+    """Engines with other layouts come and go. A store may come before any lookup."""
+    path = tmp_path / "recorded.jsonl"
+    writer = recording._RecordWriter(path, 1 << 20)
+    lines: queue.Queue[Any] = queue.Queue()
+    for number in range(3 * recording._MOST_LAYOUTS):
+        found = layout(f"stem {number}")
+        store = records.StoreRecord(1.0, request="r", part=found.rows[0].part, chunks="")
+        lookup = records.LookupRecord(1.0, request="r", layout=found.name, chunks="")
+        lines.put(recording._Item(store, HASHES))
+        for _ in range(2):
+            lines.put(recording._Item(lookup, HASHES, found))
+            lines.put(recording._Item(store, HASHES))
+    lines.put(None)
+    writer.run(lines)
+    assert len(writer._layouts) == recording._MOST_LAYOUTS
+    types = [line["type"] for line in lines_of(path)]
+    assert types.count("layout") == 3 * recording._MOST_LAYOUTS
+    assert types[:6] == ["start", "layout", "lookup", "store", "lookup", "store"]
+    assert len(read_trace([path], 1, 1)) == 6 * recording._MOST_LAYOUTS
+
+
+def layout(stem: str) -> records.LayoutRecord:
+    """Of one row."""
+    part = recording._digest(stem.encode())
+    row = records.RowRecord(part, 1024, 4096)
+    return records.LayoutRecord(1.0, name=part, model="m", chunk_tokens=64, rows=(row,))
 
 
 def test_a_file_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path) -> None:

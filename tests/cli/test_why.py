@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lmcache_redis.agent.describing import LayoutDescriptions
+from lmcache_redis.agent.explaining import LayoutDescriptions
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cli.why import (
     REASONS,

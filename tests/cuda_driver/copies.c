@@ -228,62 +228,6 @@ EXPORT Result cuMemcpyDtoDAsync_v2(Address to, Address from, size_t size, void *
 }
 
 typedef struct {
-    size_t src_x, src_y;
-    unsigned src_type;
-    const void *src_host;
-    Address src_device;
-    void *src_array;
-    size_t src_pitch, dst_x, dst_y;
-    unsigned dst_type;
-    void *dst_host;
-    Address dst_device;
-    void *dst_array;
-    size_t dst_pitch, width, height;
-} Copy2D;
-
-enum { TYPE_HOST = 1, TYPE_DEVICE = 2, TYPE_UNIFIED = 4 };
-
-EXPORT Result cuMemcpy2DAsync_v2(const Copy2D *given, void *handle)
-{
-    ENTER(cuMemcpy2DAsync_v2);
-    Stream *stream = stub_stream(handle);
-    if (stream == NULL) {
-        return INVALID_HANDLE;
-    }
-    const unsigned types = given->src_type | given->dst_type;
-    if (types & ~7u || given->src_type == 3 || given->dst_type == 3 || !given->src_type ||
-        !given->dst_type) {
-        return stub_refuse(INVALID_VALUE, "memory types %u, %u", given->src_type, given->dst_type);
-    }
-    if (!given->width || !given->height || given->src_pitch < given->width ||
-        given->dst_pitch < given->width || given->src_pitch > INT32_MAX ||
-        given->dst_pitch > INT32_MAX) {
-        return INVALID_VALUE;
-    }
-    const Address from = (given->src_type == TYPE_HOST ? (Address)given->src_host
-        : given->src_device) + given->src_y * given->src_pitch + given->src_x;
-    const Address to = (given->dst_type == TYPE_HOST ? (Address)given->dst_host
-        : given->dst_device) + given->dst_y * given->dst_pitch + given->dst_x;
-    /* All of both, gaps too, is in one memory. */
-    const size_t last = given->height - 1;
-    if (place_of(from, last * given->src_pitch + given->width, false) == OF_NOTHING ||
-        place_of(to, last * given->dst_pitch + given->width, true) == OF_NOTHING) {
-        return INVALID_VALUE;
-    }
-    Copy *copies = calloc(given->height, sizeof *copies);
-    for (size_t row = 0; row < given->height; row++) {
-        copies[row] = (Copy){.to = to + row * given->dst_pitch,
-            .from = from + row * given->src_pitch, .size = given->width};
-        const Result result = check(&copies[row]);
-        if (result) {
-            free(copies);
-            return result;
-        }
-    }
-    return submit(stream, copies, given->height, false);
-}
-
-typedef struct {
     unsigned order;
     unsigned from_type;
     int from_id;

@@ -238,9 +238,6 @@ EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
         return INVALID_DEVICE;
     }
     switch (attribute) {
-    case 11: /* MAX_PITCH */
-        *value = INT32_MAX;
-        return OK;
     case 20: /* COMPUTE_MODE */
         *value = (int)SETTING(compute_mode);
         return OK;

@@ -103,7 +103,7 @@ enum {
     X(cuStreamQuery) X(cuStreamSynchronize) X(cuStreamWaitEvent) X(cuStreamWriteValue64_v2) \
     X(cuEventCreate) X(cuEventRecord) X(cuEventQuery) X(cuEventSynchronize) X(cuEventDestroy_v2) \
     X(cuMemcpyHtoD_v2) X(cuMemcpyDtoH_v2) X(cuMemcpyHtoDAsync_v2) X(cuMemcpyDtoHAsync_v2) \
-    X(cuMemcpyDtoDAsync_v2) X(cuMemcpy2DAsync_v2) X(cuMemcpyBatchAsync) X(cuMemsetD8Async) \
+    X(cuMemcpyDtoDAsync_v2) X(cuMemcpyBatchAsync) X(cuMemsetD8Async) \
     X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction) X(cuLaunchKernel) \
     X(cuMemCreate) X(cuMemGetAllocationGranularity) X(cuMemRetainAllocationHandle) \
     X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle) X(cuMemRelease) \

@@ -9,6 +9,7 @@ import pytest
 
 from lmcache_redis.device import driver
 from tests import cuda_driver
+from tests.cuda_driver import more
 from tests.cuda_driver.buffers import FRESH, PAGE, on_gpu, pageable, pinned, refused, wait_until
 
 STREAM, DURING_CALL, ANY = 1, 2, 3  # when a copy of a batch reads its source
@@ -81,19 +82,19 @@ def test_pageable_memory_is_staged(stream: int) -> None:
 
 
 def test_the_plain_copy_does_not_write_before_it_returns(context: int) -> None:
-    """Of the driver's own: `driver.copy_in` waits."""
+    """Of the driver's own: `more.copy_in` waits."""
     address, memory = on_gpu(PAGE)
     source, written = pageable(PAGE)
     written[:] = 3
     cuda_driver.set("hang", -1)
-    driver._call("cuMemcpyHtoD_v2", address, source, PAGE)
+    more.copy_in_at_once(address, source, PAGE)
     written[:] = 4
     assert (memory == FRESH).all()
     cuda_driver.set("hang", 0)
     driver.synchronize()
     assert (memory == 3).all()
     cuda_driver.set("delay_us", 5000)
-    driver.copy_in(address, source, PAGE)
+    more.copy_in(address, source, PAGE)
     assert (memory == 4).all()
 
 
@@ -116,42 +117,6 @@ def test_a_copy_lies_in_one_memory(stream: int) -> None:
     with refused(1):
         driver.enqueue_copy_in(address, 4096, PAGE, stream)
     assert cuda_driver.get("refusals") == 7
-
-
-def test_a_copy_of_rows_leaves_the_gaps(stream: int) -> None:
-    address, memory = on_gpu(32 * PAGE)
-    host, read = pinned(32 * PAGE)
-    memory[:] = np.arange(32 * PAGE) % 251
-    driver.enqueue_copy_2d(host, 1000, address, 3000, 700, 20, stream)
-    driver.synchronize_stream(stream)
-    for row in range(20):
-        found = read[row * 1000 : row * 1000 + 1000]
-        assert (found[:700] == memory[row * 3000 : row * 3000 + 700]).all()
-        assert (found[700:] == FRESH).all()
-    driver.enqueue_copy_2d(address, 700, host, 1000, 700, 20, stream)
-    driver.synchronize_stream(stream)
-    assert (memory[700:1400] == read[1000:1700]).all()
-
-
-@pytest.mark.parametrize(
-    ("to_pitch", "pitch", "width", "rows"),
-    [(99, 200, 100, 2), (200, 99, 100, 2), (200, 200, 0, 2), (1 << 31, 200, 100, 1)],
-)
-def test_impossible_rows_are_refused(
-    stream: int, to_pitch: int, pitch: int, width: int, rows: int
-) -> None:
-    address, host = driver.allocate(PAGE), driver.allocate_pinned(PAGE)
-    with refused(1):
-        driver.enqueue_copy_2d(host, to_pitch, address, pitch, width, rows, stream)
-
-
-def test_rows_lie_in_one_registration(stream: int) -> None:
-    address = driver.allocate(2 * PAGE)
-    host, _ = pageable(2 * PAGE)
-    driver.pin(host, PAGE)
-    driver.pin(host + PAGE, PAGE)
-    with refused(1):
-        driver.enqueue_copy_2d(address, PAGE, host, PAGE, 64, 2, stream)
 
 
 def test_a_batch_moves_each_of_its_copies(stream: int) -> None:

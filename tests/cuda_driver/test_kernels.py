@@ -8,6 +8,7 @@ import pytest
 from lmcache_redis.device import driver
 from lmcache_redis.errors import GpuLost
 from tests import cuda_driver
+from tests.cuda_driver import more
 from tests.cuda_driver.buffers import FRESH, PAGE, Bytes, on_gpu, refused
 
 BLOCKS, WORDS = 16, 8
@@ -177,14 +178,14 @@ def test_a_module_outlives_its_launches(stream: int) -> None:
     cuda_driver.set("hang", -1)
     driver.launch(function, (8, 1), 128, arguments, stream)
     with refused(1):
-        driver.unload_module(module)
+        more.unload_module(module)
     cuda_driver.set("hang", 0)
     driver.synchronize()
-    driver.unload_module(module)
+    more.unload_module(module)
     with refused(400):
         driver.launch(function, (8, 1), 128, arguments, stream)
     with refused(400):
-        driver.unload_module(module)
+        more.unload_module(module)
 
 
 @pytest.mark.parametrize(

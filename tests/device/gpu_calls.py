@@ -19,6 +19,7 @@ from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.mapping import EngineMemory
 from lmcache_redis.native.madvise import address_of
 from tests import cuda_driver
+from tests.cuda_driver import more
 from tests.device.gpu_exporter import GpuExporter
 from tests.device.layouts import Call, Paged
 
@@ -48,7 +49,7 @@ class View:
     def write(self, content: bytes) -> None:
         driver.set_context(self._context)
         held = bytearray(content)
-        driver.copy_in(self._address, address_of(held), len(held))
+        more.copy_in(self._address, address_of(held), len(held))
 
     def close(self) -> None:
         driver.set_context(self._context)
@@ -162,7 +163,7 @@ def check_on_gpu(
     engine: GpuExporter, view: View, host: Host, gpus: Gpus, call: Call, *, shift: int, gap: int
 ) -> None:
     """Both directions, against the reference gather and scatter."""
-    case, stripe, count = call.case, call.stripe_payload_bytes, len(call.chunks)
+    case, count = call.case, len(call.chunks)
     handles, starts = handles_of(engine, case, shift)
     view.write(laid_out(case.storages, starts, engine.size_bytes))
     host.memory[:] = GUARD
@@ -170,9 +171,7 @@ def check_on_gpu(
     try:
         slots = host.slots(stripe_sizes(call), gap)
         told: list[bytes] = []
-        device.gather(
-            call.block_ids, slots, stripe, on_blocks_read=lambda: told.append(b""), chunks=count
-        )
+        device.gather(call.over(slots), lambda: told.append(b""))
         assert told == [b""]
         put(host, slots, parts_of(call, call.gathered()), want := np.full_like(host.memory, GUARD))
         assert np.array_equal(host.memory, want)
@@ -181,7 +180,7 @@ def check_on_gpu(
         chunks = [np.random.default_rng(n).bytes(call.chunk_bytes) for n in range(count)]
         put(host, slots, parts_of(call, chunks), host.memory)
         before = host.memory.copy()
-        device.scatter(call.block_ids, slots, stripe, call.skip_blocks, chunks=count)
+        device.scatter(call.over(slots, call.skip_blocks))
         assert view.read() == laid_out(call.scattered(chunks), starts, engine.size_bytes)
         assert np.array_equal(host.memory, before)
     finally:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lmcache_redis.device.kernels import source
 from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.device.table import staging_stride_bytes
 from tests.device.moves import (
     KINDS,
     Make,
@@ -38,7 +39,7 @@ class Interpreted:
         self, layout: KVLayout, storages: Sequence[torch.Tensor], units: int, n_blocks: int
     ) -> None:
         self._table = table_over(layout, storages, units)
-        while sum(len(each.rows) for each in self._table.tiles(n_blocks).launches) > MOST_PROGRAMS:
+        while sum(len(each.rows) for each in self._table.launches(n_blocks)) > MOST_PROGRAMS:
             units *= 2
             self._table = table_over(layout, storages, units)
 
@@ -50,14 +51,14 @@ class Interpreted:
 
     def _launch(self, ids: torch.Tensor, staging: torch.Tensor, *, scatter: bool) -> None:
         chunks, n_blocks = ids.shape
-        tiles = self._table.tiles(n_blocks)
-        for width, rows in tiles.launches:
+        stride_bytes = staging_stride_bytes(n_blocks * self._table.block_bytes)
+        for width, rows in self._table.launches(n_blocks):
             source.move_tile[len(rows), chunks](
                 torch.from_numpy(rows),
                 ids,
                 staging,
                 n_blocks,
-                tiles.staging_stride_bytes,
+                stride_bytes,
                 UNITS=self._table.units_per_tile,
                 WIDTH=width,
                 SCATTER=scatter,

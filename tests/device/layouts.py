@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from lmcache_redis.device.calls import DeviceContext
+from lmcache_redis.device.calls import ChunkCopy, CopyCall, DeviceContext
 from lmcache_redis.device.layout import KVLayout, Segment, coalesce
 
 
@@ -100,18 +101,21 @@ def blocks_of(draw: st.DrawFn, num_blocks: int, *, unique: bool = False) -> list
     return run if kind == "run" else run[::-1]
 
 
+def one(
+    block_ids: Sequence[int], slots: Sequence[memoryview], stripe: int, skip: int = 0, **more: Any
+) -> CopyCall:
+    """A call of one chunk. more: fields of `CopyCall`."""
+    return CopyCall([ChunkCopy(block_ids, slots, skip)], stripe, **more)
+
+
 @dataclass
 class Call:
-    """Chunks of a call, as a `DeviceContext` gets them; ``skip_blocks`` counts from the first."""
+    """Chunks of one length; ``skip_blocks`` counts from the first."""
 
     case: Paged
     chunks: list[list[int]]
     stripe_payload_bytes: int
     skip_blocks: int
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [block for chunk in self.chunks for block in chunk]
 
     @property
     def chunk_bytes(self) -> int:
@@ -127,6 +131,20 @@ class Call:
         stripe = self.stripe_payload_bytes
         return [slot for chunk in chunks for slot in filled_slots(chunk, stripe, spare)]
 
+    def over(self, slots: Sequence[memoryview], skip_blocks: int = 0) -> CopyCall:
+        """The call with slots, those of the first chunk first."""
+        each = len(slots) // len(self.chunks)
+        chunks = [
+            ChunkCopy(ids, slots[n * each : (n + 1) * each], self.skip_of(n, skip_blocks))
+            for n, ids in enumerate(self.chunks)
+        ]
+        return CopyCall(chunks, self.stripe_payload_bytes)
+
+    def skip_of(self, number: int, skip_blocks: int) -> int:
+        """The blocks to skip in one of the chunks."""
+        length = len(self.chunks[0])
+        return min(max(0, skip_blocks - number * length), length)
+
     def gathered(self) -> list[bytes]:
         return [self.case.chunk(chunk) for chunk in self.chunks]
 
@@ -134,7 +152,7 @@ class Call:
         """The storages once those chunks are in their blocks."""
         after = self.case.storages
         for number, (ids, chunk) in enumerate(zip(self.chunks, chunks, strict=True)):
-            skip = min(max(0, self.skip_blocks - number * len(ids)), len(ids))
+            skip = self.skip_of(number, self.skip_blocks)
             after = Paged(self.case.layout, after).with_chunk(ids, chunk, skip)
         return after
 
@@ -158,16 +176,16 @@ def check_call(
 
     memory: the device's storages as they are, where they are not the case's own.
     """
-    case, stripe, count = call.case, call.stripe_payload_bytes, len(call.chunks)
+    case, stripe = call.case, call.stripe_payload_bytes
     slots = call.empty_slots(spare=2)
-    device.gather(call.block_ids, slots, stripe, chunks=count)
+    device.gather(call.over(slots))
     want = call.filled_slots(call.gathered(), spare=2)
     assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
     random = np.random.default_rng(stripe)
     chunks = [random.bytes(call.chunk_bytes) for _ in call.chunks]
     expected = call.scattered(chunks)
     slots = call.filled_slots(chunks)
-    device.scatter(call.block_ids, slots, stripe, call.skip_blocks, chunks=count)
+    device.scatter(call.over(slots, call.skip_blocks))
     storages = case.storages if memory is None else memory()
     assert all(np.array_equal(*pair) for pair in zip(expected, storages, strict=True))
 

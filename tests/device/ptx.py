@@ -18,7 +18,7 @@ import torch
 
 from lmcache_redis.device import kernels
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.table import UNITS_PER_TILE
+from lmcache_redis.device.table import UNITS_PER_TILE, staging_stride_bytes
 from tests.device.moves import table_over
 
 Patterns = npt.NDArray[np.uint64]
@@ -180,11 +180,11 @@ class PtxCopies:
 
     def _launch(self, ids: torch.Tensor, staging: torch.Tensor, *, scatter: bool) -> None:
         chunks, n_blocks = ids.shape
-        tiles = self._table.tiles(n_blocks)
-        for width, rows in tiles.launches:
+        stride_bytes = staging_stride_bytes(n_blocks * self._table.block_bytes)
+        for width, rows in self._table.launches(n_blocks):
             own = [rows.view(np.uint8).reshape(-1), ids.numpy().view(np.uint8).reshape(-1)]
             memory = [*self._memory, *own, staging.numpy()]
             kernel = Kernel(kernels.text(kernels.name_of(width, scatter=scatter)).decode(), memory)
             addresses = [rows.ctypes.data, ids.data_ptr(), staging.data_ptr()]
-            arguments = [*addresses, n_blocks, tiles.staging_stride_bytes]
+            arguments = [*addresses, n_blocks, stride_bytes]
             kernel.run((len(rows), chunks), kernels.THREADS, arguments)

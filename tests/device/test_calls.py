@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.device.calls import ChunkCopy, Copy, CopyPlanner, check_slots, chunks_of_call
+from lmcache_redis.device.calls import CopyPlanner, check_slots
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
 
 STRIPES = st.integers(1, 700)
+
+
+class Copy(NamedTuple):
+    storage: int
+    device_offset: int
+    slot: int
+    slot_offset: int
+    nbytes: int
 
 
 @given(paged(), st.data(), STRIPES)
@@ -60,10 +70,9 @@ def test_a_plan_is_in_order_in_bounds_and_within_stripes(
     case: Paged, data: st.DataObject, stripe: int
 ) -> None:
     ids = data.draw(blocks_of(case.layout.num_blocks))
-    copies = CopyPlanner(case.layout).copies(ids, stripe)
+    copies = map(Copy._make, CopyPlanner(case.layout).copies(ids, stripe))
     at = 0
     for copy in copies:
-        assert isinstance(copy, Copy)
         assert copy.nbytes > 0
         assert copy.slot * stripe + copy.slot_offset == at
         assert copy.slot_offset + copy.nbytes <= stripe
@@ -148,28 +157,7 @@ class TestBounds:
             CopyPlanner(LAYOUT).copies([1, 2], stripe, skip)
 
     def test_a_stripe_may_be_as_large_as_an_address(self) -> None:
-        assert sum(copy.nbytes for copy in CopyPlanner(LAYOUT).copies([1, 2], 2**63 - 1)) == 384
-
-    def test_what_does_not_divide_into_chunks(self) -> None:
-        slots = empty_slots(4, 1)
-        for ids, chunks, skip in (
-            ([1, 2, 3], 2, 0),
-            ([1, 2], 4, 0),
-            ([1, 2, 3], 3, 0),
-            ([1, 2], 0, 0),
-            ([1, 2], -1, 0),
-            ([1, 2], 2, 3),
-            ([1, 2], 2, -1),
-        ):
-            with pytest.raises(DeviceError):
-                chunks_of_call(ids, slots, skip, chunks)
-
-    def test_the_chunks_of_a_call(self) -> None:
-        slots = empty_slots(4, 1)
-        assert chunks_of_call([1, 2, 3, 4], slots, 3, 2) == [
-            ChunkCopy([1, 2], slots[:2], 2),
-            ChunkCopy([3, 4], slots[2:], 1),
-        ]
+        assert sum(nbytes for *_, nbytes in CopyPlanner(LAYOUT).copies([1, 2], 2**63 - 1)) == 384
 
     def test_slots(self) -> None:
         check_slots([], 0, 8)

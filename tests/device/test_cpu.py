@@ -34,6 +34,7 @@ from tests.device.layouts import (
     check_call,
     empty_slots,
     filled_slots,
+    one,
 )
 
 KINDS = ["one storage", "k and v apart"]
@@ -171,7 +172,7 @@ class TestAnotherProcess:
         device: DeviceContext = CpuDevice([layout], handles)
         ids = [3, 4, 5, 0, 11]
         slots = empty_slots(len(ids) * layout.block_bytes, STRIPE, spare=5)
-        device.gather(ids, slots, STRIPE)
+        device.gather(one(ids, slots, STRIPE))
         device.close()
         want = filled_slots(paged.chunk(ids), STRIPE, spare=5)
         assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
@@ -184,7 +185,7 @@ class TestAnotherProcess:
         ids = [7, 6, 1, 2]
         chunk = os.urandom(len(ids) * layout.block_bytes)
         device = CpuDevice([layout], handles)
-        device.scatter(ids, filled_slots(chunk, STRIPE), STRIPE, skip_blocks=1)
+        device.scatter(one(ids, filled_slots(chunk, STRIPE), STRIPE, skip=1))
         device.close()
         want = paged.with_chunk(ids, chunk, skip_blocks=1)
         assert engine.storages(kind) == [each.tobytes() for each in want]
@@ -197,7 +198,7 @@ class TestAnotherProcess:
         doomed.kill()
         ids = list(range(BLOCKS))
         slots = empty_slots(len(ids) * layout.block_bytes, STRIPE)
-        device.gather(ids, slots, STRIPE)
+        device.gather(one(ids, slots, STRIPE))
         assert b"".join(slots) == paged.chunk(ids)
         assert handles[0].inode in mapped_inodes()
         device.close()
@@ -215,9 +216,9 @@ class TestAnotherProcess:
         def copy(block: int) -> None:
             try:
                 for _ in range(20):
-                    device.scatter([block], filled_slots(chunks[block], STRIPE), STRIPE)
+                    device.scatter(one([block], filled_slots(chunks[block], STRIPE), STRIPE))
                     slots = empty_slots(layout.block_bytes, STRIPE)
-                    device.gather([block], slots, STRIPE)
+                    device.gather(one([block], slots, STRIPE))
                     assert b"".join(slots) == chunks[block]
             except BaseException as error:
                 failed.append(error)
@@ -254,14 +255,14 @@ class TestRoundTrip:
         device = CpuDevice([layout], handles)
         before = as_paged(layout, bytes_of(caches))
         slots = empty_slots(len(ids) * layout.block_bytes, stripe)
-        device.gather(ids, slots, stripe)
+        device.gather(one(ids, slots, stripe))
         assert b"".join(slots) == before.chunk(ids)
-        device.scatter(ids, slots, stripe)
+        device.scatter(one(ids, slots, stripe))
         assert bytes_of(caches) == [each.tobytes() for each in before.storages]
         others = data.draw(st.permutations(range(BLOCKS)))[: len(ids)]
-        device.scatter(others, slots, stripe)
+        device.scatter(one(others, slots, stripe))
         again = empty_slots(len(ids) * layout.block_bytes, stripe)
-        device.gather(others, again, stripe)
+        device.gather(one(others, again, stripe))
         assert again == slots
         device.close()
 
@@ -347,10 +348,10 @@ class TestRefused:
         before = bytes_of(caches)
         chunk = filled_slots(bytes(slots * layout.block_bytes), layout.block_bytes)
         with pytest.raises(DeviceError):
-            device.scatter(ids, chunk, stripe, skip)
+            device.scatter(one(ids, chunk, stripe, skip))
         if not skip:
             with pytest.raises(DeviceError):
-                device.gather(ids, chunk, stripe)
+                device.gather(one(ids, chunk, stripe))
         device.close()
         assert bytes_of(caches) == before
         assert all(bytes(slot) == bytes(layout.block_bytes) for slot in chunk)
@@ -363,7 +364,7 @@ class TestRefused:
         slots[1] = slots[1][:-1]
         for copy in (device.gather, device.scatter):
             with pytest.raises(DeviceError, match="slot 1"):
-                copy([0, 1], slots, layout.block_bytes)
+                copy(one([0, 1], slots, layout.block_bytes))
         device.close()
         assert bytes_of(caches) == before
         assert set(slots[0]) == {0xA5}
@@ -374,7 +375,7 @@ class TestRefused:
         slots = empty_slots(layout.block_bytes, STRIPE)
         for copy in (device.gather, device.scatter):
             with pytest.raises(DeviceError, match="signal of a GPU"):
-                copy([0], slots, STRIPE, after=1)
+                copy(one([0], slots, STRIPE, after=1))
         device.close()
 
     def test_blocks_that_the_engine_has_back(self, own: Own) -> None:
@@ -384,10 +385,10 @@ class TestRefused:
         slots = empty_slots(layout.block_bytes, STRIPE)
         for copy in (device.gather, device.scatter):
             with pytest.raises(DeviceError, match="lease on the blocks"):
-                copy([0], slots, STRIPE, until_ns=time.monotonic_ns() - 1)
+                copy(one([0], slots, STRIPE, until_ns=time.monotonic_ns() - 1))
         assert bytes_of(caches) == before
         assert set(slots[0]) == {0xA5}
-        device.gather([0], slots, STRIPE, until_ns=time.monotonic_ns() + 10**10)
+        device.gather(one([0], slots, STRIPE, until_ns=time.monotonic_ns() + 10**10))
         device.close()
 
     @pytest.mark.parametrize("looks", [0, 1, 3])
@@ -413,7 +414,7 @@ class TestRefused:
             with monkeypatch.context() as patch:
                 patch.setattr(cpu, "time", clock)
                 with pytest.raises(DeviceError, match="lease on the blocks"):
-                    copy(ids, slots, 4 << 20, until_ns=1)
+                    copy(one(ids, slots, 4 << 20, until_ns=1))
             (engine,), chunk = bytes_of(caches), b"".join(map(bytes, slots))
             touched, was = (chunk, b"\2") if copy == device.gather else (engine, b"\1")
             changed = len(touched) - touched.count(was)
@@ -429,14 +430,14 @@ class TestClose:
         device = CpuDevice([layout], handles)
         assert mapped_inodes() != before[1]
         slots = empty_slots(layout.block_bytes, STRIPE)
-        device.gather([1], slots, STRIPE)
-        device.scatter([1], slots, STRIPE)
+        device.gather(one([1], slots, STRIPE))
+        device.scatter(one([1], slots, STRIPE))
         device.close()
         device.close()
         assert (open_inodes(), mapped_inodes()) == before
         for copy in (device.gather, device.scatter):
             with pytest.raises(DeviceError, match="no longer mapped"):
-                copy([1], slots, STRIPE)
+                copy(one([1], slots, STRIPE))
 
     def test_every_page_is_present_from_the_start(self, own: Own) -> None:
         """A first copy that faults pages in would take as long as several later copies."""

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.device import driver
+from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from tests import cuda_driver
 from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, viewed
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter
-from tests.device.layouts import Call, calls
+from tests.device.layouts import Call, calls, one
 
 pytestmark = [
     pytest.mark.servers,
@@ -58,7 +59,7 @@ def test_both_directions(
     if not batch:
         without_batch(monkeypatch)
     view, host = memory
-    gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
     cuda_driver.set("delay_us", 50)
 
     @settings(max_examples=60)
@@ -74,7 +75,7 @@ def test_both_directions(
     check()
 
 
-BATCH, ROWS, COPY = "cuMemcpyBatchAsync", "cuMemcpy2DAsync_v2", "cuMemcpyDtoHAsync_v2"
+BATCH, COPY = "cuMemcpyBatchAsync", "cuMemcpyDtoHAsync_v2"
 
 
 @pytest.mark.parametrize(
@@ -82,13 +83,13 @@ BATCH, ROWS, COPY = "cuMemcpyBatchAsync", "cuMemcpy2DAsync_v2", "cuMemcpyDtoHAsy
     [
         # Slots and pages that touch: a copy for each segment, or one from staging.
         (DIRECT, 0, True, {BATCH: 1}),
-        (DIRECT, 0, False, {ROWS: 1}),
+        (DIRECT, 0, False, {COPY: 2}),
         (BY_KERNEL, 0, True, {COPY: 1}),
         # Slots apart, the last of eight in the next pinned piece.
         (DIRECT, 64, True, {BATCH: 1}),
-        (DIRECT, 64, False, {ROWS: 2, COPY: 1}),
+        (DIRECT, 64, False, {COPY: 8}),
         (BY_KERNEL, 64, True, {BATCH: 1}),
-        (BY_KERNEL, 64, False, {ROWS: 1, COPY: 1}),
+        (BY_KERNEL, 64, False, {COPY: 8}),
     ],
 )
 def test_a_call_takes_few_submissions(
@@ -106,10 +107,10 @@ def test_a_call_takes_few_submissions(
     device = CudaDevice(
         [plain(8192, 8, 2)],
         [range_of(engine, 8 * 2 * 8192)],
-        Gpus(1, direct_copy_bytes, host.pieces_of),
+        Gpus(direct_copy_bytes, host.pieces_of),
     )
-    before = {name: cuda_driver.get(f"{name}.called") for name in (BATCH, ROWS, COPY)}
-    device.gather([2, 3, 4, 5], host.slots([8192] * 8, gap), 8192)
+    before = {name: cuda_driver.get(f"{name}.called") for name in (BATCH, COPY)}
+    device.gather(one([2, 3, 4, 5], host.slots([8192] * 8, gap), 8192))
     called = {name: cuda_driver.get(f"{name}.called") - n for name, n in before.items()}
     assert {name: n for name, n in called.items() if n} == expected
     device.close()
@@ -121,13 +122,13 @@ def test_a_driver_that_refuses_batches_is_asked_once(
 ) -> None:
     host = memory[1]
     content = engine.write(5)
-    gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
     device = CudaDevice([plain(8192, 8, 1)], [range_of(engine, 8 * 8192)], gpus)
     cuda_driver.fail(BATCH, 801, times=0)
     before = cuda_driver.get(f"{BATCH}.called")
     for _ in range(3):
         slots = host.slots([8192] * 4, 64)
-        device.gather([0, 1, 2, 3], slots, 8192)
+        device.gather(one([0, 1, 2, 3], slots, 8192))
         assert b"".join(slots) == content[: 4 * 8192]
     assert cuda_driver.get(f"{BATCH}.called") == before + 1
     device.close()
@@ -140,7 +141,7 @@ def test_several_workers_at_once(
     """Two workers share the streams of a GPU; closing one leaves the other."""
     host = memory[1]
     content = engine.write(6)
-    gpus = Gpus(2, direct_copy_bytes, host.pieces_of)
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
     cuda_driver.set("delay_us", 100)
     devices = [
         CudaDevice([plain(1024, 16, 1)], [range_of(engine, 16 << 10, n << 14)], gpus)
@@ -153,7 +154,7 @@ def test_several_workers_at_once(
             for n in range(20):
                 ids = [(n + at) % 16 for at in range(3)]
                 slots = host.slots([1024] * 3, 8, first=number * 4096)
-                devices[number % 2].gather(ids, slots, 1024)
+                devices[number % 2].gather(one(ids, slots, 1024))
                 begins = [(number % 2) * (1 << 14) + block * 1024 for block in ids]
                 assert b"".join(slots) == b"".join(content[b : b + 1024] for b in begins)
         except BaseException as error:
@@ -175,16 +176,18 @@ def test_several_workers_at_once(
 
 def test_buffers_are_made_once_and_grow(engine: GpuExporter, memory: tuple[View, Host]) -> None:
     host = memory[1]
-    gpus = Gpus(1, BY_KERNEL, host.pieces_of)
+    gpus = Gpus(BY_KERNEL, host.pieces_of)
     device = CudaDevice([plain(512, 16, 1)], [range_of(engine, 8192)], gpus)
 
     def made() -> int:
-        return cuda_driver.get("cuMemAlloc_v2.called") + cuda_driver.get("cuMemHostAlloc.called")
+        return cuda_driver.get("cuMemAlloc_v2.called")
 
-    device.gather([1, 2], host.slots([512] * 2, 0), 512)
+    device.gather(one([1, 2], host.slots([512] * 2, 0), 512))
     before = made()
-    device.gather([3, 4], host.slots([512] * 2, 0), 512)
+    device.gather(one([3, 4], host.slots([512] * 2, 0), 512))
     assert made() == before
-    device.gather([3, 4, 5, 6], host.slots([512] * 4, 0), 512, chunks=2)  # staging and ids
-    assert made() == before + 3
+    slots = host.slots([512] * 4, 0)
+    two = [ChunkCopy([3, 4], slots[:2]), ChunkCopy([5, 6], slots[2:])]
+    device.gather(CopyCall(two, 512))  # staging and ids
+    assert made() == before + 2
     device.close()

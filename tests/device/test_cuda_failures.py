@@ -16,6 +16,7 @@ from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
 from tests.device.gpu_calls import GUARD, Host, View, plain, range_of, viewed
 from tests.device.gpu_exporter import GpuExporter
+from tests.device.layouts import one
 
 pytestmark = [
     pytest.mark.servers,
@@ -46,12 +47,11 @@ def memory(engine: GpuExporter) -> Iterator[tuple[View, Host]]:
 def device(
     engine: GpuExporter, memory: tuple[View, Host], request: pytest.FixtureRequest
 ) -> Iterator[CudaDevice]:
-    """With one stream for each direction."""
     memory[1].memory[:] = GUARD
     opened = CudaDevice(
         [LAYOUT],
         [range_of(engine, PAGE * BLOCKS)],
-        Gpus(1, request.param, memory[1].pieces_of),
+        Gpus(request.param, memory[1].pieces_of),
         engine.signals,
     )
     yield opened
@@ -92,10 +92,10 @@ class TestNothingIsTouched:
         skip: int,
     ) -> None:
         with pytest.raises(DeviceError):
-            device.scatter(ids, slots_of(memory), stripe, skip)
+            device.scatter(one(ids, slots_of(memory), stripe, skip))
         if not skip:
             with pytest.raises(DeviceError):
-                device.gather(ids, slots_of(memory), stripe)
+                device.gather(one(ids, slots_of(memory), stripe))
 
     def test_before_a_signal_that_never_comes(
         self, device: CudaDevice, memory: tuple[View, Host]
@@ -105,14 +105,14 @@ class TestNothingIsTouched:
             for move in (device.gather, device.scatter):
                 until_ns = time.monotonic_ns() + 10**7
                 with pytest.raises(DeviceError, match="did not come in time"):
-                    move([0, 1], slots_of(memory), PAGE, after=1 << 40, until_ns=until_ns)
+                    move(one([0, 1], slots_of(memory), PAGE, after=1 << 40, until_ns=until_ns))
 
     def test_after_the_deadline_of_signals(
         self, device: CudaDevice, memory: tuple[View, Host], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(cuda, "_SIGNAL_DEADLINE_S", 0.01)
         with pytest.raises(DeviceError, match="did not come in time"):
-            device.gather([0, 1], slots_of(memory), PAGE, after=1 << 40)
+            device.gather(one([0, 1], slots_of(memory), PAGE, after=1 << 40))
 
     def test_after_the_lease(
         self, engine: GpuExporter, device: CudaDevice, memory: tuple[View, Host]
@@ -121,14 +121,14 @@ class TestNothingIsTouched:
             engine.ask("wait")
             for move in (device.gather, device.scatter):
                 with pytest.raises(DeviceError, match="lease on the blocks"):
-                    move([0], slots_of(memory, 1), PAGE, after=after, until_ns=1)
+                    move(one([0], slots_of(memory, 1), PAGE, after=after, until_ns=1))
 
 
 def test_a_ticket_needs_signals(engine: GpuExporter, memory: tuple[View, Host]) -> None:
     device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus())
     with pytest.raises(DeviceError, match="registered no signals"):
-        device.gather([0], slots_of(memory, 1), PAGE, after=1)
-    device.gather([0], slots_of(memory, 1), PAGE)
+        device.gather(one([0], slots_of(memory, 1), PAGE, after=1))
+    device.gather(one([0], slots_of(memory, 1), PAGE))
     device.close()
 
 
@@ -154,7 +154,7 @@ class TestHang:
 
     def test_close_waits_for_a_call(self, device: CudaDevice, memory: tuple[View, Host]) -> None:
         cuda_driver.set("hang", -1)
-        copy, failed = in_thread(lambda: device.gather([0, 1], slots_of(memory), PAGE))
+        copy, failed = in_thread(lambda: device.gather(one([0, 1], slots_of(memory), PAGE)))
         time.sleep(0.05)
         close, _ = in_thread(device.close)
         close.join(0.05)
@@ -165,28 +165,7 @@ class TestHang:
         close.join()
         assert not failed
         with pytest.raises(DeviceError, match="no longer mapped"):
-            device.gather([0, 1], slots_of(memory), PAGE)
-
-    def test_others_are_refused_at_their_lease(
-        self, device: CudaDevice, memory: tuple[View, Host], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A scatter has streams of its own."""
-        cuda_driver.set("hang", -1)
-        copy, failed = in_thread(lambda: device.gather([0, 1], slots_of(memory), PAGE))
-        time.sleep(0.05)
-        others = slots_of(memory, first=8192)
-        with pytest.raises(DeviceError, match="no CUDA stream"):
-            device.gather([0, 1], others, PAGE, until_ns=time.monotonic_ns() + 10**7)
-        monkeypatch.setattr(cuda, "_STREAM_DEADLINE_S", 0.01)
-        with pytest.raises(DeviceError, match=r"no CUDA stream .* within 0.0 s"):
-            device.gather([0, 1], others, PAGE)
-        scatter, _ = in_thread(lambda: device.scatter([0, 1], others, PAGE))
-        scatter.join(0.05)
-        assert scatter.is_alive()
-        cuda_driver.set("hang", 0)
-        for thread in (copy, scatter):
-            thread.join()
-        assert not failed
+            device.gather(one([0, 1], slots_of(memory), PAGE))
 
 
 class TestTheDriverRefuses:
@@ -199,9 +178,9 @@ class TestTheDriverRefuses:
         for function in ("cuMemcpyBatchAsync", "cuEventRecord"):
             cuda_driver.fail(function, 1)
             with pytest.raises(DeviceError, match=rf"{function} failed with CUDA error 1 "):
-                device.gather([0, 1], slots_of(memory), PAGE)
+                device.gather(one([0, 1], slots_of(memory), PAGE))
         slots = slots_of(memory)
-        device.gather([0, 1], slots, PAGE)
+        device.gather(one([0, 1], slots, PAGE))
         assert b"".join(slots) == content[: 2 * PAGE]
 
     def test_an_end_that_is_not_known_ends_the_process(
@@ -209,11 +188,11 @@ class TestTheDriverRefuses:
     ) -> None:
         cuda_driver.fail("cuEventSynchronize", 1, times=2)
         with pytest.raises(GpuLost, match="not known which copies have ended"):
-            device.scatter([0, 1], slots_of(memory), PAGE)
+            device.scatter(one([0, 1], slots_of(memory), PAGE))
         device.use_context()
         driver.synchronize()
 
-    @pytest.mark.parametrize("function", ["cuMemAlloc_v2", "cuMemHostAlloc"])
+    @pytest.mark.parametrize("function", ["cuMemAlloc_v2", "cuStreamCreate", "cuEventCreate"])
     def test_out_of_memory_for_a_call(
         self,
         engine: GpuExporter,
@@ -222,14 +201,14 @@ class TestTheDriverRefuses:
     ) -> None:
         """Only that call fails."""
         content = engine.write(3)
-        gpus = Gpus(1, BY_KERNEL, memory[1].pieces_of)
+        gpus = Gpus(BY_KERNEL, memory[1].pieces_of)
         device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
         slots = slots_of(memory)
         for _ in range(3):
             cuda_driver.fail(function, 2)
             with pytest.raises(DeviceError, match="too little free memory"):
-                device.gather([0, 1], slots, PAGE)
-        device.gather([0, 1], slots, PAGE)
+                device.gather(one([0, 1], slots, PAGE))
+        device.gather(one([0, 1], slots, PAGE))
         assert b"".join(slots) == content[: 2 * PAGE]
         device.close()
 
@@ -243,7 +222,7 @@ class TestTheDriverRefuses:
         for function in functions:
             for at in range(1, 6):
                 cuda_driver.fail(function, 2, at=at)
-                gpus = Gpus(1, direct_copy_bytes)
+                gpus = Gpus(direct_copy_bytes)
                 try:
                     device = CudaDevice(
                         [LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus, engine.signals
@@ -262,8 +241,8 @@ class TestTheDriverRefuses:
         """It is known when the engine registers."""
         cuda_driver.set("ptx_version", 79)
         with pytest.raises(DeviceError, match="older than the kernels' PTX"):
-            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus(1, BY_KERNEL))
-        CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus(1, DIRECT)).close()
+            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus(BY_KERNEL))
+        CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus(DIRECT)).close()
 
 
 class TestLost:
@@ -273,13 +252,13 @@ class TestLost:
     def test_every_call_says_so(self, engine: GpuExporter, direct_copy_bytes: int) -> None:
         cuda_driver.reset()
         host = Host(64 << 10, 1, 1)
-        gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+        gpus = Gpus(direct_copy_bytes, host.pieces_of)
         device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
         cuda_driver.set("lose", 700)
         for _ in range(2):
             for move in (device.gather, device.scatter):
                 with pytest.raises(GpuLost, match="error 700"):
-                    move([0, 1], host.slots([PAGE] * 2, 0), PAGE)
+                    move(one([0, 1], host.slots([PAGE] * 2, 0), PAGE))
         with pytest.raises(GpuLost):
             CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
         with pytest.raises(GpuLost):
@@ -293,19 +272,19 @@ class TestTheEngineEnds:
         engine = GpuExporter(SIZE, None, cuda_driver.environment())
         try:
             with viewed(engine) as memory:
-                gpus = Gpus(1, DIRECT, memory[1].pieces_of)
+                gpus = Gpus(DIRECT, memory[1].pieces_of)
                 handles = [range_of(engine, PAGE * BLOCKS)]
                 device = CudaDevice([LAYOUT], handles, gpus, engine.signals)
                 slots = slots_of(memory)
                 waiting, failed = in_thread(
-                    lambda: device.gather([0, 1], slots, PAGE, after=1 << 40)
+                    lambda: device.gather(one([0, 1], slots, PAGE, after=1 << 40))
                 )
                 time.sleep(0.05)
                 engine.kill()
                 waiting.join(20)
                 assert "has ended" in str(failed)
                 with pytest.raises(DeviceError, match="has ended"):
-                    device.scatter([0, 1], slots, PAGE)
+                    device.scatter(one([0, 1], slots, PAGE))
                 device.close()
                 with pytest.raises(DeviceError, match="not visible: it has ended"):
                     CudaDevice([LAYOUT], handles, gpus)
@@ -321,17 +300,17 @@ class TestTwoGpus:
         try:
             content = other.write(9)
             host = Host(64 << 10, 1, 1)
-            gpus = Gpus(1, BY_KERNEL, host.pieces_of)
+            gpus = Gpus(BY_KERNEL, host.pieces_of)
             hung = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus)
-            first = cuda_driver.counts()["streams"]
             device = CudaDevice([LAYOUT], [range_of(other, PAGE * BLOCKS)], gpus)
-            assert cuda_driver.counts()["streams"] == 2 * first
             cuda_driver.set("hang", 1)  # its gathers
-            copy, failed = in_thread(lambda: hung.gather([0, 1], host.slots([PAGE] * 2, 0), PAGE))
+            copy, failed = in_thread(
+                lambda: hung.gather(one([0, 1], host.slots([PAGE] * 2, 0), PAGE))
+            )
             time.sleep(0.05)
             slots = host.slots([PAGE] * 2, 0, 8192)
             for _ in range(3):
-                device.gather([3, 1], slots, PAGE)
+                device.gather(one([3, 1], slots, PAGE))
                 assert b"".join(slots) == content[3 * PAGE : 4 * PAGE] + content[PAGE : 2 * PAGE]
             device.close()
             assert copy.is_alive()

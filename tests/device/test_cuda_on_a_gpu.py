@@ -19,9 +19,10 @@ from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import DeviceError
+from tests.cuda_driver import more
 from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, seen
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter, content
-from tests.device.layouts import Call, calls
+from tests.device.layouts import Call, calls, one
 
 pytestmark = [pytest.mark.cuda, pytest.mark.servers]
 DIRECT, BY_KERNEL = 1, 1 << 40
@@ -74,7 +75,7 @@ def test_both_directions(
     if not batch:
         monkeypatch.setattr(driver, "has", lambda name: name != "cuMemcpyBatchAsync")
     view, host = memory
-    gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
 
     @settings(max_examples=100)
     @given(
@@ -99,16 +100,16 @@ def test_real_sizes(large: GpuExporter, page_bytes: int) -> None:
     device = CudaDevice(
         [plain(page_bytes, blocks, 1)],
         [range_of(large, size)],
-        Gpus(1, 64 << 10, with_slots.pieces_of),
+        Gpus(64 << 10, with_slots.pieces_of),
     )
     ids = np.random.default_rng(4).permutation(blocks).tolist()
     sizes = [min(stripe, size - begin) for begin in range(0, size, stripe)]
     slots = with_slots.slots(sizes, 4096)
-    device.gather(ids, slots, stripe)
+    device.gather(one(ids, slots, stripe))
     pages = np.frombuffer(whole, np.uint8)[:size].reshape(blocks, page_bytes)
     assert b"".join(slots) == pages[ids].tobytes()
-    device.scatter(ids[::-1], slots, stripe)
-    device.gather(sorted(ids), slots, stripe)
+    device.scatter(one(ids[::-1], slots, stripe))
+    device.gather(one(sorted(ids), slots, stripe))
     back = pages[ids][np.argsort(ids[::-1])]
     assert b"".join(slots) == back.tobytes()
     device.close()
@@ -120,16 +121,16 @@ def test_a_call_comes_after_its_signal(direct_copy_bytes: int) -> None:
     engine = GpuExporter(MIB)
     try:
         with seen(engine) as (view, host):
-            gpus = Gpus(1, direct_copy_bytes, host.pieces_of)
+            gpus = Gpus(direct_copy_bytes, host.pieces_of)
             layout = plain(2048, 8, 1)
             device = CudaDevice([layout], [range_of(engine, 16384)], gpus, engine.signals)
             slots = host.slots([2048] * 4, 64)
             for seed in range(20):
-                device.gather([5, 0, 3, 6], slots, 2048, after=engine.write_late(seed, 50))
+                device.gather(one([5, 0, 3, 6], slots, 2048, after=engine.write_late(seed, 50)))
                 right = np.frombuffer(content(seed, 16384), np.uint8).reshape(8, 2048)
                 assert b"".join(slots) == right[[5, 0, 3, 6]].tobytes()
                 ticket = engine.write_late(seed + 100, 50)
-                device.scatter([1, 2, 4, 7], slots, 2048, after=ticket)
+                device.scatter(one([1, 2, 4, 7], slots, 2048, after=ticket))
                 found = np.frombuffer(view.read(), np.uint8)[:16384].reshape(8, 2048)
                 assert b"".join(slots) == found[[1, 2, 4, 7]].tobytes()
             device.close()
@@ -143,7 +144,7 @@ def test_several_threads(
 ) -> None:
     host = memory[1]
     right = engine.write(7)
-    gpus = Gpus(2, direct_copy_bytes, host.pieces_of)
+    gpus = Gpus(direct_copy_bytes, host.pieces_of)
     device = CudaDevice([plain(1024, 16, 1)], [range_of(engine, 16 << 10)], gpus)
     failed: list[BaseException] = []
 
@@ -152,7 +153,7 @@ def test_several_threads(
             for n in range(100):
                 block = (number + n) % 16
                 slots = host.slots([1024], 0, first=number * 1024)
-                device.gather([block], slots, 1024)
+                device.gather(one([block], slots, 1024))
                 assert bytes(slots[0]) == right[block * 1024 : (block + 1) * 1024]
         except BaseException as error:
             failed.append(error)
@@ -184,8 +185,8 @@ def test_no_memory_of_a_dead_engine_stays_held() -> None:
         device = CudaDevice([layout], [range_of(engine, 512 * MIB)], Gpus())
     finally:
         engine.kill()
-    held = driver.free_memory()[0]
+    held = more.free_memory()[0]
     with pytest.raises(DeviceError, match="has ended"):
-        device.gather([0], [memoryview(bytearray(MIB))], MIB)
+        device.gather(one([0], [memoryview(bytearray(MIB))], MIB))
     device.close()
-    assert driver.free_memory()[0] - held >= 500 * MIB
+    assert more.free_memory()[0] - held >= 500 * MIB

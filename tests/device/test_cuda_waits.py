@@ -15,6 +15,7 @@ from lmcache_redis.device.gpu import CopyStream, Gpus
 from tests import cuda_driver
 from tests.device.gpu_calls import Host, View, plain, range_of
 from tests.device.gpu_exporter import GpuExporter, content
+from tests.device.layouts import one
 
 pytestmark = [
     pytest.mark.servers,
@@ -44,7 +45,7 @@ class Rounds:
     def __init__(self, engine: GpuExporter, direct_copy_bytes: int) -> None:
         self.engine = engine
         self.view, self.host = View(engine), Host(64 << 10, 1, 1)
-        gpus = Gpus(1, direct_copy_bytes, self.host.pieces_of)
+        gpus = Gpus(direct_copy_bytes, self.host.pieces_of)
         layout = plain(PAGE, BLOCKS, SEGMENTS)
         self.device = CudaDevice([layout], [range_of(engine, SIZE)], gpus, engine.signals)
         self.slots = self.host.slots([PAGE] * (CHUNK // PAGE), 64)
@@ -57,7 +58,7 @@ class Rounds:
         """After what the engine has enqueued."""
         self.host.memory[:] = 0
         ticket = self.engine.write_late(seed)
-        self.device.gather(IDS, self.slots, PAGE, after=ticket)
+        self.device.gather(one(IDS, self.slots, PAGE, after=ticket))
         return b"".join(self.slots) == self.chunk(content(seed, SIZE))
 
     def gather_and_reuse(self, seed: int) -> bool:
@@ -70,7 +71,7 @@ class Rounds:
             self.view.write(bytes(SIZE))
             cuda_driver.set("delay_us", 1500)
 
-        self.device.gather(IDS, self.slots, PAGE, on_blocks_read=reuse)
+        self.device.gather(one(IDS, self.slots, PAGE), reuse)
         return b"".join(self.slots) == self.chunk(before)
 
     def scatter(self, seed: int) -> bool:
@@ -79,7 +80,7 @@ class Rounds:
         for n, slot in enumerate(self.slots):
             slot[:] = chunk[n * PAGE : (n + 1) * PAGE]
         ticket = self.engine.write_late(seed)
-        self.device.scatter(IDS, self.slots, PAGE, after=ticket)
+        self.device.scatter(one(IDS, self.slots, PAGE, after=ticket))
         found = self.chunk(self.view.read())
         if found == chunk:  # and it is still there when the engine has done what it enqueued
             self.engine.ask("wait")
@@ -130,7 +131,7 @@ def test_without_a_wait_bytes_are_wrong(
                 patch.undo()
                 cuda_driver.set("delay_us", 0)
                 engine.ask("wait")
-                rounds.device.gather([0], rounds.host.slots([PAGE] * SEGMENTS, 0), PAGE)
+                rounds.device.gather(one([0], rounds.host.slots([PAGE] * SEGMENTS, 0), PAGE))
                 cuda_driver.set("delay_us", 300)
                 patch.setattr(*wait, lambda *arguments: None)
         assert not all(right), "the wait is not needed"

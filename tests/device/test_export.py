@@ -14,6 +14,7 @@ from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.handles import CudaFdHandle, CudaIPCHandle, own_process
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
+from tests.cuda_driver import more
 from tests.cuda_driver.engine import PIECE_BYTES, Host, Memory, gpus
 
 pytestmark = pytest.mark.skipif(cuda_driver.missing() is not None, reason="no gcc")
@@ -171,7 +172,7 @@ class TestCaches:
     def test_the_context_of_the_thread_stays(self, host: Host) -> None:
         with host.on(1):
             export_kv_caches([host.tensors(NAMES, SHAPE, gpu=0)], BLOCKS)
-            assert driver.current_device() == 1
+            assert more.current_device() == 1
 
     def test_a_gpu_that_writes_no_values_is_refused(self, host: Host) -> None:
         cuda_driver.set("write_values", 0)

@@ -18,6 +18,7 @@ from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.errors import DeviceError, GpuLost
 from lmcache_redis.native.madvise import PAGE_SIZE_BYTES
 from tests import cuda_driver
+from tests.cuda_driver import more
 from tests.servers import wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +62,7 @@ class Pool:
         address, stream = driver.allocate(SLOT_BYTES), driver.create_stream()
         host = self.arena.base_address + slot * SLOT_BYTES
         kv = ctypes.create_string_buffer(b"kv" * 10)
-        driver.copy_in(address, ctypes.addressof(kv), 20)
+        more.copy_in(address, ctypes.addressof(kv), 20)
         driver.enqueue_copy_out(host, address, 20, stream)
         driver.synchronize_stream(stream)
         driver.destroy_stream(stream)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.device import driver
 from lmcache_redis.device.signals import SLOTS, SignalPage, Signals, signals_of
 from lmcache_redis.errors import DeviceError
 from tests import cuda_driver
+from tests.cuda_driver import more
 from tests.cuda_driver.engine import Host, gpus
 from tests.servers import wait_until
 
@@ -111,7 +111,7 @@ def test_pinned_memory_may_have_another_address_on_the_gpu() -> None:
 def test_the_context_of_the_thread_stays() -> None:
     with gpus(devices=2) as host, host.on(1):
         signals_of(0).record(host.stream(0))
-        assert driver.current_device() == 1
+        assert more.current_device() == 1
 
 
 def test_a_page_of_another_size_is_refused(signals: Signals) -> None:

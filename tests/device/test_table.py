@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +16,9 @@ from lmcache_redis.device.table import (
     ROW_NUMBERS,
     SKIPPED,
     UNITS_PER_TILE,
+    Launch,
     SegmentTable,
     Storage,
-    Tiles,
     pack_ids,
     staging_stride_bytes,
 )
@@ -40,9 +40,9 @@ class Unit(NamedTuple):
     width: int
 
 
-def units_of(tiles: Tiles) -> Iterator[Unit]:
+def units_of(launches: Sequence[Launch]) -> Iterator[Unit]:
     """What the kernel does with the rows, as their description says it."""
-    for width, rows in tiles.launches:
+    for width, rows in launches:
         for values in rows.tolist():
             row = dict(zip(COLUMNS, values, strict=False))
             for unit in range(row["units"]):
@@ -55,13 +55,13 @@ def units_of(tiles: Tiles) -> Iterator[Unit]:
                 )
 
 
-def widths_of(tiles: Tiles) -> list[int]:
-    return [launch.width for launch in tiles.launches]
+def widths_of(launches: Sequence[Launch]) -> list[int]:
+    return [launch.width for launch in launches]
 
 
-def only_rows(tiles: Tiles) -> np.ndarray:
+def only_rows(launches: Sequence[Launch]) -> np.ndarray:
     """Of tiles that take one launch."""
-    (launch,) = tiles.launches
+    (launch,) = launches
     return launch.rows
 
 
@@ -78,10 +78,10 @@ def test_each_byte_of_a_chunk_moves_once_between_its_two_places(
     case: Paged, n_blocks: int, units: int, first_address: int
 ) -> None:
     table = table_of(case, first_address, units)
-    tiles = table.tiles(n_blocks)
-    assert tiles.chunk_bytes == n_blocks * case.layout.block_bytes
-    places: list[tuple[int, int, int] | None] = [None] * tiles.chunk_bytes
-    for unit in units_of(tiles):
+    launches = table.launches(n_blocks)
+    chunk_bytes = n_blocks * case.layout.block_bytes
+    places: list[tuple[int, int, int] | None] = [None] * chunk_bytes
+    for unit in units_of(launches):
         for byte in range(unit.width):
             assert places[unit.staged + byte] is None
             places[unit.staged + byte] = (unit.base + byte, unit.stride, unit.block)
@@ -98,16 +98,14 @@ def test_each_byte_of_a_chunk_moves_once_between_its_two_places(
 def test_a_launch_has_one_width_and_its_accesses_are_aligned(
     case: Paged, n_blocks: int, units: int, first_address: int
 ) -> None:
-    tiles = table_of(case, first_address, units).tiles(n_blocks)
-    widths = widths_of(tiles)
+    launches = table_of(case, first_address, units).launches(n_blocks)
+    widths = widths_of(launches)
     assert widths == sorted(set(widths), reverse=True)
-    for launch in tiles.launches:
+    for launch in launches:
         assert launch.rows.shape[1] == ROW_NUMBERS
         assert 0 < int(launch.rows[:, 5].max()) <= units
         assert not launch.rows[:, len(COLUMNS) :].any()
-    assert tiles.staging_stride_bytes % 16 == 0
-    assert 0 <= tiles.staging_stride_bytes - tiles.chunk_bytes < 16
-    for unit in units_of(tiles):
+    for unit in units_of(launches):
         for block in range(case.layout.num_blocks):
             assert (unit.base + block * unit.stride) % unit.width == 0
         assert unit.staged % unit.width == 0
@@ -123,25 +121,25 @@ def table(units: int = UNITS_PER_TILE, blocks: int = 64, *segments: Segment) -> 
 class TestTiles:
     def test_large_pages_are_cut_evenly(self) -> None:
         """40 KiB are five full tiles; 16 bytes more are six of nearly one size."""
-        whole = table(512, 4, Segment(0, 0, 40960, 40960)).tiles(1)
+        whole = table(512, 4, Segment(0, 0, 40960, 40960)).launches(1)
         assert only_rows(whole)[:, 5].tolist() == [512] * 5
-        more = table(512, 4, Segment(0, 0, 40976, 40976)).tiles(1)
+        more = table(512, 4, Segment(0, 0, 40976, 40976)).launches(1)
         assert only_rows(more)[:, 5].tolist() == [427] * 5 + [426]
 
     def test_small_pages_share_a_tile(self) -> None:
         """2 KiB: four of a segment's pages in each, and what is left in the last."""
-        tiles = table(512, 64, Segment(0, 0, 2048, 4096)).tiles(10)
-        assert only_rows(tiles)[:, 3].tolist() == [0, 4, 8]
-        assert only_rows(tiles)[:, 4].tolist() == [128] * 3
-        assert only_rows(tiles)[:, 5].tolist() == [512, 512, 256]
+        launches = table(512, 64, Segment(0, 0, 2048, 4096)).launches(10)
+        assert only_rows(launches)[:, 3].tolist() == [0, 4, 8]
+        assert only_rows(launches)[:, 4].tolist() == [128] * 3
+        assert only_rows(launches)[:, 5].tolist() == [512, 512, 256]
 
     def test_a_70b_of_eight_ranks_fills_its_tiles(self) -> None:
         """80 layers, K and V apart, pages of 4 KiB: 16 blocks are 8 tiles of 2 pages a segment."""
         segments = tuple(Segment(n, 0, 4096, 4096) for n in range(160))
-        tiles = table(512, 64, *segments).tiles(16)
-        assert len(only_rows(tiles)) == 160 * 8
-        assert set(only_rows(tiles)[:, 5].tolist()) == {512}
-        assert widths_of(tiles) == [16]
+        launches = table(512, 64, *segments).launches(16)
+        assert len(only_rows(launches)) == 160 * 8
+        assert set(only_rows(launches)[:, 5].tolist()) == {512}
+        assert widths_of(launches) == [16]
 
     @pytest.mark.parametrize(
         ("address", "segment", "n_blocks", "width"),
@@ -157,26 +155,26 @@ class TestTiles:
         self, address: int, segment: Segment, n_blocks: int, width: int
     ) -> None:
         layout = KVLayout((), "uint8", "cuda", 16, 4, (segment,))
-        tiles = SegmentTable(layout, [Storage(address, 1024)]).tiles(n_blocks)
-        assert widths_of(tiles) == [width]
+        launches = SegmentTable(layout, [Storage(address, 1024)]).launches(n_blocks)
+        assert widths_of(launches) == [width]
 
     def test_a_segment_behind_an_odd_one_is_as_wide_as_it_can(self) -> None:
         odd, wide = Segment(0, 0, 4, 4), Segment(0, 256, 64, 64)
         both = table(512, 64, odd, wide)
-        assert widths_of(both.tiles(16)) == [16, 4]
-        assert widths_of(both.tiles(3)) == [4]
+        assert widths_of(both.launches(16)) == [16, 4]
+        assert widths_of(both.launches(3)) == [4]
 
     def test_each_width_has_its_launch(self) -> None:
         segments = Segment(0, 0, 64, 64), Segment(0, 4096, 8, 8), Segment(0, 5000, 2, 2)
-        tiles = table(512, 64, *segments).tiles(16)
-        assert widths_of(tiles) == [16, 8, 2]
-        addresses = [launch.rows[0, 0] - 4096 for launch in tiles.launches]
+        launches = table(512, 64, *segments).launches(16)
+        assert widths_of(launches) == [16, 8, 2]
+        addresses = [launch.rows[0, 0] - 4096 for launch in launches]
         assert addresses == [0, 4096, 5000]
 
     @pytest.mark.parametrize("n_blocks", [0, -1, 2**60])
     def test_chunks_of_no_sense(self, n_blocks: int) -> None:
         with pytest.raises(DeviceError, match="a chunk of"):
-            table(512, 64, Segment(0, 0, 64, 64)).tiles(n_blocks)
+            table(512, 64, Segment(0, 0, 64, 64)).launches(n_blocks)
 
     def test_a_layout_that_leaves_its_storage_is_refused(self) -> None:
         layout = KVLayout((), "uint8", "cuda", 16, 4, (Segment(0, 0, 64, 64),))

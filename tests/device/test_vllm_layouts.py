@@ -11,7 +11,7 @@ import torch
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.cpu import CpuDevice
 from lmcache_redis.device.layout import KVLayout
-from tests.device.layouts import empty_slots
+from tests.device.layouts import empty_slots, one
 
 pytestmark = pytest.mark.engine  # imports vLLM, which takes as long as starting a small one
 
@@ -64,8 +64,8 @@ def test_a_chunk_moves_between_blocks(name: str, padding: int, kernel_block: int
     device = CpuDevice([layout], handles)
     source, target = [2, 3, 9], [7, 0, 10]
     slots = empty_slots(len(source) * layout.block_bytes, 500)
-    device.gather(source, slots, 500)
-    device.scatter(target, slots, 500, skip_blocks=1)
+    device.gather(one(source, slots, 500))
+    device.scatter(one(target, slots, 500, skip=1))
     device.close()
 
     # All of the engine's elements, unless padding is copied along.

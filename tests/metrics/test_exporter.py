@@ -144,8 +144,9 @@ def test_a_page_has_headers_of_its_own_and_others_are_refused() -> None:
         assert get(served.port, "/") == (404, "there are /metrics, /healthz\n")
 
 
-def test_a_loop_that_does_not_turn_is_not_healthy() -> None:
-    owner = OwnerCollector(lambda action: None, list, answer_s=0.01)
+def test_a_loop_that_does_not_turn_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_ANSWER_S", 0.01)
+    owner = OwnerCollector(lambda action: None, list)
     with Exporter(("127.0.0.1", 0), owner, Metrics().registry) as served:
         for path in ("/healthz", "/metrics"):
             code, text = get(served.port, path)

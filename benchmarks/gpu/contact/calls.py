@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.gpu.contact.exporter import Exporter
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.device import driver
+from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.layout import KVLayout, Segment
@@ -50,13 +51,13 @@ class Calls:
         self.moved_bytes = len(self.block_ids) * layout.block_bytes
         stripes = -(-self.moved_bytes // arena.slot_bytes)
         self.slots = arena.views(tuple(range(stripes)), self.moved_bytes, arena.slot_bytes)
-        self._stripe_bytes = arena.slot_bytes
+        self._call = CopyCall([ChunkCopy(self.block_ids, self.slots)], arena.slot_bytes)
 
     def gather(self, after: int | None = None) -> None:
-        self._device.gather(self.block_ids, self.slots, self._stripe_bytes, after=after)
+        self._device.gather(self._call._replace(after=after))
 
     def scatter(self, after: int | None = None) -> None:
-        self._device.scatter(self.block_ids, self.slots, self._stripe_bytes, after=after)
+        self._device.scatter(self._call._replace(after=after))
 
 
 @contextmanager
