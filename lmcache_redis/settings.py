@@ -25,16 +25,16 @@ _SIZE = "([0-9]+(?:[.][0-9]+)?) *((?:[KMGTPEkmgtpe](?:[Ii]?[Bb])?|[Bb])?)"
 PREFIX = "LMCACHE_REDIS_"
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str, option: str) -> int:
     """Bytes of ``4GiB``, ``512MB``, ``1.5G`` (binary) or a plain number.
 
-    Raises ``ConfigError`` for anything else.
+    Raises ``ConfigError``, which names the option, for anything else.
     """
-    if isinstance(text, int):
-        return text
     match = re.fullmatch(_SIZE, text.strip())
     if match is None:
-        raise ConfigError(f"{text!r} is not a size: write it as 4GiB, 512MB or a number of bytes")
+        raise ConfigError(
+            f"{option}: {text!r} is not a size: write it as 4GiB, 512MB or a number of bytes"
+        )
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
@@ -148,10 +148,7 @@ class Setting:
     def parse(self, text: str) -> Any:
         """The value of a text, bounds unchecked. Raises ``ConfigError``."""
         if self.is_size:
-            try:
-                return parse_size(text)
-            except ConfigError as error:
-                raise ConfigError(f"{self.option}: {error}") from error
+            return parse_size(text, self.option)
         kinds: dict[str, Callable[[str], Any]] = {
             "int": int,
             "float": float,

@@ -71,14 +71,6 @@ class Diagnosis:
         """1 if a finding is as serious as ``fail_on``, else 0."""
         return int(any(finding.severity <= self.fail_on for finding in self.findings))
 
-    def judged_by(self, fail_on: Severity) -> Diagnosis:
-        return replace(self, fail_on=fail_on)
-
-    def without_ok(self) -> Diagnosis:
-        """Only what should be changed."""
-        findings = tuple(each for each in self.findings if each.severity is not Severity.OK)
-        return replace(self, findings=findings)
-
 
 def diagnose(
     server: PrimaryServers,
@@ -95,21 +87,14 @@ def diagnose(
     """
     seen = sample(server, prefix)
     need = need_as_stored(need, seen, report)
-    pool_bytes = None if report is None else _pool_bytes(report)
+    facts = tuple(_examined(server, node, prefix, need, bandwidth) for node in server.nodes)
+    pool = None if report is None else report["pool"]
+    pool_bytes = pool and pool["slots"] * pool["slot_bytes"]
     facts = tuple(
-        replace(
-            _examined(server, node, prefix, need, bandwidth),
-            pool_bytes=pool_bytes,
-            oldest_idle_s=seen.oldest_idle_s,
-        )
-        for node in server.nodes
+        replace(each, pool_bytes=pool_bytes, oldest_idle_s=seen.oldest_idle_s) for each in facts
     )
     node = None if report is None else look(report, server, seen.headers)
     return Diagnosis(facts, findings_of(facts, node), node)
-
-
-def _pool_bytes(report: Mapping[str, Any]) -> int:
-    return int(report["pool"]["slots"]) * int(report["pool"]["slot_bytes"])
 
 
 def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[Finding, ...]:

@@ -44,14 +44,15 @@ class Need:
     is_known: bool = False
 
     @staticmethod
-    def of_model(size: ModelSize, prefill_tokens_per_s: float, prompt_tokens: int) -> Need:
+    def of_model(size: ModelSize) -> Need:
         """Of a model whose size is known."""
+        tokens = size.options.prompt_tokens
         return Need(
             max(1, size.bytes_per_token),
-            prefill_tokens_per_s,
-            prompt_tokens,
-            size.stored_bytes(prompt_tokens) / prompt_tokens,
-            size.break_even_bytes_per_s(1.0, prompt_tokens),
+            size.options.prefill_tokens_per_s,
+            tokens,
+            size.stored_bytes / tokens,
+            size.loaded_bytes_per_token,
             size.model,
             is_known=True,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -217,6 +217,13 @@ def shown_bytes(size_bytes: float) -> str:
         if value >= 1:
             return f"{value:.{0 if value >= 100 or value % 1 == 0 else 1}f} {unit}"
     return f"{size_bytes:.0f} bytes"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines in which the cells of a column begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
 
 
 def gigabytes(size_bytes: float) -> str:

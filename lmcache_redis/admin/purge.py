@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_redis.admin.names import show_key
-from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import Stripe, StripeState, ask_each, read_stripes, read_uses
 from lmcache_redis.admin.survey import Progress, SeenChunk, cuts_of, no_progress, survey
@@ -144,27 +143,27 @@ def choose(
 def remove(
     server: PrimaryServers,
     plan: Plan,
-    pace: Pace,
+    keys_per_second: float,
     result: PurgeResult,
     progress: Progress = no_progress,
 ) -> None:
     """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
 
-    If idle chunks were selected, those used since then stay. pace: in keys. progress: called after
-    each step.
+    If idle chunks were selected, those used since then stay. progress: called after each step.
     """
-    started = time.monotonic()
+    started_s = due_s = time.monotonic()
     done = 0
     try:
-        for chunks in steps_of(plan.chunks, pace.per_second):
-            pace.begin()
-            _remove_step(server, plan.selection, chunks, result)
+        for chunks in steps_of(plan.chunks, keys_per_second):
             keys = sum(chunk.count for chunk in chunks)
-            pace.ended(keys)
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            # Time lost to a delay is not made up for.
+            due_s = time.monotonic() + keys / keys_per_second
+            _remove_step(server, plan.selection, chunks, result)
             done += keys
             progress("keys removed", done, plan.stripes)
     finally:
-        result.seconds += time.monotonic() - started
+        result.seconds += time.monotonic() - started_s
 
 
 def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[list[SeenChunk]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lmcache_redis.admin.doctor import HERE, Diagnosis
 from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, OtherKey, Spread, Summary
-from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes
+from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes, table
 from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
@@ -144,7 +144,7 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         if summary.verified:
             damaged = [str(group.damaged) for group in summary.groups]
             rows = [[*row, cell] for row, cell in zip(rows, ["damaged", *damaged], strict=True)]
-        yield from _table(rows)
+        yield from table(rows)
     if not found.whole:
         share = found.looked_at / max(1, found.database_keys)
         yield (
@@ -172,7 +172,7 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
     chunks, keys = counted(plan.chunk_count, "chunk"), counted(plan.stripes, "key")
     yield f"to remove from {where}: {chunks} ({keys}{size})"
     rows = [[printable(g["model"]), g["layout"], f"{g['chunks']:,}"] for g in plan.groups]
-    yield from _table([["model", "layout", "chunks"], *rows])
+    yield from table([["model", "layout", "chunks"], *rows])
 
 
 def removal_lines(removal: PurgeResult) -> Iterator[str]:
@@ -219,13 +219,6 @@ def counted(number: int, noun: str) -> str:
 
 def _line(label: str, text: str) -> str:
     return f"{label:<11}{text}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(cells).rstrip()
 
 
 def _row(group: LayoutSummary) -> list[str]:

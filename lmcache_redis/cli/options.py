@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -124,6 +125,11 @@ def _option_of(setting: Setting) -> Any:
         metavar=None if is_flag else setting.shown_form,
     )
     return Annotated[(bool if is_flag else str) | None, option]
+
+
+def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:
+    """What a command has found, as JSON or as lines of text."""
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
 
 
 def redis_options(**given: Any) -> RedisOptions:

@@ -153,7 +153,7 @@ def plan(
         paths.append(example)
     if not paths:
         raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
-    trace = read_trace(paths, block_tokens, _bytes_of("--token-bytes", token_bytes))
+    trace = read_trace(paths, block_tokens, parse_size(token_bytes, "--token-bytes"))
     speed = prefill_tokens_per_s or (1 / trace.token_s if trace.token_s else 0)
     speeds = Speeds(
         1 / (speed or _DEFAULT_PREFILL_TOKENS_PER_S), link_gbit * 1e9 / 8, disk_gbyte * 1e9
@@ -202,7 +202,7 @@ def _each(option: str, text: str, read: Callable[[str], _T]) -> list[_T]:
 
 
 def _sizes(option: str, text: str) -> list[int]:
-    return _each(option, text, lambda word: _bytes_of(option, word))
+    return _each(option, text, lambda word: parse_size(word, option))
 
 
 def _counts(option: str, text: str, most: int) -> list[int]:
@@ -243,7 +243,7 @@ def _grid(trace: Trace, **given: Any) -> Grid:
         pool_bytes=[*dict.fromkeys(pool_sizes)],
         disk_bytes=_sizes("--disk-size", given["disk_size"]),
         redis_bytes=[*dict.fromkeys(redis_sizes)],
-        engine_bytes=_bytes_of("--engine-bytes", given["engine_bytes"]),
+        engine_bytes=parse_size(given["engine_bytes"], "--engine-bytes"),
         router=router,
     )
 
@@ -363,11 +363,3 @@ def _assumed(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> dict[s
         "prices": f"${prices.gib_month:g} a GiB of memory and month, ${prices.disk_gib_month:g} of "
         f"disk, ${prices.gpu_hour:g} a replica's GPU hour",
     }
-
-
-def _bytes_of(option: str, text: str | int) -> int:
-    """The bytes that an option gives. Raises ``ConfigError``, which names the option."""
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error

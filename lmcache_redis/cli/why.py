@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint
+from lmcache_redis.cli.options import AsJson, Endpoint, print_found
 from lmcache_redis.config import default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
@@ -89,21 +88,14 @@ def why(
     if layouts is not None:
         wanted = [each.strip().lower() for each in layouts]
         compared = compare(agent.layouts(*wanted), *wanted)
-        _print(as_json, compared, comparison_lines(compared))
+        print_found(as_json, compared, comparison_lines(compared))
         return
     report = agent.why(request or "", 1 if last else most)
     if not report["requests"] and not as_list:
         raise LMCacheRedisError(unknown(report, request))
     several = as_list or len(report["requests"]) > 1
     lines = list_lines(report, time.time()) if several else request_lines(report, time.time())
-    _print(as_json, report, lines)
-
-
-def _print(as_json: bool, report: Mapping[str, Any], lines: Iterator[str]) -> None:
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n".join(lines))
+    print_found(as_json, report, lines)
 
 
 # Requests

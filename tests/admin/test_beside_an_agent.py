@@ -10,7 +10,6 @@ import pytest
 
 from lmcache_redis import __version__
 from lmcache_redis.admin.inspect import Summary, summarise
-from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.resp import RedisOptions
@@ -53,7 +52,7 @@ def test_beside_an_agent(own_server: RedisServer, agent: AgentServer) -> None:
             assert layout.startswith(group.layout)
         result = PurgeResult()
         selection = Selection(models=frozenset({"test/model"}))
-        remove(server, choose(server, PREFIX.encode(), selection), Pace(1e6), result)
+        remove(server, choose(server, PREFIX.encode(), selection), 1e6, result)
         assert (result.chunks, result.left) == (CHUNKS, {})
         assert own_server.command("DBSIZE") == 0
         # A fresh agent has nothing in its host pool: it must ask Redis, and computes again.

@@ -25,10 +25,6 @@ class StoredPart:
     value_bytes: int
     memory_bytes: int
 
-    @property
-    def header_bytes(self) -> int:
-        return self.stripes * HEADER_BYTES
-
 
 def stored_part(part_bytes: int, slot_bytes: int, model: str) -> StoredPart:
     """A part as agents store it. Raises FormatError for a size that is not positive."""
