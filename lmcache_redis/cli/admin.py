@@ -103,22 +103,20 @@ def inspect(
 
 def purge(
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Chunks of this model; repeatable.")
+        list[str] | None, typer.Option(help="Chunks of this model; repeatable.")
     ] = None,
     layout: Annotated[
         list[str] | None,
         typer.Option(
-            "--layout",
             help="Chunks of this layout, as `status` and `inspect` show it, or its first digits; "
-            "repeatable.",
+            "repeatable."
         ),
     ] = None,
     idle_longer_than: Annotated[
-        str | None,
-        typer.Option("--idle-longer-than", help="Chunks not used for this long: 12h, 7d, 2w."),
+        str | None, typer.Option(help="Chunks not used for this long: 12h, 7d, 2w.")
     ] = None,
     stored_longer_than: Annotated[
-        str | None, typer.Option("--stored-longer-than", help="Chunks stored longer ago than this.")
+        str | None, typer.Option(help="Chunks stored longer ago than this.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")
@@ -128,7 +126,7 @@ def purge(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     keys_per_second: Annotated[
-        float, typer.Option("--keys-per-second", help="Remove at most this many keys a second.")
+        float, typer.Option(help="Remove at most this many keys a second.")
     ] = 2000,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
@@ -202,13 +200,11 @@ def doctor(
         ),
     ] = True,
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="DIR", help="Directory of the model, or its config.json."),
+        str | None, typer.Option(metavar="DIR", help="Directory of the model, or its config.json.")
     ] = None,
     kv_bytes_per_token: Annotated[
         int | None,
         typer.Option(
-            "--kv-bytes-per-token",
             min=1,
             help="Of a model, instead of --model.",
             show_default="of the chunks in Redis, else 131072, of an 8B model",
@@ -219,8 +215,7 @@ def doctor(
     tp: Ranks = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     fail_on: Annotated[
-        FailOn,
-        typer.Option("--fail-on", help="Least serious finding with which the exit status is 1."),
+        FailOn, typer.Option(help="Least serious finding with which the exit status is 1.")
     ] = FailOn.warning,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Leave out what is as it should be.")

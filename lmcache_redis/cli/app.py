@@ -117,7 +117,7 @@ def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
 @app.command()
 def settings(
     of: Annotated[
-        str, typer.Option("--of", help="Whose: agent, gateway or engine.", metavar="NAME")
+        str, typer.Option(help="Whose: agent, gateway or engine.", metavar="NAME")
     ] = "agent",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table of the docs instead.")

@@ -82,8 +82,7 @@ _Check = Annotated[
 _Connect = Annotated[
     bool,
     typer.Option(
-        "--connect",
-        help="With --check: ask the server too. Exit status 1 if it cannot be used.",
+        "--connect", help="With --check: ask the server too. Exit status 1 if it cannot be used."
     ),
 ]
 

@@ -37,19 +37,15 @@ def plan(
     pool_bytes: Annotated[
         str | None,
         typer.Option(
-            "--pool-bytes",
             metavar="SIZE,...",
             help="Host pool of each replica.",
             show_default="four sizes that suit the trace",
         ),
     ] = None,
-    disk_size: Annotated[
-        str, typer.Option("--disk-size", metavar="SIZE,...", help="Disk of each replica.")
-    ] = "0",
+    disk_size: Annotated[str, typer.Option(metavar="SIZE,...", help="Disk of each replica.")] = "0",
     redis_bytes: Annotated[
         str | None,
         typer.Option(
-            "--redis-bytes",
             metavar="SIZE,...",
             help="Memory of Redis, shared by all replicas.",
             show_default="none, and two that suit the trace",
@@ -58,22 +54,20 @@ def plan(
     engine_bytes: Annotated[
         str,
         typer.Option(
-            "--engine-bytes",
             metavar="SIZE",
             help="KV cache of each engine's own, whose hits need none of ours. 0 for recordings "
             "and KV events, which do not contain them.",
         ),
     ] = "0",
     replicas: Annotated[
-        str, typer.Option("--replicas", metavar="N,...", help="Engines, each with its own pool.")
+        str, typer.Option(metavar="N,...", help="Engines, each with its own pool.")
     ] = "1",
     router: Annotated[
-        str, typer.Option("--router", help="Sends requests to replicas: round-robin or prefix.")
+        str, typer.Option(help="Sends requests to replicas: round-robin or prefix.")
     ] = "round-robin",
     chunk_size_tokens: Annotated[
         str | None,
         typer.Option(
-            "--chunk-size-tokens",
             metavar="N,...",
             help="Multiples of the trace's blocks.",
             show_default="256, or the trace's blocks",
@@ -82,7 +76,6 @@ def plan(
     policy: Annotated[
         str,
         typer.Option(
-            "--policy",
             metavar="NAME,...",
             help="What is evicted from every tier: lru as agents and Redis do; others need "
             "libCacheSim (the extra `plan`).",
@@ -91,28 +84,24 @@ def plan(
     token_bytes: Annotated[
         str,
         typer.Option(
-            "--token-bytes",
             metavar="SIZE",
             help="KV of a token, if the trace does not say. Llama 3.1 8B has 128KiB.",
         ),
     ] = "128KiB",
     block_tokens: Annotated[
-        int, typer.Option("--block-tokens", min=1, help="Tokens of a block with a hash id.")
+        int, typer.Option(min=1, help="Tokens of a block with a hash id.")
     ] = 512,
     prefill_tokens_per_s: Annotated[
         float | None,
         typer.Option(
-            "--prefill-tokens-per-s",
             min=1,
             help="How fast a replica computes prompts.",
             show_default="as recorded, else 10000",
         ),
     ] = None,
-    link_gbit: Annotated[
-        float, typer.Option("--link-gbit", min=0.001, help="Gbit/s of Redis's link.")
-    ] = 25,
+    link_gbit: Annotated[float, typer.Option(min=0.001, help="Gbit/s of Redis's link.")] = 25,
     disk_gbyte: Annotated[
-        float, typer.Option("--disk-gbyte", min=0.001, help="Gbyte/s of each replica's disk.")
+        float, typer.Option(min=0.001, help="Gbyte/s of each replica's disk.")
     ] = 2,
     usd_per_gib_month: Annotated[
         float, typer.Option(min=0, help="Of memory, in host pools and in Redis.")
@@ -122,15 +111,12 @@ def plan(
         float, typer.Option(min=0, help="Of all GPUs of one replica.")
     ] = 2.5,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with plots there.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")
     ] = None,
     example: Annotated[
-        Path | None,
-        typer.Option("--example", metavar="FILE", help="Make a trace, write it there, and use it."),
+        Path | None, typer.Option(metavar="FILE", help="Make a trace, write it there, and use it.")
     ] = None,
-    example_requests: Annotated[
-        int, typer.Option("--example-requests", min=1, help="Requests of --example.")
-    ] = 2000,
+    example_requests: Annotated[int, typer.Option(min=1, help="Requests of --example.")] = 2000,
     as_json: AsJson = False,
 ) -> None:
     """Show what a cache of some size would save: hit rates, GPU time, the link, money.

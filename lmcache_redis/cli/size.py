@@ -33,21 +33,17 @@ def size(
         str, typer.Argument(help="Directory of a model, or its config.json.", metavar="MODEL")
     ],
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="Memory of Redis, as 64GiB.")
+        str, typer.Option(metavar="SIZE", help="Memory of Redis, as 64GiB.")
     ] = "64GiB",
     prompt_tokens: PromptTokens = 8192,
     prefill_tokens_per_s: PrefillRate = 8000,
     tp: Ranks = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     mamba_ssm_cache_dtype: Annotated[
-        str, typer.Option("--mamba-ssm-cache-dtype", metavar="TYPE", help="vLLM's option.")
+        str, typer.Option(metavar="TYPE", help="vLLM's option.")
     ] = "auto",
-    max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, help="vLLM's option.")
-    ] = 8192,
-    chunk_size_tokens: Annotated[
-        int, typer.Option("--chunk-size-tokens", min=1, help="The agents' option.")
-    ] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's option.")] = 8192,
+    chunk_size_tokens: Annotated[int, typer.Option(min=1, help="The agents' option.")] = 256,
     as_json: AsJson = False,
 ) -> None:
     """Show how much KV a model makes a token, how much of it fits, and how fast Redis must be.

@@ -26,8 +26,7 @@ def top(
         bool, typer.Option("--once", help="Print one frame, of one interval, and end.")
     ] = False,
     interval_s: Annotated[
-        float,
-        typer.Option("--interval-s", min=0.1, max=60, help="Seconds between two frames."),
+        float, typer.Option(min=0.1, max=60, help="Seconds between two frames.")
     ] = 1.0,
     endpoint: Endpoint = None,
     as_json: AsJson = False,

@@ -57,17 +57,14 @@ def why(
     layouts: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            "--layouts",
             metavar="A B",
             help="What differs between two layouts, as `status` shows them, or their beginnings.",
             show_default=False,
         ),
     ] = None,
-    most: Annotated[
-        int, typer.Option("--most", min=1, max=4096, help="Requests that --list shows.")
-    ] = 20,
+    most: Annotated[int, typer.Option(min=1, max=4096, help="Requests that --list shows.")] = 20,
     endpoint: Endpoint = None,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Deadline for the answer.")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(help="Deadline for the answer.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Say why a request missed, or why two engines do not share.
