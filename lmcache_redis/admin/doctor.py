@@ -87,14 +87,27 @@ def diagnose(
     """
     seen = sample(server, prefix)
     need = need_as_stored(need, seen, report)
-    facts = tuple(_examined(server, node, prefix, need, bandwidth) for node in server.nodes)
     pool = None if report is None else report["pool"]
-    pool_bytes = pool and pool["slots"] * pool["slot_bytes"]
-    facts = tuple(
-        replace(each, pool_bytes=pool_bytes, oldest_idle_s=seen.oldest_idle_s) for each in facts
-    )
-    node = None if report is None else look(report, server, seen.headers)
-    return Diagnosis(facts, findings_of(facts, node), node)
+    facts = []
+    for node in server.nodes:
+        measured: dict[str, Any] = {"ping_s": measure_ping(node)}
+        if bandwidth:
+            try:
+                read, write = measure_bandwidth(server, node, prefix)
+                measured |= {"read_bytes_per_s": read, "write_bytes_per_s": write}
+            except RedisError as error:
+                measured["bandwidth_refused"] = str(error)
+        known = gather(
+            server,
+            node,
+            need=need,
+            pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
+            oldest_idle_s=seen.oldest_idle_s,
+            **measured,
+        )
+        facts.append(known)
+    here = None if report is None else look(report, server, seen.headers)
+    return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
 
 def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[Finding, ...]:
@@ -103,19 +116,6 @@ def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[
     if node is not None:
         found += [replace(finding, where=HERE) for finding in judge_node(node)]
     return tuple(sorted(found, key=lambda finding: finding.severity))
-
-
-def _examined(
-    server: PrimaryServers, node: Primary, prefix: bytes, need: Need, bandwidth: bool
-) -> Facts:
-    facts = replace(gather(server, node, need), ping_s=measure_ping(node))
-    if not bandwidth:
-        return facts
-    try:
-        read_bytes_per_s, write_bytes_per_s = measure_bandwidth(server, node, prefix)
-    except RedisError as error:
-        return replace(facts, bandwidth_refused=str(error))
-    return replace(facts, read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=write_bytes_per_s)
 
 
 def measure_ping(node: Primary, pings: int = PINGS) -> float:

@@ -145,10 +145,9 @@ _STATED = [f for f in dataclasses.fields(Facts) if f.metadata]
 SETTINGS = [f.metadata["setting"] for f in _STATED if f.metadata["setting"]]
 
 
-def gather(
-    server: PrimaryServers, node: Primary, need: Need, huge_pages: Path = HUGE_PAGES
-) -> Facts:
-    """The facts of one node, without measurements. Raises RedisError if the connection fails."""
+def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
+    """The facts of one node, beside those that are known. Raises RedisError if the connection
+    fails."""
     unseen: list[str] = []
     (info,) = node.ask_all([("INFO",)])
     if isinstance(info, RedisError):
@@ -176,9 +175,9 @@ def gather(
         nodes=len(server.nodes),
         as_cluster=server.is_cluster,
         cores=os.cpu_count() if local else None,
-        huge_pages=_huge_pages(huge_pages) if local else None,
+        huge_pages=_huge_pages() if local else None,
         unseen=tuple(unseen),
-        need=need,
+        **known,
     )
 
 
@@ -239,9 +238,9 @@ def _place(endpoint: Endpoint) -> tuple[bool, bool]:
     return False, False
 
 
-def _huge_pages(path: Path) -> str | None:
+def _huge_pages() -> str | None:
     """The active mode, which the kernel puts in brackets: always, madvise or never."""
     with contextlib.suppress(OSError):
-        if match := re.search(r"\[(\w+)\]", path.read_text()):
+        if match := re.search(r"\[(\w+)\]", HUGE_PAGES.read_text()):
             return match.group(1)
     return None

@@ -75,7 +75,7 @@ class ChunkReport:
     @property
     def headed(self) -> Stripe | None:
         """The first stripe with a header of this chunk."""
-        return next((s for s in self.stripes if s.is_ours), None)
+        return next((s for s in self.stripes if s.own), None)
 
     @property
     def header(self) -> StripeHeader | None:
@@ -144,14 +144,15 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). value_bytes: of their stripes, headers included.
+    """Chunks of one model and layout. value_bytes: of their stripes, headers included.
 
     incomplete: chunks with missing stripes, no_first of them without stripe 0. idle_s, frequency:
     of each chunk's first stripe. stored_unix_s: if headers were read. damaged: chunks, if payloads
     were verified.
     """
 
-    names: tuple[str, str]
+    model: str
+    layout: str
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -163,14 +164,6 @@ class LayoutSummary:
     idle_s: Spread = field(default_factory=Spread)
     frequency: Spread = field(default_factory=Spread)
     stored_unix_s: Spread = field(default_factory=Spread)
-
-    @property
-    def model(self) -> str:
-        return self.names[0]
-
-    @property
-    def layout(self) -> str:
-        return self.names[1]
 
     def add(
         self,
@@ -228,26 +221,21 @@ def summarise(
     if server.untouched:
         heads = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         for at, stripe in enumerate(heads):
-            if stripe.is_ours and stripe.header is not None:
-                cuts[at], stored[at] = Striping.of(stripe.header), stripe.stored_unix_s
+            if stripe.own is not None:
+                cuts[at], stored[at] = Striping.of(stripe.own), stripe.stored_unix_s
     masks = present_of(server, list(zip(chunks, cuts, strict=True)))
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    verified = 0
-    for chunk, mask, cut, use, unix_s in zip(chunks, masks, cuts, uses, stored, strict=True):
+    looked_at = zip(chunks, masks, cuts, uses, stored, strict=True)
+    for number, (chunk, mask, cut, use, unix_s) in enumerate(looked_at, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, LayoutSummary(names))
+        group = groups.setdefault(names, LayoutSummary(*names))
         group.add(chunk, mask, cut, use, unix_s)
         if verify:
-            seen = SeenChunk(chunk.name, mask)
-            group.damaged = (group.damaged or 0) + _is_damaged(server, seen, keys)
-            verified += 1
-            progress("chunks verified", verified, len(chunks))
+            indexes = SeenChunk(chunk.name, mask).indexes
+            stripes = read_stripes(server, [(chunk.name, index) for index in indexes])
+            states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}
+            is_damaged = not states <= {StripeState.WHOLE, StripeState.MISSING}
+            group.damaged = (group.damaged or 0) + is_damaged
+            progress("chunks verified", number, len(chunks))
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
     return Summary(tuple(ordered), found, server.untouched, verify, time.time())
-
-
-def _is_damaged(server: PrimaryServers, chunk: SeenChunk, keys: SealKeys | None) -> bool:
-    """Whether a stripe that is present does not match its key or its checksum, or is not opened."""
-    stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
-    states = [verify_payload(server, chunk.name, stripe, keys).state for stripe in stripes]
-    return any(state not in (StripeState.WHOLE, StripeState.MISSING) for state in states)

@@ -191,10 +191,11 @@ def _remove_step(
     stripes = read_stripes(server, [(chunk.name, index) for chunk, index in wanted])
     ours: list[tuple[SeenChunk, Stripe]] = []
     for (chunk, index), stripe in zip(wanted, stripes, strict=True):
-        if stripe.is_ours and not selection.is_stored_long_enough(stripe):
-            result.stored_again += 1
-        elif stripe.is_ours:
-            ours.append((chunk, stripe))
+        if stripe.own is not None:
+            if selection.is_stored_long_enough(stripe):
+                ours.append((chunk, stripe))
+            else:
+                result.stored_again += 1
         elif stripe.state is StripeState.MISSING:
             result.vanished += 1
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.sizes.stored import stored_part
+from lmcache_redis.admin.sizes.sizing import stored_part
 from lmcache_redis.admin.stripes import read_uses
 from lmcache_redis.admin.survey import Form, SeenChunk, Striping, headers_of, survey
 from lmcache_redis.chunks.frame import StripeHeader

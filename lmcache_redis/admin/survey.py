@@ -194,8 +194,8 @@ def headers_of(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> dict[Form
     for form, some in _by_form(chunks).items():
         for chunk in some[:_ATTEMPTS]:
             (stripe,) = read_stripes(server, [(chunk.name, chunk.first)])
-            if stripe.is_ours and stripe.header is not None:
-                headers[form] = stripe.header
+            if stripe.own is not None:
+                headers[form] = stripe.own
                 break
     return headers
 

@@ -21,12 +21,13 @@ from lmcache_redis.cli.options import (
     RedisUrl,
     RedisUsername,
     SealKeyFile,
+    agent_at,
     print_found,
     redis_options,
 )
 from lmcache_redis.cli.progress import shown_progress
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
-from lmcache_redis.config import AgentConfig, default_endpoint
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import given
 
@@ -290,10 +291,10 @@ def _need(
 
 def _status(endpoint: str | None) -> dict[str, Any] | None:
     """The agent's status; None if no endpoint is named and no agent answers at the default one."""
-    from lmcache_redis.client.control import AgentUnreachable, ControlClient
+    from lmcache_redis.client.control import AgentUnreachable
 
     try:
-        return ControlClient(endpoint or default_endpoint(), timeout_s=1.0).status()
+        return agent_at(endpoint, 1.0).status()
     except AgentUnreachable:
         if endpoint is not None:
             raise

@@ -40,7 +40,11 @@ def print_checked(of: type[TierSettings], options: Mapping[str, Any], as_json: b
     config = found.config(of)
     _check_files(config)
     if options["connect"] and config.redis_url:
-        _check_server(config, config.redis_url)
+        from lmcache_redis.admin.server import open_server
+        from lmcache_redis.resp import RedisOptions
+
+        with open_server(RedisOptions.of_settings(config, config.redis_url)):
+            pass
     warnings = [*misspelt_variables(AgentConfig, GatewayConfig), *_memory_warnings(config)]
     shown = {name: known[name].write(value) for name, value in found.values.items()}
     for name, text in shown.items():
@@ -78,14 +82,6 @@ def _check_files(config: TierSettings) -> None:
         from lmcache_redis.compat.gateway.server import tls_context
 
         tls_context(config)
-
-
-def _check_server(config: TierSettings, url: str) -> None:
-    from lmcache_redis.admin.server import open_server
-    from lmcache_redis.resp import RedisOptions
-
-    with open_server(RedisOptions.of_settings(config, url)):
-        pass
 
 
 def _check_disk(directory: Path) -> None:

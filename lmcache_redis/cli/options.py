@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, AgentConfig
+from lmcache_redis.config import (
+    ENDPOINT_VARIABLE,
+    SEAL_KEY_FILE_VARIABLE,
+    AgentConfig,
+    default_endpoint,
+)
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import PREFIX, Setting, settings_of
 from lmcache_redis.sources import config_from
 
 if TYPE_CHECKING:
+    from lmcache_redis.client.control import ControlClient
     from lmcache_redis.resp import RedisOptions
 
 _Command = Callable[..., None]
@@ -59,6 +65,7 @@ Endpoint = Annotated[
         help=f"The agent's endpoint. [env: {ENDPOINT_VARIABLE}; default: the agent's default]",
     ),
 ]
+Timeout = Annotated[float, typer.Option(help="Deadline for the answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and errors as JSON too.")]
 _ConfigFile = Annotated[
     str | None,
@@ -124,6 +131,13 @@ def _option_of(setting: Setting) -> Any:
         metavar=None if is_flag else setting.shown_form,
     )
     return Annotated[(bool if is_flag else str) | None, option]
+
+
+def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
+    """What asks the agent at an endpoint, or at the default one."""
+    from lmcache_redis.client.control import ControlClient
+
+    return ControlClient(endpoint or default_endpoint(), timeout_s)
 
 
 def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:

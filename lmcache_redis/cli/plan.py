@@ -135,7 +135,9 @@ def plan(
 
     paths = [*(traces or [])]
     if example is not None:
-        _write(example, _example(example_requests), "--example")
+        from lmcache_redis.plan.example import example_lines
+
+        _write(example, (f"{line}\n" for line in example_lines(example_requests)), "--example")
         paths.append(example)
     if not paths:
         raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
@@ -158,12 +160,6 @@ def plan(
     )
     figures = plan_rows(trace, grid, speeds, prices)
     _show(paths, trace, grid, speeds, prices, figures, html, as_json)
-
-
-def _example(requests: int) -> Iterable[str]:
-    from lmcache_redis.plan.example import example_lines
-
-    return (f"{line}\n" for line in example_lines(requests))
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:

@@ -26,8 +26,6 @@ _MOVED = (
     ("from disk", "disk_loaded_bytes"),
     ("to disk", "disk_stored_bytes"),
 )
-
-
 # Where nobody sees a window's edge, nothing is cut.
 _NO_EDGE = 10_000
 
@@ -89,12 +87,9 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     counters.add_column("what it counts", overflow="fold")
     for name, value in report["counters"].items():
         style = None if value else "dim"
-        counters.add_row(name, _shown_count(value), COUNTERS.get(name, ""), style=style)
+        count = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+        counters.add_row(name, count, COUNTERS.get(name, ""), style=style)
     yield counters
-
-
-def _shown_count(value: float) -> str:
-    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint
-from lmcache_redis.config import default_endpoint
+from lmcache_redis.cli.options import AsJson, Endpoint, agent_at
 
 if TYPE_CHECKING:
     from lmcache_redis.cli.shown import Sample
@@ -49,9 +48,9 @@ def top(
     from rich.text import Text
 
     from lmcache_redis.cli.shown import frame
-    from lmcache_redis.client.control import AgentUnreachable, ControlClient
+    from lmcache_redis.client.control import AgentUnreachable
 
-    agent, console = ControlClient(endpoint or default_endpoint()), Console(highlight=False)
+    agent, console = agent_at(endpoint, 2.0), Console(highlight=False)
     before = _read(agent)  # where there is no agent, this says so
     if once or as_json or not console.is_terminal:
         _print_frames(agent, before, interval_s, as_json=as_json, once=once)

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint, print_found
-from lmcache_redis.config import default_endpoint
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, print_found
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 # By `first_miss.reason`. Most are the counters `miss_*` of `status`.
@@ -64,7 +63,7 @@ def why(
     ] = None,
     most: Annotated[int, typer.Option(min=1, max=4096, help="Requests that --list shows.")] = 20,
     endpoint: Endpoint = None,
-    timeout_s: Annotated[float, typer.Option(help="Deadline for the answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Say why a request missed, or why two engines do not share.
@@ -77,11 +76,9 @@ def why(
 
       lmcache-redis why --layouts 24aa4509 b096a0ed
     """
-    from lmcache_redis.client.control import ControlClient
-
     if sum((request is not None, last, as_list, layouts is not None)) != 1:
         raise ConfigError("give one of REQUEST_ID, --last, --list and --layouts A B")
-    agent = ControlClient(endpoint or default_endpoint(), timeout_s)
+    agent = agent_at(endpoint, timeout_s)
     if layouts is not None:
         wanted = [each.strip().lower() for each in layouts]
         compared = compare(agent.layouts(*wanted), *wanted)

@@ -75,8 +75,8 @@ def text_fields(config: Mapping[str, Any], where: str) -> Fields:
     """The fields of the text model: of the config, or of the one inside it."""
     *outer, inner = _nested(config)
     # What the inner one leaves out, such as the dtype, holds for the whole model.
-    dtypes = [each for each in (*outer, inner) for each in (_dtype_of(each),) if each]
-    return Fields({**inner, "dtype": dtypes[-1] if dtypes else None}, where)
+    dtypes = [each.get("dtype") or each.get("torch_dtype") for each in (*outer, inner)]
+    return Fields({**inner, "dtype": next(filter(None, reversed(dtypes)), None)}, where)
 
 
 def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -85,7 +85,3 @@ def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if isinstance(config.get(name), Mapping):
             yield from _nested(config[name])
             return
-
-
-def _dtype_of(config: Mapping[str, Any]) -> Any:
-    return config.get("dtype") or config.get("torch_dtype")

@@ -16,8 +16,7 @@ from lmcache_redis.admin.sizes.layers import (
     ElementTypes,
     Layer,
 )
-from lmcache_redis.admin.sizes.sizing import ModelSize, SizedGroup, SizeOptions
-from lmcache_redis.admin.sizes.stored import stored_part
+from lmcache_redis.admin.sizes.sizing import ModelSize, SizedGroup, SizeOptions, stored_part
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import ConfigError
 
