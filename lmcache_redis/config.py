@@ -142,7 +142,6 @@ class TierSettings:
         "maximum total size of the files in --disk-path",
         64 << 30,
         (1 << 20, 1 << 60),
-        size=True,
         reloadable=True,
     )
     shutdown_deadline_s: float = setting(
@@ -186,21 +185,18 @@ class AgentConfig(TierSettings):
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),
         shown="4GiB, at most a quarter of the machine's or container's memory",
-        size=True,
         between=(MIN_SLOT_BYTES + 4096, 1 << 50),
     )
     slot_bytes: int = setting(
         "slot size and maximum payload of a stripe; the same on all agents of one Redis",
         DEFAULT_SLOT_BYTES,
         (MIN_SLOT_BYTES, 512 << 20),
-        size=True,
     )
     write_queue_bytes: int | None = setting(
         "limit of chunks queued for Redis, and of those queued for disk; beyond it the ends of "
         "prompts are dropped and counted",
         None,
         shown="half of the host pool",
-        size=True,
         between=(0, 1 << 50),
         reloadable=True,
     )
@@ -208,7 +204,6 @@ class AgentConfig(TierSettings):
         "memory limit of the embedded Redis",
         lambda: machine_share(8 << 30),
         shown="8GiB, at most a quarter of the machine's or container's memory",
-        size=True,
         between=(16 << 20, 1 << 50),
     )
     lookup_deadline_s: float = setting(
@@ -255,7 +250,6 @@ class AgentConfig(TierSettings):
         "kernel",
         64 << 10,
         (1, 1 << 50),
-        size=True,
     )
     canary_every: int = setting(
         "one hit in this many is computed and compared with the cached KV; 0: never",
@@ -272,7 +266,6 @@ class AgentConfig(TierSettings):
         "maximum total size of --record FILE and FILE.1, which has the lines before",
         1 << 30,
         (64 << 10, 1 << 50),
-        size=True,
     )
 
     def __post_init__(self) -> None:

@@ -64,8 +64,7 @@ class Setting:
     """A declared setting. kind: int, float, bool, str or bytes.
 
     between: the least and the greatest value. shown: the default as users read it. form: what the
-    help shows for the value. size: in bytes, which users may write as 4GiB. secret: only its
-    variable sets it. reloadable: SIGHUP may change it.
+    help shows for the value. secret: only its variable sets it. reloadable: SIGHUP may change it.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Setting:
     between: tuple[float, float] | None
     shown: str = ""
     form: str = ""
-    size: bool = False
     choices: tuple[str, ...] = ()
     secret: bool = False
     reloadable: bool = False
@@ -86,21 +84,24 @@ class Setting:
         return option_name(self.name)
 
     @property
+    def is_size(self) -> bool:
+        """In bytes, which users may write as 4GiB."""
+        return self.name.endswith(("_bytes", "_size"))
+
+    @property
     def variable(self) -> str:
         """LMCACHE_REDIS_POOL_BYTES of ``pool_bytes``; LMCACHE_REDIS_URL of ``redis_url``."""
         return PREFIX + self.name.removeprefix("redis_").upper()
 
     @property
     def shown_default(self) -> str:
-        """The default as users read it."""
         return self.shown or self.write(self.default)
 
     @property
     def shown_form(self) -> str:
-        """What stands for the value in the help."""
         if self.form or self.choices:
             return self.form or "|".join(self.choices)
-        if self.size:
+        if self.is_size:
             return "SIZE"
         if self.name.endswith("_s"):
             return "SECONDS"
@@ -124,13 +125,13 @@ class Setting:
             return str(value).lower()
         if isinstance(value, bytes):
             return value.decode(errors="backslashreplace")
-        if self.size and type(value) is int:
+        if self.is_size and type(value) is int:
             return format_size(value)
         return f"{value:.12g}" if isinstance(value, float) else str(value)
 
     def parse(self, text: str) -> Any:
         """The value of a text, bounds unchecked. Raises ``ConfigError``."""
-        if self.size:
+        if self.is_size:
             return parse_size(text, self.option)
         read, what = _KINDS[self.kind]
         try:
@@ -158,7 +159,7 @@ class Setting:
         """The JSON schema of a value: draft 7."""
         names = {"int": "integer", "float": "number", "bool": "boolean"}
         found: dict[str, Any] = {"type": names.get(self.kind, "string")}
-        if self.size:
+        if self.is_size:
             found = {"type": ["string", "integer"], "pattern": f"^{_SIZE}$"}
         if self.choices:
             found = {"enum": list(self.choices)}

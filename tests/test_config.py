@@ -290,9 +290,8 @@ def test_every_setting_explains_itself(config: type[Any]) -> None:
         assert len(each.help) > 10, each.name
         assert each.shown_default, each.name
         assert each.kind in ("int", "float", "bool", "str", "bytes"), each.name
-        # A number has bounds, and a size is known as one: no text is taken for granted.
+        # A number has bounds: no text is taken for granted.
         assert (each.between is not None) == (each.kind in ("int", "float")), each.name
-        assert each.is_size == each.name.endswith(("_bytes", "_size")), each.name
 
 
 @pytest.mark.parametrize("config", [AgentConfig, GatewayConfig])

@@ -45,7 +45,6 @@ class Need:
 
     @staticmethod
     def of_model(size: ModelSize) -> Need:
-        """Of a model whose size is known."""
         tokens = size.options.prompt_tokens
         return Need(
             max(1, size.bytes_per_token),

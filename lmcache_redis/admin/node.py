@@ -252,8 +252,16 @@ def _engines(f: NodeFacts) -> Iterator[Finding]:
 
 
 def _processes(f: NodeFacts) -> Iterator[Finding]:
-    if f.shm_bytes is not None and f.shm_free_bytes is not None:
-        yield _shm(f.shm_bytes, f.shm_free_bytes)
+    size, free = f.shm_bytes, f.shm_free_bytes
+    if size is not None and free is not None:
+        if free < _FULL * size and size > _DOCKER_SHM_BYTES:
+            seen = f"{shown_bytes(free)} of {shown_bytes(size)} are free"
+            why = "a process that touches a page for which there is no room is killed with SIGBUS"
+            change = "ls -l /dev/shm; rm what nothing uses"
+            yield Finding(WARNING, "/dev/shm", seen, why, (change,))
+        else:
+            severity = WARNING if size <= _DOCKER_SHM_BYTES else OK
+            yield Finding(severity, "/dev/shm", shown_bytes(size))
     if f.agent is None:
         yield Finding(HINT, "processes", "the agent's cannot be seen")
         return
@@ -265,15 +273,6 @@ def _processes(f: NodeFacts) -> Iterator[Finding]:
     yield from apart
     if f.engines and not apart:
         yield Finding(OK, "namespaces", "the engines share those of the agent")
-
-
-def _shm(size_bytes: int, free_bytes: int) -> Finding:
-    if free_bytes < _FULL * size_bytes and size_bytes > _DOCKER_SHM_BYTES:
-        seen = f"{shown_bytes(free_bytes)} of {shown_bytes(size_bytes)} are free"
-        why = "a process that touches a page for which there is no room is killed with SIGBUS"
-        return Finding(WARNING, "/dev/shm", seen, why, ("ls -l /dev/shm; rm what nothing uses",))
-    severity = WARNING if size_bytes <= _DOCKER_SHM_BYTES else OK
-    return Finding(severity, "/dev/shm", shown_bytes(size_bytes))
 
 
 def _together(agent: Process, engine: Process) -> Iterator[Finding]:

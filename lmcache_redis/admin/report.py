@@ -164,7 +164,6 @@ def summary_lines(summary: Summary) -> Iterator[str]:
 
 
 def plan_lines(plan: Plan, where: str) -> Iterator[str]:
-    """What a purge would remove."""
     if not plan.chunks:
         yield f"nothing to remove from {where}: no chunk matches (see `lmcache-redis inspect`)"
         return
@@ -176,7 +175,6 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
 
 
 def removal_lines(removal: PurgeResult) -> Iterator[str]:
-    """What a purge removed."""
     chunks, keys = counted(removal.chunks, "chunk"), counted(removal.stripes, "key")
     size = shown_bytes(removal.value_bytes)
     yield f"removed {chunks} ({keys}, {size}) in {removal.seconds:.1f} s"

@@ -43,8 +43,8 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent = Table(title=f"agent {report['pid']} ({report['version']})", show_header=False)
     agent.add_column(no_wrap=True)
     agent.add_column(overflow="fold")
-    used = pool["used_slots"] * pool["slot_bytes"] / 2**30
-    whole = pool["slots"] * pool["slot_bytes"] / 2**30
+    used = pool["used_slots"] * pool["slot_bytes"] / _GIB
+    whole = pool["slots"] * pool["slot_bytes"] / _GIB
     agent.add_row("endpoint", report["endpoint"])
     agent.add_row("up for", words.uptime(report))
     agent.add_row("Redis", f"{redis['server']}: {'up' if redis['up'] else redis['reason']}")
@@ -52,9 +52,9 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent.add_row("hit rate", f"{words.percent(words.hit_rate(report))}: {of}")
     agent.add_row("saved", words.saved(report))
     agent.add_row("host pool", f"{used:.2f} of {whole:.2f} GiB, {pool['chunks']} chunks")
-    agent.add_row("pinned", f"{pool['pinned_slots'] * pool['slot_bytes'] / 2**30:.2f} GiB")
+    agent.add_row("pinned", f"{pool['pinned_slots'] * pool['slot_bytes'] / _GIB:.2f} GiB")
     if pool.get("locked_bytes") or pool.get("lock_failure"):
-        locked = f"{pool['locked_bytes'] / 2**30:.2f} GiB"
+        locked = f"{pool['locked_bytes'] / _GIB:.2f} GiB"
         agent.add_row("locked for GPUs", ", ".join(filter(None, (locked, pool["lock_failure"]))))
     agent.add_row("to be written", f"{queues['writes']} chunks")
     for name, tier in report["loads"]["tiers"].items():
