@@ -22,6 +22,7 @@ from lmcache_redis.cli.options import (
     RedisUsername,
     SealKeyFile,
     agent_at,
+    fail,
     print_found,
     redis_options,
 )
@@ -32,7 +33,6 @@ from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import given
 
 if TYPE_CHECKING:
-    from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.server import PrimaryServers
 
 NOT_CHECKED = 3  # an exit status
@@ -238,55 +238,39 @@ def doctor(
     """
     from lmcache_redis.admin import report
     from lmcache_redis.admin.doctor import diagnose
+    from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.rules import Severity
+    from lmcache_redis.admin.sizes.config import read_config
+    from lmcache_redis.admin.sizes.of_model import size_model
+    from lmcache_redis.admin.sizes.sizing import SizeOptions
     from lmcache_redis.client.control import AgentUnreachable
 
-    need = _need(model, kv_bytes_per_token, prompt_tokens, prefill_tokens_per_s, tp, kv_cache_dtype)
+    if model is not None and kv_bytes_per_token is not None:
+        raise ConfigError("--model and --kv-bytes-per-token say the same: give one of them")
+    need = Need(prefill_tokens_per_s=prefill_tokens_per_s, prompt_tokens=prompt_tokens)
+    if model is not None:
+        options = SizeOptions(
+            tp=tp,
+            kv_cache_dtype=kv_cache_dtype,
+            prompt_tokens=prompt_tokens,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+        )
+        need = Need.of_model(size_model(read_config(model), model_name(model), options))
+    elif kv_bytes_per_token is not None:
+        of = f"{kv_bytes_per_token:,} bytes a token"
+        need = replace(need, kv_bytes_per_token=kv_bytes_per_token, of=of, is_known=True)
     try:
         status = _status(endpoint)
         with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
             diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth, report=status)
     except (AgentUnreachable, RedisError) as error:
-        print(f"lmcache-redis: {error}", file=sys.stderr)
-        raise typer.Exit(NOT_CHECKED) from None
+        fail(str(error), NOT_CHECKED)
     diagnosis = replace(diagnosis, fail_on=Severity[fail_on.name.upper()])
     if quiet:
         seen = tuple(each for each in diagnosis.findings if each.severity is not Severity.OK)
         diagnosis = replace(diagnosis, findings=seen)
     print_found(as_json, report.as_json(diagnosis), report.diagnosis_lines(diagnosis))
     raise typer.Exit(diagnosis.exit_status)
-
-
-def _need(
-    model: str | None,
-    kv_bytes_per_token: int | None,
-    prompt_tokens: int,
-    prefill_tokens_per_s: float,
-    tp: int,
-    kv_cache_dtype: str,
-) -> Need:
-    """What engines need of a server, as far as the options tell."""
-    from lmcache_redis.admin.facts import Need
-    from lmcache_redis.admin.sizes.config import read_config
-    from lmcache_redis.admin.sizes.of_model import size_model
-    from lmcache_redis.admin.sizes.sizing import SizeOptions
-
-    if model is not None and kv_bytes_per_token is not None:
-        raise ConfigError("--model and --kv-bytes-per-token say the same: give one of them")
-    if kv_bytes_per_token is not None:
-        named = f"{kv_bytes_per_token:,} bytes a token"
-        return Need(
-            kv_bytes_per_token, prefill_tokens_per_s, prompt_tokens, of=named, is_known=True
-        )
-    if model is None:
-        return Need(prefill_tokens_per_s=prefill_tokens_per_s, prompt_tokens=prompt_tokens)
-    options = SizeOptions(
-        tp=tp,
-        kv_cache_dtype=kv_cache_dtype,
-        prompt_tokens=prompt_tokens,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-    )
-    return Need.of_model(size_model(read_config(model), model_name(model), options))
 
 
 def _status(endpoint: str | None) -> dict[str, Any] | None:

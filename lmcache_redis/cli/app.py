@@ -13,7 +13,7 @@ import typer
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
-from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, takes_options_of
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, fail, takes_options_of
 from lmcache_redis.cli.plan import plan
 from lmcache_redis.cli.size import size
 from lmcache_redis.cli.top import top
@@ -196,18 +196,18 @@ def run() -> None:
         status = app(prog_name="lmcache-redis", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
     except StartError as error:
-        _fail(str(error), 1)  # the same settings may do later: not the status of wrong ones
+        fail(str(error), 1)  # the same settings may do later: not the status of wrong ones
     except ConfigError as error:
-        _fail(str(error), 2)
+        fail(str(error), 2)
     except LMCacheRedisError as error:
-        _fail(str(error), 1)
+        fail(str(error), 1)
     except typer.Abort:
-        _fail("interrupted", 130)
+        fail("interrupted", 130)
     except _UsageError as error:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        _fail(_said_by(error), 2)
+        fail(_said_by(error), 2)
 
 
 def _said_by(error: Any) -> str:
@@ -225,11 +225,3 @@ def _said_by(error: Any) -> str:
     said = f"{param.opts[0]}: write a {'whole ' * number[0].lower().startswith('int')}number"
     said += "" if least is None else f" of at least {least:g}"
     return said if most is None else f"{said}{' and' * (least is not None)} of at most {most:g}"
-
-
-def _fail(said: str, status: int) -> None:
-    if "--json" in sys.argv[1:]:
-        print(json.dumps({"error": said, "exit_status": status}), file=sys.stderr)
-    else:
-        print(f"lmcache-redis: {said}", file=sys.stderr)
-    sys.exit(status)

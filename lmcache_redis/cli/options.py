@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -143,6 +144,15 @@ def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
 def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:
     """What a command has found, as JSON or as lines of text."""
     print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+
+
+def fail(said: str, status: int) -> NoReturn:
+    """Ends the process with an error, which is JSON if the output is."""
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": said, "exit_status": status}), file=sys.stderr)
+    else:
+        print(f"lmcache-redis: {said}", file=sys.stderr)
+    sys.exit(status)
 
 
 def redis_options(**given: Any) -> RedisOptions:

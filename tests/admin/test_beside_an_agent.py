@@ -95,6 +95,10 @@ def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None
         topics = {f["topic"] for f in json.loads(done.stdout)["findings"] if f["severity"] != "ok"}
         assert {"slot size", "chunk sizes"} <= topics
     # Without an agent only the server is checked, unless it was named.
-    text = run(*[word for word in words if word != "--json"]).stdout
-    assert "this node" not in text
-    assert "no agent answers at" in one_sentence(run(*words, "--endpoint", agent.endpoint), 3)
+    as_text = [word for word in words if word != "--json"]
+    assert "this node" not in run(*as_text).stdout
+    at = ("--endpoint", agent.endpoint)
+    assert "no agent answers at" in one_sentence(run(*as_text, *at), 3)
+    error = json.loads(run(*words, *at).stderr)
+    assert "no agent answers at" in error["error"]
+    assert error["exit_status"] == 3
