@@ -271,14 +271,14 @@ def _show(
         return
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False, markup=False)
     console.print(_table(f"{name}: {len(trace):,} requests", figures))
     for line in (shown.sentence(figures.rows), *notes):
-        console.print(line, highlight=False)
+        console.print(line)
     for key, value in assumed.items():
-        console.print(f"  {key}: {value}", style="dim", highlight=False)
+        console.print(f"  {key}: {value}", style="dim")
     if html is not None:
-        console.print(f"page: {html}", highlight=False)
+        console.print(f"page: {html}")
 
 
 def _table(title: str, figures: Figures) -> Any:

@@ -43,19 +43,18 @@ def top(
 
       lmcache-redis top --json | jq .hit_rate
     """
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    from lmcache_redis.cli.shown import frame
+    from lmcache_redis.cli.shown import console, frame
     from lmcache_redis.client.control import AgentUnreachable
 
-    agent, console = agent_at(endpoint, 2.0), Console(highlight=False)
+    agent, screen = agent_at(endpoint, 2.0), console()
     before = _read(agent)  # where there is no agent, this says so
-    if once or as_json or not console.is_terminal:
+    if once or as_json or not screen.is_terminal:
         _print_frames(agent, before, interval_s, as_json=as_json, once=once)
         return
-    with _keys() as pressed, Live(frame(None, before), console=console, screen=True) as live:
+    with _keys() as pressed, Live(frame(None, before), console=screen, screen=True) as live:
         while not pressed(interval_s):
             try:
                 now = _read(agent)
