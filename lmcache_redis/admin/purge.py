@@ -10,6 +10,7 @@ stripes.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,14 @@ from typing import Any
 
 from lmcache_redis.admin.names import show_key
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import Stripe, StripeState, ask_each, read_stripes, read_uses
+from lmcache_redis.admin.stripes import (
+    Stripe,
+    StripeState,
+    ask_each,
+    exist,
+    read_stripes,
+    read_uses,
+)
 from lmcache_redis.admin.survey import Progress, SeenChunk, cuts_of, no_progress, survey
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
 
@@ -129,7 +137,7 @@ def choose(
         for chunk in found.chunks.values()
         if not selection.models or chunk.name.key.model_name in selection.models
     ]
-    chunks = _idle(server, chunks, selection)
+    chunks = list(itertools.compress(chunks, _are_idle(server, chunks, selection)))
     if selection.stored_longer_than_s is not None:
         firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         pairs = zip(chunks, firsts, strict=True)
@@ -185,9 +193,17 @@ def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[li
 def _remove_step(
     server: PrimaryServers, selection: Selection, chunks: Sequence[SeenChunk], result: PurgeResult
 ) -> None:
-    still = _idle(server, chunks, selection)
-    result.used_again += len(chunks) - len(still)
-    wanted = [(chunk, index) for chunk in still for index in chunk.indexes]
+    are_idle = _are_idle(server, chunks, selection)
+    result.used_again += are_idle.count(False)
+    wanted, gone = (
+        [(chunk, index) for chunk, each in zip(chunks, are_idle, strict=True) if each is state
+         for index in chunk.indexes]
+        for state in (True, None)
+    )  # fmt: skip
+    # What is there without its first stripe is being stored.
+    there = exist(server, [chunk.name.stripe(index) for chunk, index in gone])
+    result.stored_again += there.count(True)
+    result.vanished += there.count(False)
     stripes = read_stripes(server, [(chunk.name, index) for chunk, index in wanted])
     ours: list[tuple[SeenChunk, Stripe]] = []
     for (chunk, index), stripe in zip(wanted, stripes, strict=True):
@@ -224,13 +240,13 @@ def _unlink(
             result.vanished += 1
 
 
-def _idle(
+def _are_idle(
     server: PrimaryServers, chunks: Sequence[SeenChunk], selection: Selection
-) -> list[SeenChunk]:
-    """The chunks that are idle for long enough, if that is a condition."""
+) -> list[bool | None]:
+    """Whether each chunk is idle for long enough, if that is a condition; None: it is gone."""
     least_s = selection.idle_longer_than_s
     if least_s is None:
-        return list(chunks)
+        return [True] * len(chunks)
     uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
     if any(use.refused for use in uses):
         raise RedisAuthError(
@@ -242,5 +258,4 @@ def _idle(
             f"{server.where} keeps no idle times, its maxmemory-policy counts uses (LFU): "
             f"{_CHOOSE_BY}"
         )
-    pairs = zip(chunks, uses, strict=True)
-    return [chunk for chunk, use in pairs if use.idle_s is not None and use.idle_s > least_s]
+    return [None if use.idle_s is None else use.idle_s > least_s for use in uses]

@@ -98,6 +98,20 @@ def test_a_chunk_used_since_it_was_chosen_stays(server: PrimaryServers, client: 
     assert set(client.keys("*")) == set(chunk.keys)
 
 
+def test_an_idle_chunk_that_is_evicted_meanwhile_was_not_used(
+    server: PrimaryServers, client: Any
+) -> None:
+    put(client, Cached(1), Cached(2))
+    for key in Cached(1).keys + Cached(2).keys:
+        age(client, key, 5000)
+    plan = choose(server, b"", Selection(idle_longer_than_s=1000.0))
+    client.delete(*Cached(1).keys, Cached(2).keys[0])
+    result = PurgeResult()
+    remove(server, plan, FAST, result)
+    assert (result.vanished, result.stored_again, result.used_again) == (4, 2, 0)
+    assert set(client.keys("*")) == set(Cached(2).keys[1:])
+
+
 def test_without_idle_times_it_is_said_what_to_choose_by(own_server: RedisServer) -> None:
     own_server.config_set("maxmemory-policy", "allkeys-lfu")
     with own_server.client() as client, open_server(RedisOptions(own_server.unix_url)) as server:
