@@ -121,11 +121,6 @@ def survey(
     return found
 
 
-def layouts_on(server: PrimaryServers, prefix: bytes) -> set[str]:
-    """The layouts of all chunks, as `inspect` shows them. Raises RedisError."""
-    return {chunk.name.layout for chunk in survey(server, prefix).chunks.values()}
-
-
 def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] | None) -> None:
     # The pattern of the SCAN is only a first filter.
     chunk_key, index = key[:-_INDEX_BYTES], int.from_bytes(key[-_INDEX_BYTES:], "big")

@@ -149,7 +149,7 @@ def purge(
     from lmcache_redis.admin import report
     from lmcache_redis.admin.names import is_whole_layout, read_age, read_layout
     from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
-    from lmcache_redis.admin.survey import layouts_on
+    from lmcache_redis.admin.survey import survey
 
     wanted = layout or []
     begun = [each for each in wanted if not is_whole_layout(each)]
@@ -170,7 +170,8 @@ def purge(
         )
     with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
         if wanted:
-            known = layouts_on(server, prefix) if begun else ()
+            chunks = survey(server, prefix).chunks.values() if begun else ()
+            known = {chunk.name.layout for chunk in chunks}
             found = [read_layout(each, known) for each in wanted]
             selection = replace(selection, namespaces=frozenset().union(*found))
         with shown_progress() as progress:

@@ -85,7 +85,8 @@ def _check_files(config: TierSettings) -> None:
 
 
 def _check_disk(directory: Path) -> None:
-    there = next(each for each in (directory, *directory.parents) if each.exists())
+    # Path.exists raises where this user may not look into a parent.
+    there = next(each for each in (directory, *directory.parents) if os.path.exists(each))
     unsafe = why_unsafe(there) if there == directory else None
     if unsafe is None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         unsafe = f"{there} is no directory, or cannot be written to"

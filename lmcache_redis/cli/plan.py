@@ -258,8 +258,16 @@ def _show(
         text = page(f"Plan for {name}", assumed, notes, figures.rows, figures.curves)
         _write(html, [text], "--html")
     if as_json:
+        measured = trace.measured
         document = {
-            "trace": _facts(trace),
+            "trace": {
+                "requests": len(trace),
+                "prompt_tokens": int(trace.tokens.sum()),
+                "duration_s": trace.duration_s if trace.has_times else None,
+                "block_tokens": trace.block_tokens,
+                "measured": measured
+                and {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
+            },
             "assumed": assumed,
             "notes": notes,
             "rows": [row._asdict() for row in figures.rows],
@@ -302,19 +310,6 @@ def _table(title: str, figures: Figures) -> Any:
     for row, text in zip(figures.rows, texts, strict=True):
         table.add_row(*(text[index] for index in kept), style="bold" if row is best else None)
     return table
-
-
-def _facts(trace: Trace) -> dict[str, Any]:
-    measured = trace.measured
-    return {
-        "requests": len(trace),
-        "prompt_tokens": int(trace.tokens.sum()),
-        "duration_s": trace.duration_s if trace.has_times else None,
-        "block_tokens": trace.block_tokens,
-        "measured": None
-        if measured is None
-        else {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
-    }
 
 
 def _notes(trace: Trace) -> list[str]:
