@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.sizes.config import read_config
 from lmcache_redis.admin.sizes.of_model import size_model
 from lmcache_redis.admin.sizes.sizing import SizeOptions
 from lmcache_redis.cli.size import size
@@ -152,6 +153,16 @@ def test_the_text_model_inside() -> None:
 def test_nothing_is_guessed(config: dict[str, Any], options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         size_model(config, "m", SizeOptions(**options))
+
+
+def test_a_directory_that_this_user_may_not_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("is_dir", "read_text"):
+        monkeypatch.setattr(Path, name, hidden)
+    with pytest.raises(ConfigError, match=r"/root/m cannot be read \(Permission denied\)"):
+        read_config("/root/m")
 
 
 @pytest.mark.servers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class Fields:
 def read_config(model: str) -> dict[str, Any]:
     """The config.json of a model: a directory that holds one, or the file. Raises ConfigError."""
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises where this user may not look
         path /= CONFIG_NAME
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
