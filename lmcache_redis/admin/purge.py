@@ -195,15 +195,14 @@ def _remove_step(
 ) -> None:
     are_idle = _are_idle(server, chunks, selection)
     result.used_again += are_idle.count(False)
-    wanted, gone = (
-        [(chunk, index) for chunk, each in zip(chunks, are_idle, strict=True) if each is state
-         for index in chunk.indexes]
-        for state in (True, None)
-    )  # fmt: skip
+    keys: dict[bool | None, list[tuple[SeenChunk, int]]] = {True: [], False: [], None: []}
+    for chunk, is_idle in zip(chunks, are_idle, strict=True):
+        keys[is_idle] += [(chunk, index) for index in chunk.indexes]
     # What is there without its first stripe is being stored.
-    there = exist(server, [chunk.name.stripe(index) for chunk, index in gone])
+    there = exist(server, [chunk.name.stripe(index) for chunk, index in keys[None]])
     result.stored_again += there.count(True)
     result.vanished += there.count(False)
+    wanted = keys[True]
     stripes = read_stripes(server, [(chunk.name, index) for chunk, index in wanted])
     ours: list[tuple[SeenChunk, Stripe]] = []
     for (chunk, index), stripe in zip(wanted, stripes, strict=True):
