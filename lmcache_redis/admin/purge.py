@@ -113,10 +113,7 @@ class PurgeResult:
 
 
 def choose(
-    server: PrimaryServers,
-    prefix: bytes,
-    selection: Selection,
-    progress: Progress = no_progress,
+    server: PrimaryServers, prefix: bytes, selection: Selection, progress: Progress = no_progress
 ) -> Plan:
     """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
     ``stored_longer_than_s``) and the server counts that as a use.

@@ -140,9 +140,7 @@ class Primary:
         return _unless_error(self.ask_all([command])[0])
 
     def ask_all(
-        self,
-        commands: Sequence[Command],
-        follow: Callable[[Command], Any] | None = None,
+        self, commands: Sequence[Command], follow: Callable[[Command], Any] | None = None
     ) -> list[Any]:
         """The replies to commands in one pipeline; an error reply is a RedisError in its place.
 
@@ -334,11 +332,7 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
     return PrimaryServers(deployment, nodes, cluster)
 
 
-_CLIENTS_OF = {
-    Topology.STANDALONE: _single,
-    Topology.SENTINEL: _master,
-    Topology.CLUSTER: _cluster,
-}
+_CLIENTS_OF = {Topology.STANDALONE: _single, Topology.SENTINEL: _master, Topology.CLUSTER: _cluster}
 
 
 class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]

@@ -13,14 +13,7 @@ from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError
 
 STATE_REACH = Reach("state")
-DTYPE_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 # An 8-bit latent of 512 with scales, and a bfloat16 rotary part of 64 (FlashMLA).
 PACKED_LATENT, _PACKED_BYTES, _PACKED_VALUES = "fp8_ds_mla", 656, 576
 KV_DTYPES = ("auto", *DTYPE_BYTES, PACKED_LATENT)

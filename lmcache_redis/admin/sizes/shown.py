@@ -38,11 +38,7 @@ def size_json(size: ModelSize) -> dict[str, Any]:
             "saved_by_windows_bytes": size.saved_by_windows,
             "saved_by_states_bytes": size.saved_by_states,
         },
-        "memory": {
-            "bytes": asked.memory_bytes,
-            "tokens": size.tokens,
-            "prompts": size.prompts,
-        },
+        "memory": {"bytes": asked.memory_bytes, "tokens": size.tokens, "prompts": size.prompts},
         "break_even": {
             "prefill_tokens_per_s": asked.prefill_tokens_per_s,
             "bytes_per_s": size.break_even_bytes_per_s,
