@@ -93,8 +93,8 @@ class Plan:
 @dataclass(slots=True)
 class PurgeResult:
     """What was removed. chunks: those whose first stripe was removed. vanished: keys that no longer
-    existed. used_again: chunks, and stored_again: keys, that are no longer old enough. left: keys
-    not removed, by reason; left_examples: some of them."""
+    existed. used_again: chunks, and stored_again: keys, since they were chosen. left: keys not
+    removed, by reason; left_examples: some of them."""
 
     chunks: int = 0
     stripes: int = 0

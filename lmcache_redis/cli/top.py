@@ -51,7 +51,7 @@ def top(
 
     agent, screen = agent_at(endpoint, 2.0), console()
     before = _read(agent)  # where there is no agent, this says so
-    if once or as_json or not screen.is_terminal:
+    if once or as_json or not (screen.is_terminal and sys.stdin.isatty()):
         _print_frames(agent, before, interval_s, as_json=as_json, once=once)
         return
     with _keys() as pressed, Live(frame(None, before), console=screen, screen=True) as live:
@@ -100,7 +100,7 @@ def _read(agent: ControlClient) -> Sample:
 def _keys() -> Iterator[Callable[[float], bool]]:
     """Yields a function that waits for this many seconds, and returns whether q was pressed.
 
-    Ctrl-C counts as q. Without a terminal to read from, only Ctrl-C ends the wait.
+    Ctrl-C counts as q.
     """
     import termios
     import tty
@@ -109,19 +109,13 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         until_s = time.monotonic() + seconds
         with contextlib.suppress(KeyboardInterrupt):
             while (left_s := until_s - time.monotonic()) > 0:
-                if not interactive:
-                    time.sleep(left_s)
-                elif select.select([sys.stdin], [], [], left_s)[0]:
+                if select.select([sys.stdin], [], [], left_s)[0]:
                     pressed = os.read(sys.stdin.fileno(), 1)
                     if pressed in (b"q", b"Q", b"\x04", b""):
                         return True
             return False
         return True
 
-    interactive = sys.stdin.isatty()
-    if not interactive:
-        yield waited
-        return
     settings = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin.fileno())
