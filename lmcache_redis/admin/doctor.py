@@ -19,7 +19,7 @@ from typing import Any
 from lmcache_redis.admin.facts import Facts, Need, gather
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
-from lmcache_redis.admin.sample import need_as_stored, sample
+from lmcache_redis.admin.sample import sample
 from lmcache_redis.admin.server import (
     CLIENT_NAME,
     CONNECT_TIMEOUT_S,
@@ -85,8 +85,7 @@ def diagnose(
     bandwidth: also write a few MiB under temporary keys and read them back. report: the STATUS of
     this node's agent, if there is one. Raises RedisError if a server cannot be reached.
     """
-    seen = sample(server, prefix)
-    need = need_as_stored(need, seen, report)
+    seen = sample(server, prefix, need, report)
     pool = None if report is None else report["pool"]
     facts = []
     for node in server.nodes:
@@ -100,7 +99,7 @@ def diagnose(
         known = gather(
             server,
             node,
-            need=need,
+            need=seen.need,
             pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
             oldest_idle_s=seen.oldest_idle_s,
             **measured,

@@ -172,13 +172,14 @@ def purge(
         if wanted:
             chunks = survey(server, prefix).chunks.values() if begun else ()
             known = {chunk.name.layout for chunk in chunks}
-            found = [read_layout(each, known) for each in wanted]
-            selection = replace(selection, namespaces=frozenset().union(*found))
+            namespaces = [read_layout(each, known) for each in wanted]
+            selection = replace(selection, namespaces=frozenset().union(*namespaces))
         with shown_progress() as progress:
             plan = choose(server, prefix, selection, progress)
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:
-            print_found(as_json, report.as_json(plan), report.plan_lines(plan, server.where))
+            found = report.as_json(plan) if as_json else None
+            print_found(as_json, found, report.plan_lines(plan, server.where))
         if ends_here:
             return
         if not yes and not typer.confirm("Remove them?", err=as_json):
