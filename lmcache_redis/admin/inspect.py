@@ -6,8 +6,6 @@ Reads headers, and payloads only to verify them. Removes nothing.
 from __future__ import annotations
 
 import enum
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -66,7 +64,6 @@ class ChunkReport:
     stripes: tuple[Stripe, ...]
     verified: bool
     opened: bool
-    read_at_unix_s: float
     ours: ClassVar[bool] = True
 
     @property
@@ -135,7 +132,7 @@ def explain(
     if verify:
         found = [verify_payload(server, name, stripe, keys) for stripe in found]
     opened = verify and keys is not None
-    return ChunkReport(name, index, tuple(found), verify, opened, time.time())
+    return ChunkReport(name, index, tuple(found), verify, opened)
 
 
 class Spread(list[float]):
@@ -197,7 +194,6 @@ class Summary:
     survey: Survey
     headers_read: bool
     verified: bool
-    read_at_unix_s: float
 
 
 def summarise(
@@ -243,4 +239,4 @@ def summarise(
             group.damaged = (group.damaged or 0) + is_damaged
             progress("chunks verified", number, len(chunks))
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
-    return Summary(tuple(ordered), found, server.untouched, verify, time.time())
+    return Summary(tuple(ordered), found, server.untouched, verify)

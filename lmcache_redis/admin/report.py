@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -97,7 +98,7 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
     yield _line("layout", name.layout)
     yield _line("hash", name.key.chunk_hash.hex())
     if headed is not None and header is not None:
-        when = _when(header.created_unix_ms, report.read_at_unix_s)
+        when = _when(header.created_unix_ms)
         holds = ", ".join(
             f"{dtype} {list(shape)}"
             for dtype, shape in zip(
@@ -138,7 +139,7 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
         rows += map(_row, summary.groups)
         if summary.headers_read:
-            now_s = summary.read_at_unix_s
+            now_s = time.time()
             ages = [_ages([max(0.0, now_s - s) for s in g.stored_unix_s]) for g in summary.groups]
             rows = [[*row, cell] for row, cell in zip(rows, ["stored", *ages], strict=True)]
         if summary.verified:
@@ -238,9 +239,9 @@ def _ages(ages_s: Sequence[float]) -> str:
     return f"{least} ago" if least == most else f"{least} to {most} ago"
 
 
-def _when(unix_ms: int, now_s: float) -> str:
+def _when(unix_ms: int) -> str:
     """The time and the age of a store; a forged or damaged header may tell any time."""
-    age_s = now_s - unix_ms / 1000
+    age_s = time.time() - unix_ms / 1000
     if age_s < -_CLOCKS_DIFFER_S:
         return f"{unix_ms:,} ms after 1970, which is to come: by a wrong clock, damaged or forged"
     when = datetime.fromtimestamp(unix_ms / 1000, timezone.utc)
