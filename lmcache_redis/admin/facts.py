@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_redis.admin.names import gigabytes, shown_bytes
 from lmcache_redis.admin.server import Primary, PrimaryServers
-from lmcache_redis.admin.sizes.sizing import ModelSize
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.stream import Endpoint, Transport
 
@@ -42,41 +40,6 @@ class Need:
     loaded_per_token: float = 0.0
     of: str = "a model of 8B parameters"
     is_known: bool = False
-
-    @staticmethod
-    def of_model(size: ModelSize) -> Need:
-        tokens = size.options.prompt_tokens
-        return Need(
-            max(1, size.bytes_per_token),
-            size.options.prefill_tokens_per_s,
-            tokens,
-            size.stored_bytes / tokens,
-            size.loaded_bytes_per_token,
-            size.model,
-            is_known=True,
-        )
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What prefill makes."""
-        return self.kv_bytes_per_token * self.prefill_tokens_per_s
-
-    @property
-    def loaded_bytes_per_s(self) -> float:
-        """At this rate a hit takes as long as computing."""
-        return (self.loaded_per_token or self.kv_bytes_per_token) * self.prefill_tokens_per_s
-
-    def tokens_in(self, memory_bytes: int) -> int:
-        return int(memory_bytes / (self.memory_per_token or self.kv_bytes_per_token))
-
-    @property
-    def sum(self) -> str:
-        loaded = self.loaded_per_token or self.kv_bytes_per_token
-        return (
-            f"{shown_bytes(loaded)} of KV a token x "
-            f"{self.prefill_tokens_per_s:,.0f} tokens/s of prefill = "
-            f"{gigabytes(self.loaded_bytes_per_s)}/s"
-        )
 
 
 def _from(info: str = "", setting: str = "") -> Any:

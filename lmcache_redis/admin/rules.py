@@ -218,7 +218,7 @@ def _memory(f: Facts) -> Iterator[Finding]:
 def _limit(f: Facts, limit: int, change: tuple[str, ...]) -> Finding:
     """Whether a memory limit is too large for the machine, or too small for the cache."""
     need = f.need
-    tokens = need.tokens_in(limit * f.nodes)
+    tokens = int(limit * f.nodes / (need.memory_per_token or need.kv_bytes_per_token))
     prompts = tokens // need.prompt_tokens
     seen = (
         f"{shown_bytes(limit)}, room for the KV of about {tokens:,} tokens, or {prompts:,} prompts "
@@ -305,9 +305,11 @@ def _limits(f: Facts) -> Iterator[Finding]:
 
 
 def _speed(f: Facts) -> Iterator[Finding]:
-    # This server's share of the bandwidth that prefill needs.
-    need = f.need.loaded_bytes_per_s / f.nodes
-    made = f.need.bytes_per_s / f.nodes
+    rate = f.need.prefill_tokens_per_s
+    token_bytes = f.need.loaded_per_token or f.need.kv_bytes_per_token
+    # At this rate a hit takes as long as computing; and what prefill makes: this server's share.
+    need = token_bytes * rate / f.nodes
+    made = f.need.kv_bytes_per_token * rate / f.nodes
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s
     if f.ping_s is not None:
@@ -323,7 +325,10 @@ def _speed(f: Facts) -> Iterator[Finding]:
         yield Finding(WARNING, "bandwidth", f"could not be measured: {f.bandwidth_refused}")
     if read is not None:
         ratio = read / need
-        seen = f"loads {gigabytes(read)}/s; {f.need.sum}{split}"
+        seen = (
+            f"loads {gigabytes(read)}/s; {shown_bytes(token_bytes)} of KV a token x {rate:,.0f} "
+            f"tokens/s of prefill = {gigabytes(token_bytes * rate)}/s{split}"
+        )
         change = (
             "give the server cores of its own"
             if f.local

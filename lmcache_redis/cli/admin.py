@@ -257,7 +257,15 @@ def doctor(
             prompt_tokens=prompt_tokens,
             prefill_tokens_per_s=prefill_tokens_per_s,
         )
-        need = Need.of_model(size_model(read_config(model), model_name(model), options))
+        size = size_model(read_config(model), model_name(model), options)
+        need = replace(
+            need,
+            kv_bytes_per_token=max(1, size.bytes_per_token),
+            memory_per_token=size.stored_bytes / prompt_tokens,
+            loaded_per_token=size.loaded_bytes_per_token,
+            of=size.model,
+            is_known=True,
+        )
     elif kv_bytes_per_token is not None:
         of = f"{kv_bytes_per_token:,} bytes a token"
         need = replace(need, kv_bytes_per_token=kv_bytes_per_token, of=of, is_known=True)
