@@ -129,9 +129,10 @@ def plan(
 
       lmcache-redis plan recorded.jsonl --redis-bytes 0,256GiB
     """
-    from lmcache_redis.plan.figures import Prices, plan_rows
+    from lmcache_redis.plan.figures import Grid, Prices, plan_rows
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.reading import read_trace
+    from lmcache_redis.plan.simulate import ROUTERS, known_policies
 
     paths = [*(traces or [])]
     if example is not None:
@@ -147,16 +148,23 @@ def plan(
         1 / (speed or _DEFAULT_PREFILL_TOKENS_PER_S), link_gbit * 1e9 / 8, disk_gbyte * 1e9
     )
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
-    grid = _grid(
-        trace,
-        pool_bytes=pool_bytes,
-        disk_size=disk_size,
-        redis_bytes=redis_bytes,
-        engine_bytes=engine_bytes,
-        replicas=replicas,
-        router=router,
-        chunk_size_tokens=chunk_size_tokens,
-        policy=policy,
+    sent_by = _one_of("--router", router, ROUTERS)
+    policies = _each(
+        "--policy", policy.lower(), lambda word: _one_of("--policy", word, known_policies())
+    )
+    block = trace.block_tokens
+    chunks = chunk_size_tokens or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
+    chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
+    pool_sizes, redis_sizes = _tier_sizes(trace, chunk_tokens[0], pool_bytes, redis_bytes)
+    grid = Grid(
+        replicas=_counts("--replicas", replicas, 10_000),
+        chunk_tokens=chunk_tokens,
+        policies=policies,
+        pool_bytes=pool_sizes,
+        disk_bytes=_sizes("--disk-size", disk_size),
+        redis_bytes=redis_sizes,
+        engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
+        router=sent_by,
     )
     figures = plan_rows(trace, grid, speeds, prices)
     _show(paths, trace, grid, speeds, prices, figures, html, as_json)
@@ -183,6 +191,12 @@ def _each(option: str, text: str, read: Callable[[str], _T]) -> list[_T]:
     return [*dict.fromkeys(map(read, words))]
 
 
+def _one_of(option: str, word: str, known: Iterable[str]) -> Any:
+    if word not in known:
+        raise ConfigError(f"{option} is {word!r}: choose one of {', '.join(known)}")
+    return word
+
+
 def _sizes(option: str, text: str) -> list[int]:
     return _each(option, text, lambda word: parse_size(word, option))
 
@@ -196,38 +210,19 @@ def _counts(option: str, text: str, most: int) -> list[int]:
     return _each(option, text, read)
 
 
-def _grid(trace: Trace, **given: Any) -> Grid:
-    from lmcache_redis.plan.figures import Grid
-    from lmcache_redis.plan.simulate import ROUTERS, Replay, known_policies
+def _tier_sizes(
+    trace: Trace, chunk_tokens: int, pool_bytes: str | None, redis_bytes: str | None
+) -> tuple[list[int], list[int]]:
+    """Of host pool and Redis: those that are asked for, else some that suit the trace."""
+    from lmcache_redis.plan.simulate import Replay
 
-    router = given["router"]
-    if router not in ROUTERS:
-        raise ConfigError(f"--router is {router!r}: choose one of {', '.join(ROUTERS)}")
-    policies = _each("--policy", given["policy"].lower(), str)
-    if unknown := [name for name in policies if name not in known_policies()]:
-        raise ConfigError(
-            f"--policy has {', '.join(unknown)}: choose of {', '.join(known_policies())}"
-        )
-    block = trace.block_tokens
-    chunks = given["chunk_size_tokens"] or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
-    chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
-    pools, redis = given["pool_bytes"], given["redis_bytes"]
-    pool_sizes = None if pools is None else _sizes("--pool-bytes", pools)
-    redis_sizes = None if redis is None else _sizes("--redis-bytes", redis)
-    if pool_sizes is None or redis_sizes is None:
-        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens[0])).curve().enough_bytes())
-        pool_sizes = pool_sizes or [_power_of_two(whole >> shift) for shift in (4, 3, 2, 0)]
-        redis_sizes = redis_sizes or [0, _power_of_two(whole >> 1), whole]
-    return Grid(
-        replicas=_counts("--replicas", given["replicas"], 10_000),
-        chunk_tokens=chunk_tokens,
-        policies=policies,
-        pool_bytes=[*dict.fromkeys(pool_sizes)],
-        disk_bytes=_sizes("--disk-size", given["disk_size"]),
-        redis_bytes=[*dict.fromkeys(redis_sizes)],
-        engine_bytes=parse_size(given["engine_bytes"], "--engine-bytes"),
-        router=router,
-    )
+    pools = None if pool_bytes is None else _sizes("--pool-bytes", pool_bytes)
+    redis = None if redis_bytes is None else _sizes("--redis-bytes", redis_bytes)
+    if pools is None or redis is None:
+        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens)).curve().enough_bytes())
+        pools = pools or [*dict.fromkeys(_power_of_two(whole >> shift) for shift in (4, 3, 2, 0))]
+        redis = redis or [*dict.fromkeys((0, _power_of_two(whole >> 1), whole))]
+    return pools, redis
 
 
 def _power_of_two(nbytes: int) -> int:
@@ -294,21 +289,18 @@ def _table(title: str, figures: Figures) -> Any:
     from rich.table import Table
 
     from lmcache_redis.plan.figures import enough
-    from lmcache_redis.plan.shown import COLUMNS, cells
+    from lmcache_redis.plan.shown import COLUMNS
 
     best = enough(figures.rows)
-    texts = [cells(row) for row in figures.rows]
     always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
-    kept = [
-        index
-        for index, column in enumerate(COLUMNS)
-        if column.title in always or len({text[index] for text in texts}) > 1
-    ]
-    table = Table(title=title)
-    for index in kept:
-        table.add_column(COLUMNS[index].title, justify="right")
-    for row, text in zip(figures.rows, texts, strict=True):
-        table.add_row(*(text[index] for index in kept), style="bold" if row is best else None)
+    table, kept = Table(title=title), []
+    for column in COLUMNS:
+        texts = [column.text(row) for row in figures.rows]
+        if column.title in always or len(set(texts)) > 1:
+            table.add_column(column.title, justify="right")
+            kept.append(texts)
+    for row, *cells in zip(figures.rows, *kept, strict=True):
+        table.add_row(*cells, style="bold" if row is best else None)
     return table
 
 
