@@ -147,12 +147,12 @@ def purge(
       lmcache-redis purge --idle-longer-than 7d --yes
     """
     from lmcache_redis.admin import report
-    from lmcache_redis.admin.names import is_whole_layout, read_age, read_layout
+    from lmcache_redis.admin.names import read_age, read_layout
     from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
     from lmcache_redis.admin.survey import survey
 
     wanted = layout or []
-    begun = [each for each in wanted if not is_whole_layout(each)]
+    has_beginnings = None in [read_layout(each) for each in wanted]
     selection = Selection(
         models=frozenset(model or ()),
         namespaces=frozenset() if wanted else None,  # those that are wanted: below
@@ -170,9 +170,9 @@ def purge(
         )
     with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
         if wanted:
-            chunks = survey(server, prefix).chunks.values() if begun else ()
+            chunks = survey(server, prefix).chunks.values() if has_beginnings else ()
             known = {chunk.name.layout for chunk in chunks}
-            namespaces = [read_layout(each, known) for each in wanted]
+            namespaces = [read_layout(each, known) or () for each in wanted]
             selection = replace(selection, namespaces=frozenset().union(*namespaces))
         with shown_progress() as progress:
             plan = choose(server, prefix, selection, progress)
