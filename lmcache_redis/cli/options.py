@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 _Command = Callable[..., None]
 
-# Options of the commands that use a server or an agent. `redis_options` and `default_endpoint` read
-# the variables.
+# Options of the commands that use a server or an agent, named as their parameters are.
+# `redis_options` and `default_endpoint` read the variables.
 RedisUrl = Annotated[
     str | None,
     typer.Option(
-        "--redis-url",
         metavar="URL",
         help="URL of the server, as for the agent. The password may come from "
         "LMCACHE_REDIS_PASSWORD, LMCACHE_REDIS_PASSWORD_FILE or LMCACHE_REDIS_CREDENTIAL_PROVIDER. "
@@ -39,15 +38,11 @@ RedisUrl = Annotated[
     ),
 ]
 RedisUsername = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-username", help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]"
-    ),
+    str | None, typer.Option(help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]")
 ]
 SealKeyFile = Annotated[
     str | None,
     typer.Option(
-        "--seal-key-file",
         metavar="FILE",
         envvar=SEAL_KEY_FILE_VARIABLE,
         show_envvar=False,
@@ -55,13 +50,11 @@ SealKeyFile = Annotated[
     ),
 ]
 KeyPrefix = Annotated[
-    str | None,
-    typer.Option("--key-prefix", help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]"),
+    str | None, typer.Option(help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]")
 ]
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        "--endpoint",
         metavar="ipc://PATH",
         help=f"The agent's endpoint. [env: {ENDPOINT_VARIABLE}; default: the agent's default]",
     ),
@@ -71,7 +64,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and errors as 
 _ConfigFile = Annotated[
     str | None,
     typer.Option(
-        "--config",
         metavar="FILE",
         envvar=f"{PREFIX}CONFIG",
         show_envvar=False,
