@@ -89,6 +89,14 @@ def diagnose(
     pool = None if report is None else report["pool"]
     facts = []
     for node in server.nodes:
+        known = gather(
+            server,
+            node,
+            need=seen.need,
+            pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
+            oldest_idle_s=seen.oldest_idle_s,
+        )
+        # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
         if bandwidth:
             try:
@@ -96,15 +104,7 @@ def diagnose(
                 measured |= {"read_bytes_per_s": read, "write_bytes_per_s": write}
             except RedisError as error:
                 measured["bandwidth_refused"] = str(error)
-        known = gather(
-            server,
-            node,
-            need=seen.need,
-            pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
-            oldest_idle_s=seen.oldest_idle_s,
-            **measured,
-        )
-        facts.append(known)
+        facts.append(replace(known, **measured))
     here = None if report is None else look(report, server, seen.headers)
     return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
