@@ -212,20 +212,21 @@ def _stripe(
     head: Any,
 ) -> Stripe:
     """The stripe, judged by the replies to `_questions`."""
+    use = _use(idle, freq)
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
     if isinstance(kind, RedisError):
         if isinstance(head, RedisError):
-            return Stripe(index, StripeState.UNREADABLE, str(head))
+            return Stripe(index, StripeState.UNREADABLE, str(head), use=use)
         # Without TYPE, the length and the head still tell a string from a missing key.
         kind = "string" if isinstance(head, bytes) and length else "none"
     kind = str_if_bytes(kind)
     if kind == "string" and refused is not None:
-        return Stripe(index, StripeState.UNREADABLE, str(refused))
+        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
     if refused is not None:
         length, head = 0, b""
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
     judged = judge(name, index, kind, length, head)
-    return replace(judged, use=_use(idle, freq), expires_in_s=expires_in_s)
+    return replace(judged, use=use, expires_in_s=expires_in_s)
 
 
 def _use(idle: Any, frequency: Any) -> Use:
