@@ -215,7 +215,7 @@ def _memory(f: Facts) -> Iterator[Finding]:
         yield Finding(HINT if high else OK, "fragmentation", seen)
 
 
-def _limit(f: Facts, limit: int, change: tuple[str, ...]) -> Finding:
+def _limit(f: Facts, limit: int, change: tuple[str, str]) -> Finding:
     """Whether a memory limit is too large for the machine, or too small for the cache."""
     need = f.need
     tokens = int(limit * f.nodes / (need.memory_per_token or need.kv_bytes_per_token))
@@ -228,23 +228,21 @@ def _limit(f: Facts, limit: int, change: tuple[str, ...]) -> Finding:
         seen += f", with the {f.nodes - 1} other servers"
     if f.evicted_keys:
         seen += f"; full, {f.evicted_keys:,} keys evicted so far"
+    why = ""
+    more = ("a larger maxmemory, or more servers", "lmcache-redis size MODEL --memory SIZE")
     if f.machine_bytes and limit > f.machine_bytes * _MOST_OF_MEMORY:
         seen += f", on a machine that has {shown_bytes(f.machine_bytes)}"
         why = "buffers and fragmentation come on top: the machine may run out of memory"
-        return Finding(WARNING, "maxmemory", seen, why, change)
-    more = ("a larger maxmemory, or more servers", "lmcache-redis size MODEL --memory SIZE")
-    if f.evicted_keys and f.oldest_idle_s is not None and f.oldest_idle_s < _YOUNG_S:
+        more = change
+    elif f.evicted_keys and f.oldest_idle_s is not None and f.oldest_idle_s < _YOUNG_S:
         seen += f", of the chunks left none unused for more than {shown_age(f.oldest_idle_s)}"
         why = "a prompt that comes again later than that is computed again"
-        return Finding(WARNING, "maxmemory", seen, why, more)
-    if prompts < _FEW_PROMPTS:
+    elif prompts < _FEW_PROMPTS:
         why = f"fewer than {_FEW_PROMPTS} prompts: one is evicted before it comes again"
-        return Finding(WARNING, "maxmemory", seen, why, more)
-    if f.pool_bytes is not None and limit * f.nodes < f.pool_bytes:
+    elif f.pool_bytes is not None and limit * f.nodes < f.pool_bytes:
         seen += f"; the host pool of this node's agent has {shown_bytes(f.pool_bytes)}"
         why = "what the pool evicts has left the server before: it adds hardly any hits"
-        return Finding(WARNING, "maxmemory", seen, why, more)
-    return Finding(OK, "maxmemory", seen)
+    return Finding(WARNING if why else OK, "maxmemory", seen, why, more)
 
 
 def _persistence(f: Facts) -> Iterator[Finding]:
