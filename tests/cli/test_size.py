@@ -143,6 +143,7 @@ def test_the_text_model_inside() -> None:
         (LLAMA | {"num_hidden_layers": "32"}, {}, "num_hidden_layers is '32'"),
         (LLAMA | {"layer_types": ["full_attention", "sparse"]}, {}, "unknown kind, 'sparse'"),
         (LLAMA | {"torch_dtype": "int8"}, {}, "the dtype 'int8'"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "-E"}, {}, "no layer that keeps"),
         (LLAMA, {"kv_cache_dtype": "fp7"}, "give one of auto, float32, bfloat16"),
         (LLAMA, {"tp": 3}, "--tp 3: vLLM cannot share 8 KV heads"),
         (LLAMA | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, {}, "'NVFP4'"),

@@ -35,7 +35,10 @@ def layers_of(fields: Fields) -> list[Layer]:
         )
     read, defaults = FAMILIES[str(kind)]
     # A field that is null is left out on purpose.
-    return list(read(Fields({**defaults, **fields.given}, fields.where)))
+    layers = list(read(Fields({**defaults, **fields.given}, fields.where)))
+    if not layers:
+        raise ConfigError(f"{fields.where} has no layer that keeps anything: {UNKNOWN}")
+    return layers
 
 
 def _head_dim(fields: Fields) -> int:
