@@ -141,7 +141,6 @@ class TierSettings:
         "maximum size of the files in --disk-path",
         64 << 30,
         (1 << 20, 1 << 60),
-        size=True,
         reloadable=True,
     )
     shutdown_deadline_s: float = setting(
@@ -185,20 +184,17 @@ class AgentConfig(TierSettings):
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),
         shown="4GiB, at most a quarter of the memory",
-        size=True,
         between=(MIN_SLOT_BYTES + 4096, 1 << 50),
     )
     slot_bytes: int = setting(
         "slot size and maximum payload of a stripe; the same on all agents of one Redis",
         DEFAULT_SLOT_BYTES,
         (MIN_SLOT_BYTES, 512 << 20),
-        size=True,
     )
     write_queue_bytes: int | None = setting(
         "limit of chunks queued for Redis, and for disk; then the ends of prompts are dropped",
         None,
         shown="half of the host pool",
-        size=True,
         between=(0, 1 << 50),
         reloadable=True,
     )
@@ -206,7 +202,6 @@ class AgentConfig(TierSettings):
         "memory limit of the embedded Redis",
         lambda: machine_share(8 << 30),
         shown="8GiB, at most a quarter of the memory",
-        size=True,
         between=(16 << 20, 1 << 50),
     )
     lookup_deadline_s: float = setting(
@@ -251,7 +246,6 @@ class AgentConfig(TierSettings):
         "pages of so many bytes and more are copied to and from a GPU without a kernel",
         64 << 10,
         (1, 1 << 50),
-        size=True,
     )
     canary_every: int = setting(
         "one hit in this many is computed and compared with the cached KV; 0: never",
@@ -267,7 +261,6 @@ class AgentConfig(TierSettings):
         "maximum total size of --record FILE and FILE.1, which has the lines before",
         1 << 30,
         (64 << 10, 1 << 50),
-        size=True,
     )
 
     def __post_init__(self) -> None:

@@ -23,18 +23,26 @@ for _power, _letter in enumerate(_LETTERS, start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 _SIZE = "([0-9]+(?:[.][0-9]+)?) *((?:[KMGTPEkmgtpe](?:[Ii]?[Bb])?|[Bb])?)"
 PREFIX = "LMCACHE_REDIS_"
+# How a text is read, and what it has to be.
+_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": ({"true": True, "false": False}.__getitem__, "true or false"),
+    "bytes": (str.encode, ""),
+    "str": (str, ""),
+}
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str, option: str) -> int:
     """Bytes of ``4GiB``, ``512MB``, ``1.5G`` (binary) or a plain number.
 
-    Raises ``ConfigError`` for anything else.
+    Raises ``ConfigError``, which names the option, for anything else.
     """
-    if isinstance(text, int):
-        return text
     match = re.fullmatch(_SIZE, text.strip())
     if match is None:
-        raise ConfigError(f"{text!r} is not a size: write it as 4GiB, 512MB or a number of bytes")
+        raise ConfigError(
+            f"{option}: {text!r} is not a size: write it as 4GiB, 512MB or a number of bytes"
+        )
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
@@ -51,56 +59,34 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def setting(
-    help_text: str,
-    default: Any = dataclasses.MISSING,
-    between: tuple[float, float] | None = None,
-    *,
-    shown: str = "",
-    form: str = "",
-    size: bool = False,
-    choices: tuple[str, ...] = (),
-    secret: bool = False,
-    reloadable: bool = False,
-    **more: Any,
-) -> Any:
-    """A dataclass field for a setting: its help text and its default or the factory of that.
-
-    shown: the default as users read it. form: what the help shows for the value. size: in bytes,
-    which users may write as 4GiB. between: the least and the greatest value. secret: only its
-    variable sets it. reloadable: SIGHUP may change it.
-    """
-    if callable(default):
-        more["default_factory"] = default
-    elif default is not dataclasses.MISSING:
-        more["default"] = default
-    meta = {
-        "help": help_text, "shown": shown, "form": form, "is_size": size, "between": between,
-        "choices": choices, "secret": secret, "reloadable": reloadable,
-    }  # fmt: skip
-    return field(metadata=meta, **more)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A declared setting. kind: int, float, bool, str or bytes."""
+    """A declared setting. kind: int, float, bool, str or bytes.
+
+    between: the least and the greatest value. shown: the default as users read it. form: what the
+    help shows for the value. secret: only its variable sets it. reloadable: SIGHUP may change it.
+    """
 
     name: str
     kind: str
     default: Any
     optional: bool
     help: str
-    shown: str
-    form: str
-    is_size: bool
     between: tuple[float, float] | None
-    choices: tuple[str, ...]
-    secret: bool
-    reloadable: bool
+    shown: str = ""
+    form: str = ""
+    choices: tuple[str, ...] = ()
+    secret: bool = False
+    reloadable: bool = False
 
     @property
     def option(self) -> str:
         return option_name(self.name)
+
+    @property
+    def is_size(self) -> bool:
+        """In bytes, which users may write as 4GiB."""
+        return self.name.endswith(("_bytes", "_size"))
 
     @property
     def variable(self) -> str:
@@ -109,12 +95,10 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """The default as users read it."""
         return self.shown or self.write(self.default)
 
     @property
     def shown_form(self) -> str:
-        """What stands for the value in the help."""
         if self.form or self.choices:
             return self.form or "|".join(self.choices)
         if self.is_size:
@@ -138,22 +122,12 @@ class Setting:
     def parse(self, text: str) -> Any:
         """The value of a text, bounds unchecked. Raises ``ConfigError``."""
         if self.is_size:
-            try:
-                return parse_size(text)
-            except ConfigError as error:
-                raise ConfigError(f"{self.option}: {error}") from error
-        kinds: dict[str, Callable[[str], Any]] = {
-            "int": int,
-            "float": float,
-            "bool": {"true": True, "false": False}.__getitem__,
-            "bytes": str.encode,
-            "str": str,
-        }
+            return parse_size(text, self.option)
+        read, what = _KINDS[self.kind]
         try:
-            return kinds[self.kind](text)
+            return read(text)
         except (KeyError, ValueError):
-            what = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-            raise ConfigError(f"{self.option}: {text!r} is not {what[self.kind]}") from None
+            raise ConfigError(f"{self.option}: {text!r} is not {what}") from None
 
     def check(self, value: Any) -> None:
         """Raises ``ConfigError``, which begins with the option, if the value is impossible."""
@@ -195,6 +169,19 @@ def check_between(name: str, value: Any, least: float, most: float) -> None:
             format_size(n) if is_size and type(n) is int else repr(n) for n in (value, least, most)
         )
         raise ConfigError(f"{option_name(name)} is {given}: set it to between {low} and {high}")
+
+
+def setting(
+    help_text: str,
+    default: Any,
+    between: tuple[float, float] | None = None,
+    *,
+    repr: bool = True,
+    **more: Any,
+) -> Any:
+    """A dataclass field for a setting. default: the value, or what makes it. more: of `Setting`."""
+    made = {"default_factory" if callable(default) else "default": default}
+    return field(metadata={"help": help_text, "between": between, **more}, repr=repr, **made)
 
 
 def settings_of(config: Any) -> dict[str, Setting]:

@@ -7,7 +7,6 @@ stripes     reads the values of stripe keys and judges them by their headers
 survey      which chunks a server holds, by SCAN, and how large they are
 inspect     explains one key, or summarises the cache by model and layout
 purge       selects chunks and removes them
-pace        keeps a rate, in keys a second
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why
 gpu         reads the facts of this node's GPUs, and judges them

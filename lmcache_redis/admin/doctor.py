@@ -20,7 +20,7 @@ from typing import Any
 from lmcache_redis.admin.facts import Facts, Need, gather
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
-from lmcache_redis.admin.sample import need_as_stored, sample
+from lmcache_redis.admin.sample import sample
 from lmcache_redis.admin.server import (
     CLIENT_NAME,
     CONNECT_TIMEOUT_S,
@@ -74,14 +74,6 @@ class Diagnosis:
         """1 if a finding is as serious as ``fail_on``, else 0."""
         return int(any(finding.severity <= self.fail_on for finding in self.findings))
 
-    def judged_by(self, fail_on: Severity) -> Diagnosis:
-        return replace(self, fail_on=fail_on)
-
-    def without_ok(self) -> Diagnosis:
-        """Only what should be changed."""
-        findings = tuple(each for each in self.findings if each.severity is not Severity.OK)
-        return replace(self, findings=findings)
-
 
 def diagnose(
     server: PrimaryServers,
@@ -96,23 +88,28 @@ def diagnose(
     bandwidth: also write a few MiB under temporary keys and read them back. report: the STATUS of
     this node's agent, if there is one. Raises RedisError if a server cannot be reached.
     """
-    seen = sample(server, prefix)
-    need = need_as_stored(need, seen, report)
-    pool_bytes = None if report is None else _pool_bytes(report)
-    facts = tuple(
-        replace(
-            _examined(server, node, prefix, need, bandwidth),
-            pool_bytes=pool_bytes,
+    seen = sample(server, prefix, need, report)
+    pool = None if report is None else report["pool"]
+    facts = []
+    for node in server.nodes:
+        known = gather(
+            server,
+            node,
+            need=seen.need,
+            pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
             oldest_idle_s=seen.oldest_idle_s,
         )
-        for node in server.nodes
-    )
-    node = None if report is None else look(report, server, seen.headers)
-    return Diagnosis(facts, findings_of(facts, node), node)
-
-
-def _pool_bytes(report: Mapping[str, Any]) -> int:
-    return int(report["pool"]["slots"]) * int(report["pool"]["slot_bytes"])
+        # After the server's counters have been read: what is written may evict something.
+        measured: dict[str, Any] = {"ping_s": measure_ping(node)}
+        if bandwidth:
+            try:
+                read, write = measure_bandwidth(server, node, prefix)
+                measured |= {"read_bytes_per_s": read, "write_bytes_per_s": write}
+            except RedisError as error:
+                measured["bandwidth_refused"] = str(error)
+        facts.append(replace(known, **measured))
+    here = None if report is None else look(report, server, seen.headers)
+    return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
 
 def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[Finding, ...]:
@@ -121,19 +118,6 @@ def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[
     if node is not None:
         found += [replace(finding, where=HERE) for finding in judge_node(node)]
     return tuple(sorted(found, key=lambda finding: finding.severity))
-
-
-def _examined(
-    server: PrimaryServers, node: Primary, prefix: bytes, need: Need, bandwidth: bool
-) -> Facts:
-    facts = replace(gather(server, node, need), ping_s=measure_ping(node))
-    if not bandwidth:
-        return facts
-    try:
-        read_bytes_per_s, write_bytes_per_s = measure_bandwidth(server, node, prefix)
-    except RedisError as error:
-        return replace(facts, bandwidth_refused=str(error))
-    return replace(facts, read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=write_bytes_per_s)
 
 
 def measure_ping(node: Primary, pings: int = PINGS) -> float:

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_redis.admin.names import gigabytes, shown_bytes
 from lmcache_redis.admin.server import Primary, PrimaryServers
-from lmcache_redis.admin.sizes.sizing import ModelSize
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 
@@ -42,41 +40,6 @@ class Need:
     loaded_per_token: float = 0.0
     of: str = "a model of 8B parameters"
     is_known: bool = False
-
-    @staticmethod
-    def of_model(size: ModelSize, prefill_tokens_per_s: float, prompt_tokens: int) -> Need:
-        """Of a model whose size is known."""
-        return Need(
-            max(1, size.bytes_per_token),
-            prefill_tokens_per_s,
-            prompt_tokens,
-            size.stored_bytes(prompt_tokens) / prompt_tokens,
-            size.break_even_bytes_per_s(1.0, prompt_tokens),
-            size.model,
-            is_known=True,
-        )
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What prefill makes."""
-        return self.kv_bytes_per_token * self.prefill_tokens_per_s
-
-    @property
-    def loaded_bytes_per_s(self) -> float:
-        """At this rate a hit takes as long as computing."""
-        return (self.loaded_per_token or self.kv_bytes_per_token) * self.prefill_tokens_per_s
-
-    def tokens_in(self, memory_bytes: int) -> int:
-        return int(memory_bytes / (self.memory_per_token or self.kv_bytes_per_token))
-
-    @property
-    def sum(self) -> str:
-        loaded = self.loaded_per_token or self.kv_bytes_per_token
-        return (
-            f"{shown_bytes(loaded)} of KV a token x "
-            f"{self.prefill_tokens_per_s:,.0f} tokens/s of prefill = "
-            f"{gigabytes(self.loaded_bytes_per_s)}/s"
-        )
 
 
 def _from(info: str = "", setting: str = "") -> Any:
@@ -144,10 +107,9 @@ _STATED = [f for f in dataclasses.fields(Facts) if f.metadata]
 SETTINGS = [f.metadata["setting"] for f in _STATED if f.metadata["setting"]]
 
 
-def gather(
-    server: PrimaryServers, node: Primary, need: Need, huge_pages: Path = HUGE_PAGES
-) -> Facts:
-    """The facts of one node, without measurements. Raises RedisError if the connection fails."""
+def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
+    """The facts of one node, beside those that are known. Raises RedisError if the connection
+    fails."""
     unseen: list[str] = []
     (info,) = node.ask_all([("INFO",)])
     if isinstance(info, RedisError):
@@ -175,9 +137,9 @@ def gather(
         nodes=len(server.nodes),
         as_cluster=server.is_cluster,
         cores=os.cpu_count() if local else None,
-        huge_pages=_huge_pages(huge_pages) if local else None,
+        huge_pages=_huge_pages() if local else None,
         unseen=tuple(unseen),
-        need=need,
+        **known,
     )
 
 
@@ -238,9 +200,9 @@ def _place(endpoint: Endpoint) -> tuple[bool, bool]:
     return False, False
 
 
-def _huge_pages(path: Path) -> str | None:
+def _huge_pages() -> str | None:
     """The active mode, which the kernel puts in brackets: always, madvise or never."""
     with contextlib.suppress(OSError):
-        if match := re.search(r"\[(\w+)\]", path.read_text()):
+        if match := re.search(r"\[(\w+)\]", HUGE_PAGES.read_text()):
             return match.group(1)
     return None

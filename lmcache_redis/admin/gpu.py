@@ -111,22 +111,20 @@ def _ask_driver(pids: Iterable[int]) -> GpuFacts:
             "",
             driver.driver_version(),
             driver.has("cuMemcpyBatchAsync"),
-            tuple(map(_gpu, range(len(driver.device_uuids())))),
+            tuple(
+                VisibleGpu(
+                    driver.device_uuid(each),
+                    driver.device_name(each),
+                    driver.device_attribute(each, driver.Attribute.COMPUTE_MODE),
+                    bool(driver.device_attribute(each, driver.Attribute.WRITES_64_BIT_VALUES)),
+                )
+                for each in range(len(driver.device_uuids()))
+            ),
             {pid: is_client for pid in pids if (is_client := uses_mps(pid)) is not None},
             tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])),
         )
     except DriverError as error:
         return GpuFacts(str(error))
-
-
-def _gpu(ordinal: int) -> VisibleGpu:
-    attribute = driver.Attribute
-    return VisibleGpu(
-        driver.device_uuid(ordinal),
-        driver.device_name(ordinal),
-        driver.device_attribute(ordinal, attribute.COMPUTE_MODE),
-        bool(driver.device_attribute(ordinal, attribute.WRITES_64_BIT_VALUES)),
-    )
 
 
 def uses_mps(pid: int) -> bool | None:
@@ -151,44 +149,32 @@ def judge_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> Iterator[Fi
         yield Finding(CRITICAL, "GPU driver", facts.problem)
         return
     major, minor = divmod(facts.cuda_version // 10, 100)
-    too_old = facts.cuda_version < _OLDEST_CUDA
-    yield Finding(CRITICAL if too_old else OK, "GPU driver", f"it serves CUDA {major}.{minor}")
+    severity = CRITICAL if facts.cuda_version < _OLDEST_CUDA else OK
+    yield Finding(severity, "GPU driver", f"it serves CUDA {major}.{minor}")
     if not facts.gpus:
         yield Finding(WARNING, "GPUs", "none is visible here")
         return
     yield Finding(OK, "GPUs", ", ".join(f"{gpu.name} ({gpu.uuid})" for gpu in facts.gpus))
-    if facts.copies_in_batches and facts.cuda_version >= _BATCHES_CUDA:
-        yield Finding(OK, "batch copies", "the driver has them")
-    else:
-        yield Finding(HINT, "batch copies", "the driver has none")
+    has_them = facts.copies_in_batches and facts.cuda_version >= _BATCHES_CUDA
+    seen = f"the driver has {'them' if has_them else 'none'}"
+    yield Finding(OK if has_them else HINT, "batch copies", seen)
     for gpu in facts.gpus:
-        yield from _of_gpu(gpu)
-    yield from _mps(facts.mps_clients)
-    yield from _pool(facts.kernel, report)
-
-
-def _of_gpu(gpu: VisibleGpu) -> Iterator[Finding]:
-    if gpu.compute_mode in _COMPUTE_MODES:
-        seen = f"{gpu.uuid} is {_COMPUTE_MODES[gpu.compute_mode]}"
-        yield Finding(CRITICAL, "compute mode", seen)
-    if not gpu.writes_values:
-        yield Finding(CRITICAL, "stream writes", f"{gpu.uuid} does not write 64-bit values")
-    if " MIG " in gpu.name:
-        yield Finding(HINT, "MIG", f"{gpu.uuid} is an instance of a GPU: {gpu.name}")
-
-
-def _mps(clients: Mapping[int, bool]) -> Iterator[Finding]:
-    inside = [pid for pid, is_client in clients.items() if is_client]
-    outside = [pid for pid, is_client in clients.items() if not is_client]
+        if (mode := _COMPUTE_MODES.get(gpu.compute_mode)) is not None:
+            yield Finding(CRITICAL, "compute mode", f"{gpu.uuid} is {mode}")
+        if not gpu.writes_values:
+            yield Finding(CRITICAL, "stream writes", f"{gpu.uuid} does not write 64-bit values")
+        if " MIG " in gpu.name:
+            yield Finding(HINT, "MIG", f"{gpu.uuid} is an instance of a GPU: {gpu.name}")
+    inside, outside = (
+        ", ".join(str(pid) for pid, is_client in facts.mps_clients.items() if is_client is wanted)
+        for wanted in (True, False)
+    )
     if inside and outside:
-        seen = f"clients of MPS: {_pids(inside)}; not: {_pids(outside)}"
+        seen = f"clients of MPS: process {inside}; not: process {outside}"
         yield Finding(CRITICAL, "MPS", seen)
     elif inside:
         yield Finding(OK, "MPS", "agent and engines are clients: a fatal fault of one ends all")
-
-
-def _pids(pids: Iterable[int]) -> str:
-    return "process " + ", ".join(map(str, pids))
+    yield from _pool(facts.kernel, report)
 
 
 def _pool(kernel: tuple[int, ...], report: Mapping[str, Any]) -> Iterator[Finding]:

@@ -6,8 +6,6 @@ Reads headers, and payloads only to verify them. Removes nothing.
 from __future__ import annotations
 
 import enum
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,7 +16,6 @@ from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     Stripe,
     StripeState,
-    Use,
     count_of,
     read_stripes,
     read_uses,
@@ -57,7 +54,7 @@ class ChunkVerdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """A chunk and its stripes. stripe_count: 0 if no header gives it.
+    """A chunk and its stripes, sorted by index.
 
     verified: payloads were compared with their checksums. opened: and opened, as sealed ones.
     """
@@ -65,25 +62,43 @@ class ChunkReport:
     name: ChunkName
     stripe_asked: int | None
     stripes: tuple[Stripe, ...]
-    verdict: ChunkVerdict
-    stripe_count: int
     verified: bool
     opened: bool
-    read_at_unix_s: float
     ours: ClassVar[bool] = True
 
     @property
     def headed(self) -> Stripe | None:
         """The first stripe with a header of this chunk."""
-        return next((s for s in self.stripes if s.is_ours), None)
+        return next((s for s in self.stripes if s.own), None)
 
     @property
     def header(self) -> StripeHeader | None:
         return self.headed.header if self.headed else None
 
     @property
+    def stripe_count(self) -> int:
+        """0 if no header gives it."""
+        return count_of(self.stripes)
+
+    @property
     def present(self) -> int:
         return sum(s.state is not StripeState.MISSING for s in self.stripes)
+
+    @property
+    def verdict(self) -> ChunkVerdict:
+        there = [s for s in self.stripes if s.state is not StripeState.MISSING]
+        if not there:
+            return ChunkVerdict.ABSENT
+        if any(s.state is StripeState.UNREADABLE for s in there):
+            return ChunkVerdict.UNKNOWN
+        if self.stripes[0].state is StripeState.MISSING:
+            return ChunkVerdict.INVISIBLE
+        if any(s.state is not StripeState.WHOLE for s in there):
+            return ChunkVerdict.BROKEN
+        if len(there) < len(self.stripes):
+            return ChunkVerdict.INCOMPLETE
+        stores = {(s.header.store_id, s.header.stripe_count) for s in there if s.header is not None}
+        return ChunkVerdict.TORN if len(stores) > 1 else ChunkVerdict.COMPLETE
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,30 +131,16 @@ def explain(
     found = stripes_of(server, name, index)
     if verify:
         found = [verify_payload(server, name, stripe, keys) for stripe in found]
-    verdict, count = verdict_of(found), count_of(found)
     opened = verify and keys is not None
-    return ChunkReport(name, index, tuple(found), verdict, count, verify, opened, time.time())
-
-
-def verdict_of(stripes: Sequence[Stripe]) -> ChunkVerdict:
-    """The verdict on a chunk with these stripes, sorted by index."""
-    there = [s for s in stripes if s.state is not StripeState.MISSING]
-    if not there:
-        return ChunkVerdict.ABSENT
-    if any(s.state is StripeState.UNREADABLE for s in there):
-        return ChunkVerdict.UNKNOWN
-    if stripes[0].state is StripeState.MISSING:
-        return ChunkVerdict.INVISIBLE
-    if any(s.state is not StripeState.WHOLE for s in there):
-        return ChunkVerdict.BROKEN
-    if len(there) < len(stripes):
-        return ChunkVerdict.INCOMPLETE
-    stores = {(s.header.store_id, s.header.stripe_count) for s in there if s.header is not None}
-    return ChunkVerdict.TORN if len(stores) > 1 else ChunkVerdict.COMPLETE
+    return ChunkReport(name, index, tuple(found), verify, opened)
 
 
 class Spread(list[float]):
     """Values that are reported as minimum, median and maximum."""
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.append(value)
 
 
 @dataclass(slots=True)
@@ -172,14 +173,7 @@ class LayoutSummary:
     def layout(self) -> str:
         return self.names[1]
 
-    def add(
-        self,
-        chunk: SeenChunk,
-        mask: int,
-        cut: Striping | None,
-        use: Use,
-        stored_unix_s: float | None,
-    ) -> None:
+    def add(self, chunk: SeenChunk, mask: int, cut: Striping | None, first: Stripe) -> None:
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
         self.stripes += mask.bit_count()
@@ -187,9 +181,9 @@ class LayoutSummary:
         self.unknown_size += not (cut and cut.chunk_bytes)
         self.no_first += not mask & 1
         self.incomplete += not mask & 1 or bool(cut and cut.missing(mask))
-        self.idle_s += [] if use.idle_s is None else [use.idle_s]
-        self.frequency += [] if use.frequency is None else [use.frequency]
-        self.stored_unix_s += [] if stored_unix_s is None else [stored_unix_s]
+        self.idle_s.add(first.use.idle_s)
+        self.frequency.add(first.use.frequency)
+        self.stored_unix_s.add(first.stored_unix_s if first.own else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +194,6 @@ class Summary:
     survey: Survey
     headers_read: bool
     verified: bool
-    read_at_unix_s: float
 
 
 def summarise(
@@ -221,33 +214,29 @@ def summarise(
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
     found = survey(server, prefix, most_chunks=most[0], most_keys=most[1], progress=progress)
     chunks = list(found.chunks.values())
-    uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
-    of_form = cuts_of(server, chunks)
-    cuts = [of_form.get(chunk.form) for chunk in chunks]
-    stored: list[float | None] = [None] * len(chunks)
     if server.untouched:
-        heads = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
-        for at, stripe in enumerate(heads):
-            if stripe.is_ours and stripe.header is not None:
-                cuts[at], stored[at] = Striping.of(stripe.header), stripe.stored_unix_s
+        firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
+    else:
+        uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
+        firsts = [Stripe(0, StripeState.UNREADABLE, use=use) for use in uses]
+    of_form = cuts_of(server, chunks)
+    cuts = [
+        Striping.of(first.own) if first.own else of_form.get(chunk.form)
+        for chunk, first in zip(chunks, firsts, strict=True)
+    ]
     masks = present_of(server, list(zip(chunks, cuts, strict=True)))
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    verified = 0
-    for chunk, mask, cut, use, unix_s in zip(chunks, masks, cuts, uses, stored, strict=True):
+    looked_at = zip(chunks, masks, cuts, firsts, strict=True)
+    for number, (chunk, mask, cut, first) in enumerate(looked_at, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(names))
-        group.add(chunk, mask, cut, use, unix_s)
+        group.add(chunk, mask, cut, first)
         if verify:
-            seen = SeenChunk(chunk.name, mask)
-            group.damaged = (group.damaged or 0) + _is_damaged(server, seen, keys)
-            verified += 1
-            progress("chunks verified", verified, len(chunks))
+            indexes = SeenChunk(chunk.name, mask).indexes
+            stripes = read_stripes(server, [(chunk.name, index) for index in indexes])
+            states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}
+            is_damaged = not states <= {StripeState.WHOLE, StripeState.MISSING}
+            group.damaged = (group.damaged or 0) + is_damaged
+            progress("chunks verified", number, len(chunks))
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
-    return Summary(tuple(ordered), found, server.untouched, verify, time.time())
-
-
-def _is_damaged(server: PrimaryServers, chunk: SeenChunk, keys: SealKeys | None) -> bool:
-    """Whether a stripe that is present does not match its key or its checksum, or is not opened."""
-    stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
-    states = [verify_payload(server, chunk.name, stripe, keys).state for stripe in stripes]
-    return any(state not in (StripeState.WHOLE, StripeState.MISSING) for state in states)
+    return Summary(tuple(ordered), found, server.untouched, verify)

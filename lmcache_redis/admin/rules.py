@@ -59,6 +59,14 @@ def _set(name: str, value: str) -> tuple[str, str]:
 _TOO_SMALL = f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would refuse stores"
 _THP_OFF = f"as root on the server's machine: echo madvise > {HUGE_PAGES}"
 
+# Why these are no policies for a cache, by how they begin.
+_POLICIES = {
+    "noeviction": "a full server refuses every store: the cache keeps its oldest content forever",
+    "volatile-": "only keys that expire are evicted: unless every agent runs with --ttl-s, a full "
+    "server refuses every store",
+    "allkeys-random": "prefixes that all requests share are evicted as readily as those never read "
+    "again",
+}
 # Why each topic matters and what to change, unless its rule below says so. Findings of equal
 # severity are sorted in the order of these topics.
 ADVICE: dict[str, tuple[str, ...]] = {
@@ -149,13 +157,12 @@ def advised(findings: Iterable[Finding], advice: Mapping[str, tuple[str, ...]]) 
     """The findings with what their rules left to the table, the most important first."""
     topics = list(advice)
     found = []
-    for finding in findings:
-        if finding.severity is not OK:
-            why, *change = advice[finding.topic]
-            finding = dataclasses.replace(
-                finding, why=finding.why or why, change=finding.change or tuple(change)
-            )
-        found.append(finding)
+    for each in findings:
+        why, *change = advice[each.topic]
+        why, changes = each.why or why, each.change or tuple(change)
+        if each.severity is OK:  # then there is nothing to explain
+            why, changes = "", ()
+        found.append(dataclasses.replace(each, why=why, change=changes))
     return sorted(found, key=lambda f: (f.severity, topics.index(f.topic)))
 
 
@@ -169,12 +176,11 @@ def _access(f: Facts) -> Iterator[Finding]:
         yield Finding(OK if f.version >= OLDEST_VERSION else WARNING, "version", seen)
     if f.unseen:
         yield Finding(HINT, "not seen", "; ".join(f.unseen))
-    if f.has_password:
-        yield Finding(OK, "password", "set")
-    elif f.transport is Transport.UNIX:
+    if not f.has_password and f.transport is Transport.UNIX:
         yield Finding(OK, "password", "none: the socket's file permissions control access")
     else:
-        yield Finding(HINT if f.local else CRITICAL, "password", "none")
+        severity = OK if f.has_password else HINT if f.local else CRITICAL
+        yield Finding(severity, "password", "set" if f.has_password else "none")
     if f.transport is Transport.TLS and not f.certificate_checked:
         seen = "on, but the server's certificate is not checked"
         why = "an attacker on the network path can read and replace KV"
@@ -199,18 +205,9 @@ def _memory(f: Facts) -> Iterator[Finding]:
     elif limit is not None:
         yield _limit(f, limit, change)
     if f.policy:
-        severity, why = WARNING, ""
-        if f.policy == "noeviction":
-            severity = CRITICAL
-            why = "a full server refuses every store: the cache keeps its oldest content forever"
-        elif f.policy.startswith("volatile-"):
-            why = "only keys that expire are evicted: unless every agent runs with --ttl-s, a full "
-            why += "server refuses every store"
-        elif f.policy == "allkeys-random":
-            why = (
-                "prefixes that all requests share are evicted as readily as those never read again"
-            )
-        yield Finding(severity if why else OK, "maxmemory-policy", f.policy, why)
+        why = next((why for begin, why in _POLICIES.items() if f.policy.startswith(begin)), "")
+        severity = CRITICAL if f.policy == "noeviction" else WARNING if why else OK
+        yield Finding(severity, "maxmemory-policy", f.policy, why)
     if ratio is not None and used is not None and used >= _LEAST_USED_BYTES:
         wasted = f": {shown_bytes(used * ratio)} for {shown_bytes(used)} of data"
         high = ratio >= 1.5
@@ -218,10 +215,10 @@ def _memory(f: Facts) -> Iterator[Finding]:
         yield Finding(HINT if high else OK, "fragmentation", seen)
 
 
-def _limit(f: Facts, limit: int, change: tuple[str, ...]) -> Finding:
+def _limit(f: Facts, limit: int, change: tuple[str, str]) -> Finding:
     """Whether a memory limit is too large for the machine, or too small for the cache."""
     need = f.need
-    tokens = need.tokens_in(limit * f.nodes)
+    tokens = int(limit * f.nodes / (need.memory_per_token or need.kv_bytes_per_token))
     prompts = tokens // need.prompt_tokens
     seen = (
         f"{shown_bytes(limit)}, room for the KV of about {tokens:,} tokens, or {prompts:,} prompts "
@@ -231,23 +228,21 @@ def _limit(f: Facts, limit: int, change: tuple[str, ...]) -> Finding:
         seen += f", with the {f.nodes - 1} other servers"
     if f.evicted_keys:
         seen += f"; full, {f.evicted_keys:,} keys evicted so far"
+    why = ""
+    more = ("a larger maxmemory, or more servers", "lmcache-redis size MODEL --memory SIZE")
     if f.machine_bytes and limit > f.machine_bytes * _MOST_OF_MEMORY:
         seen += f", on a machine that has {shown_bytes(f.machine_bytes)}"
         why = "buffers and fragmentation come on top: the machine may run out of memory"
-        return Finding(WARNING, "maxmemory", seen, why, change)
-    more = ("a larger maxmemory, or more servers", "lmcache-redis size MODEL --memory SIZE")
-    if f.evicted_keys and f.oldest_idle_s is not None and f.oldest_idle_s < _YOUNG_S:
+        more = change
+    elif f.evicted_keys and f.oldest_idle_s is not None and f.oldest_idle_s < _YOUNG_S:
         seen += f", of the chunks left none unused for more than {shown_age(f.oldest_idle_s)}"
         why = "a prompt that comes again later than that is computed again"
-        return Finding(WARNING, "maxmemory", seen, why, more)
-    if prompts < _FEW_PROMPTS:
+    elif prompts < _FEW_PROMPTS:
         why = f"fewer than {_FEW_PROMPTS} prompts: one is evicted before it comes again"
-        return Finding(WARNING, "maxmemory", seen, why, more)
-    if f.pool_bytes is not None and limit * f.nodes < f.pool_bytes:
+    elif f.pool_bytes is not None and limit * f.nodes < f.pool_bytes:
         seen += f"; the host pool of this node's agent has {shown_bytes(f.pool_bytes)}"
         why = "what the pool evicts has left the server before: it adds hardly any hits"
-        return Finding(WARNING, "maxmemory", seen, why, more)
-    return Finding(OK, "maxmemory", seen)
+    return Finding(WARNING if why else OK, "maxmemory", seen, why, more)
 
 
 def _persistence(f: Facts) -> Iterator[Finding]:
@@ -300,47 +295,50 @@ def _limits(f: Facts) -> Iterator[Finding]:
         if limit is not None and limit < least:
             yield Finding(CRITICAL, topic, shown_bytes(limit))
     if f.clients is not None and f.max_clients:
-        full = f.clients >= f.max_clients * 0.8
+        severity = WARNING if f.clients >= f.max_clients * 0.8 else OK
         files = "where that is refused: raise the server's limit of open files first (LimitNOFILE)"
-        change = (*_set("maxclients", str(max(10_000, 2 * f.max_clients))), files) if full else ()
+        change = (*_set("maxclients", str(max(10_000, 2 * f.max_clients))), files)
         seen = f"{f.clients} of {f.max_clients} in use"
-        yield Finding(WARNING if full else OK, "maxclients", seen, change=change)
+        yield Finding(severity, "maxclients", seen, change=change)
 
 
 def _speed(f: Facts) -> Iterator[Finding]:
-    # This server's share of the bandwidth that prefill needs.
-    need = f.need.loaded_bytes_per_s / f.nodes
-    made = f.need.bytes_per_s / f.nodes
+    rate = f.need.prefill_tokens_per_s
+    token_bytes = f.need.loaded_per_token or f.need.kv_bytes_per_token
+    # At this rate a hit takes as long as computing; and what prefill makes: this server's share.
+    need = token_bytes * rate / f.nodes
+    made = f.need.kv_bytes_per_token * rate / f.nodes
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s
     if f.ping_s is not None:
         most = DEFAULT_GET_CONNECTIONS * STRIPE_BYTES / max(f.ping_s, 1e-6)
         severity = OK if most >= 2 * need else HINT if most >= need else WARNING
+        seen = f"{f.ping_s * 1000:.2f} ms a round trip (median PING)"
         why = (
             f"each of {DEFAULT_GET_CONNECTIONS} connections waits one round trip a stripe: at most "
             f"{gigabytes(most)}/s, and hits need {gigabytes(need)}/s"
         )
-        seen = f"{f.ping_s * 1000:.2f} ms a round trip (median PING)"
-        yield Finding(severity, "latency", seen, why if severity is not OK else "")
+        yield Finding(severity, "latency", seen, why)
     if f.bandwidth_refused:
         yield Finding(WARNING, "bandwidth", f"could not be measured: {f.bandwidth_refused}")
     if read is not None:
         ratio = read / need
-        seen = f"loads {gigabytes(read)}/s; {f.need.sum}{split}"
+        seen = (
+            f"loads {gigabytes(read)}/s; {shown_bytes(token_bytes)} of KV a token x {rate:,.0f} "
+            f"tokens/s of prefill = {gigabytes(token_bytes * rate)}/s{split}"
+        )
         change = (
             "give the server cores of its own"
             if f.local
             else "give the server a faster network or more io-threads, or use more servers",
             "see what your model needs: --model and --prefill-tokens-per-s",
         )
-        if ratio >= 2:
-            yield Finding(OK, "load bandwidth", f"{seen}: a hit is {ratio:.1f} times as fast")
-        elif ratio >= 1:
+        severity = OK if ratio >= 2 else WARNING if ratio >= 1 else CRITICAL
+        seen += f": a hit is {ratio:.1f} times as fast" if severity is OK else ""
+        why = "a hit takes longer than computing the tokens again"
+        if ratio >= 1:
             why = f"a hit is only {ratio:.1f} times as fast as computing the tokens again"
-            yield Finding(WARNING, "load bandwidth", seen, why, change)
-        else:
-            why = "a hit takes longer than computing the tokens again"
-            yield Finding(CRITICAL, "load bandwidth", seen, why, change)
+        yield Finding(severity, "load bandwidth", seen, why, change)
     if write is not None:
         severity = OK if write >= made else HINT if write >= made / 4 else WARNING
         seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(made)}/s{split}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.sizes.stored import stored_part
+from lmcache_redis.admin.sizes.sizing import stored_part
 from lmcache_redis.admin.stripes import read_uses
 from lmcache_redis.admin.survey import Form, SeenChunk, Striping, headers_of, survey
 from lmcache_redis.chunks.frame import StripeHeader
@@ -22,39 +22,43 @@ _CHUNK_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class StoredSample:
-    """headers: one of each layout, model and worker, by model. model: the one with most chunks;
-    chunk_bytes, memory_bytes: of its chunks, all parts and ranks, and what the server counts for
-    them. oldest_idle_s: of the chunks seen, the longest time without a use; None if not kept."""
+    """need: by the chunks that are stored, unless the user has named a size. headers: one of each
+    layout, model and worker, by model. oldest_idle_s: of the chunks seen, the longest time without
+    a use; None if not kept."""
 
+    need: Need
     headers: tuple[tuple[str, StripeHeader], ...] = ()
-    model: str = ""
-    chunk_bytes: int = 0
-    memory_bytes: int = 0
     oldest_idle_s: float | None = None
 
 
-def sample(server: PrimaryServers, prefix: bytes) -> StoredSample:
-    """Before Redis 7.2 reading a header counts as a use of its chunk. Empty if it is refused."""
+def sample(
+    server: PrimaryServers, prefix: bytes, need: Need, report: Mapping[str, Any] | None
+) -> StoredSample:
+    """Before Redis 7.2 reading a header counts as a use of its chunk. Empty if it is refused.
+
+    report: of an agent, which knows how many tokens a chunk has; else it is the usual number.
+    """
     try:
-        chunks = [
-            *survey(
-                server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS
-            ).chunks.values()
-        ]
+        seen = survey(server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS)
+        chunks = list(seen.chunks.values())
         uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
         headers = headers_of(server, chunks)
     except RedisError:
-        return StoredSample()
+        return StoredSample(need)
     idle = [use.idle_s for use in uses if use.idle_s is not None]
+    if not need.is_known and headers:
+        need = _as_stored(need, chunks, headers, report or {})
     of_model = tuple((form[1], header) for form, header in headers.items())
-    model, sizes = sizes_of(chunks, headers)
-    return StoredSample(of_model, model, *sizes, max(idle, default=None))
+    return StoredSample(need, of_model, max(idle, default=None))
 
 
-def sizes_of(
-    chunks: Iterable[SeenChunk], headers: Mapping[Form, StripeHeader]
-) -> tuple[str, tuple[int, int]]:
-    """The model with the most chunks; the median of its chunks' bytes, and of their memory. Pure.
+def _as_stored(
+    need: Need,
+    chunks: Iterable[SeenChunk],
+    headers: Mapping[Form, StripeHeader],
+    report: Mapping[str, Any],
+) -> Need:
+    """The need by the median chunk of the model with the most chunks.
 
     Parts of one chunk have one hash: those of several groups and ranks are added up.
     """
@@ -68,29 +72,17 @@ def sizes_of(
             total = found.setdefault((model, chunk.name.key.chunk_hash), [0, 0])
             total[0] += part.part_bytes
             total[1] += part.memory_bytes
-    if not found:
-        return "", (0, 0)
     model = Counter(name for name, _ in found).most_common(1)[0][0]
     own = [total for (name, _), total in found.items() if name == model]
-    median = [int(statistics.median(column)) for column in zip(*own, strict=True)]
-    return model, (median[0], median[1])
-
-
-def need_as_stored(need: Need, seen: StoredSample, report: Mapping[str, Any] | None) -> Need:
-    """The need, by the chunks that are stored, unless the user has named a size. Pure.
-
-    report: of an agent, which knows how many tokens a chunk has; else it is the usual number.
-    """
-    if need.is_known or not seen.chunk_bytes:
-        return need
-    engines = [each for each in (report or {}).get("engines", ()) if each["model"] == seen.model]
-    tokens = (report or {}).get("chunk_size_tokens", _CHUNK_TOKENS)
+    chunk_bytes, memory_bytes = map(statistics.median, zip(*own, strict=True))
+    engines = [each for each in report.get("engines", ()) if each["model"] == model]
+    tokens = report.get("chunk_size_tokens", _CHUNK_TOKENS)
     tokens = engines[0]["chunk_tokens"] if engines else tokens
     return replace(
         need,
-        kv_bytes_per_token=max(1, seen.chunk_bytes // tokens),
-        memory_per_token=seen.memory_bytes / tokens,
+        kv_bytes_per_token=max(1, int(chunk_bytes // tokens)),
+        memory_per_token=memory_bytes / tokens,
         loaded_per_token=0.0,
-        of=f"{seen.model}, as stored in chunks of {tokens} tokens",
+        of=f"{model}, as stored in chunks of {tokens} tokens",
         is_known=True,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from socket import socket
@@ -141,9 +140,7 @@ class Primary:
         return _unless_error(self.ask_all([command])[0])
 
     def ask_all(
-        self,
-        commands: Sequence[Command],
-        follow: Callable[[Command], Any] | None = None,
+        self, commands: Sequence[Command], follow: Callable[[Command], Any] | None = None
     ) -> list[Any]:
         """The replies to commands in one pipeline; an error reply is a RedisError in its place.
 
@@ -169,21 +166,18 @@ class Primary:
         Raises RedisError, also for a SCAN that does not end: redis-py's iterator would wait for the
         next key for ever.
         """
-        cursor, most_steps = 0, 0
-        for steps in itertools.count():
-            if steps >= most_steps:
-                keys = int(self.ask("DBSIZE"))
-                most_steps = SPARE_STEPS + keys // _LEAST_KEYS_A_STEP
-                if steps >= most_steps:
-                    raise RedisProtocolError(
-                        f"the SCAN of Redis at {self.where} does not end: {steps:,} steps for "
-                        f"{keys:,} keys"
-                    )
+        cursor, keys = 0, int(self.ask("DBSIZE"))
+        most_steps = SPARE_STEPS + keys // _LEAST_KEYS_A_STEP
+        for _ in range(most_steps):
             with self.errors():
                 cursor, found = self._client.scan(cursor, pattern, step_keys, _type="string")
             yield found, not cursor
             if not cursor:
                 return
+        raise RedisProtocolError(
+            f"the SCAN of Redis at {self.where} does not end: {most_steps:,} steps for {keys:,} "
+            "keys"
+        )
 
     @contextlib.contextmanager
     def errors(self, opening: bool = False) -> Iterator[None]:
@@ -338,11 +332,7 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
     return PrimaryServers(deployment, nodes, cluster)
 
 
-_CLIENTS_OF = {
-    Topology.STANDALONE: _single,
-    Topology.SENTINEL: _master,
-    Topology.CLUSTER: _cluster,
-}
+_CLIENTS_OF = {Topology.STANDALONE: _single, Topology.SENTINEL: _master, Topology.CLUSTER: _cluster}
 
 
 class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]

@@ -61,9 +61,9 @@ class Stripe:
     expires_in_s: float | None = None
 
     @property
-    def is_ours(self) -> bool:
-        """Certainly written for this key: it has a complete header that names it."""
-        return self.header is not None and self.state is not StripeState.FOREIGN
+    def own(self) -> StripeHeader | None:
+        """The header, if it is complete and names this key: the value was written for it."""
+        return None if self.state is StripeState.FOREIGN else self.header
 
     @property
     def stored_unix_s(self) -> float | None:
@@ -145,7 +145,7 @@ def stripes_of(server: PrimaryServers, name: ChunkName, hint: int | None = None)
 
 def count_of(stripes: Sequence[Stripe]) -> int:
     """How many stripes the chunk has; 0 if no header gives it."""
-    return max((s.header.stripe_count for s in stripes if s.is_ours and s.header), default=0)
+    return max((s.own.stripe_count for s in stripes if s.own), default=0)
 
 
 def verify_payload(
@@ -155,42 +155,40 @@ def verify_payload(
 
     keys: payloads must be sealed, and are opened as well.
     """
-    if stripe.state is not StripeState.WHOLE or stripe.header is None:
+    if stripe.state is not StripeState.WHOLE:
         return stripe
     key = name.stripe(stripe.index)
-    value = memoryview(server.get(key, HEADER_BYTES + stripe.header.payload_bytes + 1))
+    value = memoryview(server.get(key, stripe.value_bytes + 1))
     if len(value) != stripe.value_bytes:
         # It was removed or replaced meanwhile.
         return read_stripes(server, [(name, stripe.index)])[0]
     header, payload = bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:]
     again = judge(name, stripe.index, "string", len(value), header)
-    if again.state is StripeState.WHOLE and again.header is not None:
+    said = again.own
+    if again.state is StripeState.WHOLE and said is not None:
         checksum = xxh3_64_intdigest(payload)
-        if checksum != again.header.checksum:
-            detail = f"its payload's checksum is {checksum:016x}, not {again.header.checksum:016x}"
+        if checksum != said.checksum:
+            detail = f"its payload's checksum is {checksum:016x}, not {said.checksum:016x}"
             again = replace(again, state=StripeState.DAMAGED, detail=detail)
         elif keys is not None:
-            state, detail = _opened(keys, key, header, payload)
+            state, detail = _opened(keys, key, said, header, payload)
             again = replace(again, state=state, detail=detail)
     return replace(again, use=stripe.use, expires_in_s=stripe.expires_in_s)
 
 
 def _opened(
-    keys: SealKeys, key: bytes, header: bytes, payload: memoryview
+    keys: SealKeys, key: bytes, said: StripeHeader, header: bytes, payload: memoryview
 ) -> tuple[StripeState, str]:
     """The state of an undamaged stripe, and why it is not WHOLE."""
-    sealed_with = describe_header(header).sealed_with
-    if sealed_with is None:
+    if said.sealed_with is None:
         return StripeState.NOT_OPENED, "it is not sealed: agents with seal keys count a miss"
     opened = keys.open(key, header, payload)
-    if opened is Opened.OK:
-        return StripeState.WHOLE, ""
     if opened is Opened.UNKNOWN_KEY:
-        return (
-            StripeState.NOT_OPENED,
-            f"it is sealed with another key, {sealed_with.hex()}",
-        )
-    return StripeState.DAMAGED, f"it is {opened.value}"
+        key_id = said.sealed_with.hex()
+        return StripeState.NOT_OPENED, f"it is sealed with another key, {key_id}"
+    if opened is not Opened.OK:
+        return StripeState.DAMAGED, f"it is {opened.value}"
+    return StripeState.WHOLE, ""
 
 
 def _use_of(key: bytes) -> list[Command]:
@@ -214,20 +212,21 @@ def _stripe(
     head: Any,
 ) -> Stripe:
     """The stripe, judged by the replies to `_questions`."""
+    use = _use(idle, freq)
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
     if isinstance(kind, RedisError):
         if isinstance(head, RedisError):
-            return Stripe(index, StripeState.UNREADABLE, str(head))
+            return Stripe(index, StripeState.UNREADABLE, str(head), use=use)
         # Without TYPE, the length and the head still tell a string from a missing key.
         kind = "string" if isinstance(head, bytes) and length else "none"
     kind = str_if_bytes(kind)
     if kind == "string" and refused is not None:
-        return Stripe(index, StripeState.UNREADABLE, str(refused))
+        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
     if refused is not None:
         length, head = 0, b""
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
     judged = judge(name, index, kind, length, head)
-    return replace(judged, use=_use(idle, freq), expires_in_s=expires_in_s)
+    return replace(judged, use=use, expires_in_s=expires_in_s)
 
 
 def _use(idle: Any, frequency: Any) -> Use:

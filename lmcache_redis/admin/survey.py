@@ -121,11 +121,6 @@ def survey(
     return found
 
 
-def layouts_on(server: PrimaryServers, prefix: bytes) -> set[str]:
-    """The layouts of all chunks, as `inspect` shows them. Raises RedisError."""
-    return {chunk.name.layout for chunk in survey(server, prefix).chunks.values()}
-
-
 def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] | None) -> None:
     # The pattern of the SCAN is only a first filter.
     chunk_key, index = key[:-_INDEX_BYTES], int.from_bytes(key[-_INDEX_BYTES:], "big")
@@ -194,8 +189,8 @@ def headers_of(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> dict[Form
     for form, some in _by_form(chunks).items():
         for chunk in some[:_ATTEMPTS]:
             (stripe,) = read_stripes(server, [(chunk.name, chunk.first)])
-            if stripe.is_ours and stripe.header is not None:
-                headers[form] = stripe.header
+            if stripe.own is not None:
+                headers[form] = stripe.own
                 break
     return headers
 

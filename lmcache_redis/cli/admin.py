@@ -6,9 +6,8 @@ Without a URL they ask the agent of this machine which server it uses.
 from __future__ import annotations
 
 import enum
-import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,16 +21,18 @@ from lmcache_redis.cli.options import (
     RedisUrl,
     RedisUsername,
     SealKeyFile,
+    agent_at,
+    fail,
+    print_found,
     redis_options,
 )
 from lmcache_redis.cli.progress import shown_progress
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
-from lmcache_redis.config import AgentConfig, default_endpoint
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import given
 
 if TYPE_CHECKING:
-    from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.server import PrimaryServers
 
 NOT_CHECKED = 3  # an exit status
@@ -82,9 +83,9 @@ def inspect(
     """
     if key is not None and everything:
         raise ConfigError("--all cannot be combined with a KEY: leave one of them out")
+    from lmcache_redis.admin import report
     from lmcache_redis.admin.inspect import explain, summarise
     from lmcache_redis.admin.names import read_key
-    from lmcache_redis.admin.report import chunk_lines, summary_lines
     from lmcache_redis.seal import read_seal_keys
 
     keys = read_seal_keys(seal_key_file)
@@ -92,33 +93,31 @@ def inspect(
     with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
         if wanted is not None:
             chunk = explain(server, wanted, prefix, verify, keys)
-            print_report(as_json, chunk, chunk_lines(chunk))
+            print_found(as_json, report.as_json(chunk), report.chunk_lines(chunk))
             return
         with shown_progress() as progress:
             summary = summarise(
                 server, prefix, everything=everything, verify=verify, keys=keys, progress=progress
             )
-        print_report(as_json, summary, summary_lines(summary))
+        print_found(as_json, report.as_json(summary), report.summary_lines(summary))
 
 
 def purge(
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Chunks of this model; repeatable.")
+        list[str] | None, typer.Option(help="Chunks of this model; repeatable.")
     ] = None,
     layout: Annotated[
         list[str] | None,
         typer.Option(
-            "--layout",
             help="Chunks of this layout, as `status` and `inspect` show it, or its first digits; "
-            "repeatable.",
+            "repeatable."
         ),
     ] = None,
     idle_longer_than: Annotated[
-        str | None,
-        typer.Option("--idle-longer-than", help="Chunks not used for this long: 12h, 7d, 2w."),
+        str | None, typer.Option(help="Chunks not used for this long: 12h, 7d, 2w.")
     ] = None,
     stored_longer_than: Annotated[
-        str | None, typer.Option("--stored-longer-than", help="Chunks stored longer ago than this.")
+        str | None, typer.Option(help="Chunks stored longer ago than this.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")
@@ -128,7 +127,7 @@ def purge(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     keys_per_second: Annotated[
-        float, typer.Option("--keys-per-second", help="Remove at most this many keys a second.")
+        float, typer.Option(help="Remove at most this many keys a second.")
     ] = 2000,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
@@ -147,18 +146,16 @@ def purge(
 
       lmcache-redis purge --idle-longer-than 7d --yes
     """
-    from lmcache_redis.admin.names import is_whole_layout, read_age, read_layout
-    from lmcache_redis.admin.pace import Pace
+    from lmcache_redis.admin import report
+    from lmcache_redis.admin.names import read_age, read_layout
     from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
-    from lmcache_redis.admin.report import plan_lines, removal_lines
-    from lmcache_redis.admin.survey import layouts_on
+    from lmcache_redis.admin.survey import survey
 
     wanted = layout or []
-    begun = [each for each in wanted if not is_whole_layout(each)]
-    whole = [read_layout(each) for each in wanted if each not in begun]
+    has_beginnings = None in [read_layout(each) for each in wanted]
     selection = Selection(
         models=frozenset(model or ()),
-        namespaces=frozenset().union(*whole) if wanted else None,
+        namespaces=frozenset() if wanted else None,  # those that are wanted: below
         idle_longer_than_s=read_age("--idle-longer-than", idle_longer_than),
         stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
@@ -167,21 +164,22 @@ def purge(
         raise ConfigError(
             f"--keys-per-second is {keys_per_second:g}: set it to between 1 and 1000000"
         )
-    pace = Pace(keys_per_second)
     if not (yes or dry_run or sys.stdin.isatty()):
         raise ConfigError(
             "there is no terminal to ask on: give --yes to remove without asking, or --dry-run"
         )
     with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
-        if begun:
-            known = layouts_on(server, prefix)
-            others = [read_layout(each, known) for each in begun]
-            selection = replace(selection, namespaces=frozenset().union(*whole, *others))
+        if wanted:
+            chunks = survey(server, prefix).chunks.values() if has_beginnings else ()
+            known = {chunk.name.layout for chunk in chunks}
+            namespaces = [read_layout(each, known) or () for each in wanted]
+            selection = replace(selection, namespaces=frozenset().union(*namespaces))
         with shown_progress() as progress:
             plan = choose(server, prefix, selection, progress)
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:
-            print_report(as_json, plan, plan_lines(plan, server.where))
+            found = report.as_json(plan) if as_json else None
+            print_found(as_json, found, report.plan_lines(plan, server.where))
         if ends_here:
             return
         if not yes and not typer.confirm("Remove them?", err=as_json):
@@ -190,10 +188,10 @@ def purge(
         removal = PurgeResult()
         try:
             with shown_progress() as progress:
-                remove(server, plan, pace, removal, progress)
+                remove(server, plan, keys_per_second, removal, progress)
         finally:
             # The report is also printed after an interrupt, or if the server is lost.
-            print_report(as_json, removal, removal_lines(removal))
+            print_found(as_json, report.as_json(removal), report.removal_lines(removal))
 
 
 def doctor(
@@ -205,13 +203,11 @@ def doctor(
         ),
     ] = True,
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="DIR", help="Directory of the model, or its config.json."),
+        str | None, typer.Option(metavar="DIR", help="Directory of the model, or its config.json.")
     ] = None,
     kv_bytes_per_token: Annotated[
         int | None,
         typer.Option(
-            "--kv-bytes-per-token",
             min=1,
             help="Of a model, instead of --model.",
             show_default="of the chunks in Redis, else 131072, of an 8B model",
@@ -222,8 +218,7 @@ def doctor(
     tp: Ranks = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     fail_on: Annotated[
-        FailOn,
-        typer.Option("--fail-on", help="Least serious finding with which the exit status is 1."),
+        FailOn, typer.Option(help="Least serious finding with which the exit status is 1.")
     ] = FailOn.warning,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Leave out what is as it should be.")
@@ -243,62 +238,57 @@ def doctor(
     Exit status: 1 for a finding as serious as --fail-on, 2 for a wrong option, 3 if the server
     or the agent could not be asked, else 0.
     """
+    from lmcache_redis.admin import report
     from lmcache_redis.admin.doctor import diagnose
-    from lmcache_redis.admin.report import diagnosis_lines
-    from lmcache_redis.admin.rules import Severity
-    from lmcache_redis.client.control import AgentUnreachable
-
-    need = _need(model, kv_bytes_per_token, prompt_tokens, prefill_tokens_per_s, tp, kv_cache_dtype)
-    try:
-        report = _status(endpoint)
-        with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
-            diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth, report=report)
-    except (AgentUnreachable, RedisError) as error:
-        print(f"lmcache-redis: {error}", file=sys.stderr)
-        raise typer.Exit(NOT_CHECKED) from None
-    diagnosis = diagnosis.judged_by(Severity[fail_on.name.upper()])
-    if quiet:
-        diagnosis = diagnosis.without_ok()
-    print_report(as_json, diagnosis, diagnosis_lines(diagnosis))
-    raise typer.Exit(diagnosis.exit_status)
-
-
-def _need(
-    model: str | None,
-    kv_bytes_per_token: int | None,
-    prompt_tokens: int,
-    prefill_tokens_per_s: float,
-    tp: int,
-    kv_cache_dtype: str,
-) -> Need:
-    """What engines need of a server, as far as the options tell."""
     from lmcache_redis.admin.facts import Need
+    from lmcache_redis.admin.rules import Severity
     from lmcache_redis.admin.sizes.config import read_config
     from lmcache_redis.admin.sizes.of_model import size_model
-    from lmcache_redis.admin.sizes.shown import SizeQuestion
-    from lmcache_redis.admin.sizes.sizing import EngineOptions
+    from lmcache_redis.admin.sizes.sizing import SizeOptions
+    from lmcache_redis.client.control import AgentUnreachable
 
     if model is not None and kv_bytes_per_token is not None:
         raise ConfigError("--model and --kv-bytes-per-token say the same: give one of them")
-    if kv_bytes_per_token is not None:
-        named = f"{kv_bytes_per_token:,} bytes a token"
-        return Need(
-            kv_bytes_per_token, prefill_tokens_per_s, prompt_tokens, of=named, is_known=True
+    need = Need(prefill_tokens_per_s=prefill_tokens_per_s, prompt_tokens=prompt_tokens)
+    if model is not None:
+        options = SizeOptions(
+            tp=tp,
+            kv_cache_dtype=kv_cache_dtype,
+            prompt_tokens=prompt_tokens,
+            prefill_tokens_per_s=prefill_tokens_per_s,
         )
-    if model is None:
-        return Need(prefill_tokens_per_s=prefill_tokens_per_s, prompt_tokens=prompt_tokens)
-    options = EngineOptions(tp=tp, kv_cache_dtype=kv_cache_dtype)
-    size = size_model(read_config(model), model_name(model), options)
-    SizeQuestion(prompt_tokens=prompt_tokens).check(size)
-    return Need.of_model(size, prefill_tokens_per_s, prompt_tokens)
+        size = size_model(read_config(model), model_name(model), options)
+        need = replace(
+            need,
+            kv_bytes_per_token=max(1, size.bytes_per_token),
+            memory_per_token=size.stored_bytes / prompt_tokens,
+            loaded_per_token=size.loaded_bytes_per_token,
+            of=size.model,
+            is_known=True,
+        )
+    elif kv_bytes_per_token is not None:
+        of = f"{kv_bytes_per_token:,} bytes a token"
+        need = replace(need, kv_bytes_per_token=kv_bytes_per_token, of=of, is_known=True)
+    try:
+        status = _status(endpoint)
+        with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
+            diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth, report=status)
+    except (AgentUnreachable, RedisError) as error:
+        fail(str(error), NOT_CHECKED)
+    diagnosis = replace(diagnosis, fail_on=Severity[fail_on.name.upper()])
+    if quiet:
+        seen = tuple(each for each in diagnosis.findings if each.severity is not Severity.OK)
+        diagnosis = replace(diagnosis, findings=seen)
+    print_found(as_json, report.as_json(diagnosis), report.diagnosis_lines(diagnosis))
+    raise typer.Exit(diagnosis.exit_status)
 
 
 def _status(endpoint: str | None) -> dict[str, Any] | None:
     """The agent's status; None if no endpoint is named and no agent answers at the default one."""
-    from lmcache_redis.client.control import AgentUnreachable, ControlClient
+    from lmcache_redis.client.control import AgentUnreachable
 
     try:
-        return ControlClient(endpoint or default_endpoint(), timeout_s=1.0).status()
+        return agent_at(endpoint, 1.0).status()
     except AgentUnreachable:
         if endpoint is not None:
             raise
@@ -324,11 +314,3 @@ def _server(
     options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)
     with open_server(options) as server:
         yield server, options.key_prefix
-
-
-def print_report(as_json: bool, found: Any, lines: Iterable[str]) -> None:
-    """A report of `admin`, as JSON or as lines of text."""
-    from lmcache_redis.admin import report
-
-    for line in [json.dumps(report.as_json(found), indent=2)] if as_json else lines:
-        print(line)

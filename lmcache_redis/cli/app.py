@@ -13,13 +13,13 @@ import typer
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
-from lmcache_redis.cli.options import AsJson, Endpoint, takes_options_of
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, fail, takes_options_of
 from lmcache_redis.cli.plan import plan
 from lmcache_redis.cli.size import size
 from lmcache_redis.cli.top import top
 from lmcache_redis.cli.why import why
 from lmcache_redis.compat.gateway.config import GatewayConfig
-from lmcache_redis.config import AgentConfig, TierSettings, default_endpoint
+from lmcache_redis.config import AgentConfig, TierSettings
 from lmcache_redis.errors import ConfigError, LMCacheRedisError, StartError
 from lmcache_redis.sources import config_from, misspelt_variables
 
@@ -37,7 +37,6 @@ app = typer.Typer(
 )
 
 _Config = TypeVar("_Config", bound=TierSettings)
-TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="Deadline for the answer.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -117,7 +116,7 @@ def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
 @app.command()
 def settings(
     of: Annotated[
-        str, typer.Option("--of", help="Whose: agent, gateway or engine.", metavar="NAME")
+        str, typer.Option(help="Whose: agent, gateway or engine.", metavar="NAME")
     ] = "agent",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the list of the docs instead.")
@@ -136,14 +135,11 @@ def settings(
 
 
 @app.command()
-def status(
-    endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
-) -> None:
+def status(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson = False) -> None:
     """Show hit rates, what was saved, what the agent holds, and all counters."""
     from lmcache_redis.cli.shown import console, status_tables
-    from lmcache_redis.client.control import ControlClient
 
-    report = ControlClient(endpoint or default_endpoint(), timeout_s).status()
+    report = agent_at(endpoint, timeout_s).status()
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -153,31 +149,22 @@ def status(
 
 
 @app.command()
-def ping(
-    endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
-) -> None:
+def ping(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson = False) -> None:
     """Check that the agent answers, and show the round trip."""
-    from lmcache_redis.client.control import ControlClient
-
-    pong, took_s = ControlClient(endpoint or default_endpoint(), timeout_s).ping()
-    if as_json:
-        found = {"version": pong.package_version, "pid": pong.agent_pid, "took_s": took_s}
-        print(json.dumps(found))
-        return
-    print(f"lmcache-redis {pong.package_version}, process {pong.agent_pid}: {took_s * 1e3:.2f} ms")
+    pong, took_s = agent_at(endpoint, timeout_s).ping()
+    version, pid = pong.package_version, pong.agent_pid
+    found = {"version": version, "pid": pid, "took_s": took_s}
+    text = f"lmcache-redis {version}, process {pid}: {took_s * 1e3:.2f} ms"
+    print(json.dumps(found) if as_json else text)
 
 
 @app.command()
-def trust(
-    endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
-) -> None:
+def trust(endpoint: Endpoint = None, timeout_s: Timeout = 2.0, as_json: AsJson = False) -> None:
     """Have the agent load again what it has distrusted since a canary found other KV.
 
     First find out why, and remove what is wrong with `lmcache-redis purge`.
     """
-    from lmcache_redis.client.control import ControlClient
-
-    count = ControlClient(endpoint or default_endpoint(), timeout_s).trust()
+    count = agent_at(endpoint, timeout_s).trust()
     print(json.dumps({"layouts": count}) if as_json else f"layouts trusted again: {count}")
 
 
@@ -209,18 +196,18 @@ def run() -> None:
         status = app(prog_name="lmcache-redis", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
     except StartError as error:
-        _fail(str(error), 1)  # the same settings may do later: not the status of wrong ones
+        fail(str(error), 1)  # the same settings may do later: not the status of wrong ones
     except ConfigError as error:
-        _fail(str(error), 2)
+        fail(str(error), 2)
     except LMCacheRedisError as error:
-        _fail(str(error), 1)
+        fail(str(error), 1)
     except typer.Abort:
-        _fail("interrupted", 130)
+        fail("interrupted", 130)
     except _UsageError as error:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        _fail(_said_by(error), 2)
+        fail(_said_by(error), 2)
 
 
 def _said_by(error: Any) -> str:
@@ -238,11 +225,3 @@ def _said_by(error: Any) -> str:
     said = f"{param.opts[0]}: write a {'whole ' * number[0].lower().startswith('int')}number"
     said += "" if least is None else f" of at least {least:g}"
     return said if most is None else f"{said}{' and' * (least is not None)} of at most {most:g}"
-
-
-def _fail(said: str, status: int) -> None:
-    if "--json" in sys.argv[1:]:
-        print(json.dumps({"error": said, "exit_status": status}), file=sys.stderr)
-    else:
-        print(f"lmcache-redis: {said}", file=sys.stderr)
-    sys.exit(status)

@@ -40,7 +40,11 @@ def print_checked(of: type[TierSettings], options: Mapping[str, Any], as_json: b
     config = found.config(of)
     _check_files(config)
     if options["connect"] and config.redis_url:
-        _check_server(config, config.redis_url)
+        from lmcache_redis.admin.server import open_server
+        from lmcache_redis.resp import RedisOptions
+
+        with open_server(RedisOptions.of_settings(config, config.redis_url)):
+            pass
     warnings = [*misspelt_variables(AgentConfig, GatewayConfig), *_memory_warnings(config)]
     shown = {name: known[name].write(value) for name, value in found.values.items()}
     for name, text in shown.items():
@@ -80,16 +84,9 @@ def _check_files(config: TierSettings) -> None:
         tls_context(config)
 
 
-def _check_server(config: TierSettings, url: str) -> None:
-    from lmcache_redis.admin.server import open_server
-    from lmcache_redis.resp import RedisOptions
-
-    with open_server(RedisOptions.of_settings(config, url)):
-        pass
-
-
 def _check_disk(directory: Path) -> None:
-    there = next(each for each in (directory, *directory.parents) if each.exists())
+    # Path.exists raises where this user may not look into a parent.
+    there = next(each for each in (directory, *directory.parents) if os.path.exists(each))
     unsafe = why_unsafe(there) if there == directory else None
     if unsafe is None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         unsafe = f"{there} is no directory, or cannot be written to"

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, AgentConfig
+from lmcache_redis.config import (
+    ENDPOINT_VARIABLE,
+    SEAL_KEY_FILE_VARIABLE,
+    AgentConfig,
+    default_endpoint,
+)
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import PREFIX, Setting, settings_of
 from lmcache_redis.sources import config_from
 
 if TYPE_CHECKING:
+    from lmcache_redis.client.control import ControlClient
     from lmcache_redis.resp import RedisOptions
 
 _Command = Callable[..., None]
 
-# Options of the commands that use a server or an agent. `redis_options` and `default_endpoint` read
-# the variables.
+# Options of the commands that use a server or an agent, named as their parameters are.
+# `redis_options` and `default_endpoint` read the variables.
 RedisUrl = Annotated[
     str | None,
     typer.Option(
-        "--redis-url",
         metavar="URL",
         help="URL of the server, as for the agent. The password may come from "
         "LMCACHE_REDIS_PASSWORD, LMCACHE_REDIS_PASSWORD_FILE or LMCACHE_REDIS_CREDENTIAL_PROVIDER. "
@@ -31,15 +38,11 @@ RedisUrl = Annotated[
     ),
 ]
 RedisUsername = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-username", help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]"
-    ),
+    str | None, typer.Option(help="ACL user, if not in the URL. [env: LMCACHE_REDIS_USERNAME]")
 ]
 SealKeyFile = Annotated[
     str | None,
     typer.Option(
-        "--seal-key-file",
         metavar="FILE",
         envvar=SEAL_KEY_FILE_VARIABLE,
         show_envvar=False,
@@ -47,22 +50,20 @@ SealKeyFile = Annotated[
     ),
 ]
 KeyPrefix = Annotated[
-    str | None,
-    typer.Option("--key-prefix", help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]"),
+    str | None, typer.Option(help=f"The agents' key prefix. [env: {PREFIX}KEY_PREFIX]")
 ]
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        "--endpoint",
         metavar="ipc://PATH",
         help=f"The agent's endpoint. [env: {ENDPOINT_VARIABLE}; default: the agent's default]",
     ),
 ]
+Timeout = Annotated[float, typer.Option(help="Deadline for the answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and errors as JSON too.")]
 _ConfigFile = Annotated[
     str | None,
     typer.Option(
-        "--config",
         metavar="FILE",
         envvar=f"{PREFIX}CONFIG",
         show_envvar=False,
@@ -81,8 +82,7 @@ _Check = Annotated[
 _Connect = Annotated[
     bool,
     typer.Option(
-        "--connect",
-        help="With --check: ask the server too. Exit status 1 if it cannot be used.",
+        "--connect", help="With --check: ask the server too. Exit status 1 if it cannot be used."
     ),
 ]
 
@@ -124,6 +124,27 @@ def _option_of(setting: Setting) -> Any:
         metavar=None if is_flag else setting.shown_form,
     )
     return Annotated[(bool if is_flag else str) | None, option]
+
+
+def agent_at(endpoint: str | None, timeout_s: float) -> ControlClient:
+    """What asks the agent at an endpoint, or at the default one."""
+    from lmcache_redis.client.control import ControlClient
+
+    return ControlClient(endpoint or default_endpoint(), timeout_s)
+
+
+def print_found(as_json: bool, found: Any, lines: Iterable[str]) -> None:
+    """What a command has found, as JSON or as lines of text."""
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+
+
+def fail(said: str, status: int) -> NoReturn:
+    """Ends the process with an error, which is JSON if the output is."""
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": said, "exit_status": status}), file=sys.stderr)
+    else:
+        print(f"lmcache-redis: {said}", file=sys.stderr)
+    sys.exit(status)
 
 
 def redis_options(**given: Any) -> RedisOptions:

@@ -37,19 +37,15 @@ def plan(
     pool_bytes: Annotated[
         str | None,
         typer.Option(
-            "--pool-bytes",
             metavar="SIZE,...",
             help="Host pool of each replica.",
             show_default="four sizes that suit the trace",
         ),
     ] = None,
-    disk_size: Annotated[
-        str, typer.Option("--disk-size", metavar="SIZE,...", help="Disk of each replica.")
-    ] = "0",
+    disk_size: Annotated[str, typer.Option(metavar="SIZE,...", help="Disk of each replica.")] = "0",
     redis_bytes: Annotated[
         str | None,
         typer.Option(
-            "--redis-bytes",
             metavar="SIZE,...",
             help="Memory of Redis, shared by all replicas.",
             show_default="none, and two that suit the trace",
@@ -58,22 +54,20 @@ def plan(
     engine_bytes: Annotated[
         str,
         typer.Option(
-            "--engine-bytes",
             metavar="SIZE",
             help="KV cache of each engine's own, whose hits need none of ours. 0 for recordings "
             "and KV events, which do not contain them.",
         ),
     ] = "0",
     replicas: Annotated[
-        str, typer.Option("--replicas", metavar="N,...", help="Engines, each with its own pool.")
+        str, typer.Option(metavar="N,...", help="Engines, each with its own pool.")
     ] = "1",
     router: Annotated[
-        str, typer.Option("--router", help="Sends requests to replicas: round-robin or prefix.")
+        str, typer.Option(help="Sends requests to replicas: round-robin or prefix.")
     ] = "round-robin",
     chunk_size_tokens: Annotated[
         str | None,
         typer.Option(
-            "--chunk-size-tokens",
             metavar="N,...",
             help="Multiples of the trace's blocks.",
             show_default="256, or the trace's blocks",
@@ -82,7 +76,6 @@ def plan(
     policy: Annotated[
         str,
         typer.Option(
-            "--policy",
             metavar="NAME,...",
             help="What is evicted from every tier: lru as agents and Redis do; others need "
             "libCacheSim (the extra `plan`).",
@@ -91,28 +84,24 @@ def plan(
     token_bytes: Annotated[
         str,
         typer.Option(
-            "--token-bytes",
             metavar="SIZE",
             help="KV of a token, if the trace does not say. Llama 3.1 8B has 128KiB.",
         ),
     ] = "128KiB",
     block_tokens: Annotated[
-        int, typer.Option("--block-tokens", min=1, help="Tokens of a block with a hash id.")
+        int, typer.Option(min=1, help="Tokens of a block with a hash id.")
     ] = 512,
     prefill_tokens_per_s: Annotated[
         float | None,
         typer.Option(
-            "--prefill-tokens-per-s",
             min=1,
             help="How fast a replica computes prompts.",
             show_default="as recorded, else 10000",
         ),
     ] = None,
-    link_gbit: Annotated[
-        float, typer.Option("--link-gbit", min=0.001, help="Gbit/s of Redis's link.")
-    ] = 25,
+    link_gbit: Annotated[float, typer.Option(min=0.001, help="Gbit/s of Redis's link.")] = 25,
     disk_gbyte: Annotated[
-        float, typer.Option("--disk-gbyte", min=0.001, help="Gbyte/s of each replica's disk.")
+        float, typer.Option(min=0.001, help="Gbyte/s of each replica's disk.")
     ] = 2,
     usd_per_gib_month: Annotated[
         float, typer.Option(min=0, help="Of memory, in host pools and in Redis.")
@@ -122,15 +111,12 @@ def plan(
         float, typer.Option(min=0, help="Of all GPUs of one replica.")
     ] = 2.5,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with plots there.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")
     ] = None,
     example: Annotated[
-        Path | None,
-        typer.Option("--example", metavar="FILE", help="Make a trace, write it there, and use it."),
+        Path | None, typer.Option(metavar="FILE", help="Make a trace, write it there, and use it.")
     ] = None,
-    example_requests: Annotated[
-        int, typer.Option("--example-requests", min=1, help="Requests of --example.")
-    ] = 2000,
+    example_requests: Annotated[int, typer.Option(min=1, help="Requests of --example.")] = 2000,
     as_json: AsJson = False,
 ) -> None:
     """Show what a cache of some size would save: hit rates, GPU time, the link, money.
@@ -143,41 +129,45 @@ def plan(
 
       lmcache-redis plan recorded.jsonl --redis-bytes 0,256GiB
     """
-    from lmcache_redis.plan.figures import Prices, plan_rows
+    from lmcache_redis.plan.figures import Grid, Prices, plan_rows
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.reading import read_trace
+    from lmcache_redis.plan.simulate import ROUTERS, known_policies
 
     paths = [*(traces or [])]
     if example is not None:
-        _write(example, _example(example_requests), "--example")
+        from lmcache_redis.plan.example import example_lines
+
+        _write(example, (f"{line}\n" for line in example_lines(example_requests)), "--example")
         paths.append(example)
     if not paths:
         raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
-    trace = read_trace(paths, block_tokens, _bytes_of("--token-bytes", token_bytes))
+    trace = read_trace(paths, block_tokens, parse_size(token_bytes, "--token-bytes"))
     speed = prefill_tokens_per_s or (1 / trace.token_s if trace.token_s else 0)
     speeds = Speeds(
         1 / (speed or _DEFAULT_PREFILL_TOKENS_PER_S), link_gbit * 1e9 / 8, disk_gbyte * 1e9
     )
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
-    grid = _grid(
-        trace,
-        pool_bytes=pool_bytes,
-        disk_size=disk_size,
-        redis_bytes=redis_bytes,
-        engine_bytes=engine_bytes,
-        replicas=replicas,
-        router=router,
-        chunk_size_tokens=chunk_size_tokens,
-        policy=policy,
+    sent_by = _one_of("--router", router, ROUTERS)
+    policies = _each(
+        "--policy", policy.lower(), lambda word: _one_of("--policy", word, known_policies())
+    )
+    block = trace.block_tokens
+    chunks = chunk_size_tokens or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
+    chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
+    pool_sizes, redis_sizes = _tier_sizes(trace, chunk_tokens[0], pool_bytes, redis_bytes)
+    grid = Grid(
+        replicas=_counts("--replicas", replicas, 10_000),
+        chunk_tokens=chunk_tokens,
+        policies=policies,
+        pool_bytes=pool_sizes,
+        disk_bytes=_sizes("--disk-size", disk_size),
+        redis_bytes=redis_sizes,
+        engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
+        router=sent_by,
     )
     figures = plan_rows(trace, grid, speeds, prices)
     _show(paths, trace, grid, speeds, prices, figures, html, as_json)
-
-
-def _example(requests: int) -> Iterable[str]:
-    from lmcache_redis.plan.example import example_lines
-
-    return (f"{line}\n" for line in example_lines(requests))
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:
@@ -201,8 +191,14 @@ def _each(option: str, text: str, read: Callable[[str], _T]) -> list[_T]:
     return [*dict.fromkeys(map(read, words))]
 
 
+def _one_of(option: str, word: str, known: Iterable[str]) -> Any:
+    if word not in known:
+        raise ConfigError(f"{option} is {word!r}: choose one of {', '.join(known)}")
+    return word
+
+
 def _sizes(option: str, text: str) -> list[int]:
-    return _each(option, text, lambda word: _bytes_of(option, word))
+    return _each(option, text, lambda word: parse_size(word, option))
 
 
 def _counts(option: str, text: str, most: int) -> list[int]:
@@ -214,38 +210,19 @@ def _counts(option: str, text: str, most: int) -> list[int]:
     return _each(option, text, read)
 
 
-def _grid(trace: Trace, **given: Any) -> Grid:
-    from lmcache_redis.plan.figures import Grid
-    from lmcache_redis.plan.simulate import ROUTERS, Replay, known_policies
+def _tier_sizes(
+    trace: Trace, chunk_tokens: int, pool_bytes: str | None, redis_bytes: str | None
+) -> tuple[list[int], list[int]]:
+    """Of host pool and Redis: those that are asked for, else some that suit the trace."""
+    from lmcache_redis.plan.simulate import Replay
 
-    router = given["router"]
-    if router not in ROUTERS:
-        raise ConfigError(f"--router is {router!r}: choose one of {', '.join(ROUTERS)}")
-    policies = _each("--policy", given["policy"].lower(), str)
-    if unknown := [name for name in policies if name not in known_policies()]:
-        raise ConfigError(
-            f"--policy has {', '.join(unknown)}: choose of {', '.join(known_policies())}"
-        )
-    block = trace.block_tokens
-    chunks = given["chunk_size_tokens"] or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
-    chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
-    pools, redis = given["pool_bytes"], given["redis_bytes"]
-    pool_sizes = None if pools is None else _sizes("--pool-bytes", pools)
-    redis_sizes = None if redis is None else _sizes("--redis-bytes", redis)
-    if pool_sizes is None or redis_sizes is None:
-        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens[0])).curve().enough_bytes())
-        pool_sizes = pool_sizes or [_power_of_two(whole >> shift) for shift in (4, 3, 2, 0)]
-        redis_sizes = redis_sizes or [0, _power_of_two(whole >> 1), whole]
-    return Grid(
-        replicas=_counts("--replicas", given["replicas"], 10_000),
-        chunk_tokens=chunk_tokens,
-        policies=policies,
-        pool_bytes=[*dict.fromkeys(pool_sizes)],
-        disk_bytes=_sizes("--disk-size", given["disk_size"]),
-        redis_bytes=[*dict.fromkeys(redis_sizes)],
-        engine_bytes=_bytes_of("--engine-bytes", given["engine_bytes"]),
-        router=router,
-    )
+    pools = None if pool_bytes is None else _sizes("--pool-bytes", pool_bytes)
+    redis = None if redis_bytes is None else _sizes("--redis-bytes", redis_bytes)
+    if pools is None or redis is None:
+        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens)).curve().enough_bytes())
+        pools = pools or [*dict.fromkeys(_power_of_two(whole >> shift) for shift in (4, 3, 2, 0))]
+        redis = redis or [*dict.fromkeys((0, _power_of_two(whole >> 1), whole))]
+    return pools, redis
 
 
 def _power_of_two(nbytes: int) -> int:
@@ -276,8 +253,16 @@ def _show(
         text = page(f"Plan for {name}", assumed, notes, figures.rows, figures.curves)
         _write(html, [text], "--html")
     if as_json:
+        measured = trace.measured
         document = {
-            "trace": _facts(trace),
+            "trace": {
+                "requests": len(trace),
+                "prompt_tokens": int(trace.tokens.sum()),
+                "duration_s": trace.duration_s if trace.has_times else None,
+                "block_tokens": trace.block_tokens,
+                "measured": measured
+                and {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
+            },
             "assumed": assumed,
             "notes": notes,
             "rows": [row._asdict() for row in figures.rows],
@@ -289,14 +274,14 @@ def _show(
         return
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False, markup=False)
     console.print(_table(f"{name}: {len(trace):,} requests", figures))
     for line in (shown.sentence(figures.rows), *notes):
-        console.print(line, highlight=False)
+        console.print(line)
     for key, value in assumed.items():
-        console.print(f"  {key}: {value}", style="dim", highlight=False)
+        console.print(f"  {key}: {value}", style="dim")
     if html is not None:
-        console.print(f"page: {html}", highlight=False)
+        console.print(f"page: {html}")
 
 
 def _table(title: str, figures: Figures) -> Any:
@@ -304,35 +289,19 @@ def _table(title: str, figures: Figures) -> Any:
     from rich.table import Table
 
     from lmcache_redis.plan.figures import enough
-    from lmcache_redis.plan.shown import COLUMNS, cells
+    from lmcache_redis.plan.shown import COLUMNS
 
     best = enough(figures.rows)
-    texts = [cells(row) for row in figures.rows]
     always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
-    kept = [
-        index
-        for index, column in enumerate(COLUMNS)
-        if column.title in always or len({text[index] for text in texts}) > 1
-    ]
-    table = Table(title=title)
-    for index in kept:
-        table.add_column(COLUMNS[index].title, justify="right")
-    for row, text in zip(figures.rows, texts, strict=True):
-        table.add_row(*(text[index] for index in kept), style="bold" if row is best else None)
+    table, kept = Table(title=title), []
+    for column in COLUMNS:
+        texts = [column.text(row) for row in figures.rows]
+        if column.title in always or len(set(texts)) > 1:
+            table.add_column(column.title, justify="right")
+            kept.append(texts)
+    for row, *cells in zip(figures.rows, *kept, strict=True):
+        table.add_row(*cells, style="bold" if row is best else None)
     return table
-
-
-def _facts(trace: Trace) -> dict[str, Any]:
-    measured = trace.measured
-    return {
-        "requests": len(trace),
-        "prompt_tokens": int(trace.tokens.sum()),
-        "duration_s": trace.duration_s if trace.has_times else None,
-        "block_tokens": trace.block_tokens,
-        "measured": None
-        if measured is None
-        else {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
-    }
 
 
 def _notes(trace: Trace) -> list[str]:
@@ -363,11 +332,3 @@ def _assumed(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> dict[s
         "prices": f"${prices.gib_month:g} a GiB of memory and month, ${prices.disk_gib_month:g} of "
         f"disk, ${prices.gpu_hour:g} a replica's GPU hour",
     }
-
-
-def _bytes_of(option: str, text: str | int) -> int:
-    """The bytes that an option gives. Raises ``ConfigError``, which names the option."""
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lmcache_redis.agent import words
@@ -26,26 +26,25 @@ _MOVED = (
     ("from disk", "disk_loaded_bytes"),
     ("to disk", "disk_stored_bytes"),
 )
-
-
 # Where nobody sees a window's edge, nothing is cut.
 _NO_EDGE = 10_000
 
 
 def console() -> Console:
-    """Of stdout: as wide as the terminal, or as the content."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=_NO_EDGE)
+    """Of stdout: as wide as the terminal, or as the content. Brackets are no markup: [/v1]."""
+    found = Console(highlight=False, markup=False)
+    if not found.is_terminal:
+        found.width = _NO_EDGE
+    return found
 
 
 def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """The agent, its engines, and every counter."""
     pool, redis, queues = report["pool"], report["redis"], report["queues"]
-    agent = Table(title=f"agent {report['pid']} ({report['version']})", show_header=False)
-    agent.add_column(no_wrap=True)
-    agent.add_column(overflow="fold")
-    used = pool["used_slots"] * pool["slot_bytes"] / 2**30
-    whole = pool["slots"] * pool["slot_bytes"] / 2**30
+    name, value = Column(no_wrap=True), Column(overflow="fold")
+    title = f"agent {report['pid']} ({report['version']})"
+    agent = Table(name, value, title=title, show_header=False)
+    used, pinned, whole = _pool_gib(report)
     agent.add_row("endpoint", report["endpoint"])
     agent.add_row("up for", words.uptime(report))
     agent.add_row("Redis", f"{redis['server']}: {'up' if redis['up'] else redis['reason']}")
@@ -53,9 +52,9 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent.add_row("hit rate", f"{words.percent(words.hit_rate(report))}: {of}")
     agent.add_row("saved", words.saved(report))
     agent.add_row("host pool", f"{used:.2f} of {whole:.2f} GiB, {pool['chunks']} chunks")
-    agent.add_row("pinned", f"{pool['pinned_slots'] * pool['slot_bytes'] / 2**30:.2f} GiB")
+    agent.add_row("pinned", f"{pinned:.2f} GiB")
     if pool.get("locked_bytes") or pool.get("lock_failure"):
-        locked = f"{pool['locked_bytes'] / 2**30:.2f} GiB"
+        locked = f"{pool['locked_bytes'] / _GIB:.2f} GiB"
         agent.add_row("locked for GPUs", ", ".join(filter(None, (locked, pool["lock_failure"]))))
     agent.add_row("to be written", f"{queues['writes']} chunks")
     for name, tier in report["loads"]["tiers"].items():
@@ -65,13 +64,8 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent.add_row("canaries", _canaries(report))
     agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
     yield agent
-    engines = Table(title="engines")
-    engines.add_column("model", overflow="fold")
-    engines.add_column("worker")
-    engines.add_column("device")
-    engines.add_column("chunk")
-    engines.add_column("layout", no_wrap=True)
-    engines.add_column("state")
+    model, layout = Column("model", overflow="fold"), Column("layout", no_wrap=True)
+    engines = Table(model, "worker", "device", "chunk", layout, "state", title="engines")
     for engine in report["engines"]:
         engines.add_row(
             engine["model"],
@@ -82,18 +76,17 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "ready" if engine["ready"] else "waits for its scheduler or other ranks",
         )
     yield engines
-    counters = Table(title="counters")
-    counters.add_column("counter", no_wrap=True)
-    counters.add_column("value", justify="right", no_wrap=True)
-    counters.add_column("what it counts", overflow="fold")
+    counters = Table(
+        Column("counter", no_wrap=True),
+        Column("value", justify="right", no_wrap=True),
+        Column("what it counts", overflow="fold"),
+        title="counters",
+    )
     for name, value in report["counters"].items():
         style = None if value else "dim"
-        counters.add_row(name, _shown_count(value), COUNTERS.get(name, ""), style=style)
+        count = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+        counters.add_row(name, count, COUNTERS.get(name, ""), style=style)
     yield counters
-
-
-def _shown_count(value: float) -> str:
-    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
 
 
 @dataclass(frozen=True)
@@ -125,11 +118,6 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
     )  # fmt: skip
 
 
-def change_document(before: Sample | None, now: Sample) -> dict[str, Any]:
-    """What `frame` shows, for programs."""
-    return _CounterChange(before, now).document()
-
-
 class _CounterChange:
     """What grew between two samples of one process; since its start, if they are of two."""
 
@@ -155,19 +143,6 @@ class _CounterChange:
         hits = {tier: self.counter(f"hit_chunks_{tier}") for tier in words.TIERS}
         return {tier: words.rate_of(count, asked) for tier, count in hits.items()}
 
-    def document(self) -> dict[str, Any]:
-        """For `top --json`."""
-        names = self.report["counters"]
-        return {
-            "pid": self.report["pid"],
-            "uptime_s": self.report["uptime_s"],
-            "seconds": round(self.seconds, 3),
-            "hit_rate": self.hit_rates(),
-            "tokens_saved": self.counter("saved_tokens"),
-            "redis_up": self.report["redis"]["up"],
-            "counters": {name: grown for name in names if (grown := self.counter(name))},
-        }
-
     def model(self, model: str, name: str) -> int:
         grown: int = self.report["models"][model][name]
         return grown - int(self._then.get("models", {}).get(model, {}).get(name, 0))
@@ -185,8 +160,23 @@ class _CounterChange:
         return f"{count:,}{what}"
 
 
+def change_document(before: Sample | None, now: Sample) -> dict[str, Any]:
+    """What `frame` shows, for programs."""
+    change = _CounterChange(before, now)
+    report, counters = change.report, change.report["counters"]
+    return {
+        "pid": report["pid"],
+        "uptime_s": report["uptime_s"],
+        "seconds": round(change.seconds, 3),
+        "hit_rate": change.hit_rates(),
+        "tokens_saved": change.counter("saved_tokens"),
+        "redis_up": report["redis"]["up"],
+        "counters": {name: grown for name in counters if (grown := change.counter(name))},
+    }
+
+
 def _overview(change: _CounterChange) -> RenderableType:
-    report, pool, loads = change.report, change.report["pool"], change.report["loads"]
+    report, loads = change.report, change.report["loads"]
     rates = change.hit_rates()
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", min_width=8)
@@ -201,15 +191,10 @@ def _overview(change: _CounterChange) -> RenderableType:
     grid.add_row("", ", ".join(moved[2:4]))
     if report["disk"]:
         grid.add_row("", ", ".join(moved[4:]))
-    used, pinned, whole = (
-        pool[name] * pool["slot_bytes"] for name in ("used_slots", "pinned_slots", "slots")
-    )
+    used, pinned, whole = _pool_gib(report)
     full = round(_BAR * used / whole)
-    grid.add_row(
-        "pool",
-        f"{'█' * full}{'░' * (_BAR - full)} {used / _GIB:.2f} of {whole / _GIB:.2f} GiB, "
-        f"{pinned / _GIB:.2f} pinned",
-    )
+    bar = "█" * full + "░" * (_BAR - full)
+    grid.add_row("pool", f"{bar} {used:.2f} of {whole:.2f} GiB, {pinned:.2f} pinned")
     queues = report["queues"]
     grid.add_row(
         "queues",
@@ -279,6 +264,13 @@ def _column(change: _CounterChange, kind: str) -> Iterator[tuple[str, str]]:
     ]:
         now = f" {change.happened(change.counter(name))}" if change.seconds else ""
         yield f"{name.removeprefix(kind)}{now}", f"{totals[name]:,}"
+
+
+def _pool_gib(report: Mapping[str, Any]) -> list[float]:
+    """What of the host pool is used, and pinned, and all of it."""
+    pool = report["pool"]
+    names = ("used_slots", "pinned_slots", "slots")
+    return [pool[name] * pool["slot_bytes"] / _GIB for name in names]
 
 
 def _canaries(report: Mapping[str, Any]) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.cli.options import AsJson, print_found
 from lmcache_redis.settings import parse_size
 
 PromptTokens = Annotated[
@@ -35,21 +33,17 @@ def size(
         str, typer.Argument(help="Directory of a model, or its config.json.", metavar="MODEL")
     ],
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="Memory of Redis, as 64GiB.")
+        str, typer.Option(metavar="SIZE", help="Memory of Redis, as 64GiB.")
     ] = "64GiB",
     prompt_tokens: PromptTokens = 8192,
     prefill_tokens_per_s: PrefillRate = 8000,
     tp: Ranks = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
     mamba_ssm_cache_dtype: Annotated[
-        str, typer.Option("--mamba-ssm-cache-dtype", metavar="TYPE", help="vLLM's option.")
+        str, typer.Option(metavar="TYPE", help="vLLM's option.")
     ] = "auto",
-    max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, help="vLLM's option.")
-    ] = 8192,
-    chunk_size_tokens: Annotated[
-        int, typer.Option("--chunk-size-tokens", min=1, help="The agents' option.")
-    ] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's option.")] = 8192,
+    chunk_size_tokens: Annotated[int, typer.Option(min=1, help="The agents' option.")] = 256,
     as_json: AsJson = False,
 ) -> None:
     """Show how much KV a model makes a token, how much of it fits, and how fast Redis must be.
@@ -64,24 +58,21 @@ def size(
     """
     from lmcache_redis.admin.sizes.config import read_config
     from lmcache_redis.admin.sizes.of_model import size_model
-    from lmcache_redis.admin.sizes.shown import SizeQuestion, size_json, size_lines
-    from lmcache_redis.admin.sizes.sizing import EngineOptions
+    from lmcache_redis.admin.sizes.shown import size_json, size_lines
+    from lmcache_redis.admin.sizes.sizing import SizeOptions
 
-    options = EngineOptions(
-        tp, kv_cache_dtype, mamba_ssm_cache_dtype, max_num_batched_tokens, chunk_size_tokens
+    options = SizeOptions(
+        tp=tp,
+        kv_cache_dtype=kv_cache_dtype,
+        state_dtype=mamba_ssm_cache_dtype,
+        step_tokens=max_num_batched_tokens,
+        chunk_size_tokens=chunk_size_tokens,
+        memory_bytes=parse_size(memory, "--memory"),
+        prompt_tokens=prompt_tokens,
+        prefill_tokens_per_s=prefill_tokens_per_s,
     )
-    try:
-        memory_bytes = parse_size(memory)
-    except ConfigError as error:
-        raise ConfigError(f"--memory: {error}") from None
-    asked = SizeQuestion(memory_bytes, prompt_tokens, prefill_tokens_per_s)
     found = size_model(read_config(model), model_name(model), options)
-    asked.check(found)
-    if as_json:
-        print(json.dumps(size_json(found, asked), indent=2))
-        return
-    for line in size_lines(found, asked):
-        print(line)
+    print_found(as_json, size_json(found), size_lines(found))
 
 
 def model_name(model: str) -> str:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint
-from lmcache_redis.config import default_endpoint
+from lmcache_redis.cli.options import AsJson, Endpoint, agent_at
 
 if TYPE_CHECKING:
     from lmcache_redis.cli.shown import Sample
@@ -26,8 +25,7 @@ def top(
         bool, typer.Option("--once", help="Print one frame, of one interval, and end.")
     ] = False,
     interval_s: Annotated[
-        float,
-        typer.Option("--interval-s", min=0.1, max=60, help="Seconds between two frames."),
+        float, typer.Option(min=0.1, max=60, help="Seconds between two frames.")
     ] = 1.0,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -45,19 +43,18 @@ def top(
 
       lmcache-redis top --json | jq .hit_rate
     """
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    from lmcache_redis.cli.shown import frame
-    from lmcache_redis.client.control import AgentUnreachable, ControlClient
+    from lmcache_redis.cli.shown import console, frame
+    from lmcache_redis.client.control import AgentUnreachable
 
-    agent, console = ControlClient(endpoint or default_endpoint()), Console(highlight=False)
+    agent, screen = agent_at(endpoint, 2.0), console()
     before = _read(agent)  # where there is no agent, this says so
-    if once or as_json or not console.is_terminal:
+    if once or as_json or not (screen.is_terminal and sys.stdin.isatty()):
         _print_frames(agent, before, interval_s, as_json=as_json, once=once)
         return
-    with _keys() as pressed, Live(frame(None, before), console=console, screen=True) as live:
+    with _keys() as pressed, Live(frame(None, before), console=screen, screen=True) as live:
         while not pressed(interval_s):
             try:
                 now = _read(agent)
@@ -103,7 +100,7 @@ def _read(agent: ControlClient) -> Sample:
 def _keys() -> Iterator[Callable[[float], bool]]:
     """Yields a function that waits for this many seconds, and returns whether q was pressed.
 
-    Ctrl-C counts as q. Without a terminal to read from, only Ctrl-C ends the wait.
+    Ctrl-C counts as q.
     """
     import termios
     import tty
@@ -112,19 +109,13 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         until_s = time.monotonic() + seconds
         with contextlib.suppress(KeyboardInterrupt):
             while (left_s := until_s - time.monotonic()) > 0:
-                if not interactive:
-                    time.sleep(left_s)
-                elif select.select([sys.stdin], [], [], left_s)[0]:
+                if select.select([sys.stdin], [], [], left_s)[0]:
                     pressed = os.read(sys.stdin.fileno(), 1)
                     if pressed in (b"q", b"Q", b"\x04", b""):
                         return True
             return False
         return True
 
-    interactive = sys.stdin.isatty()
-    if not interactive:
-        yield waited
-        return
     settings = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin.fileno())

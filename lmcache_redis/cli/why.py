@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -10,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, Endpoint
-from lmcache_redis.config import default_endpoint
+from lmcache_redis.cli.options import AsJson, Endpoint, Timeout, agent_at, print_found
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 # By `first_miss.reason`. Most are the counters `miss_*` of `status`.
@@ -58,17 +56,14 @@ def why(
     layouts: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            "--layouts",
             metavar="A B",
             help="What differs between two layouts, as `status` shows them, or their beginnings.",
             show_default=False,
         ),
     ] = None,
-    most: Annotated[
-        int, typer.Option("--most", min=1, max=4096, help="Requests that --list shows.")
-    ] = 20,
+    most: Annotated[int, typer.Option(min=1, max=4096, help="Requests that --list shows.")] = 20,
     endpoint: Endpoint = None,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Deadline for the answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Say why a request missed, or why two engines do not share.
@@ -81,29 +76,20 @@ def why(
 
       lmcache-redis why --layouts 24aa4509 b096a0ed
     """
-    from lmcache_redis.client.control import ControlClient
-
     if sum((request is not None, last, as_list, layouts is not None)) != 1:
         raise ConfigError("give one of REQUEST_ID, --last, --list and --layouts A B")
-    agent = ControlClient(endpoint or default_endpoint(), timeout_s)
+    agent = agent_at(endpoint, timeout_s)
     if layouts is not None:
         wanted = [each.strip().lower() for each in layouts]
         compared = compare(agent.layouts(*wanted), *wanted)
-        _print(as_json, compared, comparison_lines(compared))
+        print_found(as_json, compared, comparison_lines(compared))
         return
     report = agent.why(request or "", 1 if last else most)
     if not report["requests"] and not as_list:
         raise LMCacheRedisError(unknown(report, request))
     several = as_list or len(report["requests"]) > 1
     lines = list_lines(report, time.time()) if several else request_lines(report, time.time())
-    _print(as_json, report, lines)
-
-
-def _print(as_json: bool, report: Mapping[str, Any], lines: Iterator[str]) -> None:
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n".join(lines))
+    print_found(as_json, report, lines)
 
 
 # Requests

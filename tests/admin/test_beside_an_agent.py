@@ -10,7 +10,6 @@ import pytest
 
 from lmcache_redis import __version__
 from lmcache_redis.admin.inspect import Summary, summarise
-from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.resp import RedisOptions
@@ -53,7 +52,7 @@ def test_beside_an_agent(own_server: RedisServer, agent: AgentServer) -> None:
             assert layout.startswith(group.layout)
         result = PurgeResult()
         selection = Selection(models=frozenset({"test/model"}))
-        remove(server, choose(server, PREFIX.encode(), selection), Pace(1e6), result)
+        remove(server, choose(server, PREFIX.encode(), selection), 1e6, result)
         assert (result.chunks, result.left) == (CHUNKS, {})
         assert own_server.command("DBSIZE") == 0
         # A fresh agent has nothing in its host pool: it must ask Redis, and computes again.
@@ -96,6 +95,10 @@ def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None
         topics = {f["topic"] for f in json.loads(done.stdout)["findings"] if f["severity"] != "ok"}
         assert {"slot size", "chunk sizes"} <= topics
     # Without an agent only the server is checked, unless it was named.
-    text = run(*[word for word in words if word != "--json"]).stdout
-    assert "this node" not in text
-    assert "no agent answers at" in one_sentence(run(*words, "--endpoint", agent.endpoint), 3)
+    as_text = [word for word in words if word != "--json"]
+    assert "this node" not in run(*as_text).stdout
+    at = ("--endpoint", agent.endpoint)
+    assert "no agent answers at" in one_sentence(run(*as_text, *at), 3)
+    error = json.loads(run(*words, *at).stderr)
+    assert "no agent answers at" in error["error"]
+    assert error["exit_status"] == 3

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin.facts import Facts, Need, _place, facts_of, gather
+from lmcache_redis.admin import facts as facts_module
+from lmcache_redis.admin.facts import Facts, _place, facts_of, gather
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.endpoint import Transport
@@ -15,12 +16,18 @@ from lmcache_redis.resp.options import parse_deployment
 from tests.servers import RedisServer
 
 
-def seen(options: RedisOptions, huge_pages: str = "/nowhere") -> Facts:
+def seen(options: RedisOptions) -> Facts:
     with open_server(options) as server:
-        return gather(server, server.nodes[0], Need(), Path(huge_pages))
+        return gather(server, server.nodes[0])
 
 
-def test_all_of_a_real_server(own_server: RedisServer, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(facts_module, "HUGE_PAGES", tmp_path / "enabled")
+    return tmp_path / "enabled"
+
+
+def test_all_of_a_real_server(own_server: RedisServer, pages: Path) -> None:
     for name, value in (
         ("maxmemory", "100mb"),
         ("maxmemory-policy", "allkeys-lru"),
@@ -29,9 +36,8 @@ def test_all_of_a_real_server(own_server: RedisServer, tmp_path: Path) -> None:
         ("maxclients", "77"),
     ):
         own_server.config_set(name, value)
-    pages = tmp_path / "enabled"
     pages.write_text("always [madvise] never\n")
-    facts = seen(RedisOptions(own_server.unix_url), str(pages))
+    facts = seen(RedisOptions(own_server.unix_url))
     assert facts.where == f"unix://{own_server.socket_path}"
     assert (facts.transport, facts.local, facts.private) == (Transport.UNIX, True, True)
     assert facts.version is not None

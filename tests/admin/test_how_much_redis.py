@@ -12,14 +12,13 @@ import pytest
 
 from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.sizes.of_model import size_model
-from lmcache_redis.admin.sizes.sizing import EngineOptions, ModelSize
+from lmcache_redis.admin.sizes.sizing import ModelSize, SizeOptions
 from lmcache_redis.cli.size import size
 from tests.admin.models import PUBLISHED, Published
 
 pytest.importorskip("transformers", reason="writes the configs of models")
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-much-redis.md"
-PROMPT_TOKENS, PREFILL_TOKENS_PER_S = 8192, 8000
 EXAMPLE = "Llama-3.1-8B"
 SHOWN = (
     *("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-120b"),
@@ -36,7 +35,7 @@ KNOWN_KIB = {
 
 
 def sized(model: Published) -> ModelSize:
-    return size_model(model.config(), model.name, EngineOptions())
+    return size_model(model.config(), model.name, SizeOptions())
 
 
 def of_name(name: str) -> Published:
@@ -54,11 +53,11 @@ def sizes_table() -> str:
 
 def _row(model: Published) -> str:
     found = sized(model)
-    even = found.break_even_bytes_per_s(PREFILL_TOKENS_PER_S, PROMPT_TOKENS) / 1e9
+    even = found.break_even_bytes_per_s / 1e9
     cells = [
         model.name,
         shown_bytes(found.bytes_per_token),
-        shown_bytes(found.stored_bytes(PROMPT_TOKENS)),
+        shown_bytes(found.stored_bytes),
         f"{even:.2f} GB/s",
         ", ".join(_besides(found)),
     ]
@@ -66,12 +65,12 @@ def _row(model: Published) -> str:
 
 
 def _besides(found: ModelSize) -> Iterator[str]:
-    loaded = found.loaded_bytes(PROMPT_TOKENS)
+    loaded = found.loaded_bytes
     if found.groups[0].kind == "MLA":
         yield "MLA: one copy for all ranks"
     for saved, what in (
-        (found.saved_by_windows(PROMPT_TOKENS), "windows"),
-        (found.saved_by_states(PROMPT_TOKENS), f"states of {shown_bytes(found.state_bytes)}"),
+        (found.saved_by_windows, "windows"),
+        (found.saved_by_states, f"states of {shown_bytes(found.state_bytes)}"),
     ):
         if saved > 0:
             yield f"{what} save {100 * saved / (saved + loaded):.0f} % of a load"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache_redis.admin.names import read_layout
-from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.survey import SeenChunk
@@ -24,7 +24,7 @@ FAST = 1_000_000.0
 
 def purge(server: PrimaryServers, selection: Selection, prefix: bytes = b"") -> PurgeResult:
     result = PurgeResult()
-    remove(server, choose(server, prefix, selection), Pace(FAST), result)
+    remove(server, choose(server, prefix, selection), FAST, result)
     return result
 
 
@@ -93,9 +93,23 @@ def test_a_chunk_used_since_it_was_chosen_stays(server: PrimaryServers, client: 
     plan = choose(server, b"", Selection(idle_longer_than_s=1000.0))
     client.get(chunk.keys[0])
     result = PurgeResult()
-    remove(server, plan, Pace(FAST), result)
+    remove(server, plan, FAST, result)
     assert (result.used_again, result.stripes) == (1, 0)
     assert set(client.keys("*")) == set(chunk.keys)
+
+
+def test_an_idle_chunk_that_is_evicted_meanwhile_was_not_used(
+    server: PrimaryServers, client: Any
+) -> None:
+    put(client, Cached(1), Cached(2))
+    for key in Cached(1).keys + Cached(2).keys:
+        age(client, key, 5000)
+    plan = choose(server, b"", Selection(idle_longer_than_s=1000.0))
+    client.delete(*Cached(1).keys, Cached(2).keys[0])
+    result = PurgeResult()
+    remove(server, plan, FAST, result)
+    assert (result.vanished, result.stored_again, result.used_again) == (4, 2, 0)
+    assert set(client.keys("*")) == set(Cached(2).keys[1:])
 
 
 def test_without_idle_times_it_is_said_what_to_choose_by(own_server: RedisServer) -> None:
@@ -128,7 +142,7 @@ def test_a_chunk_stored_anew_since_it_was_chosen_stays(server: PrimaryServers, c
     again = stored_ago(1, 0)
     again.put(client)
     result = PurgeResult()
-    remove(server, plan, Pace(FAST), result)
+    remove(server, plan, FAST, result)
     assert (result.stored_again, result.stripes) == (3, 0)
     assert set(client.keys("*")) == set(again.keys)
 
@@ -219,7 +233,7 @@ def test_what_vanishes_meanwhile_is_counted(server: PrimaryServers, client: Any)
     client.delete(*Cached(1).keys)
     result = PurgeResult()
     seen: list[tuple[str, int, int]] = []
-    remove(server, plan, Pace(FAST), result, lambda *said: seen.append(said))
+    remove(server, plan, FAST, result, lambda *said: seen.append(said))
     assert (result.chunks, result.stripes, result.vanished) == (1, 3, 3)
     assert seen == [("keys removed", 6, 6)]
 
@@ -295,7 +309,9 @@ def test_a_step_has_whole_chunks(rate: float, most: int) -> None:
     assert max(sum(chunk.count for chunk in step) for step in steps) == most
 
 
-def test_a_purge_keeps_its_pace(server: PrimaryServers, client: Any) -> None:
+def test_a_purge_keeps_its_pace(
+    server: PrimaryServers, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(client, *map(Cached, range(4)))
     now, slept = [100.0], []
 
@@ -303,6 +319,9 @@ def test_a_purge_keeps_its_pace(server: PrimaryServers, client: Any) -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    remove(server, choose(server, b"", ALL), Pace(10, lambda: now[0], sleep), PurgeResult())
+    plan = choose(server, b"", ALL)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
+    monkeypatch.setattr("lmcache_redis.admin.purge.time", clock)
+    remove(server, plan, 10, PurgeResult())
     # The first chunk at once, each other when the keys of the one before it have had their time.
-    assert slept == [pytest.approx(0.3)] * 3
+    assert slept == [0.0, *[pytest.approx(0.3)] * 3]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.sizes.stored import stored_part
+from lmcache_redis.admin.sizes.sizing import stored_part
 from lmcache_redis.chunks.frame import HEADER_BYTES, stripe_payload_bytes
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata

@@ -47,13 +47,13 @@ def flipped(value: bytes, at: int) -> bytes:
 )  # fmt: skip
 def test_judge(value: bytes, state: StripeState, ours: bool) -> None:
     stripe = judged(value)
-    assert (stripe.state, stripe.is_ours) == (state, ours)
+    assert (stripe.state, stripe.own is not None) == (state, ours)
     assert bool(stripe.detail) == (state is not StripeState.WHOLE)
 
 
 @pytest.mark.parametrize("kind", ["none", "list", "hash", "ReJSON-RL"])
 def test_other_types_are_not_ours(kind: str) -> None:
-    assert not judged(b"", kind=kind).is_ours
+    assert judged(b"", kind=kind).own is None
 
 
 def test_both_ways_to_write_a_namespace_are_ours() -> None:
@@ -65,7 +65,7 @@ def test_both_ways_to_write_a_namespace_are_ours() -> None:
 def test_no_changed_header_is_ours(at: int, change: int) -> None:
     value = bytearray(CHUNK.value(0))
     value[at] ^= change
-    assert not judged(bytes(value)).is_ours
+    assert judged(bytes(value)).own is None
 
 
 def test_read(server: PrimaryServers, client: Any) -> None:

@@ -15,7 +15,6 @@ from lmcache_redis.admin.doctor import diagnose
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import ChunkReport, ChunkVerdict, explain, summarise
 from lmcache_redis.admin.names import read_layout
-from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
@@ -74,7 +73,7 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     result = PurgeResult()
     with open_server(RedisOptions(cluster.url)) as server:
         plan = choose(server, b"", Selection(namespaces=read_layout(gone.name.layout)))
-        remove(server, plan, Pace(1e6), result)
+        remove(server, plan, 1e6, result)
     assert (result.chunks, result.stripes, result.left) == (1, 12, {})
     left = {key for node in cluster.nodes for key in node.command("KEYS", "*")}
     assert left == set(stay.keys)
@@ -105,7 +104,7 @@ def test_redirections_are_followed(
             assert isinstance(report, ChunkReport)
             assert report.verdict is ChunkVerdict.COMPLETE
             result = PurgeResult()
-            remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
+            remove(server, choose(server, b"", Selection(everything=True)), 1e6, result)
         # No SCAN met what a server has that the tools had not heard of.
         assert (result.chunks, result.stripes, result.left) == (1, 10, {})
 
@@ -154,7 +153,7 @@ def test_what_a_user_of_a_cluster_needs(cluster: Cluster) -> None:
         node.command("ACL", "SETUSER", "few", "+command")
     with open_server(options) as server:
         result = PurgeResult()
-        remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
+        remove(server, choose(server, b"", Selection(everything=True)), 1e6, result)
     assert (result.stripes, result.left) == (12, {})
     wrong = RedisOptions(cluster.url, username="few", password="wr0ng")
     with pytest.raises(RedisAuthError, match="refuses the user") as caught, open_server(wrong):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.cli.checked import _check_disk
 from lmcache_redis.config import AgentConfig
+from lmcache_redis.errors import ConfigError
 from lmcache_redis.sources import config_from
 from tests import forks
 from tests.servers import RedisServer
@@ -89,6 +91,20 @@ def test_the_server_is_asked_only_if_that_is_wanted(tmp_path: Path) -> None:
     status, out, err = check("agent", "--redis-url", "unix:///nowhere.sock", "--connect")
     assert (status, out) == (1, "")
     assert "nowhere.sock" in err
+
+
+def test_a_disk_path_that_this_user_may_not_look_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /root/cache/chunks is for other users, for whom `Path.exists` raises."""
+
+    def hidden(path: Path) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "exists", hidden)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is no directory, or cannot be written to"):
+        _check_disk(tmp_path / "cache" / "chunks")
 
 
 def test_more_memory_than_there_is_is_a_warning() -> None:

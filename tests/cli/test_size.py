@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.sizes.config import read_config
 from lmcache_redis.admin.sizes.of_model import size_model
-from lmcache_redis.admin.sizes.sizing import EngineOptions
+from lmcache_redis.admin.sizes.sizing import SizeOptions
 from lmcache_redis.cli.size import size
 from lmcache_redis.errors import ConfigError
 from tests.cli.test_admin import one_sentence, run
@@ -67,32 +68,32 @@ def test_what_programs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_windows_are_stored_and_loaded_in_part() -> None:
     """A window of 128 tokens is half of each chunk, and of a hit only the last one is loaded."""
-    found = size_model(GPT_OSS, "gpt-oss-120b", EngineOptions())
+    found = size_model(GPT_OSS, "gpt-oss-120b", SizeOptions())
     window, full = found.groups
     assert found.bytes_per_token == 72 * KIB
     assert (window.chunk_bytes, full.chunk_bytes) == (128 * 36 * KIB, 256 * 36 * KIB)
-    assert found.loaded_bytes(8192) == 32 * full.chunk_bytes + window.chunk_bytes
+    assert found.loaded_bytes == 32 * full.chunk_bytes + window.chunk_bytes
     saved = 8192 * 36 * KIB - window.chunk_bytes
-    assert found.saved_by_windows(8192) == saved
-    assert found.payload_bytes(8192) == 32 * (window.chunk_bytes + full.chunk_bytes)
+    assert found.saved_by_windows == saved
+    assert found.payload_bytes == 32 * (window.chunk_bytes + full.chunk_bytes)
 
 
 def test_states_are_kept_once_a_step() -> None:
     mamba = {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
     mamba |= {"mamba_expand": 2, "mamba_d_conv": 4, "layer_types": ["mamba"] * 36 + ["attention"]}
     config = LLAMA | mamba | {"model_type": "granitemoehybrid", "num_hidden_layers": 37}
-    found = size_model(config, "granite", EngineOptions(step_tokens=4096))
+    found = size_model(config, "granite", SizeOptions(step_tokens=4096, prompt_tokens=65536))
     state, attention = found.groups
     assert (state.layers, attention.layers) == (36, 1)
     assert found.chunk_tokens > 256  # vLLM's blocks are as large as a state
     chunks = 65536 // found.chunk_tokens
-    assert found.payload_bytes(65536) == 16 * found.state_bytes + chunks * attention.chunk_bytes
-    assert found.loaded_bytes(65536) == found.state_bytes + chunks * attention.chunk_bytes
-    assert found.saved_by_states(65536) > 0
+    assert found.payload_bytes == 16 * found.state_bytes + chunks * attention.chunk_bytes
+    assert found.loaded_bytes == found.state_bytes + chunks * attention.chunk_bytes
+    assert found.saved_by_states > 0
 
 
 def test_a_latent_is_stored_once_for_all_ranks() -> None:
-    found = size_model(DEEPSEEK, "m", EngineOptions(tp=8))
+    found = size_model(DEEPSEEK, "m", SizeOptions(tp=8))
     assert found.bytes_per_token == 61 * 576 * 2
     assert found.engine_bytes_per_token == 8 * found.bytes_per_token
     (group,) = found.groups
@@ -100,14 +101,14 @@ def test_a_latent_is_stored_once_for_all_ranks() -> None:
 
 
 def test_ranks_that_share_a_head_store_it_once() -> None:
-    found = size_model(LLAMA, "m", EngineOptions(tp=16))
+    found = size_model(LLAMA, "m", SizeOptions(tp=16))
     (group,) = found.groups
     assert (group.shards, group.chunk_bytes) == (8, 256 * 128 * KIB)
     assert found.engine_bytes_per_token == 2 * found.bytes_per_token
 
 
 def test_a_packed_latent() -> None:
-    packed = EngineOptions(kv_cache_dtype="fp8_ds_mla")
+    packed = SizeOptions(kv_cache_dtype="fp8_ds_mla")
     assert size_model(DEEPSEEK, "m", packed).bytes_per_token == 61 * 656
     with pytest.raises(ConfigError, match="models with MLA"):
         size_model(LLAMA, "m", packed)
@@ -122,14 +123,14 @@ def test_a_packed_latent() -> None:
     ],
 )
 def test_a_quantized_checkpoint(scheme: dict[str, Any], expected: int) -> None:
-    found = size_model(LLAMA | {"quantization_config": scheme}, "m", EngineOptions())
+    found = size_model(LLAMA | {"quantization_config": scheme}, "m", SizeOptions())
     assert found.bytes_per_token == expected
 
 
 def test_the_text_model_inside() -> None:
     inner = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
     outer = {"model_type": "llava", "torch_dtype": "float16", "text_config": inner}
-    found = size_model(outer, "m", EngineOptions())
+    found = size_model(outer, "m", SizeOptions())
     assert (found.bytes_per_token, found.types.kv) == (128 * KIB, "float16")
 
 
@@ -142,6 +143,7 @@ def test_the_text_model_inside() -> None:
         (LLAMA | {"num_hidden_layers": "32"}, {}, "num_hidden_layers is '32'"),
         (LLAMA | {"layer_types": ["full_attention", "sparse"]}, {}, "unknown kind, 'sparse'"),
         (LLAMA | {"torch_dtype": "int8"}, {}, "the dtype 'int8'"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "-E"}, {}, "no layer that keeps"),
         (LLAMA, {"kv_cache_dtype": "fp7"}, "give one of auto, float32, bfloat16"),
         (LLAMA, {"tp": 3}, "--tp 3: vLLM cannot share 8 KV heads"),
         (LLAMA | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, {}, "'NVFP4'"),
@@ -151,7 +153,17 @@ def test_the_text_model_inside() -> None:
 )  # fmt: skip
 def test_nothing_is_guessed(config: dict[str, Any], options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        size_model(config, "m", EngineOptions(**options))
+        size_model(config, "m", SizeOptions(**options))
+
+
+def test_a_directory_that_this_user_may_not_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("is_dir", "read_text"):
+        monkeypatch.setattr(Path, name, hidden)
+    with pytest.raises(ConfigError, match=r"/root/m cannot be read \(Permission denied\)"):
+        read_config("/root/m")
 
 
 @pytest.mark.servers

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lmcache_redis.cli.shown import Sample, change_document, frame
+from lmcache_redis.cli.shown import Sample, change_document, console, frame, status_tables
 from tests.cli.test_admin import COMMAND, TIMEOUT_S, environment, one_sentence, run
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
@@ -111,6 +111,21 @@ def test_trouble_is_shown_and_much_fits(report: dict[str, Any]) -> None:
     assert "DOWN: Connection refused" in shown
     assert "OTHER KV was cached than is computed: 2 layouts are not loaded" in shown
     assert shown.count("meta-llama") == 3
+
+
+@pytest.mark.servers
+def test_brackets_in_names_are_shown(
+    report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = deepcopy(report)
+    report["engines"][0]["model"] = "/models/[old]/[/v1]"
+    for table in status_tables(report):
+        console().print(table)
+    assert "/models/[old]/[/v1] " in capsys.readouterr().out
+    report["models"] = {"[old]/[/v1]": report["models"][MODEL]}
+    report["redis"]["reason"] = "[/v1]"
+    console().print(frame(None, Sample(report, 1.0)))
+    assert "[old]/[/v1] " in capsys.readouterr().out
 
 
 @pytest.mark.servers

@@ -294,7 +294,7 @@ def test_the_agent_takes_its_settings(
     assert config.metrics is not None
     assert agent["livenessProbe"]["httpGet"]["port"] == int(config.metrics.rpartition(":")[2])
     limits = agent["resources"]["limits"]
-    assert config.pool_bytes * 1.2 < parse_size(f"{limits['memory']}B"), "beside the pool"
+    assert config.pool_bytes * 1.2 < parse_size(f"{limits['memory']}B", "memory"), "beside the pool"
     assert pod["terminationGracePeriodSeconds"] > config.shutdown_deadline_s + 10
 
 

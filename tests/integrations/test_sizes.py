@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from lmcache_redis.admin.sizes.families import FAMILIES
 from lmcache_redis.admin.sizes.of_model import size_model
-from lmcache_redis.admin.sizes.sizing import EngineOptions, ModelSize
+from lmcache_redis.admin.sizes.sizing import ModelSize, SizeOptions
 from lmcache_redis.errors import ConfigError
 from tests.admin.models import PUBLISHED, sizes
 
@@ -202,7 +202,7 @@ def written(directory: Path) -> dict[str, Any]:
 def test_sizes_are_those_of_vllm(tmp_path: Path, number: int) -> None:
     specs = specs_of(vllm_config(tmp_path, *MODELS[number]))
     config = written(tmp_path)
-    size = size_model(config, "m", EngineOptions(state_dtype=STATES))
+    size = size_model(config, "m", SizeOptions(state_dtype=STATES))
     assert ours(size) == expected(specs)
     assert expected(specs) != ({}, 0)
 
@@ -217,7 +217,7 @@ def test_ranks_share_heads_as_in_vllm(
     config = vllm_config(tmp_path, *model)
     monkeypatch.setattr(parallel_state.get_tp_group(), "world_size", ranks)
     monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", ranks)
-    size = size_model(written(tmp_path), "m", EngineOptions(tp=ranks, state_dtype=STATES))
+    size = size_model(written(tmp_path), "m", SizeOptions(tp=ranks, state_dtype=STATES))
     assert ours(size, ranks) == expected(specs_of(config))
 
 
@@ -228,14 +228,14 @@ def test_ranks_share_groups_of_states_as_in_vllm(ranks: int) -> None:
     config |= {"layer_types": ["mamba"], "mamba_expand": 2, "mamba_d_conv": 4}
     shapes = MambaStateShapeCalculator.mamba2_state_shape(ranks, 8192, 1, 128, 64, 128, 4)
     spec = MambaSpec(shapes=shapes, dtypes=(torch.bfloat16, torch.bfloat16), block_size=16)
-    size = size_model(config, "m", EngineOptions(tp=ranks))
+    size = size_model(config, "m", SizeOptions(tp=ranks))
     assert size.state_bytes == ranks * spec.page_size_bytes
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "bfloat16"])
 def test_eight_bits_are_half_as_in_vllm(tmp_path: Path, dtype: str) -> None:
     specs = specs_of(vllm_config(tmp_path, *MODELS[0], kv_cache_dtype=dtype))
-    size = size_model(written(tmp_path), "m", EngineOptions(kv_cache_dtype=dtype))
+    size = size_model(written(tmp_path), "m", SizeOptions(kv_cache_dtype=dtype))
     assert ours(size) == expected(specs)
 
 
@@ -257,7 +257,7 @@ def test_the_index_of_sparse_attention_is_counted() -> None:
 
 
 def of(config: dict[str, Any], **options: Any) -> ModelSize:
-    return size_model(config, "m", EngineOptions(**options))
+    return size_model(config, "m", SizeOptions(**options))
 
 
 def test_every_type_is_compared() -> None:

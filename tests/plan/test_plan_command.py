@@ -113,7 +113,7 @@ def test_without_reuse_nothing_is_saved(tmp_path: Path) -> None:
         (["--pool-bytes", "much"], "--pool-bytes: 'much' is not a size"),
         (["--replicas", "0"], "--replicas is '0'"),
         (["--router", "random"], "--router is 'random': choose one of round-robin, prefix"),
-        (["--policy", "lru,best"], "--policy has best: choose of lru, fifo"),
+        (["--policy", "lru,best"], "--policy is 'best': choose one of lru, fifo"),
         (["--chunk-size-tokens", "300"], "--chunk-size-tokens 300: .*blocks of 512"),
         (["--html", "/nowhere/page.html"], "--html /nowhere/page.html cannot be written"),
     ],

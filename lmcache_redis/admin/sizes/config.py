@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class Fields:
 def read_config(model: str) -> dict[str, Any]:
     """The config.json of a model: a directory that holds one, or the file. Raises ConfigError."""
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises where this user may not look
         path /= CONFIG_NAME
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -75,8 +76,8 @@ def text_fields(config: Mapping[str, Any], where: str) -> Fields:
     """The fields of the text model: of the config, or of the one inside it."""
     *outer, inner = _nested(config)
     # What the inner one leaves out, such as the dtype, holds for the whole model.
-    dtypes = [each for each in (*outer, inner) for each in (_dtype_of(each),) if each]
-    return Fields({**inner, "dtype": dtypes[-1] if dtypes else None}, where)
+    dtypes = [each.get("dtype") or each.get("torch_dtype") for each in (*outer, inner)]
+    return Fields({**inner, "dtype": next(filter(None, reversed(dtypes)), None)}, where)
 
 
 def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -85,7 +86,3 @@ def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if isinstance(config.get(name), Mapping):
             yield from _nested(config[name])
             return
-
-
-def _dtype_of(config: Mapping[str, Any]) -> Any:
-    return config.get("dtype") or config.get("torch_dtype")

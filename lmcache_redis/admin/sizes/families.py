@@ -7,11 +7,10 @@ without weights and compares. A type that is not here is an error, never a guess
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_redis.admin.sizes.config import UNKNOWN, Fields
-from lmcache_redis.admin.sizes.layers import AttentionLayer, Layer, StateLayer
+from lmcache_redis.admin.sizes.layers import STATE_REACH, Layer
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError
 
@@ -29,14 +28,17 @@ _WORDS = {
 def layers_of(fields: Fields) -> list[Layer]:
     """The layers that keep something. Raises ConfigError, also for a type that is not known."""
     kind = fields.get("model_type")
-    family = FAMILIES.get(str(kind))
-    if family is None:
+    if str(kind) not in FAMILIES:
         raise ConfigError(
             f"{fields.where}: the model type {kind!r} is not one whose KV cache this version can "
             f"tell: {UNKNOWN}"
         )
+    read, defaults = FAMILIES[str(kind)]
     # A field that is null is left out on purpose.
-    return list(family.read(Fields({**family.defaults, **fields.given}, fields.where)))
+    layers = list(read(Fields({**defaults, **fields.given}, fields.where)))
+    if not layers:
+        raise ConfigError(f"{fields.where} has no layer that keeps anything: {UNKNOWN}")
+    return layers
 
 
 def _head_dim(fields: Fields) -> int:
@@ -71,13 +73,18 @@ def _kinds(fields: Fields) -> list[str]:
     return [_FULL if (at + 1) % every == 0 else other for at in range(_layer_count(fields))]
 
 
-def _attention(fields: Fields, kind: str = _FULL) -> AttentionLayer:
+def _state(conv: int, recurrent: int, **more: Any) -> Layer:
+    return Layer(reach=STATE_REACH, conv=conv, recurrent=recurrent, **more)
+
+
+def _attention(fields: Fields, kind: str = _FULL) -> Layer:
     reach = FULL_REACH
     if kind == _WINDOW:
         reach = Reach("window", fields.number("sliding_window") + (fields.get("one_more") or 0))
     elif kind == _LOCAL:
         reach = Reach("local", fields.number("attention_chunk_size"))
-    return AttentionLayer(fields.number("num_key_value_heads"), 2 * _head_dim(fields), reach)
+    heads, values = fields.number("num_key_value_heads"), 2 * _head_dim(fields)
+    return Layer(reach=reach, heads=heads, values=values)
 
 
 def _plain(fields: Fields) -> Iterator[Layer]:
@@ -145,8 +152,8 @@ def _latent(fields: Fields) -> Iterator[Layer]:
     index_dim = fields.get("index_head_dim") if fields.get("index_topk") else None
     index_bytes = index_dim + index_dim // 128 * 4 if index_dim else 0
     for at in range(_layer_count(fields)):
-        indexed = bool(index_bytes) and not _shares_index(fields, at)
-        yield AttentionLayer(1, values, latent=True, extra_bytes=index_bytes if indexed else 0)
+        own = 0 if _shares_index(fields, at) else index_bytes
+        yield Layer(heads=1, values=values, latent=True, extra_bytes=own)
 
 
 def _shares_index(fields: Fields, layer: int) -> bool:
@@ -159,7 +166,7 @@ def _shares_index(fields: Fields, layer: int) -> bool:
     return bool(max(layer - offset + 1, 0) % every)
 
 
-def _hybrid(state: Callable[[Fields], StateLayer]) -> Callable[[Fields], Iterator[Layer]]:
+def _hybrid(state: Callable[[Fields], Layer]) -> Callable[[Fields], Iterator[Layer]]:
     """Attention beside layers that keep a state."""
 
     def read(fields: Fields) -> Iterator[Layer]:
@@ -174,7 +181,7 @@ def _hybrid(state: Callable[[Fields], StateLayer]) -> Callable[[Fields], Iterato
     return read
 
 
-def _states(state: Callable[[Fields], StateLayer]) -> Callable[[Fields], Iterator[Layer]]:
+def _states(state: Callable[[Fields], Layer]) -> Callable[[Fields], Iterator[Layer]]:
     """Nothing but layers that keep a state."""
     return lambda fields: (state(fields) for _ in range(_layer_count(fields)))
 
@@ -192,30 +199,30 @@ def _falcon_h1(fields: Fields) -> Iterator[Layer]:
         yield _mamba2(fields)
 
 
-def _gated_delta(fields: Fields) -> StateLayer:
+def _gated_delta(fields: Fields) -> Layer:
     keys = fields.number("linear_num_key_heads") * fields.number("linear_key_head_dim")
     values = fields.number("linear_num_value_heads") * fields.number("linear_value_head_dim")
     past = fields.number("linear_conv_kernel_dim") - 1
-    return StateLayer(
+    return _state(
         (2 * keys + values) * past,
         values * fields.number("linear_key_head_dim"),
         recurrent_type=fields.get("mamba_ssm_dtype"),
     )
 
 
-def _mamba1(fields: Fields) -> StateLayer:
+def _mamba1(fields: Fields) -> Layer:
     inner = fields.get("intermediate_size") if fields.get("state_size") else None
     inner = inner or fields.number("mamba_expand") * fields.number("hidden_size")
     past = fields.number("conv_kernel", "mamba_d_conv") - 1
-    return StateLayer(inner * past, inner * fields.number("state_size", "mamba_d_state"))
+    return _state(inner * past, inner * fields.number("state_size", "mamba_d_state"))
 
 
-def _mamba2(fields: Fields) -> StateLayer:
+def _mamba2(fields: Fields) -> Layer:
     heads = fields.number("mamba_n_heads", "mamba_num_heads", "num_heads")
     state = fields.number("mamba_d_state", "ssm_state_size", "state_size")
     past = fields.number("mamba_d_conv", "conv_kernel") - 1
     inner, head_dim = _inner(fields, heads)
-    return StateLayer(
+    return _state(
         inner * past,
         heads * head_dim * state,
         groups=fields.number("mamba_n_groups", "n_groups"),
@@ -236,17 +243,9 @@ def _inner(fields: Fields, heads: int) -> tuple[int, int]:
     return inner, inner // heads if head_dim in (None, "auto") else head_dim
 
 
-def _short_conv(fields: Fields) -> StateLayer:
+def _short_conv(fields: Fields) -> Layer:
     width = fields.get("conv_dim") or fields.number("hidden_size")
-    return StateLayer(width * (fields.number("conv_L_cache") - 1), 0)
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the fields of a model type are read, and the values of fields that are left out."""
-
-    read: Callable[[Fields], Iterator[Layer]] = _plain
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    return _state(width * (fields.number("conv_L_cache") - 1), 0)
 
 
 def _every(number: int, other: str, **more: Any) -> dict[str, Any]:
@@ -257,41 +256,43 @@ def _every(number: int, other: str, **more: Any) -> dict[str, Any]:
 _GEMMA3 = _every(
     6, _WINDOW, num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096
 )
-_LINEAR = Family(_hybrid(_gated_delta), _every(4, _STATE, head_dim=256))
-_FLOAT32_STATES = {"mamba_ssm_cache_dtype": "float32"}
+_HEADS_OF_128 = {"head_dim": 128}
 
-_BY_FAMILY: list[tuple[str, Family]] = [
+# How the fields of these model types are read, and the values of fields that are left out.
+_BY_FAMILY: list[tuple[str, Callable[[Fields], Iterator[Layer]], Mapping[str, Any]]] = [
     (
-        "llama mixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text "
-        "qwen2_5_vl qwen2_5_vl_text phi3 phimoe olmo olmo2 olmoe cohere granite granitemoe "
-        "stablelm starcoder2 ernie4_5_moe",
-        Family(),
+        "llama mixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text phi3 "
+        "phimoe olmo olmo2 olmoe cohere granite granitemoe stablelm starcoder2 ernie4_5_moe "
+        "glm4_moe smollm3 nemotron qwen3_vl_moe_text",
+        _plain, {},
     ),
-    ("mistral", Family(defaults={"sliding_window": 4096})),
-    ("qwen3 qwen3_moe qwen3_vl_text", Family(defaults={"head_dim": 128})),
-    ("glm4_moe smollm3 nemotron qwen3_vl_moe_text", Family()),
-    ("ernie4_5 glm4 minimax_m2 ministral3 seed_oss", Family(defaults={"head_dim": 128})),
-    ("gemma", Family(defaults={"head_dim": 256})),
-    ("gemma2", Family(defaults=_every(2, _WINDOW, head_dim=256, sliding_window=4096))),
-    ("gemma3_text", Family(defaults=_GEMMA3)),
-    ("gemma4_text", Family(_gemma4, {"head_dim": 256, "sliding_window": 512})),
-    ("gpt_oss", Family(defaults=_every(2, _WINDOW, head_dim=64, sliding_window=128))),
-    ("olmo3", Family(defaults=_every(4, _WINDOW, sliding_window=4096))),
+    ("mistral", _plain, {"sliding_window": 4096}),
+    (
+        "qwen3 qwen3_moe qwen3_vl_text ernie4_5 glm4 minimax_m2 ministral3 seed_oss",
+        _plain, _HEADS_OF_128,
+    ),
+    ("gemma", _plain, {"head_dim": 256}),
+    ("gemma2", _plain, _every(2, _WINDOW, head_dim=256, sliding_window=4096)),
+    ("gemma3_text", _plain, _GEMMA3),
+    ("gemma4_text", _gemma4, {"head_dim": 256, "sliding_window": 512}),
+    ("gpt_oss", _plain, _every(2, _WINDOW, head_dim=64, sliding_window=128)),
+    ("olmo3 exaone4 exaone_moe", _plain, _every(4, _WINDOW, sliding_window=4096)),
     # Its windows include the token itself.
-    ("cohere2", Family(defaults=_every(4, _WINDOW, sliding_window=4096, one_more=1))),
-    ("exaone4 exaone_moe", Family(defaults=_every(4, _WINDOW, sliding_window=4096))),
-    ("llama4_text", Family(_llama4, _every(4, _LOCAL, head_dim=128))),
-    ("gpt2 opt gpt_neox gptj", Family(_all_heads)),
-    ("falcon", Family(_falcon, {"multi_query": True})),
-    ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2", Family(_latent)),
-    ("qwen3_next", _LINEAR),
-    ("qwen3_5_text qwen3_5_moe_text", _LINEAR),
-    ("jamba", Family(_jamba)),
-    ("mamba falcon_mamba", Family(_states(_mamba1))),
-    ("mamba2", Family(_states(_mamba2))),
-    ("granitemoehybrid", Family(_hybrid(_mamba2))),
-    ("nemotron_h", Family(_hybrid(_mamba2), {"head_dim": 128, **_FLOAT32_STATES})),
-    ("falcon_h1", Family(_falcon_h1)),
-    ("lfm2 lfm2_moe", Family(_hybrid(_short_conv))),
-]
-FAMILIES = {name: family for names, family in _BY_FAMILY for name in names.split()}
+    ("cohere2", _plain, _every(4, _WINDOW, sliding_window=4096, one_more=1)),
+    ("llama4_text", _llama4, _every(4, _LOCAL, head_dim=128)),
+    ("gpt2 opt gpt_neox gptj", _all_heads, {}),
+    ("falcon", _falcon, {"multi_query": True}),
+    ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2", _latent, {}),
+    (
+        "qwen3_next qwen3_5_text qwen3_5_moe_text",
+        _hybrid(_gated_delta), _every(4, _STATE, head_dim=256),
+    ),
+    ("jamba", _jamba, {}),
+    ("mamba falcon_mamba", _states(_mamba1), {}),
+    ("mamba2", _states(_mamba2), {}),
+    ("granitemoehybrid", _hybrid(_mamba2), {}),
+    ("nemotron_h", _hybrid(_mamba2), {**_HEADS_OF_128, "mamba_ssm_cache_dtype": "float32"}),
+    ("falcon_h1", _falcon_h1, {}),
+    ("lfm2 lfm2_moe", _hybrid(_short_conv), {}),
+]  # fmt: skip
+FAMILIES = {name: (read, more) for names, read, more in _BY_FAMILY for name in names.split()}

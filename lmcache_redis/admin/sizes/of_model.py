@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,10 @@ from lmcache_redis.admin.sizes.layers import (
     DTYPE_BYTES,
     KV_DTYPES,
     PACKED_LATENT,
-    AttentionLayer,
     ElementTypes,
     Layer,
-    StateLayer,
 )
-from lmcache_redis.admin.sizes.sizing import EngineOptions, ModelSize, SizedGroup
-from lmcache_redis.admin.sizes.stored import stored_part
+from lmcache_redis.admin.sizes.sizing import ModelSize, SizedGroup, SizeOptions, stored_part
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import ConfigError
 
@@ -26,78 +24,69 @@ from lmcache_redis.errors import ConfigError
 _BLOCK_TOKENS = 16
 
 
-def size_model(config: Mapping[str, Any], name: str, options: EngineOptions) -> ModelSize:
+def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> ModelSize:
     """The size of a model by its config. name: of the model, in keys and errors.
 
-    Raises ConfigError for a model or a type of elements that is not known.
+    Raises ConfigError for a model or a type of elements that is not known, and if prompts are
+    shorter than what is stored.
     """
     fields = text_fields(config, name)
+    model_type = str(fields.get("model_type"))
     layers = layers_of(fields)
     types = _element_types(fields, config, options)
-    if types.kv.startswith("fp8") and types.kv != PACKED_LATENT and _has_index(layers):
+    packed = types.kv == PACKED_LATENT or not types.kv.startswith("fp8")
+    if not packed and any(layer.extra_bytes for layer in layers):
         raise ConfigError(
-            f"--kv-cache-dtype {types.kv}: vLLM's layout for {fields.get('model_type')} depends on "
-            f"the GPU: give {PACKED_LATENT}, or bfloat16"
+            f"--kv-cache-dtype {types.kv}: vLLM's layout for {model_type} depends on the GPU: give "
+            f"{PACKED_LATENT}, or bfloat16"
         )
     block_tokens = _block_tokens(layers, types, options.tp)
     chunk_tokens = -(-options.chunk_size_tokens // block_tokens) * block_tokens
+    if options.prompt_tokens < chunk_tokens:
+        raise ConfigError(
+            f"--prompt-tokens {options.prompt_tokens}: prompts are stored in chunks of "
+            f"{chunk_tokens} tokens, and a shorter one is never a hit: give more"
+        )
+    # Ranks that hold the same bytes store them once; if layers differ in that, each its own.
+    shares = len({layer.heads for layer in layers if layer.heads}) == 1
     alike: dict[Reach, list[Layer]] = {}
     for layer in layers:
         alike.setdefault(layer.reach, []).append(layer)
-    shares = len({layer.heads for layer in layers if isinstance(layer, AttentionLayer)}) == 1
     groups = []
     for reach, some in alike.items():
         blocks = reach.blocks_per_part(chunk_tokens // block_tokens, block_tokens)
-        groups.append(_group(reach, some, types, options, name, blocks * block_tokens, shares))
-    model_type = str(fields.get("model_type"))
+        token_bytes = [layer.token_bytes(types) for layer in some]
+        copies = [layer.copies(options.tp) for layer in some]
+        on_ranks = sum(map(operator.mul, token_bytes, copies))
+        state_bytes = sum(layer.state_bytes(types, options.tp) for layer in some)
+        part_bytes = (on_ranks * blocks * block_tokens or state_bytes) // options.tp
+        is_latent = all(layer.latent for layer in some)
+        groups.append(
+            SizedGroup(
+                kind="state" if state_bytes else "MLA" if is_latent else "attention",
+                reach=reach,
+                layers=len(some),
+                bytes_per_token=sum(token_bytes),
+                engine_bytes_per_token=on_ranks,
+                state_bytes=state_bytes,
+                shards=options.tp // (math.gcd(*copies) if shares else 1),
+                part=stored_part(part_bytes, options.slot_bytes, name),
+            )
+        )
     return ModelSize(name, model_type, types, options, chunk_tokens, tuple(groups))
-
-
-def _group(
-    reach: Reach,
-    layers: Sequence[Layer],
-    types: ElementTypes,
-    options: EngineOptions,
-    name: str,
-    part_tokens: int,
-    shares: bool,
-) -> SizedGroup:
-    """shares: ranks that hold the same bytes store them once; else each stores its own."""
-    ranks = options.tp
-    attention = [layer for layer in layers if isinstance(layer, AttentionLayer)]
-    token_bytes = sum(layer.token_bytes(types) for layer in attention)
-    on_ranks = sum(layer.token_bytes(types) * layer.copies(ranks) for layer in attention)
-    states = [layer for layer in layers if isinstance(layer, StateLayer)]
-    state_bytes = sum(layer.state_bytes(types, ranks) for layer in states)
-    copies = math.gcd(*(layer.copies(ranks) for layer in attention)) if shares and attention else 1
-    part_bytes = (on_ranks * part_tokens if attention else state_bytes) // ranks
-    kind = "state" if states else "MLA" if all(layer.latent for layer in attention) else "attention"
-    part = stored_part(part_bytes, options.slot_bytes, name)
-    return SizedGroup(
-        kind, reach, len(layers), token_bytes, on_ranks, state_bytes, ranks // copies, part
-    )
-
-
-def _has_index(layers: Sequence[Layer]) -> bool:
-    return any(isinstance(layer, AttentionLayer) and layer.extra_bytes for layer in layers)
 
 
 def _block_tokens(layers: Sequence[Layer], types: ElementTypes, ranks: int) -> int:
     """vLLM makes blocks so large that the keys of one layer's block take the room of a state."""
-    states = [each.state_bytes(types, ranks) for each in layers if isinstance(each, StateLayer)]
-    tokens = [
-        each.token_bytes(types) * each.copies(ranks)
-        for each in layers
-        if isinstance(each, AttentionLayer)
-    ]
-    if not states or not tokens:
+    state_bytes = max(layer.state_bytes(types, ranks) for layer in layers)
+    token_bytes = [layer.token_bytes(types) * layer.copies(ranks) for layer in layers]
+    if not state_bytes or not any(token_bytes):
         return _BLOCK_TOKENS
-    return -(-max(states) // (_BLOCK_TOKENS * tokens[0])) * _BLOCK_TOKENS
+    first = next(filter(None, token_bytes))
+    return -(-state_bytes // (_BLOCK_TOKENS * first)) * _BLOCK_TOKENS
 
 
-def _element_types(
-    fields: Fields, config: Mapping[str, Any], options: EngineOptions
-) -> ElementTypes:
+def _element_types(fields: Fields, config: Mapping[str, Any], options: SizeOptions) -> ElementTypes:
     """As vLLM chooses them with its --dtype auto, which makes float32 two bytes wide."""
     if options.kv_cache_dtype not in KV_DTYPES:
         raise ConfigError(

@@ -33,21 +33,18 @@ class GatewayConfig(TierSettings):
         "memory tier, in front of disk and Redis; 0: none",
         lambda: machine_share(4 << 30),
         shown="4GiB, at most a quarter of the machine's or container's memory",
-        size=True,
         between=(0, 1 << 50),
     )
     buffer_bytes: int = setting(
         "payload in flight: PUTs until all tiers have answered, GETs until they are sent",
         lambda: machine_share(1 << 30),
         shown="1GiB, at most a quarter of the machine's or container's memory",
-        size=True,
         between=(MIN_SLOT_BYTES, 1 << 50),
     )
     max_payload_bytes: int | None = setting(
         "maximum chunk size; a client that sends a larger chunk is disconnected",
         None,
         shown="a quarter of --buffer-bytes",
-        size=True,
         between=(1, MAX_WIRE_LENGTH),
     )
     max_connections: int = setting(
