@@ -95,6 +95,7 @@ class LookupJob:
             self._agent.cache, request, partial(self._found, session, users, forms)
         )
         session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
+        session.stems = [form.stem(len(hashes[0])) for form in forms]
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel
         lookup.start()
