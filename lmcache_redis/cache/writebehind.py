@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from lmcache_redis.cache.backing import Backing
 from lmcache_redis.cache.pacing import TransferRate
@@ -67,8 +68,7 @@ _Change = PendingWrite | _Removal
 class WriteBehind:
     """The queue from the host pool to tier number ``index``. Owned by the owner's thread.
 
-    loads: those from the tier, which its writes give way to. limit_bytes: may change; what is
-    queued beyond a smaller one is still written.
+    loads: those from the tier, which its writes give way to.
     """
 
     def __init__(
@@ -86,24 +86,17 @@ class WriteBehind:
         self._owner = owner
         self._pool = pool
         self._metrics = metrics
-        self._pending: dict[object, _Change] = {}  # writes by entry, and removals
+        self._writes: dict[Entry, PendingWrite] = {}  # that have not ended
         self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
-        self._schedule = WriteScheduler(loads, backing.write_limit_bytes)
+        self.schedule = WriteScheduler(loads, backing.write_limit_bytes)
         self._timer = OneTimer(owner, self.begin_ready)
         self._distrusted: dict[bytes, None] = {}
         self._warned_of: WriteOutcome | None = None
 
-    @property
-    def limit_bytes(self) -> int:
-        return self._schedule.limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, limit: int) -> None:
-        self._schedule.limit_bytes = limit
-
     def __len__(self) -> int:
         """Writes and removals that have not ended."""
-        return len(self._pending)
+        changes = chain.from_iterable(self._changes.values())
+        return len(self._writes) + sum(isinstance(each, _Removal) for each in changes)
 
     def distrust(self, key: bytes) -> None:
         """What the tier has under the key is doubtful: the next write of it does not ask."""
@@ -116,7 +109,7 @@ class WriteBehind:
 
         False if it is already enqueued, if the tier's index has it, or if it is dropped.
         """
-        if entry in self._pending:
+        if entry in self._writes:
             return False
         if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
             return False
@@ -124,9 +117,9 @@ class WriteBehind:
 
     def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
         """Pins an admitted entry; its job is due in ``delay_s`` seconds."""
-        due_s = time.monotonic() + delay_s
-        self._schedule.add(self._add(PendingWrite(entry, job)), due_s)
-        self._timer.fire_by(due_s)
+        write = self._add(PendingWrite(entry, job, time.monotonic() + delay_s))
+        self.schedule.add(write)
+        self._timer.fire_by(write.due_s)
 
     def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
         """Writes a READY entry without delay, in place of what the tier has under its key.
@@ -145,7 +138,6 @@ class WriteBehind:
         if isinstance(first, PendingWrite):
             self._backing.tier.cancel(first.job)
         removal = _Removal(deadline_s, done)
-        self._pending[removal] = removal
         if self._is_first(key, removal):
             self._begin_removal(key, removal)
 
@@ -155,33 +147,31 @@ class WriteBehind:
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
-        write = self._pending.get(entry)
-        if not isinstance(write, PendingWrite):
-            return
-        if self._schedule.remove(write):
-            self._end(write, WriteOutcome.CANCELLED)
-        else:
-            self._backing.tier.cancel(write.job)
+        write = self._writes.get(entry)
+        if write is not None:
+            if self.schedule.remove(write):
+                self._end(write, WriteOutcome.CANCELLED)
+            else:
+                self._backing.tier.cancel(write.job)
 
     def wanted(self, entry: Entry) -> None:
         """A lookup has asked for the chunk: it is written before others."""
-        write = self._pending.get(entry)
-        if isinstance(write, PendingWrite):
-            self._schedule.rank_again(write)
+        if (write := self._writes.get(entry)) is not None:
+            self.schedule.rank_again(write)
 
     def begin_all(self) -> None:
         """Starts all writes now, because the owner is stopping."""
-        self._schedule.is_stopping = True
+        self.schedule.is_stopping = True
         self.begin_ready()
 
     def begin_ready(self) -> None:
         """Begins the writes whose turn it is."""
         now_s = time.monotonic()
-        for write in self._schedule.expired(now_s):
+        for write in self.schedule.expired(now_s):
             self._drop(write)
-        writes = self._schedule.begin(now_s)
-        self._timer.fire_at(self._schedule.next_s(now_s))
-        self._schedule.loads.on_idle = self.begin_ready if self._schedule else None
+        writes = self.schedule.begin(now_s)
+        self._timer.fire_at(self.schedule.next_s(now_s))
+        self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
         self._ask([each for each in writes if each.job.key not in self._distrusted])
         self._write([each for each in writes if each.job.key in self._distrusted])
 
@@ -189,13 +179,8 @@ class WriteBehind:
         """Asks the tier which of the chunks it has; writes the others."""
         if not writes:
             return
-        tier = self._backing.tier
         with self._ended_on_error(writes):
-            if tier.lookup(writes[0].job.key) is not None:
-                present = [bool(tier.lookup(each.job.key)) for each in writes]
-                self._asked(writes, ExistsResult(CallOutcome.DONE, present))
-                return
-            tier.refresh(
+            self._backing.tier.refresh(
                 [(each.job.key, each.job.frame.stripe_count) for each in writes],
                 time.monotonic() + self._backing.ask_timeout_s,
                 lambda result: self._owner.post(partial(self._asked, writes, result)),
@@ -224,7 +209,7 @@ class WriteBehind:
     def _begin_writes(self, writes: Sequence[PendingWrite]) -> None:
         now_s = time.monotonic()
         for each in writes:
-            self._schedule.written(each.nbytes, now_s)
+            self.schedule.rate.begun(each.nbytes, now_s)
         with self._ended_on_error(writes):
             self._backing.tier.store_all([each.job for each in writes], self._done)
 
@@ -242,7 +227,6 @@ class WriteBehind:
             raise  # our own bug; the owner logs it
 
     def _removed(self, key: bytes, removal: _Removal, result: RemoveResult) -> None:
-        del self._pending[removal]
         self._begin_next(key)
         removal.done(result)
 
@@ -282,7 +266,7 @@ class WriteBehind:
             yield
         except Exception:
             for each in writes:
-                if self._pending.get(each.entry) is each:
+                if self._writes.get(each.entry) is each:
                     self._written(each.job, WriteOutcome.UNAVAILABLE)
             raise
 
@@ -291,12 +275,13 @@ class WriteBehind:
         self._owner.post(partial(self._written, job, outcome))
 
     def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
-        write = self._pending.get(job.tag)
-        if not isinstance(write, PendingWrite) or write.job is not job:
+        assert isinstance(job.tag, Entry)
+        write = self._writes.get(job.tag)
+        if write is None or write.job is not job:
             return  # it was ended by a bug of ours
         if self._changes.get(job.key, [None])[0] is write:
             is_stored = outcome is WriteOutcome.STORED
-            self._schedule.stored(write.nbytes, time.monotonic(), is_stored=is_stored)
+            self.schedule.rate.ended(write.nbytes, time.monotonic(), arrived=is_stored)
             self._begin_next(job.key)
         self._end(write, outcome)
 
@@ -347,8 +332,8 @@ class WriteBehind:
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
-        lacking = self.queued_bytes + nbytes - self._schedule.most_bytes(WRITE_DEADLINE_S)
-        later = self._schedule.after(rank_of(entry)) if entry is not None else iter(())
+        lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
+        later = self.schedule.after(rank_of(entry)) if entry is not None else iter(())
         dropped = []
         while lacking > 0:
             write = next(later, None)
@@ -358,20 +343,20 @@ class WriteBehind:
             dropped.append(write)
             lacking -= write.nbytes
         for write in dropped:
-            self._schedule.remove(write)
+            self.schedule.remove(write)
             self._drop(write)
         return True
 
     def _add(self, write: PendingWrite) -> PendingWrite:
         self._pool.pin(write.entry)
-        self._pending[write.entry] = write
+        self._writes[write.entry] = write
         self.queued_bytes += write.nbytes
         return write
 
     def _release(self, write: PendingWrite) -> None:
         """Undoes `_add`."""
-        del self._pending[write.entry]
+        del self._writes[write.entry]
         self.queued_bytes -= write.nbytes
         self._pool.unpin(write.entry)
-        if self._schedule.ended(write):
-            self._timer.fire_by(time.monotonic())
+        self.schedule.ended(write)
+        self._timer.fire_by(time.monotonic())

@@ -34,7 +34,7 @@ HASHES = block_hashes("prompt", 5)
 
 
 class PlayedTier:
-    """Records its calls. index: what `lookup` finds; None: no index."""
+    """Records its calls. index: what `lookup` and `refresh` find; None: no index."""
 
     def __init__(self, name: str, index: set[bytes] | None = None) -> None:
         self.name = name
@@ -79,6 +79,8 @@ class PlayedTier:
     ) -> None:
         assert time.monotonic() < deadline
         self.refreshed.append((chunks, done))
+        if self.index is not None:
+            done(ExistsResult(CallOutcome.DONE, [bool(self.lookup(key)) for key, _ in chunks]))
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for job in jobs:

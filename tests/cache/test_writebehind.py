@@ -457,7 +457,7 @@ def test_a_full_queue_of_any_size_costs_the_same(monkeypatch: pytest.MonkeyPatch
 
 def test_a_chunk_does_not_drop_its_equals(queue: Queue) -> None:
     fits = 1000 // FORM.chunk_bytes
-    queue.writes.limit_bytes = fits * FORM.chunk_bytes
+    queue.writes.schedule.limit_bytes = fits * FORM.chunk_bytes
     names = block_hashes("equal", fits + 1)
     entries = [queue.hold(name) for name in names]
     for name, entry in zip(names, entries, strict=True):
