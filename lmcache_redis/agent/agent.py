@@ -226,8 +226,8 @@ def _disk(agent: Agent) -> dict[str, Any] | None:
         "directory": disk.directory,
         "up": disk.state.up,
         "reason": disk.state.reason,
-        "limit_bytes": disk.limit_bytes,
-        "used_bytes": disk.used_bytes,
+        "limit_bytes": disk.store.limit_bytes,
+        "used_bytes": disk.store.used_bytes,
     }
 
 

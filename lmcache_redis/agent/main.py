@@ -234,7 +234,7 @@ def _reloaded(
     for queue in agent.cache.queues:
         queue.schedule.limit_bytes = running.write_queue_limit_bytes
     if agent.disk is not None:
-        agent.disk.limit_bytes = running.disk_size
+        agent.disk.store.limit_bytes = running.disk_size
     agent.sessions.timeout_s = running.session_timeout_s
     service.heartbeat_timeout_s = running.heartbeat_timeout_s
     service.shutdown_deadline_s = running.shutdown_deadline_s

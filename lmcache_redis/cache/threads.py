@@ -17,8 +17,8 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -147,7 +147,7 @@ class WorkerThreads:
     def __init__(self, name: str, threads: int, nice: int = 0) -> None:
         self._nice = nice
         self._changed = threading.Condition()
-        self._queue: OrderedDict[Hashable, _Task] = OrderedDict()
+        self._queue: deque[_Task] = deque()
         self._stopped = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"lmcache-redis-{name}-{n}", daemon=True)
@@ -158,16 +158,11 @@ class WorkerThreads:
         """Queued tasks."""
         return len(self._queue)
 
-    def put(
-        self, run: Action, dropped: Action, until_s: float = math.inf, name: Hashable | None = None
-    ) -> None:
-        """Enqueue a task. An exception of ``run`` is logged.
-
-        until_s: see `drop`. name: for `cancel`; unique among the queued tasks.
-        """
+    def put(self, run: Action, dropped: Action, until_s: float = math.inf) -> None:
+        """Enqueue a task. An exception of ``run`` is logged. until_s: see `drop`."""
         with self._changed:
             if not self._stopped:
-                self._queue[name or object()] = _Task(run, dropped, until_s)
+                self._queue.append(_Task(run, dropped, until_s))
                 for thread in self._threads:
                     if thread.ident is None:
                         thread.start()
@@ -175,20 +170,14 @@ class WorkerThreads:
                 return
         dropped()
 
-    def cancel(self, name: Hashable) -> None:
-        """Drop a task if it is queued."""
-        with self._changed:
-            task = self._queue.pop(name, None)
-        if task is not None:
-            task.dropped()
-
     def drop(self, until_s: float = math.inf) -> None:
         """Drop the queued tasks whose ``until_s`` is no later; by default, all of them."""
         with self._changed:
-            late = [name for name, task in self._queue.items() if task.until_s <= until_s]
-            tasks = [self._queue.pop(name) for name in late]
+            tasks, self._queue = self._queue, deque()
+            self._queue.extend(task for task in tasks if task.until_s > until_s)
         for task in tasks:
-            task.dropped()
+            if task.until_s <= until_s:
+                task.dropped()
 
     def drain(self, timeout_s: float) -> None:
         """Wait until no task that is queued now is still queued, or until the timeout."""
@@ -220,18 +209,12 @@ class WorkerThreads:
                 self._changed.wait_for(lambda: self._queue or self._stopped)
                 if not self._queue:
                     return
-                _, task = self._queue.popitem(last=False)
+                task = self._queue.popleft()
             try:
                 task.run()
             except Exception:
                 logger.exception("a task failed")  # our own bug: only that task fails
             del task  # it holds views of slots
-
-
-class _Call(NamedTuple):
-    what: str
-    limit_s: float
-    due_s: float
 
 
 class HangDetector:
@@ -256,7 +239,7 @@ class HangDetector:
         self._on_time = on_time
         self._on_return = on_return
         self._changed = threading.Condition()
-        self._calls: dict[object, _Call] = {}
+        self._calls: dict[object, tuple[float, str]] = {}  # when each is overdue; then the reason
         self._next_look_s = math.inf
         self._closed = False
         self._hangs = False
@@ -272,7 +255,7 @@ class HangDetector:
             if self.reason or self._closed:
                 return None
             due_s = time.monotonic() + limit_s
-            self._calls[me] = _Call(what, limit_s, due_s)
+            self._calls[me] = due_s, f"{what} has not returned within {limit_s:g} s"
             self.look_at(due_s)
         try:
             return call()
@@ -283,7 +266,7 @@ class HangDetector:
         """Start no call until the returned action is called, once, on any thread."""
         me = object()
         with self._changed:
-            self._calls[me] = _Call(reason, math.inf, math.inf)
+            self._calls[me] = math.inf, reason
             self.reason, self.since_s = reason, time.monotonic()
         return partial(self._returned, me)
 
@@ -354,14 +337,12 @@ class HangDetector:
 
     def _next_due_s(self) -> float:
         """When the next call is overdue. If one is, the system is down."""
-        calls = [] if self.reason else self._calls.values()
-        first = min(calls, key=lambda call: call.due_s, default=None)
-        if first is None:
+        due_s, reason = min(self._calls.values(), default=(math.inf, ""))
+        if self.reason or due_s == math.inf:
             return math.inf
-        if first.due_s > time.monotonic():
-            return first.due_s
-        self.since_s, self._hangs = time.monotonic(), True
-        self.reason = f"{first.what} has not returned within {first.limit_s:g} s"
+        if due_s > time.monotonic():
+            return due_s
+        self.reason, self.since_s, self._hangs = reason, time.monotonic(), True
         logger.warning("the %s is down: %s", self._what, self.reason)
         self._changed.notify_all()
         return math.inf

@@ -15,13 +15,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from lmcache_redis.cache.disk.files import LOCK_NAME, open_file, remove_file
 from lmcache_redis.cache.disk.format import (
     FANOUT_NAME,
     FILE_NAME,
     PAGE_BYTES,
+    StoredFile,
     StoredShape,
     file_path,
     key_digest,
@@ -32,28 +32,18 @@ from lmcache_redis.errors import FormatError
 logger = logging.getLogger(__name__)
 
 
-class FoundFile(NamedTuple):
-    """A file whose first page and size are valid."""
-
-    used_unix_ns: int
-    sequence: int
-    key: bytes
-    cut: StoredShape
-
-
 class Scan:
     """One pass over a locked directory. Raises OSError if it cannot be listed.
 
     is_stopped: asked before each file; if it says so, the rest is not looked at. found: one file
-    per key, from the least to the most recently used. next_sequence: larger than any in use.
+    per key, from the least to the most recently used.
     """
 
     def __init__(self, directory: Path, is_stopped: Callable[[], bool] = lambda: False) -> None:
         self._directory = os.fspath(directory)
-        self._newest: dict[bytes, FoundFile] = {}
+        self._newest: dict[bytes, tuple[int, StoredFile]] = {}  # by key; when it was used
         self._cuts: dict[StoredShape, StoredShape] = {}
         self._left_alone: list[str] = []
-        self.next_sequence = 0
         for path in self._paths():
             if is_stopped():
                 break
@@ -66,7 +56,8 @@ class Scan:
                 directory,
                 self._left_alone[0],
             )
-        self.found = sorted(self._newest.values())
+        newest = sorted(self._newest.values(), key=lambda each: (each[0], each[1].sequence))
+        self.found = [file for _, file in newest]
 
     def _paths(self) -> Iterator[str]:
         """All files whose names have the tier's form."""
@@ -85,7 +76,7 @@ class Scan:
 
     def _look_at(self, path: str) -> None:
         try:
-            file = self._described(path)
+            found = self._described(path)
         except FormatError as error:
             self._remove(path, str(error))
         except OSError as error:
@@ -94,15 +85,14 @@ class Scan:
             else:
                 self._left_alone.append(path)
         else:
-            self.next_sequence = max(self.next_sequence, file.sequence + 1)
-            other = self._newest.get(file.key, file)
-            self._newest[file.key] = max(file, other, key=lambda each: each.sequence)
-            if other is not file:
-                older = min(file, other, key=lambda each: each.sequence)
-                path = os.path.join(self._directory, file_path(older.key, older.sequence))
+            key = found[1].key
+            both = self._newest.get(key, found), found
+            (_, older), self._newest[key] = sorted(both, key=lambda each: each[1].sequence)
+            if both[0] is not found:
+                path = os.path.join(self._directory, file_path(key, older.sequence))
                 self._remove(path, "its chunk was stored again")
 
-    def _described(self, path: str) -> FoundFile:
+    def _described(self, path: str) -> tuple[int, StoredFile]:
         named = FILE_NAME.fullmatch(os.path.basename(path))
         if named is None or named[3]:
             raise FormatError("it was never finished")
@@ -123,7 +113,7 @@ class Scan:
             )
         # Chunks of one layout share their cut, and there may be millions.
         cut = self._cuts.setdefault(cut, cut)
-        return FoundFile(status.st_mtime_ns, int(named[2], 16), key, cut)
+        return status.st_mtime_ns, StoredFile(key, int(named[2], 16), cut)
 
     def _remove(self, path: str, why: str) -> None:
         logger.warning("%s is removed: %s", path, why)

@@ -117,7 +117,7 @@ class DiskTier:
             if in_background:
                 os.scandir(path).close()
             else:
-                self.store.take_over(Scan(path))
+                self.store.take_over(Scan(path).found)
         except OSError as error:
             os.close(self._lock_fd)
             raise ConfigError(
@@ -134,20 +134,6 @@ class DiskTier:
         if in_background:
             up = self._detector.hold_down("its files are being read")
             self._writes.put(partial(self._read_directory, path, up), dropped=up)
-
-    @property
-    def limit_bytes(self) -> int:
-        return self.store.limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, limit_bytes: int) -> None:
-        """The next write evicts what is beyond a smaller one."""
-        self.store.limit_bytes = limit_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """What the files take, including those being written or removed."""
-        return self.store.used_bytes
 
     @property
     def state(self) -> PlaneState:
@@ -229,7 +215,8 @@ class DiskTier:
         end_s = time.monotonic() + deadline_s
         self._has_ended = False
         self._reads.stop()
-        self._writes.drain(deadline_s / 2)
+        if self._is_up:
+            self._writes.drain(deadline_s / 2)
         self._writes.stop()
         ended = self._detector.close(max(0.0, end_s - time.monotonic()))
         for name in self._pending.copy():
@@ -257,7 +244,7 @@ class DiskTier:
         try:
             scan = Scan(path, is_stopped=lambda: self._has_ended is not None)
             if self._has_ended is None:
-                self.store.take_over(scan)
+                self.store.take_over(scan.found)
         except OSError as error:
             reason = f"the directory {path} cannot be read ({error.strerror})"
             logger.error("the disk tier stays down: %s", reason)
@@ -313,7 +300,7 @@ class DiskTier:
     ) -> None:
         """Queues work whose result is answered, unless the job has ended before."""
         self._pending[name] = _Pending(deadline_s, end)
-        threads.put(partial(self._run, name, work, answer), partial(self._end, name), name=name)
+        threads.put(partial(self._run, name, work, answer), partial(self._end, name))
         self._detector.look_at(deadline_s)
         if not self._is_up:
             self._end(name)  # it may have been queued after `_end_late`
@@ -334,8 +321,6 @@ class DiskTier:
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
-            self._reads.cancel(name)
-            self._writes.cancel(name)
 
     def _end_late(self, now_s: float) -> float:
         """Answers what is late; everything if a call hangs. Returns the next deadline."""

@@ -94,12 +94,12 @@ class LMCLocalDiskBackend(LMCBackendInterface):
 
     @property
     def limit_bytes(self) -> int:
-        return self._disk.limit_bytes
+        return self._disk.store.limit_bytes
 
     @property
     def used_bytes(self) -> int:
         """What the files take."""
-        return self._disk.used_bytes
+        return self._disk.store.used_bytes
 
     def _accepts(self, nbytes: int) -> bool:
         return super()._accepts(nbytes) and disk_bytes(nbytes) <= self.limit_bytes

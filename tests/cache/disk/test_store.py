@@ -35,7 +35,7 @@ class Store:
         directory.mkdir(exist_ok=True)
         self.directory = directory
         self.store = DiskStore(ChunkFiles(directory, "none"), limit_bytes)
-        self.store.take_over(Scan(directory))
+        self.store.take_over(Scan(directory).found)
 
     @property
     def used_bytes(self) -> int:
