@@ -122,10 +122,10 @@ class RemoteMetadata:
             raise FormatError(
                 f"metadata has {_FIXED.size} to {MAX_METADATA_BYTES} bytes, not {len(raw)}"
             )
-        found, end = _decoded(raw)
-        if any(raw[end:]):
+        found = RemoteMetadata.at_start_of(raw)
+        if any(raw[len(found.serialize()) :]):
             raise FormatError("metadata is followed by bytes that are not zero")
-        return RemoteMetadata(*found)
+        return found
 
     @staticmethod
     def at_start_of(data: bytes | bytearray | memoryview) -> RemoteMetadata:
@@ -136,40 +136,31 @@ class RemoteMetadata:
         raw = bytes(memoryview(data).cast("B")[:MAX_METADATA_BYTES])
         if len(raw) < _FIXED.size:
             raise FormatError(f"metadata has at least {_FIXED.size} bytes, not {len(raw)}")
-        found, _ = _decoded(raw)
-        return RemoteMetadata(*found)
-
-
-_Fields = tuple[int, list[tuple[int, ...]], list[str], MemoryFormat]
-
-
-def _decoded(raw: bytes) -> tuple[_Fields, int]:
-    """The arguments of the metadata at the start of at least 16 bytes, and where they end."""
-    length, fmt_value, group_count = _FIXED.unpack_from(raw)
-    if group_count > MAX_GROUPS:
-        raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes")
-    try:
-        fmt = MemoryFormat(fmt_value)
-    except ValueError:
-        raise FormatError(f"unknown memory format {fmt_value}") from None
-    shapes: list[tuple[int, ...]] = []
-    names: list[str] = []
-    end = _FIXED.size
-    for _ in range(group_count):
+        length, fmt_value, group_count = _FIXED.unpack_from(raw)
+        if group_count > MAX_GROUPS:
+            raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes")
         try:
-            code, dims = _GROUP.unpack_from(raw, end)
-            encoding = _SIZES.get(max(dims, _LEAST_SIZES))
-            if encoding is None:
-                raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
-            sizes = encoding.unpack_from(raw, end + _GROUP.size)
-        except struct.error:
-            raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
-        if any(sizes[dims:]):
-            raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
-        end += _GROUP.size + encoding.size
-        names.append(dtype_from_code(code))
-        shapes.append(sizes[:dims])
-    return (length, shapes, names, fmt), end
+            fmt = MemoryFormat(fmt_value)
+        except ValueError:
+            raise FormatError(f"unknown memory format {fmt_value}") from None
+        shapes: list[tuple[int, ...]] = []
+        names: list[str] = []
+        end = _FIXED.size
+        for _ in range(group_count):
+            try:
+                code, dims = _GROUP.unpack_from(raw, end)
+                encoding = _SIZES.get(max(dims, _LEAST_SIZES))
+                if encoding is None:
+                    raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
+                sizes = encoding.unpack_from(raw, end + _GROUP.size)
+            except struct.error:
+                raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
+            if any(sizes[dims:]):
+                raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
+            end += _GROUP.size + encoding.size
+            names.append(dtype_from_code(code))
+            shapes.append(sizes[:dims])
+        return RemoteMetadata(length, shapes, names, fmt)
 
 
 def _group_bytes(shape: Sequence[int]) -> int:
