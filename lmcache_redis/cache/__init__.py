@@ -1,22 +1,18 @@
 """A cache of chunks: host memory in front of tiers, files of this node and Redis.
 
-A chunk is bytes with a name: a `ChunkForm` (`lmcache_redis.chunks`) says how the chunks of one
-worker are named and split into stripes, and a hash identifies one of them. In memory a chunk is an
-`Entry` of the host pool: slots of an `Arena`, one per stripe. A pinned entry keeps its memory; an
-unpinned one stays until its memory is needed.
+A `ChunkForm` (`lmcache_redis.chunks`) says how the chunks of one worker are named and split into
+stripes; a hash identifies one of them. In memory a chunk is an `Entry` of the host pool. A pinned
+entry keeps its memory; an unpinned one stays until its memory is needed.
 
-    pool              `Arena`, and `HostPool`: which chunk holds which memory, and
-                      who waits for it to be filled: a chunk is loaded once
-    tier              a tier behind the pool (`lmcache_redis.tiers`): `disk`, and `RedisPlane`
+    pool              which chunk holds which memory, and who waits for it to be filled
+    disk              a tier behind the pool (`lmcache_redis.tiers`), as is `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
     schedule          which writes begin: they give way to loads
-    backing           counters and limits of a tier; tiers are told what the pool serves, and say
-                      what they have lost
-    pacing            decisions: which parts a prefix needs, how much of it is worth loading, and
-                      which lookup is next
-    lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
-    parts             the parts of its chunks: held, missing, and where those are
-    cache             `Cache`: all of these together, and clears
+    backing           a tier's counters and limits; tiers are told what the pool serves
+    pacing            decisions: which parts a prefix needs, how much of it is worth loading
+    lookup            how many leading chunks are available, pinned, by a deadline
+    parts             the parts of a lookup's chunks: held, missing, and where those are
+    cache             all of these together, and clears
     threads           the thread that owns all of this, its timers, and worker threads
 
 Every method is called on the owner's thread and returns at once; none waits for a tier. Any thread

@@ -1,8 +1,7 @@
 """The threads of a cache: its owner, workers for blocking calls, and a detector of calls that hang.
 
-The owner runs actions that other threads post to it, and timers; it never waits for I/O. `Owner` is
-what the cache needs. `OwnerLoop` implements it for a thread that polls, such as an agent's loop. A
-few lines adapt an asyncio loop (``call_soon_threadsafe``, ``call_at``).
+The owner runs what other threads post to it, and timers; it never waits for I/O. `OwnerLoop` is one
+for a thread that polls, such as an agent's loop; a few lines adapt an asyncio loop.
 
 A worker in a system call cannot be interrupted. If a call hangs, for example on a network file
 system whose server is gone, all that can be done is to start no other call until it returns.
@@ -29,8 +28,6 @@ Action = Callable[[], None]
 
 
 class Timer(Protocol):
-    """A timer of an owner."""
-
     def cancel(self) -> None:
         """Do not run the action. Idempotent."""
 
@@ -61,7 +58,7 @@ class _LoopTimer:
 class OwnerLoop:
     """An `Owner` whose thread calls `run_posted` after it wakes and `run_due` before it waits.
 
-    wake: called by `post`, on any thread.
+    wake: called by `post`.
     """
 
     def __init__(self, wake: Action) -> None:
@@ -139,7 +136,7 @@ class _Task(NamedTuple):
 
 
 class WorkerThreads:
-    """A queue and its threads, which start with the first task.
+    """A queue of tasks and its threads, which start with the first one.
 
     Each task gets exactly one call: ``run`` or ``dropped``. nice: see `nice(2)`.
     """
@@ -155,7 +152,6 @@ class WorkerThreads:
         ]
 
     def __len__(self) -> int:
-        """Queued tasks."""
         return len(self._queue)
 
     def put(self, run: Action, dropped: Action, until_s: float = math.inf) -> None:

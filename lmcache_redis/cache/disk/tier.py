@@ -15,7 +15,6 @@ directory locked, because the call may still change it.
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import os
@@ -25,13 +24,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock_directory
-from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.files import (
+    SYNC_POLICIES,
+    ChunkFiles,
+    Scan,
+    Sync,
+    lock_directory,
+)
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads
 from lmcache_redis.errors import ConfigError
@@ -65,6 +69,10 @@ DEFAULT_PATIENCE_S = 5.0
 _JOIN_S = 0.25
 # A larger buffer is not kept.
 _KEPT_BUFFER_BYTES = 64 << 20
+
+
+# A read's outcome, and what it has read.
+_Read: TypeAlias = tuple[ReadOutcome, memoryview]
 
 
 class _Pending(NamedTuple):
@@ -175,38 +183,33 @@ class DiskTier:
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for io in jobs:
             load, answer = partial(self._load, io), partial(_answer_load, io, done)
-            self._begin(self._reads, io, io.deadline, load, answer, _ending(io, done, ReadOutcome))
+            self._begin(self._reads, io, io.deadline, load, answer, _not_loaded)
 
     def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         for io in jobs:
-            store, end = partial(self._store, io), _ending(io, done, WriteOutcome)
-            self._begin(self._writes, io, io.deadline, store, partial(done, io), end)
+            store, answer = partial(self._store, io), partial(done, io)
+            self._begin(self._writes, io, io.deadline, store, answer, WriteOutcome.__getitem__)
 
     def cancel(self, job: ChunkIO) -> None:
         """See the contract."""
         self._end(job, "CANCELLED")
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        remove = partial(self._call, REMOVAL, partial(self.store.remove, key))
+        def remove() -> RemoveResult | None:
+            removed = self._call(REMOVAL, partial(self.store.remove, key))
+            return None if removed is None else RemoveResult(CallOutcome.DONE, int(removed))
 
-        def answer(removed: bool) -> None:
-            done(RemoveResult(CallOutcome.DONE, int(removed)))
-
-        self._begin(self._reads, object(), deadline, remove, answer, _ending_call(done))
+        self._begin(self._reads, object(), deadline, remove, done, _not_removed)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """See the contract. Goes on after its deadline: each file's removal has its patience."""
         me = object()
-        clear = partial(self._clear, me, key_prefix)
-
-        def answer(removed: int) -> None:
-            done(RemoveResult(self._answer_now, removed))
-
         self._uncleared[me] = key_prefix
         if self._detector.is_hung():
             done(RemoveResult(CallOutcome.UNAVAILABLE))
         else:
-            self._begin(self._reads, me, deadline, clear, answer, _ending_call(done))
+            clear = partial(self._clear, me, key_prefix)
+            self._begin(self._reads, me, deadline, clear, done, _not_removed)
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Queued writes have half of the time, calls in flight the rest."""
@@ -252,7 +255,7 @@ class DiskTier:
         else:
             up()
 
-    def _load(self, io: ChunkIO) -> tuple[ReadOutcome, memoryview] | None:
+    def _load(self, io: ChunkIO) -> _Read | None:
         buffer = self._buffer(io.frame.chunk_bytes)
         outcome = self._call(READ, partial(self.store.load, io.key, io.frame, [buffer]))
         return None if outcome is None else (outcome, buffer)
@@ -267,12 +270,12 @@ class DiskTier:
         )
         return self._call(WRITE, write)
 
-    def _clear(self, me: object, prefix: bytes) -> int:
+    def _clear(self, me: object, prefix: bytes) -> RemoveResult:
         removals = (partial(self.store.remove, key) for key in self.store.keys(prefix))
         removed = sum(self._call(REMOVAL, each) or False for each in removals)
         if self._is_up:
             self._uncleared.pop(me, None)
-        return removed
+        return RemoveResult(self._answer_now, removed)
 
     def _call(self, what: str, call: Callable[[], T]) -> T | None:
         """Makes a blocking call to the store; None: another hangs, or the tier is closed."""
@@ -296,10 +299,10 @@ class DiskTier:
         deadline_s: float,
         work: Callable[[], T | None],
         answer: Callable[[T], None],
-        end: Callable[[str], None],
+        not_done: Callable[[str], T],
     ) -> None:
-        """Queues work whose result is answered, unless the job has ended before."""
-        self._pending[name] = _Pending(deadline_s, end)
+        """Queues work whose result is answered; if it ends before, that of ``not_done``."""
+        self._pending[name] = _Pending(deadline_s, lambda outcome: answer(not_done(outcome)))
         threads.put(partial(self._run, name, work, answer), partial(self._end, name))
         self._detector.look_at(deadline_s)
         if not self._is_up:
@@ -343,15 +346,15 @@ class DiskTier:
         self._uncleared.pop(me, None)
 
 
-def _ending(io: ChunkIO, done: Any, outcomes: type[enum.Enum]) -> Callable[[str], None]:
-    return lambda outcome: done(io, outcomes[outcome])
+def _not_loaded(outcome: str) -> _Read:
+    return ReadOutcome[outcome], memoryview(b"")
 
 
-def _ending_call(done: Done[RemoveResult]) -> Callable[[str], None]:
-    return lambda outcome: done(RemoveResult(CallOutcome[outcome]))
+def _not_removed(outcome: str) -> RemoveResult:
+    return RemoveResult(CallOutcome[outcome])
 
 
-def _answer_load(io: ChunkIO, done: ReadDone, result: tuple[ReadOutcome, memoryview]) -> None:
+def _answer_load(io: ChunkIO, done: ReadDone, result: _Read) -> None:
     outcome, buffer = result
     if outcome is ReadOutcome.LOADED:
         for slot, piece in _pieces(io, buffer):

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.disk.files import ChunkFiles
-from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.files import ChunkFiles, Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.disk.files import ChunkFiles
-from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.files import ChunkFiles, Scan
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
