@@ -159,7 +159,7 @@ class LookupJob:
             if reason in _OF_TIERS:
                 states = [tier.state for tier in cache.tiers]
                 words += tuple(state.reason for state in states if not state.up)
-            if reason == "absent" and len(layouts) > 1 and found.has_some_of(hits):
+            if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(hits):
                 reason = "in_part"
         now_unix_s = time.time()
         past = PastLookup(
@@ -217,7 +217,7 @@ def chunks_of(question: m.Lookup) -> range:
 
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:
     """See `messages.LookupResult`. letters: of the cache's tiers."""
-    levels = found.levels()
+    levels = found.parts.levels()
     return "".join(
         letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
     )

@@ -99,6 +99,10 @@ class LookupParts:
         self._stems = [row.stem(len(request.hashes[0])) for row in rows]
         self._on_filled = filled
 
+    @property
+    def last_level(self) -> int:
+        return len(self._cache.tiers) - 1
+
     def is_remote(self, part: Part) -> bool:
         """Whether another node loads the part."""
         return part[1] >= len(self._request.forms)
@@ -277,7 +281,7 @@ class LookupParts:
 
     def look_up(self, wanted: Sequence[PartState], level: int) -> list[PartState]:
         """Notes those that are in the index of a tier; returns the others."""
-        lookup, is_last = self._cache.tiers[level].lookup, level + 1 == len(self._cache.tiers)
+        lookup, is_last = self._cache.tiers[level].lookup, level == self.last_level
         here: list[PartState] = []
         rest: list[PartState] = []
         for state in wanted:
@@ -292,14 +296,16 @@ class LookupParts:
             state.level = level
         self._cache.pool.seen(level, [state.key for state in here])
 
-    def doubt(self, first: int, level: int) -> None:
-        """A scan of a tier has ended in this chunk: what was known of the rest is old.
+    def doubt(self, absent: PartState) -> None:
+        """A scan of the last tier has ended with this part: what was known of the rest is old.
 
         So is what was known of parts in the host pool, which were not asked for.
         """
+        first = absent.part[0]
         keys = [state.key for state in self._states.values() if state.part[0] >= first]
         keys += [entry.key for (chunk, _), entry in self._pooled.items() if chunk >= first]
-        self._cache.pool.seen(level, keys, there=None)
+        self._cache.pool.seen(self.last_level, (absent.key,), there=False)
+        self._cache.pool.seen(self.last_level, keys, there=None)
 
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
@@ -332,7 +338,7 @@ class LookupParts:
     def level_of(self, state: PartState) -> int:
         """The tier that a part is loaded from."""
         level = state.level if state.load is None else state.load.level
-        return len(self._cache.tiers) - 1 if level is None else level
+        return self.last_level if level is None else level
 
     def awaited(self) -> list[PartState]:
         """Parts to be loaded or being loaded, in order."""

@@ -179,8 +179,13 @@ class WriteBehind:
         """Asks the tier which of the chunks it has; writes the others."""
         if not writes:
             return
+        tier = self._backing.tier
         with self._ended_on_error(writes):
-            self._backing.tier.refresh(
+            if tier.lookup(writes[0].job.key) is not None:
+                present = [bool(tier.lookup(each.job.key)) for each in writes]
+                self._asked(writes, ExistsResult(CallOutcome.DONE, present))
+                return
+            tier.refresh(
                 [(each.job.key, each.job.frame.stripe_count) for each in writes],
                 time.monotonic() + self._backing.ask_timeout_s,
                 lambda result: self._owner.post(partial(self._asked, writes, result)),

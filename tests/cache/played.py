@@ -34,7 +34,7 @@ HASHES = block_hashes("prompt", 5)
 
 
 class PlayedTier:
-    """Records its calls. index: what `lookup` and `refresh` find; None: no index."""
+    """Records its calls. index: what `lookup` finds; None: no index."""
 
     def __init__(self, name: str, index: set[bytes] | None = None) -> None:
         self.name = name
@@ -79,8 +79,6 @@ class PlayedTier:
     ) -> None:
         assert time.monotonic() < deadline
         self.refreshed.append((chunks, done))
-        if self.index is not None:
-            done(ExistsResult(CallOutcome.DONE, [bool(self.lookup(key)) for key, _ in chunks]))
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for job in jobs:
@@ -121,7 +119,7 @@ class PlayedTier:
 
 def loaded_from(lookup: PrefixLookup) -> dict[str, int]:
     """How many chunks of the prefix come from each tier, by the tier's name."""
-    found = [*lookup.levels().values()]
+    found = [*lookup.parts.levels().values()]
     return {tier.name: found.count(level) for level, tier in enumerate(lookup._cache.tiers)}
 
 

@@ -67,7 +67,7 @@ def test_what_the_pool_serves_is_reported_after_the_answer(hot: Hot) -> None:
     assert hot.look_up() == [0, 0]
     for tier in (hot.disk, hot.redis):
         assert [chunks for chunks, _ in tier.refreshed] == [CHUNKS]
-    hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [True] * len(CHUNKS)))
+        hot.answer(tier, ExistsResult(CallOutcome.DONE, [True] * len(CHUNKS)))
     hot.look_up()
     assert hot.redis.refreshed == [], "once in a while"
     hot.age()
@@ -122,7 +122,7 @@ def test_what_left_the_pool_meanwhile_is_not_written(hot: Hot) -> None:
 
 def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     hot.cache.pool.discard(hot.entries[0])
-    hot.redis.index = {key for key, _ in CHUNKS}
+    hot.redis.index = {CHUNKS[0][0]}
     hot.disk.index = {key for key, _ in CHUNKS[1:]}
     held: list[Entry] = []
     request = LookupRequest([FORM], HASHES, math.inf)

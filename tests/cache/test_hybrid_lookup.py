@@ -111,7 +111,7 @@ class StoredTier(PlayedTier):
 
 
 def later_parts(lookup: PrefixLookup) -> list[Part]:
-    return [part for part, state in lookup._parts._states.items() if state.is_later]
+    return [part for part, state in lookup.parts._states.items() if state.is_later]
 
 
 class Model(World):

@@ -267,7 +267,7 @@ def test_a_job_that_waits_past_its_deadline_is_not_begun(directory: Path, gate: 
     tier = DiskTier(directory, 1 << 20)
     first, late = Job(1), Job(2, deadline=time.monotonic() + 0.05)
     write(tier, first, late)
-    wait_until(lambda: time.monotonic() > late.io.deadline)
+    wait_until(lambda: late.said)
     gate.opened.set()
     assert ended(first, late) == [[WriteOutcome.STORED], [WriteOutcome.TIMED_OUT]]
     assert tier.close(10)
