@@ -85,8 +85,8 @@ class Cache:
         self.pool.on_wanted = self._wanted
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
         self._refreshers = tuple(
-            Refresher(backing, owner, partial(self._lacked, level))
-            for level, backing in enumerate(backings)
+            Refresher(backing, owner, queue.lacked)
+            for backing, queue in zip(backings, self.queues, strict=True)
         )
 
     def close(self, deadline_s: float) -> bool:
@@ -140,7 +140,8 @@ class Cache:
         levels: int | None = None,
     ) -> None:
         """Enqueues a READY entry for each tier, or each of the first ``levels``, that lacks it."""
-        self._enqueue(self.queues[:levels], (form, chunk_hash, entry), delay_s)
+        for queue in self.queues[:levels]:
+            queue.enqueue((form, chunk_hash, entry), delay_s)
 
     @property
     def refreshed_before_s(self) -> float:
@@ -155,24 +156,9 @@ class Cache:
         for refresher in self._refreshers:
             refresher.add(chunks)
 
-    def _lacked(self, level: int, chunk: PooledChunk) -> None:
-        self.pool.seen(level, (chunk[-1].key,), there=False)
-        self._enqueue((self.queues[level],), chunk, 0.0)
-
     def _wanted(self, entry: Entry) -> None:
         for queue in self.queues:
             queue.wanted(entry)
-
-    def _enqueue(self, queues: Sequence[WriteBehind], chunk: PooledChunk, delay_s: float) -> None:
-        form, chunk_hash, entry = chunk
-        job: ChunkIO | None = None
-        for queue in queues:
-            if queue.admits(entry, form.chunk_bytes):
-                if job is None:
-                    frame, views = form.frame(chunk_hash), self.views(form, entry)
-                    deadline_s = time.monotonic() + WRITE_DEADLINE_S
-                    job = ChunkIO(entry.key, frame, views, deadline_s, entry)
-                queue.enqueue(entry, job, delay_s)
 
     @property
     def backlog(self) -> int:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from lmcache_redis.cache.backing import Backing
+from lmcache_redis.cache.backing import Backing, PooledChunk
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler, rank_of
@@ -104,22 +104,29 @@ class WriteBehind:
         if len(self._distrusted) > _MOST_DISTRUSTED:
             del self._distrusted[next(iter(self._distrusted))]
 
-    def admits(self, entry: Entry, nbytes: int) -> bool:
-        """Whether to enqueue a READY entry. Counts a chunk that is dropped.
+    def enqueue(self, chunk: PooledChunk, delay_s: float = 0.0) -> None:
+        """Pins a READY entry, whose write is due in ``delay_s`` seconds.
 
-        False if it is already enqueued, if the tier's index has it, or if it is dropped.
+        Does nothing if it is already enqueued or the tier's index has it. May drop and count it.
         """
+        form, chunk_hash, entry = chunk
         if entry in self._writes:
-            return False
+            return
         if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
-            return False
-        return self._has_room(nbytes, entry)
+            return
+        if self._has_room(form.chunk_bytes, entry):
+            now_s, memory = time.monotonic(), self._pool.memory
+            views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
+            deadline_s = now_s + WRITE_DEADLINE_S
+            job = ChunkIO(entry.key, form.frame(chunk_hash), views, deadline_s, entry)
+            write = self._add(PendingWrite(entry, job, now_s + delay_s))
+            self.schedule.add(write)
+            self._timer.fire_by(write.due_s)
 
-    def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
-        """Pins an admitted entry; its job is due in ``delay_s`` seconds."""
-        write = self._add(PendingWrite(entry, job, time.monotonic() + delay_s))
-        self.schedule.add(write)
-        self._timer.fire_by(write.due_s)
+    def lacked(self, chunk: PooledChunk) -> None:
+        """The tier does not have a READY chunk."""
+        self._pool.seen(self._index, (chunk[-1].key,), there=False)
+        self.enqueue(chunk)
 
     def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
         """Writes a READY entry without delay, in place of what the tier has under its key.
