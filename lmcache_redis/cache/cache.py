@@ -1,7 +1,6 @@
 """A cache of chunks: the host pool, the loads in flight, the tiers and their write-behind queues.
 
 Everything here runs on the owner's thread; a tier's threads only access the slots of their jobs.
-`lookup.PrefixLookup` finds and loads chunks by prefix.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import partial
 
 from lmcache_redis.cache.backing import Backing, PooledChunk, Refresher
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
-from lmcache_redis.cache.pool import Entry, Filled, HostPool, PoolMemory
+from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
@@ -41,8 +40,7 @@ _DOUBTFUL = (
 class Load(ChunkIO):
     """A chunk that is being read into an entry.
 
-    level: the number of the tier it is read from. begun_s: when that read began
-    (`time.monotonic()`). outcome: of the last read that has failed.
+    level: the number of the tier. begun_s: when that read began. outcome: of the last that failed.
     """
 
     entry: Entry
@@ -92,8 +90,8 @@ class Cache:
     def close(self, deadline_s: float) -> bool:
         """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
 
-        The outcomes of their jobs are posted; the owner runs these actions before it stops. Returns
-        False if a tier still uses slots: the memory must then stay mapped.
+        The owner runs what they post before it stops. Returns False if a tier still uses slots: the
+        memory must then stay mapped.
         """
         self._is_closed = True
         end_s = time.monotonic() + deadline_s
@@ -118,16 +116,13 @@ class Cache:
         return self.pool.memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
 
     def publish(self, entry: Entry) -> bool:
-        """A reserved entry is filled: makes it READY, so that lookups find it.
-
-        Does not write it behind. Returns False if the entry was discarded meanwhile.
-        """
-        return self.pool.end(entry, Filled.READY)
+        """A reserved entry is filled, and found from now on. False: it was discarded meanwhile."""
+        return self.pool.end(entry, is_filled=True)
 
     def abandon(self, entry: Entry) -> None:
         """The entry will not be filled: it leaves the pool. Does nothing after `publish`."""
         if entry.watchers is not None:
-            self.pool.end(entry, Filled.FAILED)
+            self.pool.end(entry, is_filled=False)
 
     # --------------------------------------------------------------- writes
 
@@ -186,10 +181,9 @@ class Cache:
     def prepare_load(
         self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
     ) -> Load | None:
-        """A job that reads the chunk from a tier into a new entry; None if there is no room.
+        """A job that reads a chunk into a new entry; None if there is no room. See `begin_loads`.
 
-        `begin_loads` begins it. Watchers of the entry learn how it ends; if the last of them stops
-        watching, the load is cancelled.
+        Watchers of the entry learn how it ends; without any, it is cancelled.
         """
         entry = self.pool.reserve(key, self.units(form))
         if entry is None:
@@ -215,7 +209,7 @@ class Cache:
             for load in loads:
                 self._measure(load, arrived=False)
                 self.pool.pin(load.entry)
-                self.pool.end(load.entry, Filled.FAILED)
+                self.pool.end(load.entry, is_filled=False)
             raise
 
     def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
@@ -226,7 +220,7 @@ class Cache:
         load = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
         if load is not None:
             self.metrics.count("probes")
-            self.pool.watch(load.entry, lambda filled: None)  # it is not abandoned
+            self.pool.watch(load.entry, lambda: None)  # it is not abandoned
             self.begin_loads((load,))
 
     def _done(self, job: ChunkIO, outcome: ReadOutcome) -> None:
@@ -252,7 +246,7 @@ class Cache:
         # What a closed tier did not load is not asked of the next one, which is closed too.
         level = None if self._is_closed else self.level_of(entry.key, load.level + 1)
         if level is None or outcome is ReadOutcome.CANCELLED:
-            self.pool.end(entry, Filled.FAILED)
+            self.pool.end(entry, is_filled=False)
         else:
             load.level = level
             self.begin_loads((load,))

@@ -42,7 +42,7 @@ from functools import partial
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pacing import Bet, Part, TransferRate, WorthLoading
 from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
-from lmcache_redis.cache.pool import Entry, Filled
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
@@ -367,10 +367,10 @@ class PrefixLookup:
         self.end.reasons.add("the host pool was full")
         self._shrink(self.bound - chunks, "miss_pool_full")
 
-    def _filled(self, part: Part, filled: Filled) -> None:
-        if filled is not Filled.READY:
+    def _filled(self, part: PartState) -> None:
+        if part.entry is None or part.entry.state is not EntryState.READY:
             self.end.reasons.add("a chunk could not be loaded")
-            self._shrink(part[0], self.parts.failure_of(part))
+            self._shrink(part.part[0], self.parts.failure_of(part))
         if self._state is _Stage.LOADING:
             self._check()
         else:

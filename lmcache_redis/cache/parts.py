@@ -10,7 +10,8 @@ from itertools import chain
 from lmcache_redis.cache.backing import PooledChunk
 from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
-from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.threads import Action
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
@@ -63,7 +64,7 @@ class PartState:
     is_later: bool = False
     level: int | None = None
     entry: Entry | None = None
-    watcher: Callable[[Filled], None] | None = None
+    watcher: Action | None = None
     load: Load | None = None
 
 
@@ -71,7 +72,7 @@ class LookupParts:
     """Pins, watches and loads the parts of one lookup. Owned by the cache's owner thread.
 
     Rows with a form are of this node. The other ones are remote: their parts are looked for, and
-    neither held nor loaded. filled: told how the filling of a held part has ended.
+    neither held nor loaded. filled: told when the filling of a held part has ended.
 
     Attributes:
         needs: what prefixes need.
@@ -82,7 +83,7 @@ class LookupParts:
     """
 
     def __init__(
-        self, cache: Cache, request: LookupRequest, filled: Callable[[Part, Filled], None]
+        self, cache: Cache, request: LookupRequest, filled: Callable[[PartState], None]
     ) -> None:
         rows = [*request.forms, *request.remote]
         reaches = [row.reach for row in rows]
@@ -193,12 +194,14 @@ class LookupParts:
             dropped += [(chunk, row) for chunk in range(max(before, length), self.length)]
             added += [(chunk, row) for chunk in range(now, min(before, length))]
         self.length = length
+        for state in self._states.values():
+            state.is_later = False  # the shorter prefix may fit into the pool
         for part in dropped:
             if (entry := self._pooled.pop(part, None)) is not None:
                 self._cache.pool.unpin(entry)
             else:
                 state = self.state(part)
-                state.is_needed = state.is_later = False
+                state.is_needed = False
                 self._release(state)
         self.hold_pooled(self._need(added))
 
@@ -240,10 +243,10 @@ class LookupParts:
                 self._cache.pool.unwatch(entry, watcher)
             self._cache.pool.unpin(entry)
 
-    def _filled(self, state: PartState, filled: Filled) -> None:
+    def _filled(self, state: PartState) -> None:
         state.watcher = None
         self.filling -= 1
-        self._on_filled(state.part, filled)
+        self._on_filled(state)
 
     def units(self) -> tuple[int, int, int]:
         """The units of memory of the parts to be loaded now, of those held, and of a chunk."""
@@ -328,9 +331,9 @@ class LookupParts:
         """Whether some part of the chunk is known to be in memory or in a tier."""
         return any(self.is_found((chunk, row)) for row in range(len(self._stems)))
 
-    def failure_of(self, part: Part) -> str:
+    def failure_of(self, state: PartState) -> str:
         """The counter of the reason why a part was not filled."""
-        load = self.state(part).load
+        load = state.load
         if load is None or load.outcome is None:
             return "miss_load"  # another request's load, or a store, of the part
         return self._cache.counters[load.level].misses.get(load.outcome, "miss_load")

@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.frame import parsed_metadata
@@ -227,11 +227,9 @@ class ObjectCache:
             if job is not None:
                 self.cache.begin_loads((job,))
 
-    def _loaded(
-        self, key: ObjectKey, entry: Entry, done: Done[Held | None], filled: Filled
-    ) -> None:
+    def _loaded(self, key: ObjectKey, entry: Entry, done: Done[Held | None]) -> None:
         # If it is not READY, it may have been replaced by an entry that is.
-        held = self._held(entry) if filled is Filled.READY else self.hold(key)
+        held = self._held(entry) if entry.state is EntryState.READY else self.hold(key)
         self._pool.unpin(entry)
         done(held)
 
