@@ -188,7 +188,7 @@ class PrefixLookup:
             if rest:
                 self._ends_at(rest[0].part[0], self._miss(result.outcome))
             self._check()
-        elif found and self._worth is not None and not self.parts.is_remote(found[0].part):
+        elif found and self._worth is not None and found[0].form is not None:
             # It took too long for this lookup: the next one knows better.
             self.parts.probe(found[0], self.parts.last_level)
 

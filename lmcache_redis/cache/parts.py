@@ -50,6 +50,7 @@ class PartState:
     """A part of a lookup that the host pool did not have at once.
 
     Attributes:
+        form: None: the part is remote.
         is_needed: by the prefix. Such a part is held or missing.
         is_later: it is missing, and loaded when the engine retrieves it.
         level: a tier that has it.
@@ -60,6 +61,7 @@ class PartState:
 
     part: Part
     key: bytes
+    form: ChunkForm | None
     is_needed: bool = False
     is_later: bool = False
     level: int | None = None
@@ -104,17 +106,14 @@ class LookupParts:
     def last_level(self) -> int:
         return len(self._cache.tiers) - 1
 
-    def is_remote(self, part: Part) -> bool:
-        """Whether another node loads the part."""
-        return part[1] >= len(self._request.forms)
-
     def state(self, part: Part) -> PartState:
         """The state of a part that is not among those held at once."""
         state = self._states.get(part)
         if state is None:
             chunk, row = part
-            key = self._stems[row] + self._request.hashes[chunk]
-            state = self._states[part] = PartState(part, key)
+            key, forms = self._stems[row] + self._request.hashes[chunk], self._request.forms
+            form = forms[row] if row < len(forms) else None
+            state = self._states[part] = PartState(part, key, form)
         return state
 
     def missing(self) -> list[PartState]:
@@ -179,7 +178,7 @@ class LookupParts:
     def hold_pooled(self, missing: Iterable[PartState]) -> None:
         """Holds those of the missing parts that the pool has."""
         for state in missing:
-            if not self.is_remote(state.part) and (entry := self._cache.pool.hold(state.key)):
+            if state.form is not None and (entry := self._cache.pool.hold(state.key)):
                 state.is_later = False
                 self._held(state, entry)
 
@@ -250,23 +249,21 @@ class LookupParts:
 
     def units(self) -> tuple[int, int, int]:
         """The units of memory of the parts to be loaded now, of those held, and of a chunk."""
-        row_units = [self._cache.units(form) for form in self._request.forms]
-        states = self._states.values()
+        units, states = self._cache.units, self._states.values()
         missing = sum(
-            row_units[state.part[1]]
+            units(state.form)
             for state in states
-            if state.is_needed and not state.is_later and state.entry is None
-            if not self.is_remote(state.part)
+            if state.form and state.is_needed and not state.is_later and state.entry is None
         )
         held = chain(self._pooled.values(), (s.entry for s in states if s.entry is not None))
-        return missing, sum(entry.units for entry in held), sum(row_units)
+        return missing, sum(each.units for each in held), sum(map(units, self._request.forms))
 
     def defer(self, units: int) -> None:
         """Loads the last of the missing parts later, so that the others take fewer units now."""
         for state in reversed(self.missing()):
-            if units > 0 and not state.is_later and not self.is_remote(state.part):
+            if units > 0 and not state.is_later and state.form is not None:
                 state.is_later = True
-                units -= self._cache.units(self._request.forms[state.part[1]])
+                units -= self._cache.units(state.form)
 
     def is_ready(self, part: Part) -> bool:
         """Whether the part is READY in the pool; of a remote one, whether it was found."""
@@ -275,7 +272,7 @@ class LookupParts:
         state = self.state(part)
         if state.entry is not None:
             return state.watcher is None
-        if self.is_remote(part):
+        if state.form is None:
             return state.level is not None
         entry = self._cache.pool.peek(state.key)
         return entry is not None and entry.state is EntryState.READY
@@ -288,7 +285,7 @@ class LookupParts:
         here: list[PartState] = []
         rest: list[PartState] = []
         for state in wanted:
-            is_here = lookup(state.key) and (is_last or not self.is_remote(state.part))
+            is_here = lookup(state.key) and (is_last or state.form is not None)
             (here if is_here else rest).append(state)
         self.found(here, level)
         return rest
@@ -317,7 +314,7 @@ class LookupParts:
         state = self.state(part)
         if state.entry is not None or state.level is not None:
             return True
-        if self.is_remote(part):
+        if state.form is None:
             return False
         if state.key in self._cache.pool:
             return True
@@ -354,7 +351,7 @@ class LookupParts:
                 if state.entry is None
                 else state.watcher is not None and state.entry.cancel is not None
             )
-            and not self.is_remote(state.part)
+            and state.form is not None
         ]
         return sorted(found, key=lambda state: state.part)
 
@@ -366,7 +363,8 @@ class LookupParts:
         """The bytes to be loaded or being filled, by the number of the tier."""
         left = [0] * len(self._cache.tiers)
         for state in self.awaited():
-            left[self.level_of(state)] += self._request.forms[state.part[1]].chunk_bytes
+            assert state.form is not None
+            left[self.level_of(state)] += state.form.chunk_bytes
         return left
 
     def load_times(
@@ -413,36 +411,34 @@ class LookupParts:
     def begin_some(self) -> bool:
         """Begins to load some of what is to be loaded; returns False if there is no room."""
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
-        jobs: list[Load] = []
-        stripes = jobs_level = 0
+        batch: list[Load] = []
         try:
             for state in some:
                 level = self.level_of(state)
-                if stripes >= _BATCH_STRIPES or level != jobs_level:
-                    batch, jobs = jobs, []
-                    self._cache.begin_loads(batch)
-                    stripes, jobs_level = 0, level
-                job = self._prepare(state, level)
-                if job is not None:
-                    jobs.append(job)
-                    stripes += job.frame.stripe_count
-                elif state.entry is None:
+                # Parts of one lookup have about as many stripes as each other.
+                if batch and (
+                    len(batch) * batch[-1].frame.stripe_count >= _BATCH_STRIPES
+                    or batch[0].level != level
+                ):
+                    begun, batch = batch, []
+                    self._cache.begin_loads(begun)
+                if not self._prepare(state, level, batch):
                     return False
             return True
         finally:
-            self._cache.begin_loads(jobs)
+            self._cache.begin_loads(batch)
 
-    def _prepare(self, state: PartState, level: int) -> Load | None:
-        """Holds a part and returns its load; None if another lookup loads it, or without room."""
+    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> bool:
+        """Holds a part, and adds its load to the batch if nobody loads it; False: no room."""
         request, (chunk, row), pool = self._request, state.part, self._cache.pool
-        entry, job = pool.hold(state.key), None
+        entry = pool.hold(state.key)
         if entry is None:
             form, chunk_hash = request.forms[row], request.hashes[chunk]
-            job = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
-            if job is None:
-                return None
-            state.load, self.has_loads = job, True
-            entry = job.entry
+            load = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
+            if load is None:
+                return False
+            batch.append(load)
+            state.load, self.has_loads, entry = load, True, load.entry
             pool.hold(state.key)
         self._held(state, entry)
-        return job
+        return True
