@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
 
-from lmcache_redis.chunks.dtypes import ENCODED_FORMATS, NAME_OF_CODE, MemoryFormat
+from lmcache_redis.chunks.metadata import ENCODED_FORMATS, NAME_OF_CODE, MemoryFormat
 from lmcache_redis.errors import FormatError, check_int, checked_shape
 
 MAX_KEY_LENGTH = 150

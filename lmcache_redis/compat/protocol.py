@@ -17,8 +17,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from lmcache_redis.chunks import metadata as protocol
-from lmcache_redis.chunks.dtypes import NAME_OF_CODE, dtype_name, torch_dtype
-from lmcache_redis.chunks.metadata import MAX_GROUPS, MemoryFormat
+from lmcache_redis.chunks.metadata import (
+    MAX_GROUPS,
+    NAME_OF_CODE,
+    MemoryFormat,
+    dtype_name,
+    torch_dtype,
+)
 from lmcache_redis.compat import lm_wire
 from lmcache_redis.compat.cache_engine_key import (
     CacheEngineKey,

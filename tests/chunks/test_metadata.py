@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.chunks.dtypes import DTYPE_NAMES, itemsize
 from lmcache_redis.chunks.metadata import (
+    DTYPE_NAMES,
     MAX_METADATA_BYTES,
     MemoryFormat,
     RemoteMetadata,
+    itemsize,
 )
 from lmcache_redis.errors import FormatError
 

@@ -39,9 +39,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from lmcache_redis.chunks.dtypes import torch_dtype
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata, torch_dtype
 from lmcache_redis.compat.backends.interface import LMCBackendInterface
 from lmcache_redis.errors import FormatError
 

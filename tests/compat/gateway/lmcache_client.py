@@ -88,7 +88,7 @@ async def talk(lmcache: SimpleNamespace, port: int) -> int:
 
 def same_messages(lmcache: SimpleNamespace) -> int:
     """Both packages write the same bytes for the same messages, and read each other's."""
-    from lmcache_redis.chunks.dtypes import dtype_name
+    from lmcache_redis.chunks.metadata import dtype_name
     from lmcache_redis.compat import lm_wire as ours
     from lmcache_redis.compat import protocol as compat
 
