@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lmcache_redis.cache.backing import REDIS_COUNTERS
+from lmcache_redis.cache.backing import DOUBTFUL, REDIS_COUNTERS
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
@@ -54,16 +54,6 @@ Answer = Callable[[list[bool]], None]
 
 _DIGEST_BYTES = 32
 _MOST_DISTRUSTED = 65_536
-# A chunk read with one of these is there, and is not what its key says.
-_BAD = frozenset(
-    {
-        ReadOutcome.TORN,
-        ReadOutcome.INCOMPLETE,
-        ReadOutcome.CORRUPT,
-        ReadOutcome.FOREIGN,
-        ReadOutcome.NOT_OPENED,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +271,7 @@ class RegionStore:
             self.metrics.count(REDIS_COUNTERS.loaded_bytes, job.frame.chunk_bytes)
             return True
         self.metrics.count(REDIS_COUNTERS.misses[how])
-        if how in _BAD:
+        if how in DOUBTFUL:
             with self._lock:
                 while len(self._distrusted) >= _MOST_DISTRUSTED:
                     del self._distrusted[next(iter(self._distrusted))]

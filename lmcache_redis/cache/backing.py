@@ -28,6 +28,17 @@ _MOST_WAITING = 16384
 _MOST_LOSSES = 6
 _MOST_COUNTED = 65536
 
+# Reads that found something else than the chunk, which a tier may take for it.
+DOUBTFUL = frozenset(
+    {
+        ReadOutcome.INCOMPLETE,
+        ReadOutcome.TORN,
+        ReadOutcome.CORRUPT,
+        ReadOutcome.FOREIGN,
+        ReadOutcome.NOT_OPENED,
+    }
+)
+
 # A chunk in the host pool, with what it takes to write it: its form, its hash, its entry.
 PooledChunk = tuple[ChunkForm, bytes, Entry]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_redis.cache.backing import Backing, PooledChunk, Refresher
+from lmcache_redis.cache.backing import DOUBTFUL, Backing, PooledChunk, Refresher
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner
@@ -26,14 +26,6 @@ logger = logging.getLogger(__name__)
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 _PROBE_DEADLINE_S = 30.0
-# Reads that found something else than the chunk, which a tier may take for it.
-_DOUBTFUL = (
-    ReadOutcome.INCOMPLETE,
-    ReadOutcome.TORN,
-    ReadOutcome.CORRUPT,
-    ReadOutcome.FOREIGN,
-    ReadOutcome.NOT_OPENED,
-)
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -263,9 +255,9 @@ class Cache:
         counter = self.counters[level].misses.get(outcome)
         if counter is not None:
             self.metrics.count(counter)
-        if outcome in _DOUBTFUL:
+        if outcome in DOUBTFUL:
             self.queues[level].distrust(key)
-        if outcome in _DOUBTFUL or outcome is ReadOutcome.MISSING:
+        if outcome in DOUBTFUL or outcome is ReadOutcome.MISSING:
             self.pool.seen(level, (key,), there=False)
         logger.debug(
             "chunk %s was not loaded from %s: %s",

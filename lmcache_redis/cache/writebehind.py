@@ -1,20 +1,14 @@
 """Write-behind: chunks of the host pool are written to a tier in the background.
 
-Each tier has one queue, bounded in bytes. A chunk that does not fit, or that the tier does not
-store, stays in the host pool and is counted; the next store of the chunk enqueues it again.
+Each tier has one queue, bounded in bytes and by what the tier can write before the deadlines of
+what is queued. A full queue drops what would be written last. What is dropped, or not stored, stays
+in the host pool and is counted; the next store of the chunk enqueues it again. A chunk is pinned
+from when it is enqueued until the tier is done.
 
-    waiting   until its delay has passed
-    ready     until it is its turn (`schedule`). Then the tier is asked whether it has the chunk;
-              if so, it is not written again
-    writing   the tier is asked, or writes. If it did not answer, the outcome of the write says why
-
-A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
-The queue holds no more than the tier can write before the deadlines of what is queued. A full queue
-drops what would be written last.
-
-What is believed of a tier may be wrong: it evicts, expires and loses chunks, and what it has may be
-damaged. So it is asked before each write, and a chunk whose read found doubtful bytes is
-*distrusted*: its next write is made without asking.
+When it is a chunk's turn (`schedule`), the tier is asked whether it has the chunk, since it evicts,
+expires and loses chunks; if so, it is not written again. If the tier does not answer, the outcome
+of the write says why. A chunk whose read found doubtful bytes is *distrusted*: its next write is
+made without asking.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls. A write whose
@@ -205,7 +199,10 @@ class WriteBehind:
             if is_discarded or result.outcome is CallOutcome.CANCELLED:
                 self._end(write, WriteOutcome.CANCELLED)
             elif present:
-                self._skip(write)
+                self._pool.seen(self._index, (write.entry.key,))
+                self._release(write)
+                if self._backing.counters.is_remote:
+                    self._metrics.count("skipped_chunks")
             else:
                 if result.present:
                     self._pool.seen(self._index, (write.job.key,), there=False)
@@ -296,13 +293,6 @@ class WriteBehind:
             self.schedule.rate.ended(write.nbytes, time.monotonic(), arrived=is_stored)
             self._begin_next(job.key)
         self._end(write, outcome)
-
-    def _skip(self, write: PendingWrite) -> None:
-        """The tier has the chunk."""
-        self._pool.seen(self._index, (write.entry.key,))
-        self._release(write)
-        if self._backing.counters.is_remote:
-            self._metrics.count("skipped_chunks")
 
     def _drop(self, write: PendingWrite) -> None:
         """The queue is too long for a write that has not begun."""

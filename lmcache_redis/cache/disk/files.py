@@ -140,7 +140,11 @@ class ChunkFiles:
         folder_name, name = os.path.split(self.path(key, sequence))
         temporary = name + TEMPORARY_SUFFIX
         page = pack_page(key, frame, payload_checksum(views))
-        self._make(folder_name)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder_name, 0o700)
+            if self._sync == "directory":
+                with _opened(self.directory) as directory:
+                    os.fsync(directory)
         with _opened(folder_name) as folder:
             fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
             try:
@@ -161,14 +165,6 @@ class ChunkFiles:
     def remove(self, key: bytes, sequence: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             remove_file(self.path(key, sequence))
-
-    def _make(self, folder: str) -> None:
-        """Create a folder of the fan-out if it does not exist."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-            if self._sync == "directory":
-                with _opened(self.directory) as directory:
-                    os.fsync(directory)
 
 
 def open_file(path: str) -> int:

@@ -1,21 +1,18 @@
 """The disk tier's index and files, kept consistent. Calls block; `tier` has the threads.
 
 Files are written, read and removed outside the lock. This is safe because no name is used twice: a
-file that is not in the index yet, or has left it, is used by one call only.
+file that is not in the index yet, or has left it, is used by one call only. A read uses an open
+file, so it is complete even if the chunk is evicted or replaced meanwhile.
 
 The limit counts files in blocks of 4 KiB, including the first page of each, and holds at all times:
 space is reserved before a file is written, and released when a file is unlinked. The least recently
 used file is evicted first. If concurrent writes leave no space for one of them, it is not stored.
-(A file that is evicted while it is being read uses disk space until the read ends.)
 
-A file's mtime is the time of its last write or read. Reads set it at most once in ten seconds, so
-the order after a restart is exact to ten seconds.
+A file's mtime is the time of its last use, exact to ten seconds.
 
-A read uses an open file, so it is complete even if the chunk is evicted or replaced meanwhile. A
-file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
-is full or fails, or the directory was removed or is not writable, writes are not stored, reads are
-misses, and each kind of error is logged once a minute. A full disk causes no eviction; only the
-limit does.
+A file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
+is full or fails, writes are not stored, reads are misses, and each kind of error is logged once a
+minute. A full disk causes no eviction; only the limit does.
 """
 
 from __future__ import annotations

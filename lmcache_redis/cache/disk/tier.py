@@ -7,9 +7,7 @@ the disk does: a read is then dropped, and a write does not become visible.
 
 A call that exceeds its patience takes the tier down: nothing is found, and every job is answered
 UNAVAILABLE. The tier comes back when all calls have returned. Clears requested meanwhile are
-carried out before anything is found again.
-
-A directory belongs to one tier at a time. A tier that is closed while a call hangs keeps its
+carried out before anything is found again. A tier that is closed while a call hangs keeps its
 directory locked, because the call may still change it.
 """
 
@@ -83,16 +81,13 @@ class _Pending(NamedTuple):
 
 
 class DiskTier:
-    """Chunks in files of a directory, created if needed, that no other tier uses.
+    """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
-    Thread-safe. Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
-
-    Opening reads one page of every file: in the constructor, or if `in_background` on a thread. The
-    tier is then down until that has ended.
+    Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
 
     limit_bytes: see `store`. sync: see `files`. read_patience_s: how long a read may be in flight;
-    write_patience_s: the same for a write or a removal. read_threads, write_threads: how many.
-    write_nice: see `nice(2)`.
+    write_patience_s: the same for a write or a removal. write_nice: see `nice(2)`. in_background:
+    the files that are there are read on a thread, and the tier is down until that has ended.
 
     Raises ConfigError if a value is invalid, or if the directory cannot be used or is in use by
     another tier, of this process or another.
@@ -145,7 +140,6 @@ class DiskTier:
 
     @property
     def state(self) -> PlaneState:
-        """See the contract. Down while a call hangs."""
         reason = self._detector.reason
         return PlaneState(not reason, True, reason, self._detector.since_s)
 
@@ -164,7 +158,7 @@ class DiskTier:
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
     ) -> None:
-        """See the contract. No I/O: after a restart the use is forgotten."""
+        """See the contract. After a restart the use is forgotten."""
         for key, _ in chunks:
             self.store.keep(key)
         self.exists([key for key, _ in chunks], deadline, done)
@@ -191,7 +185,6 @@ class DiskTier:
             self._begin(self._writes, io, io.deadline, store, answer, WriteOutcome.__getitem__)
 
     def cancel(self, job: ChunkIO) -> None:
-        """See the contract."""
         self._end(job, "CANCELLED")
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
