@@ -35,19 +35,18 @@ _BATCH_WINDOW_S = 0.005
 Rank = tuple[bool, int]
 
 
-@dataclass(slots=True, eq=False)
-class PendingWrite:
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class PendingWrite(ChunkIO):
     """A chunk that is to be written, from `due_s` on. done: told the outcome."""
 
     entry: Entry
-    job: ChunkIO
     due_s: float = 0.0
     done: Callable[[WriteOutcome], None] | None = None
     rank: Rank = (False, 0)
 
     @property
     def nbytes(self) -> int:
-        return self.job.frame.chunk_bytes
+        return self.frame.chunk_bytes
 
 
 def rank_of(entry: Entry) -> Rank:
@@ -112,7 +111,7 @@ class WriteScheduler:
     def expired(self, now_s: float) -> list[PendingWrite]:
         """Takes out the writes whose deadline has passed."""
         expired = []
-        while self._oldest and (write := next(iter(self._oldest))).job.deadline <= now_s:
+        while self._oldest and (write := next(iter(self._oldest))).deadline <= now_s:
             self.remove(write)
             expired.append(write)
         return expired
@@ -147,7 +146,7 @@ class WriteScheduler:
         """When to call `expired` and `begin` again, if nothing ends before."""
         times = self._due[:1]
         if self._oldest:
-            times.append(next(iter(self._oldest)).job.deadline)
+            times.append(next(iter(self._oldest)).deadline)
             if (until_s := self._waits_until(now_s)) > now_s:
                 times.append(until_s)
         return min(times, default=math.inf)

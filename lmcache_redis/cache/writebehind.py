@@ -103,17 +103,14 @@ class WriteBehind:
 
         Does nothing if it is already enqueued or the tier's index has it. May drop and count it.
         """
-        form, chunk_hash, entry = chunk
+        entry = chunk[-1]
         if entry in self._writes:
             return
         if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
             return
-        if self._has_room(form.chunk_bytes, entry):
-            now_s, memory = time.monotonic(), self._pool.memory
-            views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
-            deadline_s = now_s + WRITE_DEADLINE_S
-            job = ChunkIO(entry.key, form.frame(chunk_hash), views, deadline_s, entry)
-            write = self._add(PendingWrite(entry, job, now_s + delay_s))
+        if self._has_room(chunk[0].chunk_bytes, entry):
+            write = self._add(chunk, WRITE_DEADLINE_S)
+            write.due_s = time.monotonic() + delay_s
             self.schedule.add(write)
             self._timer.fire_by(write.due_s)
 
@@ -122,14 +119,18 @@ class WriteBehind:
         self._pool.seen(self._index, (chunk[-1].key,), there=False)
         self.enqueue(chunk)
 
-    def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
+    def write(
+        self, chunk: PooledChunk, timeout_s: float, done: Callable[[WriteOutcome], None]
+    ) -> None:
         """Writes a READY entry without delay, in place of what the tier has under its key.
 
         done: called once, while the entry is still pinned. UNAVAILABLE also if the write is
         dropped.
         """
-        if self._has_room(job.frame.chunk_bytes):
-            self._write([self._add(PendingWrite(entry, job, done=done))])
+        if self._has_room(chunk[0].chunk_bytes):
+            write = self._add(chunk, timeout_s)
+            write.done = done
+            self._write([write])
         else:
             done(WriteOutcome.UNAVAILABLE)
 
@@ -137,7 +138,7 @@ class WriteBehind:
         """Removes a chunk from the tier after earlier writes of it; cancels one in flight."""
         first = self._changes.get(key, [None])[0]
         if isinstance(first, PendingWrite):
-            self._backing.tier.cancel(first.job)
+            self._backing.tier.cancel(first)
         removal = _Removal(deadline_s, done)
         if self._is_first(key, removal):
             self._begin_removal(key, removal)
@@ -153,7 +154,7 @@ class WriteBehind:
             if self.schedule.remove(write):
                 self._end(write, WriteOutcome.CANCELLED)
             else:
-                self._backing.tier.cancel(write.job)
+                self._backing.tier.cancel(write)
 
     def wanted(self, entry: Entry) -> None:
         """A lookup has asked for the chunk: it is written before others."""
@@ -173,8 +174,8 @@ class WriteBehind:
         writes = self.schedule.begin(now_s)
         self._timer.fire_at(self.schedule.next_s(now_s))
         self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
-        self._ask([each for each in writes if each.job.key not in self._distrusted])
-        self._write([each for each in writes if each.job.key in self._distrusted])
+        self._ask([each for each in writes if each.key not in self._distrusted])
+        self._write([each for each in writes if each.key in self._distrusted])
 
     def _ask(self, writes: Sequence[PendingWrite]) -> None:
         """Asks the tier which of the chunks it has; writes the others."""
@@ -182,12 +183,12 @@ class WriteBehind:
             return
         tier = self._backing.tier
         with self._ended_on_error(writes):
-            if tier.lookup(writes[0].job.key) is not None:
-                present = [bool(tier.lookup(each.job.key)) for each in writes]
+            if tier.lookup(writes[0].key) is not None:
+                present = [bool(tier.lookup(each.key)) for each in writes]
                 self._asked(writes, ExistsResult(CallOutcome.DONE, present))
                 return
             tier.refresh(
-                [(each.job.key, each.job.frame.stripe_count) for each in writes],
+                [(each.key, each.frame.stripe_count) for each in writes],
                 time.monotonic() + self._backing.ask_timeout_s,
                 lambda result: self._owner.post(partial(self._asked, writes, result)),
             )
@@ -205,13 +206,13 @@ class WriteBehind:
                     self._metrics.count("skipped_chunks")
             else:
                 if result.present:
-                    self._pool.seen(self._index, (write.job.key,), there=False)
+                    self._pool.seen(self._index, (write.key,), there=False)
                 lacking.append(write)
         self._write(lacking)
 
     def _write(self, writes: Sequence[PendingWrite]) -> None:
         """Begins the writes whose keys have no other change now, and the others after it."""
-        now = [each for each in writes if self._is_first(each.job.key, each)]
+        now = [each for each in writes if self._is_first(each.key, each)]
         if now:
             self._begin_writes(now)
 
@@ -220,7 +221,7 @@ class WriteBehind:
         for each in writes:
             self.schedule.rate.begun(each.nbytes, now_s)
         with self._ended_on_error(writes):
-            self._backing.tier.store_all([each.job for each in writes], self._done)
+            self._backing.tier.store_all(writes, self._done)
 
     def _begin_removal(self, key: bytes, removal: _Removal) -> None:
         tier, end = self._backing.tier, partial(self._removed, key, removal)
@@ -276,22 +277,21 @@ class WriteBehind:
         except Exception:
             for each in writes:
                 if self._writes.get(each.entry) is each:
-                    self._written(each.job, WriteOutcome.UNAVAILABLE)
+                    self._written(each, WriteOutcome.UNAVAILABLE)
             raise
 
     def _done(self, job: ChunkIO, outcome: WriteOutcome) -> None:
         """On a thread of the tier."""
+        assert isinstance(job, PendingWrite)
         self._owner.post(partial(self._written, job, outcome))
 
-    def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
-        assert isinstance(job.tag, Entry)
-        write = self._writes.get(job.tag)
-        if write is None or write.job is not job:
+    def _written(self, write: PendingWrite, outcome: WriteOutcome) -> None:
+        if self._writes.get(write.entry) is not write:
             return  # it was ended by a bug of ours
-        if self._changes.get(job.key, [None])[0] is write:
+        if self._changes.get(write.key, [None])[0] is write:
             is_stored = outcome is WriteOutcome.STORED
             self.schedule.rate.ended(write.nbytes, time.monotonic(), arrived=is_stored)
-            self._begin_next(job.key)
+            self._begin_next(write.key)
         self._end(write, outcome)
 
     def _drop(self, write: PendingWrite) -> None:
@@ -349,9 +349,13 @@ class WriteBehind:
             self._drop(write)
         return True
 
-    def _add(self, write: PendingWrite) -> PendingWrite:
-        self._pool.pin(write.entry)
-        self._writes[write.entry] = write
+    def _add(self, chunk: PooledChunk, timeout_s: float) -> PendingWrite:
+        form, chunk_hash, entry = chunk
+        memory, frame = self._pool.memory, form.frame(chunk_hash)
+        views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
+        write = PendingWrite(entry.key, frame, views, time.monotonic() + timeout_s, entry=entry)
+        self._pool.pin(entry)
+        self._writes[entry] = write
         self.queued_bytes += write.nbytes
         return write
 

@@ -35,7 +35,6 @@ from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     CallOutcome,
-    ChunkIO,
     Done,
     ExistsResult,
     FramesResult,
@@ -269,18 +268,17 @@ class ObjectCache:
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
         entry.tag, entry.refreshed_s = form, time.monotonic()
-        frame, views = form.frame(key.chunk_hash), self.cache.views(form, entry)
-        job = ChunkIO(chunk_key, frame, views, entry.refreshed_s + self._write_s, entry)
         queues = self.cache.queues
         try:
             add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
             for queue in queues:
-                queue.write(entry, job, partial(self._written, queue, job, entry, add))
+                written_to = partial(self._written, queue, entry, add)
+                queue.write((form, key.chunk_hash, entry), self._write_s, written_to)
         finally:
             self._pool.unpin(entry)
 
     def _written(
-        self, queue: WriteBehind, job: ChunkIO, entry: Entry, add: Done[bool], outcome: WriteOutcome
+        self, queue: WriteBehind, entry: Entry, add: Done[bool], outcome: WriteOutcome
     ) -> None:
         # A DISCARDED entry was replaced or removed since: the next change of the key decides.
         if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
@@ -288,7 +286,7 @@ class ObjectCache:
         elif self._is_closed:
             add(False)
         else:
-            queue.remove(job.key, time.monotonic() + self._write_s, lambda removed: add(False))
+            queue.remove(entry.key, time.monotonic() + self._write_s, lambda removed: add(False))
 
     def abandon(self, held: Held) -> None:
         """Frees reserved memory that will not be published."""

@@ -12,7 +12,6 @@ from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.schedule import GIVE_WAY_S, PendingWrite, WriteScheduler
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
-from lmcache_redis.tiers import ChunkIO
 
 FORM = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 0, opaque_pages(100), 100)
 NOW = 1000.0
@@ -23,7 +22,7 @@ def write_of(number: int, *, wanted: bool = False, deadline: float = math.inf) -
     chunk_hash = bytes([number]) * 32
     key = FORM.key(chunk_hash)
     entry = Entry(key, (number,), 1, wanted=wanted, position=number)
-    return PendingWrite(entry, ChunkIO(key, FORM.frame(chunk_hash), (), deadline, entry))
+    return PendingWrite(key, FORM.frame(chunk_hash), (), deadline, entry=entry)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.tiers import (
     CallOutcome,
-    ChunkIO,
     ExistsResult,
     ReadOutcome,
     RemoveResult,
@@ -70,7 +69,7 @@ class Queue(World):
         self.loop.run_posted()
 
     def written(self) -> list[Entry]:
-        return [job.tag for job in self.tier.written]
+        return [job.entry for job in self.tier.written]
 
 
 @pytest.fixture
@@ -371,7 +370,7 @@ def test_what_an_index_has_is_written_if_it_is_doubtful() -> None:
         world.cache.write_behind(FORM, name, entry)
     world.loop.run_due()
     (job,) = disk.written
-    assert job.tag is entries[0]
+    assert job.entry is entries[0]
     disk.write_done(job, WriteOutcome.STORED)
     world.loop.run_posted()
     world.close()
@@ -511,9 +510,7 @@ def test_a_waiting_write_is_skipped_if_discarded(
     ends: list[WriteOutcome] = []
     for _ in range(3):
         entry = queue.entries[0]
-        views = queue.cache.views(FORM, entry)
-        job = ChunkIO(entry.key, FORM.frame(HASHES[0]), views, math.inf, entry)
-        queue.writes.write(entry, job, ends.append)
+        queue.writes.write((FORM, HASHES[0], entry), math.inf, ends.append)
         queue.cache.pool.discard(entry)
         queue.entries[0] = queue.hold(HASHES[0])
     assert len(queue.tier.written) == 1
