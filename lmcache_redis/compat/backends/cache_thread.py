@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from lmcache_redis.cache import Backing, Cache, OwnerLoop
-from lmcache_redis.cache.threads import Action
+from lmcache_redis.cache.backing import Backing
+from lmcache_redis.cache.cache import Cache
+from lmcache_redis.cache.threads import Action, OwnerLoop
 from lmcache_redis.chunks.metadata import MAX_SIZE
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.heap import HeapMemory

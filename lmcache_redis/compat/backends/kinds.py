@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.disk.files import Sync
 from lmcache_redis.cache.disk.format import disk_bytes
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier

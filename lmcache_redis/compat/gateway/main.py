@@ -11,7 +11,8 @@ import threading
 import time
 
 from lmcache_redis import __version__
-from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.gateway.config import GatewayConfig
