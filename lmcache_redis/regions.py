@@ -58,7 +58,7 @@ _MOST_DISTRUSTED = 65_536
 
 @dataclass(frozen=True, slots=True)
 class DoorSettings:
-    """What users may set in a door's configuration, with its defaults; see docs/guides/doors.md.
+    """What users may set in a door's configuration; see docs/guides/doors.md.
 
     Times are seconds: of a lookup, and of all chunks of a load or a store together. Raises
     ConfigError, which names the setting, for an impossible value.
@@ -144,11 +144,11 @@ def form_of(
     settings: DoorSettings,
     views: int = 1,
 ) -> ChunkForm:
-    """The form of chunks of one identity, shape and dtype: their namespace and their stripes.
+    """The form of chunks of one identity, shape and dtype, in a namespace of their own.
 
     identity: pairs of text for everything that decides the bytes and is not in the host's keys.
-    Other pairs, sizes, shapes or dtypes are another namespace, so such chunks are misses. views: in
-    how many pieces the host has a chunk. Raises FormatError for a chunk that cannot be encoded.
+    views: in how many pieces the host has a chunk. Raises FormatError for a chunk that cannot be
+    encoded.
     """
     described = [sorted(identity.items()), metadata.serialize().hex(), views]
     text = json.dumps(described, separators=(",", ":"))
@@ -163,8 +163,7 @@ def form_of(
 class RegionStore:
     """Stores and loads chunks of any form in Redis. Thread-safe; no call waits.
 
-    Connects in the background: while Redis cannot be reached, lookups and loads are misses, and
-    stores are dropped. Raises ConfigError for impossible settings.
+    Connects in the background. Raises ConfigError for impossible settings.
     """
 
     def __init__(self, settings: DoorSettings) -> None:

@@ -2,14 +2,13 @@
 
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
-    settle   how much of the prefix is worth loading (`pacing.WorthLoading`; what a tier is too slow
-             for is not even looked for), and whether the pool has room: until it has, the lookup
-             waits in a queue and pins nothing (`pacing.WaitQueue`). If the prefix is larger than
-             the pool, its end is only found: the engine's retrieve loads it in pieces
+    settle   how much of the prefix is worth loading (`pacing.WorthLoading`), and whether the pool
+             has room: until it has, the lookup waits and pins nothing (`pacing.WaitQueue`). If the
+             prefix is larger than the pool, its end is only found: the engine's retrieve loads it
     load     the parts that the prefix needs are read into slots in prefix order; a part that a
              tier fails to deliver in time is read from the next tier
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
-             the rest would take longer than computing it; what is beyond the prefix is unpinned
+             the rest would take longer than computing it
 
 A chunk has one part in each row (rank and group of layers, see `pacing`). It counts if every part
 of it does that the prefix needs. The prefix ends before chunk number ``bound``, which shrinks when
@@ -26,9 +25,8 @@ the pool while the lookup waits for room:
 Rows of workers on other nodes are remote: their nodes load the parts. Only the last tier, which all
 nodes share, is asked for them; this host pool does not count, even if it has the same parts.
 
-Results and the counters of lookups are chunks of the prefix: a miss counts the chunks by which it
-becomes shorter. A chunk of which the prefix needs no part counts as found. The counters of reads
-(``loaded_chunks``, and misses of reads that fail) are parts.
+The counters of lookups are chunks of the prefix: a miss counts those by which it becomes shorter.
+The counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 """
 
 from __future__ import annotations
@@ -78,9 +76,7 @@ class PrefixLookup:
     otherwise they are released after it.
 
     Attributes:
-        bound: the length of the prefix in chunks.
-        parts: of its chunks.
-        end: why the prefix is not longer.
+        bound: the length of the prefix in chunks. end: why it is not longer.
     """
 
     def __init__(

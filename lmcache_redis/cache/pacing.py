@@ -103,8 +103,8 @@ class TransferRate:
     def gave_up(self, now_s: float) -> None:
         """A lookup does not wait any longer for its loads, or for its answer.
 
-        Loads in flight count as if all had arrived in twice the time since the last arrival, until
-        others arrive. Without any, nothing is known any more.
+        Loads in flight count as if all had arrived in twice the time since the last arrival.
+        Without any, nothing is known any more.
         """
         self.is_slow = True
         stalled_s = self.stalled_s(now_s)
@@ -177,7 +177,7 @@ class Bet(NamedTuple):
     """What a lookup expected of a prefix of ``chunks``, in seconds until it is in the blocks.
 
     load_s: all of it is loaded; infinite if the rate of a tier is not known. compute_s: all of it
-    is computed. chosen_s: as it was decided: the first chunks are loaded, the others computed.
+    is computed. chosen_s: the first chunks are loaded, the others computed, as it was decided.
     """
 
     chunks: int
@@ -306,9 +306,8 @@ class PrefixNeeds:
     def longest(self, limit: int, has: Callable[[Part], bool]) -> int:
         """The longest prefix of at most ``limit`` chunks all of whose needed parts are there.
 
-        If a needed part is not, neither are the prefixes that end after its chunk possible: those
-        up to ``limit`` need it too, because `first` does not decrease. Asks ``has`` at most once
-        about each part.
+        If a part is not there, the longer prefixes up to ``limit`` need it too, because `first`
+        does not decrease. Asks ``has`` at most once about each part.
         """
         length = limit
         rows = range(len(self._reaches))

@@ -50,13 +50,12 @@ class PartState:
     """A part of a lookup that the host pool did not have at once.
 
     Attributes:
-        form: None: the part is remote.
+        form: None: it is remote, so it is looked for, and neither held nor loaded.
         is_needed: by the prefix. Such a part is held or missing.
         is_later: it is missing, and loaded when the engine retrieves it.
         level: a tier that has it.
         entry: it is held: the entry has a pin for it.
-        watcher: of an entry that is being filled.
-        load: by this lookup.
+        watcher: of an entry that is being filled. load: by this lookup.
     """
 
     part: Part
@@ -73,11 +72,9 @@ class PartState:
 class LookupParts:
     """Pins, watches and loads the parts of one lookup. Owned by the cache's owner thread.
 
-    Rows with a form are of this node. The other ones are remote: their parts are looked for, and
-    neither held nor loaded. filled: told when the filling of a held part has ended.
+    filled: told when the filling of a held part has ended.
 
     Attributes:
-        needs: what prefixes need.
         length: of the prefix whose parts are needed, in chunks.
         filling: the number of held parts that are being filled.
         to_load: parts whose loads are to be begun.
@@ -291,7 +288,6 @@ class LookupParts:
         return rest
 
     def found(self, here: Sequence[PartState], level: int) -> None:
-        """A tier has these parts."""
         for state in here:
             state.level = level
         self._cache.pool.seen(level, [state.key for state in here])
@@ -325,7 +321,6 @@ class LookupParts:
         return True
 
     def has_some_of(self, chunk: int) -> bool:
-        """Whether some part of the chunk is known to be in memory or in a tier."""
         return any(self.is_found((chunk, row)) for row in range(len(self._stems)))
 
     def failure_of(self, state: PartState) -> str:

@@ -221,8 +221,8 @@ class HangDetector:
 
     what: the name of the called system in log lines. on_time: called on the detector's thread with
     the time, when a call is overdue and at the times of `look_at`; returns the next such time.
-    on_return: asked after the last call has returned, repeatedly, for the next action to run before
-    calls are started again; None: no more. Called under a lock: it must not block.
+    on_return: asked, under a lock, after the last call has returned, repeatedly, for the next
+    action to run before calls are started again; None: no more.
     """
 
     def __init__(
