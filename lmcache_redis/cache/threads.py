@@ -219,24 +219,19 @@ class HangDetector:
     Once a call has been in flight for longer than its limit, `reason` says so and no call is
     started until all calls in flight have returned.
 
-    what: the name of the called system in log lines. on_time: called on the detector's thread with
-    the time, when a call is overdue and at the times of `look_at`; returns the next such time.
+    what: the name of the called system in log lines. on_hang: called on the detector's thread.
     on_return: asked, under a lock, after the last call has returned, repeatedly, for the next
     action to run before calls are started again; None: no more.
     """
 
-    def __init__(
-        self,
-        what: str,
-        on_time: Callable[[float], float],
-        on_return: Callable[[], Action | None],
-    ) -> None:
+    def __init__(self, what: str, on_hang: Action, on_return: Callable[[], Action | None]) -> None:
         self._what = what
-        self._on_time = on_time
+        self._on_hang = on_hang
         self._on_return = on_return
         self._changed = threading.Condition()
-        self._calls: dict[object, tuple[float, str]] = {}  # when each is overdue; then the reason
-        self._next_look_s = math.inf
+        self._calls: set[object] = set()  # in flight
+        self._due: dict[object, tuple[float, Action]] = {}
+        self._wake_s = math.inf  # not later than any of these
         self._closed = False
         self._hangs = False
         self.reason = ""
@@ -247,22 +242,32 @@ class HangDetector:
     def run(self, call: Callable[[], T], what: str, limit_s: float) -> T | None:
         """Make a call on this thread. None: not made, because another hangs or after `close`."""
         me = object()
+        reason = f"{what} has not returned within {limit_s:g} s"
         with self._changed:
             if self.reason or self._closed:
                 return None
-            due_s = time.monotonic() + limit_s
-            self._calls[me] = due_s, f"{what} has not returned within {limit_s:g} s"
-            self.look_at(due_s)
+            self._calls.add(me)
+            self.at(time.monotonic() + limit_s, me, partial(self._hang, me, reason))
         try:
             return call()
         finally:
             self._returned(me)
 
+    def at(self, due_s: float, name: object, action: Action) -> None:
+        """Run an action on the detector's thread at that time, unless it is forgotten before."""
+        with self._changed:
+            self._due[name] = due_s, action
+            self._wake_by(due_s)
+
+    def forget(self, name: object) -> None:
+        with self._changed:
+            self._due.pop(name, None)
+
     def hold_down(self, reason: str) -> Action:
         """Start no call until the returned action is called, once, on any thread."""
         me = object()
         with self._changed:
-            self._calls[me] = math.inf, reason
+            self._calls.add(me)
             self.reason, self.since_s = reason, time.monotonic()
         return partial(self._returned, me)
 
@@ -271,13 +276,6 @@ class HangDetector:
         with self._changed:
             self._calls.clear()
             self.reason = reason
-
-    def look_at(self, time_s: float) -> None:
-        """Have `on_time` called at that time, or earlier."""
-        if time_s < self._next_look_s:
-            with self._changed:
-                self._next_look_s = min(self._next_look_s, time_s)
-                self._changed.notify_all()
 
     def is_hung(self) -> bool:
         """Whether a call hangs. If so, `on_return` will be asked after this returns."""
@@ -293,13 +291,19 @@ class HangDetector:
             self._closed = True
             self._changed.wait_for(lambda: self._hangs or not self._calls, timeout_s)
             ended = not self._calls
-        self.look_at(-math.inf)
+            self._wake_by(-math.inf)
         self._thread.join()
         return ended
 
+    def _wake_by(self, time_s: float) -> None:
+        if time_s < self._wake_s:
+            self._wake_s = time_s
+            self._changed.notify_all()
+
     def _returned(self, me: object) -> None:
         with self._changed:
-            del self._calls[me]
+            self._calls.remove(me)
+            self._due.pop(me, None)
             if self._closed:
                 self._changed.notify_all()
             action = self._next_action()
@@ -324,21 +328,22 @@ class HangDetector:
     def _watch(self) -> None:
         while True:
             with self._changed:
-                while (left_s := self._next_look_s - time.monotonic()) > 0:
+                while (left_s := self._wake_s - time.monotonic()) > 0:
                     self._changed.wait(None if left_s == math.inf else left_s)
-                if self._next_look_s == -math.inf:
+                if self._wake_s == -math.inf:
                     return
-                self._next_look_s = self._next_due_s()
-            self.look_at(self._on_time(time.monotonic()))
+                now_s = time.monotonic()
+                late = [name for name, (due_s, _) in self._due.items() if due_s <= now_s]
+                actions = [self._due.pop(name)[1] for name in late]
+                self._wake_s = min((due_s for due_s, _ in self._due.values()), default=math.inf)
+            for action in actions:
+                action()
 
-    def _next_due_s(self) -> float:
-        """When the next call is overdue. If one is, the system is down."""
-        due_s, reason = min(self._calls.values(), default=(math.inf, ""))
-        if self.reason or due_s == math.inf:
-            return math.inf
-        if due_s > time.monotonic():
-            return due_s
-        self.reason, self.since_s, self._hangs = reason, time.monotonic(), True
-        logger.warning("the %s is down: %s", self._what, self.reason)
-        self._changed.notify_all()
-        return math.inf
+    def _hang(self, me: object, reason: str) -> None:
+        with self._changed:
+            if self.reason or me not in self._calls:
+                return
+            self.reason, self.since_s, self._hangs = reason, time.monotonic(), True
+            logger.warning("the %s is down: %s", self._what, self.reason)
+            self._changed.notify_all()
+        self._on_hang()

@@ -14,7 +14,6 @@ directory locked, because the call may still change it.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -73,13 +72,6 @@ _KEPT_BUFFER_BYTES = 64 << 20
 _Read: TypeAlias = tuple[ReadOutcome, memoryview]
 
 
-class _Pending(NamedTuple):
-    """A job that has not ended. end: answers it with the outcome of that name."""
-
-    deadline_s: float
-    end: Callable[[str], None]
-
-
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
@@ -127,13 +119,15 @@ class DiskTier:
                 f"the directory {path} cannot be read ({error.strerror}): make it readable or "
                 "choose another"
             ) from error
-        self._pending: dict[object, _Pending] = {}  # whoever takes one out answers it
+        # Jobs that have not ended, with what answers them with the outcome of a name. Whoever takes
+        # one out answers it.
+        self._pending: dict[object, Callable[[str], None]] = {}
         self._buffers = threading.local()
         self._uncleared: dict[object, bytes] = {}
         self._has_ended: bool | None = None  # None: not closed
         self._reads = WorkerThreads("disk-read", read_threads)
         self._writes = WorkerThreads("disk-write", write_threads, write_nice)
-        self._detector = HangDetector("disk tier", self._end_late, self._next_clear)
+        self._detector = HangDetector("disk tier", self._end_all, self._next_clear)
         if in_background:
             up = self._detector.hold_down("its files are being read")
             self._writes.put(partial(self._read_directory, path, up), dropped=up)
@@ -215,8 +209,7 @@ class DiskTier:
             self._writes.drain(deadline_s / 2)
         self._writes.stop()
         ended = self._detector.close(max(0.0, end_s - time.monotonic()))
-        for name in self._pending.copy():
-            self._end(name)
+        self._end_all()
         self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
         if self._has_ended:
             self.store.forget()
@@ -295,11 +288,11 @@ class DiskTier:
         not_done: Callable[[str], T],
     ) -> None:
         """Queues work whose result is answered; if it ends before, that of ``not_done``."""
-        self._pending[name] = _Pending(deadline_s, lambda outcome: answer(not_done(outcome)))
+        self._pending[name] = lambda outcome: answer(not_done(outcome))
+        self._detector.at(deadline_s, name, partial(self._end, name, "TIMED_OUT"))
         threads.put(partial(self._run, name, work, answer), partial(self._end, name))
-        self._detector.look_at(deadline_s)
         if not self._is_up:
-            self._end(name)  # it may have been queued after `_end_late`
+            self._end(name)  # it may have been queued after `_end_all`
 
     def _run(self, name: object, work: Callable[[], T | None], answer: Callable[[T], None]) -> None:
         result = None
@@ -309,24 +302,22 @@ class DiskTier:
         finally:
             if result is None:
                 self._end(name, "UNAVAILABLE")  # no call was made, or a bug kept it from its end
-        if result is not None and self._pending.pop(name, None) is not None:
+        if result is not None and self._take_out(name) is not None:
             answer(result)
+
+    def _take_out(self, name: object) -> Callable[[str], None] | None:
+        self._detector.forget(name)
+        return self._pending.pop(name, None)
 
     def _end(self, name: object, outcome: str = "") -> None:
         """Answers a job that has not ended. By default: the tier hangs, or is closed."""
-        pending = self._pending.pop(name, None)
-        if pending is not None:
-            pending.end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
+        end = self._take_out(name)
+        if end is not None:
+            end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
 
-    def _end_late(self, now_s: float) -> float:
-        """Answers what is late; everything if a call hangs. Returns the next deadline."""
-        for name, pending in self._pending.copy().items():
-            if not self._is_up:
-                self._end(name)
-            elif pending.deadline_s <= now_s:
-                self._end(name, "TIMED_OUT")
-        left = self._pending.copy().values()
-        return min((pending.deadline_s for pending in left), default=math.inf)
+    def _end_all(self) -> None:
+        for name in self._pending.copy():
+            self._end(name)
 
     def _next_clear(self) -> Action | None:
         """Before the tier comes back: the next clear to carry out, or None."""
