@@ -19,7 +19,7 @@ from lmcache_redis.cache.threads import Owner
 from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.tiers import CallOutcome, ChunkIO, KeyedTier, ReadOutcome, RemoveResult
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +300,7 @@ class Cache:
     def _clear_tier(self, level: int, prefixes: Sequence[bytes], deadline_s: float) -> None:
         """Clears one prefix after the other, and stops at the first failure."""
         tier, is_remote = self.tiers[level], self.counters[level].is_remote
-        if not prefixes or not isinstance(tier, KeyedTier):
+        if not prefixes:
             return
 
         def cleared(result: RemoveResult) -> None:

@@ -36,7 +36,6 @@ from lmcache_redis.tiers import (
     ChunkIO,
     Done,
     ExistsResult,
-    KeyedTier,
     RemoveResult,
     WriteOutcome,
 )
@@ -224,12 +223,9 @@ class WriteBehind:
             self._backing.tier.store_all(writes, self._done)
 
     def _begin_removal(self, key: bytes, removal: _Removal) -> None:
-        tier, end = self._backing.tier, partial(self._removed, key, removal)
-        if not isinstance(tier, KeyedTier):
-            end(RemoveResult(CallOutcome.UNAVAILABLE))
-            return
+        end = partial(self._removed, key, removal)
         try:
-            tier.remove(
+            self._backing.tier.remove(
                 key, removal.deadline, lambda result: self._owner.post(partial(end, result))
             )
         except Exception:

@@ -38,7 +38,6 @@ from lmcache_redis.tiers import (
     Done,
     ExistsResult,
     FramesResult,
-    KeyedTier,
     WriteOutcome,
 )
 
@@ -84,7 +83,7 @@ class Listing(NamedTuple):
 class ObjectCache:
     """See the module.
 
-    cache: over a `HeapMemory` and `KeyedTier`s, used by nothing else. stripe_bytes: the largest
+    cache: over a `HeapMemory`, used by nothing else. stripe_bytes: the largest
     payload of a stripe that is written; stripes of any size are read. write_s: the timeout of a
     write, and again of the removal that follows a failed one.
     """
@@ -100,8 +99,7 @@ class ObjectCache:
         self._pool = cache.pool
         self._finds: dict[bytes, list[Done[Found | None]]] = {}
         self._post = cache.owner.post
-        self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
-        assert len(self._tiers) == len(cache.tiers), "they are asked by key"
+        self._tiers = cache.tiers
         self._lists = WorkerThreads("list", 1)
 
     @property
