@@ -41,9 +41,6 @@ class Owner(Protocol):
     def at(self, due_s: float, action: Action) -> Timer:
         """Run ``action`` at ``due_s`` (`time.monotonic()`). From the owner's thread."""
 
-    def after(self, delay_s: float, action: Action) -> Timer:
-        """Run ``action`` in ``delay_s`` seconds. From the owner's thread."""
-
 
 class _LoopTimer:
     __slots__ = ("action",)
