@@ -160,10 +160,7 @@ FULL_REACH = Reach()
 
 @dataclass(frozen=True)
 class PartNames:
-    """How one worker's chunks, or their parts of one group, are named.
-
-    reach: which of them a prefix needs.
-    """
+    """How one worker's chunks, or their parts of one group, are named; which a prefix needs."""
 
     names: ChunkNames
     model_name: str
@@ -186,10 +183,7 @@ def opaque_pages(nbytes: int) -> RemoteMetadata:
 
 @dataclass(frozen=True)
 class ChunkForm(PartNames):
-    """The properties that one worker's chunks, or their parts of one group, share.
-
-    metadata: the serialized `RemoteMetadata` of each.
-    """
+    """What one worker's chunks, or their parts of one group, share. metadata: serialized."""
 
     chunk_bytes: int
     stripe_payload_bytes: int

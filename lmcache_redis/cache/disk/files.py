@@ -11,11 +11,10 @@ decides what survives a power failure:
 
 I/O is buffered, with preadv and pwritev on the caller's buffers: a chunk that is read again comes
 from the page cache (6 to 7 GB/s). Direct I/O was measured (ext4 on a virtual disk) and is no faster
-without fsync; it would also need aligned buffers, and so a copy.
+without fsync.
 
 The directory belongs to this user or to root, and only they may write to it. No symbolic link in it
-is followed: folders are opened with O_NOFOLLOW, and files are opened, renamed and removed relative
-to their folder.
+is followed: files are opened, renamed and removed relative to their folder.
 
 Every function raises the OSError of the system.
 """
@@ -72,7 +71,7 @@ def lock_directory(directory: Path) -> int:
     """Create the directory if needed and lock it, until the returned descriptor is closed.
 
     The lock's file stays, and marks the directory as one for chunks. Raises ConfigError if it
-    cannot be used, other users may write to it, it is someone else's, or another tier uses it.
+    cannot be used or is not safe, or another tier uses it.
     """
     fd = None
     try:
@@ -234,12 +233,11 @@ def _opened(folder: str) -> Iterator[int]:
 class Scan:
     """One pass over a locked directory, when the tier is opened: 50 to 80 µs a file.
 
-    The first page and the size of every file are checked. Payloads are not read: their checksums
-    are verified when they are loaded. Invalid files are removed, with one log line each: truncated,
-    of another version, damaged, or under another chunk's name; and the older of two files of one
-    chunk, if a process ended between writing the new file and removing the old one. Temporary files
-    are removed too. Files whose names do not have the tier's form, and those that cannot be opened,
-    are left alone and logged once.
+    The first page and the size of every file are checked; payloads are not read. Invalid files are
+    removed, with one log line each: truncated, of another version, damaged, or under another
+    chunk's name; and the older of two files of one chunk, if a process ended between writing the
+    new file and removing the old one. Temporary files are removed too. Files whose names do not
+    have the tier's form, and those that cannot be opened, are left alone and logged once.
 
     Raises OSError if the directory cannot be listed.
 
