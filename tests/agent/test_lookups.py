@@ -20,7 +20,7 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import FULL_REACH, ChunkNames
 from lmcache_redis.tiers import ReadOutcome
 from tests.agent.joining import HASHES, LAYOUT, Joining, kv_rank_of
-from tests.harness import AgentServer, Engine, block_hashes
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
 
@@ -321,9 +321,10 @@ def test_ranks_with_equal_bytes_share_their_rows() -> None:
 
 
 def test_tiers_of_an_answer() -> None:
-    found: Any = SimpleNamespace(bound=4, levels=lambda: {1: 0, 3: 1, 7: 1})
+    parts = SimpleNamespace(levels=lambda: {1: 0, 3: 1, 7: 1})
+    found: Any = SimpleNamespace(bound=4, parts=parts)
     assert tier_letters(found, ("d", "r")) == "hdhr"
-    found.levels = dict
+    parts.levels = dict
     assert tier_letters(found, ("d", "r")) == "hhhh"
 
 
@@ -345,5 +346,6 @@ def test_a_full_pool_evicts_the_end_of_an_idle_prompt(tmp_path: Path, use: str) 
         if use == "retrieved":
             engine.retrieve("r1", hashes, range(16, 32))
         engine.scheduler.end_session("r1")
+        wait_until(lambda: agent.status()["sessions"] == 0, "ended sessions")
         engine.store("r2", other, range(32, 36))
         assert engine.lookup("r3", hashes) == 192
