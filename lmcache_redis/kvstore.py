@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -77,7 +78,7 @@ class KVStore:
         if memory_bytes:
             storages.insert(0, in_memory(memory_bytes))
         self._backend = ChunkBackend(storages, device)
-        self._stats = StoreStats()
+        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ one
@@ -88,8 +89,14 @@ class KVStore:
 
     def get(self, name: str) -> torch.Tensor | None:
         """The tensor, in memory of its own, or None. Raises FormatError for what is no tensor."""
-        allocation = _OnlyTensors(name)
-        self._was_got(self._backend.get_bytes(self._key_of(name), allocation) is not None)
+        allocation = TensorAllocation()
+
+        def allocate(metadata: RemoteMetadata) -> Sequence[memoryview] | None:
+            if len(metadata.shapes) != 1:
+                raise FormatError(f"{name!r} is no tensor: load it with get_bytes")
+            return allocation(metadata)
+
+        self._was_got(self._backend.get_bytes(self._key_of(name), allocate) is not None)
         tensor = allocation.tensor
         return tensor if tensor is None else tensor.to(self._backend.dst_device)
 
@@ -143,7 +150,8 @@ class KVStore:
         """Store several, some of them at the same time; how many are stored."""
         pairs = [(self._key_of(name), tensor) for name, tensor in tensors.items()]
         stored = self._backend.batched_put(pairs)
-        self._count(stored=stored, not_stored=len(pairs) - stored)
+        self._count("stored", stored)
+        self._count("not_stored", len(pairs) - stored)
         return stored
 
     def get_many(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -174,7 +182,8 @@ class KVStore:
 
     @property
     def stats(self) -> StoreStats:
-        return self._stats
+        with self._lock:
+            return StoreStats(**self._counts)
 
     def close(self) -> None:
         """End all calls and connections. Idempotent."""
@@ -187,7 +196,7 @@ class KVStore:
         self.close()
 
     def __repr__(self) -> str:
-        return f"KVStore(namespace={self.namespace!r}, {self.why_down or 'up'}, {self._stats})"
+        return f"KVStore(namespace={self.namespace!r}, {self.why_down or 'up'}, {self.stats})"
 
     def _key_of(self, name: str) -> ObjectKey:
         """Raises FormatError."""
@@ -199,18 +208,16 @@ class KVStore:
         return ObjectKey(name.encode(), self.namespace, _RANK)
 
     def _was_put(self, is_stored: bool) -> bool:
-        self._count(stored=int(is_stored), not_stored=int(not is_stored))
+        self._count("stored" if is_stored else "not_stored")
         return is_stored
 
     def _was_got(self, is_hit: bool) -> bool:
-        self._count(hits=int(is_hit), misses=int(not is_hit))
+        self._count("hits" if is_hit else "misses")
         return is_hit
 
-    def _count(self, **more: int) -> None:
+    def _count(self, counter: str, count: int = 1) -> None:
         with self._lock:
-            before = self._stats
-            added = {name: getattr(before, name) + count for name, count in more.items()}
-            self._stats = replace(before, **added)
+            self._counts[counter] += count
 
 
 class AsyncKVStore:
@@ -298,13 +305,3 @@ class AsyncKVStore:
 
     async def _run(self, call: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-
-class _OnlyTensors(TensorAllocation):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
-        if len(metadata.shapes) != 1:
-            raise FormatError(f"{self._name!r} is no tensor: load it with get_bytes")
-        return super().__call__(metadata)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lmcache_redis.cache.backing import REDIS_COUNTERS
+from lmcache_redis.cache.backing import DOUBTFUL, REDIS_COUNTERS
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
@@ -54,21 +54,11 @@ Answer = Callable[[list[bool]], None]
 
 _DIGEST_BYTES = 32
 _MOST_DISTRUSTED = 65_536
-# A chunk read with one of these is there, and is not what its key says.
-_BAD = frozenset(
-    {
-        ReadOutcome.TORN,
-        ReadOutcome.INCOMPLETE,
-        ReadOutcome.CORRUPT,
-        ReadOutcome.FOREIGN,
-        ReadOutcome.NOT_OPENED,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
 class DoorSettings:
-    """What users may set in a door's configuration, with its defaults; see docs/guides/doors.md.
+    """What users may set in a door's configuration; see docs/guides/doors.md.
 
     Times are seconds: of a lookup, and of all chunks of a load or a store together. Raises
     ConfigError, which names the setting, for an impossible value.
@@ -154,11 +144,11 @@ def form_of(
     settings: DoorSettings,
     views: int = 1,
 ) -> ChunkForm:
-    """The form of chunks of one identity, shape and dtype: their namespace and their stripes.
+    """The form of chunks of one identity, shape and dtype, in a namespace of their own.
 
     identity: pairs of text for everything that decides the bytes and is not in the host's keys.
-    Other pairs, sizes, shapes or dtypes are another namespace, so such chunks are misses. views: in
-    how many pieces the host has a chunk. Raises FormatError for a chunk that cannot be encoded.
+    views: in how many pieces the host has a chunk. Raises FormatError for a chunk that cannot be
+    encoded.
     """
     described = [sorted(identity.items()), metadata.serialize().hex(), views]
     text = json.dumps(described, separators=(",", ":"))
@@ -173,8 +163,7 @@ def form_of(
 class RegionStore:
     """Stores and loads chunks of any form in Redis. Thread-safe; no call waits.
 
-    Connects in the background: while Redis cannot be reached, lookups and loads are misses, and
-    stores are dropped. Raises ConfigError for impossible settings.
+    Connects in the background. Raises ConfigError for impossible settings.
     """
 
     def __init__(self, settings: DoorSettings) -> None:
@@ -281,7 +270,7 @@ class RegionStore:
             self.metrics.count(REDIS_COUNTERS.loaded_bytes, job.frame.chunk_bytes)
             return True
         self.metrics.count(REDIS_COUNTERS.misses[how])
-        if how in _BAD:
+        if how in DOUBTFUL:
             with self._lock:
                 while len(self._distrusted) >= _MOST_DISTRUSTED:
                     del self._distrusted[next(iter(self._distrusted))]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar
 
 from lmcache_redis.chunks.frame import ChunkFrame
 
@@ -229,11 +229,6 @@ class Tier(Protocol):
         """End every job within `deadline_s` seconds: writes finish if possible, the others are
         CANCELLED. Idempotent. False: a thread of the tier has not ended.
         """
-
-
-@runtime_checkable
-class KeyedTier(Tier, Protocol):
-    """A tier that can also list and remove what it has. Both tiers of this package can."""
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks.

@@ -129,7 +129,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
         "uptime_s": round(time.monotonic() - agent.cache.metrics.since_s, 1),
         "endpoint": config.endpoint,
         "chunk_size_tokens": config.chunk_size_tokens,
-        "write_queue_bytes": queues[-1].limit_bytes,
+        "write_queue_bytes": queues[-1].schedule.limit_bytes,
         "redis": _redis(agent),
         "pool": {
             "slots": pool.capacity,
@@ -226,8 +226,8 @@ def _disk(agent: Agent) -> dict[str, Any] | None:
         "directory": disk.directory,
         "up": disk.state.up,
         "reason": disk.state.reason,
-        "limit_bytes": disk.limit_bytes,
-        "used_bytes": disk.used_bytes,
+        "limit_bytes": disk.store.limit_bytes,
+        "used_bytes": disk.store.used_bytes,
     }
 
 

@@ -97,6 +97,7 @@ class LookupJob:
             self._agent.cache, request, partial(self._found, session, users, forms)
         )
         session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
+        session.stems = [form.stem(len(hashes[0])) for form in forms]
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel
         lookup.start()
@@ -168,7 +169,7 @@ class LookupJob:
             if reason in _OF_TIERS:
                 states = [tier.state for tier in self._agent.cache.tiers]
                 words += [state.reason for state in states if not state.up]
-            if reason == "absent" and len(layouts) > 1 and found.has_some_of(found.bound):
+            if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
             past = _ended(past, reason, words, self._question.hashes[found.bound])
         self._agent.sessions.history.looked_up(session.key, past)
@@ -224,7 +225,7 @@ def _ended(
 
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:
     """See `messages.LookupResult`. letters: of the cache's tiers."""
-    levels = found.levels()
+    levels = found.parts.levels()
     return "".join(
         letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
     )

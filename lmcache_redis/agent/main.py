@@ -232,9 +232,9 @@ def _reloaded(
     now = {name: getattr(wanted, name) for name in changed if name in RELOADABLE}
     running = dataclasses.replace(before, **now)
     for queue in agent.cache.queues:
-        queue.limit_bytes = running.write_queue_limit_bytes
+        queue.schedule.limit_bytes = running.write_queue_limit_bytes
     if agent.disk is not None:
-        agent.disk.limit_bytes = running.disk_size
+        agent.disk.store.limit_bytes = running.disk_size
     agent.sessions.timeout_s = running.session_timeout_s
     service.heartbeat_timeout_s = running.heartbeat_timeout_s
     service.shutdown_deadline_s = running.shutdown_deadline_s

@@ -12,7 +12,7 @@ has not measured itself yet, only tokens are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,6 +102,7 @@ class Session:
         self.busy = 0  # stores and retrieves in progress
         self.cancel_lookup: Callable[[], None] | None = None
         self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
+        self.stems: Sequence[bytes] = ()  # of the keys of their parts
         self.load: HitLoad | None = None  # of its last lookup, until it has ended
         self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
         self._pool = pool
@@ -138,6 +139,15 @@ class Session:
             cancel()
         for chunk_hash in [*self._pins]:
             self.release(chunk_hash)
+
+    def keep_beginning(self) -> None:
+        """Makes the end of the prompt the first to be evicted: without its beginning it is a miss.
+
+        Copies and pins end in the order of the prompt, which would be evicted in that order.
+        """
+        for chunk_hash in reversed(self.positions):
+            for stem in self.stems:
+                self._pool.get(stem + chunk_hash)
 
     @property
     def has_pins(self) -> bool:
@@ -194,6 +204,7 @@ class Sessions:
     def _settle(self, session: Session) -> None:
         """Removes an ended session that has no jobs in flight."""
         if session.ended and not session.busy and self._sessions.get(session.key) is session:
+            session.keep_beginning()
             del self._sessions[session.key]
 
     def expired(self, now_s: float) -> list[Session]:

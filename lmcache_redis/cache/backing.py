@@ -1,11 +1,9 @@
 """A tier of a cache: its counters and limits, and what keeps in it what the host pool serves.
 
 Requests for a chunk in the host pool do not reach the tiers, which would evict or expire exactly
-the hottest chunks: other nodes and the next process then lack them. So after a lookup the tiers are
-told to keep its chunks, each at most once in `refresh_every_s`. What a tier lacks is written again.
-
-A tier may be too small for what the host pools of all its nodes serve. It then evicts what is
-written again. So a chunk that a tier lacks twice in a row is looked at later each time.
+the hottest chunks. So after a lookup the tiers are told to keep its chunks, each at most once in
+`refresh_every_s`. What a tier lacks is written again; but a tier may be too small for all that the
+host pools serve, so a chunk that it lacks twice in a row is looked at later each time.
 """
 
 from __future__ import annotations
@@ -28,6 +26,17 @@ _MOST_WAITING = 16384
 _MOST_LOSSES = 6
 _MOST_COUNTED = 65536
 
+# Reads that found something else than the chunk, which a tier may take for it.
+DOUBTFUL = frozenset(
+    {
+        ReadOutcome.INCOMPLETE,
+        ReadOutcome.TORN,
+        ReadOutcome.CORRUPT,
+        ReadOutcome.FOREIGN,
+        ReadOutcome.NOT_OPENED,
+    }
+)
+
 # A chunk in the host pool, with what it takes to write it: its form, its hash, its entry.
 PooledChunk = tuple[ChunkForm, bytes, Entry]
 
@@ -36,9 +45,8 @@ PooledChunk = tuple[ChunkForm, bytes, Entry]
 class TierCounters:
     """Names of counters, and of the histograms of loads: a chunk's time, and the tier's rate.
 
-    misses, drops: by the outcome of a read or write. queue_full: for a chunk that does not fit the
-    write-behind queue. is_remote: chunks that the tier already had and cleared keys are counted
-    too; drops and failed clears are logged.
+    misses, drops: by the outcome of a read or write. is_remote: chunks that the tier already had
+    and cleared keys are counted too; drops and failed clears are logged.
     """
 
     loaded_chunks: str

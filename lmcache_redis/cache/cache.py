@@ -1,7 +1,6 @@
 """A cache of chunks: the host pool, the loads in flight, the tiers and their write-behind queues.
 
 Everything here runs on the owner's thread; a tier's threads only access the slots of their jobs.
-`lookup.PrefixLookup` finds and loads chunks by prefix.
 """
 
 from __future__ import annotations
@@ -13,36 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_redis.cache.backing import Backing, PooledChunk, Refresher
+from lmcache_redis.cache.backing import DOUBTFUL, Backing, PooledChunk, Refresher
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
-from lmcache_redis.cache.pool import Entry, Filled, HostPool, PoolMemory
+from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.tiers import CallOutcome, ChunkIO, KeyedTier, ReadOutcome, RemoveResult
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
 
 logger = logging.getLogger(__name__)
 
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 _PROBE_DEADLINE_S = 30.0
-# Reads that found something else than the chunk, which a tier may take for it.
-_DOUBTFUL = (
-    ReadOutcome.INCOMPLETE,
-    ReadOutcome.TORN,
-    ReadOutcome.CORRUPT,
-    ReadOutcome.FOREIGN,
-    ReadOutcome.NOT_OPENED,
-)
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Load(ChunkIO):
     """A chunk that is being read into an entry.
 
-    level: the number of the tier it is read from. begun_s: when that read began
-    (`time.monotonic()`). outcome: of the last read that has failed.
+    level: the number of the tier. begun_s: when that read began. outcome: of the last that failed.
     """
 
     entry: Entry
@@ -85,15 +75,15 @@ class Cache:
         self.pool.on_wanted = self._wanted
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
         self._refreshers = tuple(
-            Refresher(backing, owner, partial(self._lacked, level))
-            for level, backing in enumerate(backings)
+            Refresher(backing, owner, queue.lacked)
+            for backing, queue in zip(backings, self.queues, strict=True)
         )
 
     def close(self, deadline_s: float) -> bool:
         """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
 
-        The outcomes of their jobs are posted; the owner runs these actions before it stops. Returns
-        False if a tier still uses slots: the memory must then stay mapped.
+        The owner runs what they post before it stops. Returns False if a tier still uses slots: the
+        memory must then stay mapped.
         """
         self._is_closed = True
         end_s = time.monotonic() + deadline_s
@@ -118,16 +108,13 @@ class Cache:
         return self.pool.memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
 
     def publish(self, entry: Entry) -> bool:
-        """A reserved entry is filled: makes it READY, so that lookups find it.
-
-        Does not write it behind. Returns False if the entry was discarded meanwhile.
-        """
-        return self.pool.end(entry, Filled.READY)
+        """A reserved entry is filled, and found from now on. False: it was discarded meanwhile."""
+        return self.pool.end(entry, is_filled=True)
 
     def abandon(self, entry: Entry) -> None:
         """The entry will not be filled: it leaves the pool. Does nothing after `publish`."""
         if entry.watchers is not None:
-            self.pool.end(entry, Filled.FAILED)
+            self.pool.end(entry, is_filled=False)
 
     # --------------------------------------------------------------- writes
 
@@ -140,7 +127,8 @@ class Cache:
         levels: int | None = None,
     ) -> None:
         """Enqueues a READY entry for each tier, or each of the first ``levels``, that lacks it."""
-        self._enqueue(self.queues[:levels], (form, chunk_hash, entry), delay_s)
+        for queue in self.queues[:levels]:
+            queue.enqueue((form, chunk_hash, entry), delay_s)
 
     @property
     def refreshed_before_s(self) -> float:
@@ -155,24 +143,9 @@ class Cache:
         for refresher in self._refreshers:
             refresher.add(chunks)
 
-    def _lacked(self, level: int, chunk: PooledChunk) -> None:
-        self.pool.seen(level, (chunk[-1].key,), there=False)
-        self._enqueue((self.queues[level],), chunk, 0.0)
-
     def _wanted(self, entry: Entry) -> None:
         for queue in self.queues:
             queue.wanted(entry)
-
-    def _enqueue(self, queues: Sequence[WriteBehind], chunk: PooledChunk, delay_s: float) -> None:
-        form, chunk_hash, entry = chunk
-        job: ChunkIO | None = None
-        for queue in queues:
-            if queue.admits(entry, form.chunk_bytes):
-                if job is None:
-                    frame, views = form.frame(chunk_hash), self.views(form, entry)
-                    deadline_s = time.monotonic() + WRITE_DEADLINE_S
-                    job = ChunkIO(entry.key, frame, views, deadline_s, entry)
-                queue.enqueue(entry, job, delay_s)
 
     @property
     def backlog(self) -> int:
@@ -200,10 +173,9 @@ class Cache:
     def prepare_load(
         self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
     ) -> Load | None:
-        """A job that reads the chunk from a tier into a new entry; None if there is no room.
+        """A job that reads a chunk into a new entry; None if there is no room. See `begin_loads`.
 
-        `begin_loads` begins it. Watchers of the entry learn how it ends; if the last of them stops
-        watching, the load is cancelled.
+        Watchers of the entry learn how it ends; without any, it is cancelled.
         """
         entry = self.pool.reserve(key, self.units(form))
         if entry is None:
@@ -229,7 +201,7 @@ class Cache:
             for load in loads:
                 self._measure(load, arrived=False)
                 self.pool.pin(load.entry)
-                self.pool.end(load.entry, Filled.FAILED)
+                self.pool.end(load.entry, is_filled=False)
             raise
 
     def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
@@ -240,7 +212,7 @@ class Cache:
         load = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
         if load is not None:
             self.metrics.count("probes")
-            self.pool.watch(load.entry, lambda filled: None)  # it is not abandoned
+            self.pool.watch(load.entry, lambda: None)  # it is not abandoned
             self.begin_loads((load,))
 
     def _done(self, job: ChunkIO, outcome: ReadOutcome) -> None:
@@ -266,7 +238,7 @@ class Cache:
         # What a closed tier did not load is not asked of the next one, which is closed too.
         level = None if self._is_closed else self.level_of(entry.key, load.level + 1)
         if level is None or outcome is ReadOutcome.CANCELLED:
-            self.pool.end(entry, Filled.FAILED)
+            self.pool.end(entry, is_filled=False)
         else:
             load.level = level
             self.begin_loads((load,))
@@ -283,9 +255,9 @@ class Cache:
         counter = self.counters[level].misses.get(outcome)
         if counter is not None:
             self.metrics.count(counter)
-        if outcome in _DOUBTFUL:
+        if outcome in DOUBTFUL:
             self.queues[level].distrust(key)
-        if outcome in _DOUBTFUL or outcome is ReadOutcome.MISSING:
+        if outcome in DOUBTFUL or outcome is ReadOutcome.MISSING:
             self.pool.seen(level, (key,), there=False)
         logger.debug(
             "chunk %s was not loaded from %s: %s",
@@ -328,7 +300,7 @@ class Cache:
     def _clear_tier(self, level: int, prefixes: Sequence[bytes], deadline_s: float) -> None:
         """Clears one prefix after the other, and stops at the first failure."""
         tier, is_remote = self.tiers[level], self.counters[level].is_remote
-        if not prefixes or not isinstance(tier, KeyedTier):
+        if not prefixes:
             return
 
         def cleared(result: RemoveResult) -> None:

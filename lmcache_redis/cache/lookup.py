@@ -2,22 +2,21 @@
 
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
-    settle   how much of the prefix is worth loading (`pacing.WorthLoading`; what a tier is too slow
-             for is not even looked for), and whether the pool has room: until it has, the lookup
-             waits in a queue and pins nothing (`pacing.WaitQueue`). If the prefix is larger than
-             the pool, its end is only found: the engine's retrieve loads it in pieces
+    settle   how much of the prefix is worth loading (`pacing.WorthLoading`), and whether the pool
+             has room: until it has, the lookup waits and pins nothing (`pacing.WaitQueue`). If the
+             prefix is larger than the pool, its end is only found: the engine's retrieve loads it
     load     the parts that the prefix needs are read into slots in prefix order; a part that a
              tier fails to deliver in time is read from the next tier
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
-             the rest would take longer than computing it; what is beyond the prefix is unpinned
+             the rest would take longer than computing it
 
 A chunk has one part in each row (rank and group of layers, see `pacing`). It counts if every part
 of it does that the prefix needs. The prefix ends before chunk number ``bound``, which shrinks when
 a needed part is missing, is not worth loading, or fails to load. A shorter prefix may need other
 parts of bounded rows, those that do not need all chunks: then the lookup settles again.
 
-A tier without an index gets at most three questions, unless parts are evicted from the pool while
-the lookup waits for room:
+Only the last tier may have no index. It gets at most three questions, unless parts are evicted from
+the pool while the lookup waits for room:
 
     1   a scan of the rows that need all chunks: how long the prefix can be
     2   a scan of the parts that the bounded rows need for that prefix
@@ -26,9 +25,8 @@ the lookup waits for room:
 Rows of workers on other nodes are remote: their nodes load the parts. Only the last tier, which all
 nodes share, is asked for them; this host pool does not count, even if it has the same parts.
 
-Results and the counters of lookups are chunks of the prefix: a miss counts the chunks by which it
-becomes shorter. A chunk of which the prefix needs no part counts as found. The counters of reads
-(``loaded_chunks``, and misses of reads that fail) are parts.
+The counters of lookups are chunks of the prefix: a miss counts those by which it becomes shorter.
+The counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from functools import partial
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pacing import Bet, Part, TransferRate, WorthLoading
 from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
-from lmcache_redis.cache.pool import Entry, Filled
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
@@ -78,8 +76,7 @@ class PrefixLookup:
     otherwise they are released after it.
 
     Attributes:
-        bound: the length of the prefix in chunks.
-        end: why the prefix is not longer.
+        bound: the length of the prefix in chunks. end: why it is not longer.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class PrefixLookup:
         self._cache = cache
         self._request = request
         self._done = done
-        self._parts = LookupParts(cache, request, self._filled)
+        self.parts = LookupParts(cache, request, self._filled)
         self._state = _Stage.SEARCHING
         self._questions = 0  # that `_ask` may leave out: 1: the scan; 2: all is known
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
@@ -102,7 +99,7 @@ class PrefixLookup:
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        self._search(self._parts.hold_first())
+        self._search(self.parts.hold_first())
 
     def _search(self, turns: Iterator[None]) -> None:
         if self._state is not _Stage.SEARCHING:
@@ -111,15 +108,15 @@ class PrefixLookup:
             self._cache.owner.post(partial(self._search, turns))
             return
         self._state = _Stage.SETTLING
-        bounded, worth, now_s = self._parts.needs.bounded, self._worth, time.monotonic()
-        wanted = [each for each in self._parts.missing() if each.part[1] not in bounded]
+        bounded, worth, now_s = self.parts.needs.bounded, self._worth, time.monotonic()
+        wanted = [each for each in self.parts.missing() if each.part[1] not in bounded]
         if worth is not None:
             slow = [rate for rate in self._cache.rates if not worth.is_quick(rate)]
             asks = not slow or any(rate.may_probe(now_s) for rate in slow)
-            if not asks and self._decide(self._parts.awaited(), asks=True):
+            if not asks and self._decide(self.parts.awaited(), asks=True):
                 # No tier is asked about what would not be loaded.
                 wanted = [each for each in wanted if each.part[0] < self.bound]
-        self._find(wanted, 0)
+        self._find(wanted)
         self._check()
 
     def cancel(self) -> None:
@@ -128,91 +125,75 @@ class PrefixLookup:
         self._deadline.cancel()
         if self._wake is not None:
             self._wake.cancel()
-        self._parts.release_all()
+        self.parts.release_all()
         self._cache.waiting.leave(self)
 
     def take(self) -> dict[Part, Entry]:
         """The entries that the prefix needs, whose pins now belong to the caller."""
-        return self._parts.take()
-
-    def levels(self) -> dict[int, int]:
-        """The tiers of the chunks that were not in the host pool; of several of one, the last."""
-        return self._parts.levels()
+        return self.parts.take()
 
     @property
     def bet(self) -> Bet | None:
         """What was expected of loading and of computing; None if they were not compared."""
         return None if self._worth is None else self._worth.bet
 
-    def has_some_of(self, chunk: int) -> bool:
-        """Whether some part of the chunk is known to be in memory or in a tier."""
-        return self._parts.has_some_of(chunk)
-
     # ----------------------------------------------------------------- find
 
-    def _find(self, wanted: list[PartState], level: int) -> None:
-        """Asks a tier for chunks, through its index or a scan; asks the next one for the rest."""
-        if not wanted:
-            return
-        if level == len(self._cache.tiers):
+    def _find(self, wanted: list[PartState]) -> None:
+        """Looks for parts in the indexes of the tiers, and asks the last one if it has none."""
+        for level, tier in enumerate(self._cache.tiers):
+            if wanted and tier.lookup(wanted[0].key) is None:
+                self._ask_in_time()
+                self._scan(wanted)
+                return
+            wanted = self.parts.look_up(wanted, level)
+        if wanted:
             self._ends_at(wanted[0].part[0], "miss_absent")
-        elif self._cache.tiers[level].lookup(wanted[0].key) is None:
-            self._ask_in_time(level)
-            self._scan(wanted, level)
-        else:
-            self._find(self._parts.look_up(wanted, level), level + 1)
 
-    def _ask_in_time(self, level: int) -> None:
-        """A tier is asked, and given up if it takes too long to answer."""
+    def _ask_in_time(self) -> None:
+        """The last tier is asked, and given up if it takes too long to answer."""
         self._state = _Stage.ASKING
         if self._worth is not None:
-            rate = self._cache.rates[level]
+            rate = self._cache.rates[-1]
             patience_s = self._worth.patience_s(rate, time.monotonic())
             self._wake_in(patience_s, partial(self._give_up, rate))
 
-    def _scan(self, wanted: list[PartState], level: int) -> None:
+    def _scan(self, wanted: list[PartState]) -> None:
         if self._state is not _Stage.ASKING:
             return
-        tier, owner, now_s = self._cache.tiers[level], self._cache.owner, time.monotonic()
+        tier, owner, now_s = self._cache.tiers[-1], self._cache.owner, time.monotonic()
         if not tier.state.probed:
             # The owner has just started, and does not know yet whether the server is up.
-            owner.after(_PROBE_POLL_S, partial(self._scan, wanted, level))
+            owner.at(now_s + _PROBE_POLL_S, partial(self._scan, wanted))
             return
         tier.scan(
             [each.key for each in wanted],
             self._request.deadline_s,
-            lambda result: owner.post(partial(self._scanned, wanted, level, now_s, result)),
+            lambda result: owner.post(partial(self._scanned, wanted, now_s, result)),
         )
 
-    def _scanned(
-        self, wanted: list[PartState], level: int, asked_s: float, result: ScanResult
-    ) -> None:
-        rate, is_over = self._cache.rates[level], self._state is not _Stage.ASKING
+    def _scanned(self, wanted: list[PartState], asked_s: float, result: ScanResult) -> None:
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
         if result.outcome is CallOutcome.DONE:
-            rate.answered(time.monotonic() - asked_s)
+            self._cache.rates[-1].answered(time.monotonic() - asked_s)
             if rest:
-                self._cache.pool.seen(level, (rest[0].key,), there=False)
-                self._parts.doubt(rest[0].part[0], level)
-        self._parts.found(found, level)
-        if is_over:
+                self.parts.doubt(rest[0])
+        self.parts.found(found, self.parts.last_level)
+        if self._state is _Stage.ASKING:
+            self._state = _Stage.SETTLING
+            if rest:
+                self._ends_at(rest[0].part[0], self._miss(result.outcome))
+            self._check()
+        elif found and self._worth is not None and found[0].form is not None:
             # It took too long for this lookup: the next one knows better.
-            if found and self._worth is not None and not self._parts.is_remote(found[0].part):
-                self._parts.probe(found[0], level)
-            return
-        self._state = _Stage.SETTLING
-        if level + 1 < len(self._cache.tiers):
-            self._find(rest, level + 1)
-        elif rest:
-            self._ends_at(rest[0].part[0], self._miss(level, result.outcome))
-        self._check()
+            self.parts.probe(found[0], self.parts.last_level)
 
-    def _miss(self, level: int, outcome: CallOutcome) -> str:
+    def _miss(self, outcome: CallOutcome) -> str:
         """The counter of chunks that a question with this outcome did not find."""
         if outcome is CallOutcome.DONE:
             return "miss_absent"
-        self.end.reasons.add(f"{self._cache.tiers[level].name} is not available")
-        return self._cache.counters[level].misses[ReadOutcome.UNAVAILABLE]
+        self.end.reasons.add(f"{self._cache.tiers[-1].name} is not available")
+        return self._cache.counters[-1].misses[ReadOutcome.UNAVAILABLE]
 
     def _ends_at(self, chunk: int, counter: str) -> None:
         # The prefix may already end earlier, because the host pool had no room.
@@ -230,7 +211,7 @@ class PrefixLookup:
         Counts the room before it loads anything, so that a full pool loses no load that has begun.
         Loads that are being cancelled still take theirs.
         """
-        pool, waiting, parts = self._cache.pool, self._cache.waiting, self._parts
+        pool, waiting, parts = self._cache.pool, self._cache.waiting, self.parts
         urgent = self._request.urgent
         missing = parts.missing()
         parts.hold_pooled(missing)
@@ -273,18 +254,18 @@ class PrefixLookup:
 
     def _load(self, awaited: list[PartState]) -> bool:
         """Begins to load what is missing; returns False if there is no room."""
-        self._parts.queue_loads(awaited)
+        self.parts.queue_loads(awaited)
         if not self._load_some():
             return False
         self._state = _Stage.LOADING
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:
-            self._wake_in(1.25 * self._worth.expected_s, self._recheck)
+            self._wake_in(1.25 * self._worth.expected_s, partial(self._recheck, self._worth))
         return True
 
     def _load_some(self) -> bool:
-        has_room = self._parts.begin_some()
-        if has_room and self._parts.to_load:
+        has_room = self.parts.begin_some()
+        if has_room and self.parts.to_load:
             self._cache.owner.post(self._load_more)
         return has_room
 
@@ -298,12 +279,12 @@ class PrefixLookup:
         worth, now_s, waits = self._worth, time.monotonic(), False
         if worth is None:
             return False
-        for level, first in self._parts.first(awaited).items():
+        for level, first in self.parts.first(awaited).items():
             rate = self._cache.rates[level]
             if rate.per_second():
                 continue
             if worth.measured_until_s is None:
-                self._parts.probe(first, level)
+                self.parts.probe(first, level)
             if worth.waits_for(rate, now_s):
                 rate.when_one_ends(lambda: self._cache.owner.post(self._check))
                 waits = True
@@ -320,15 +301,15 @@ class PrefixLookup:
             return False
         now_s = time.monotonic()
         before = self._cache.waiting.bytes_before(self)
-        loads = self._parts.load_times(awaited, self.bound, before, now_s)
+        loads = self.parts.load_times(awaited, self.bound, before, now_s)
         if asks:
             question_s = max(rate.latency_s for rate in self._cache.rates)
             loads = ((length, load_s and load_s + question_s) for length, load_s in loads)
         length = self._worth.prefix(loads, now_s)
-        for level, first in self._parts.first(awaited).items():
+        for level, first in self.parts.first(awaited).items():
             self._cache.rates[level].is_slow = is_slow = first.part[0] >= length
             if is_slow:
-                self._parts.probe(first, level)
+                self.parts.probe(first, level)
         if length == self.bound:
             return False
         self._ends_at(length, "miss_slower")
@@ -338,45 +319,43 @@ class PrefixLookup:
     def _wait_for_room(self) -> None:
         """Waits for room, without pins: others may need theirs."""
         self.end.reasons.add("the host pool was full")
-        if self._parts.release_all():
+        if self.parts.release_all():
             self._questions = min(self._questions, 1)
-        nbytes = sum(self._parts.bytes_left())
+        nbytes = sum(self.parts.bytes_left())
         self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
         if self._worth is not None:
             self._wake_in(self._worth.compute_s(self.bound, time.monotonic()), self._give_up)
 
     def _ask(self, unknown: list[PartState]) -> None:
-        """Asks the tier without an index, if there is one; see the module."""
-        tiers, owner, parts = self._cache.tiers, self._cache.owner, self._parts
-        some_key = unknown[0].key
-        level = next((n for n, tier in enumerate(tiers) if tier.lookup(some_key) is None), None)
-        if level is None:
+        """Asks the last tier, if it has no index; see the module."""
+        tiers, owner, parts = self._cache.tiers, self._cache.owner, self.parts
+        if not tiers or tiers[-1].lookup(unknown[0].key) is not None:
             self._questions = 2
             return
-        self._ask_in_time(level)
+        self._ask_in_time()
         if not self._questions:
             self._questions = 1
-            self._scan(unknown, level)
+            self._scan(unknown)
             return
         every = parts.needs.parts_of_any(self.bound)
         also = {parts.state(part) for part in every if not parts.is_found(part)}
         wanted = sorted(also.union(unknown), key=lambda each: each.part)
-        tiers[level].exists(
+        tiers[-1].exists(
             [each.key for each in wanted],
             self._request.deadline_s,
-            lambda result: owner.post(partial(self._answered, wanted, level, result)),
+            lambda result: owner.post(partial(self._answered, wanted, result)),
         )
 
-    def _answered(self, wanted: list[PartState], level: int, result: ExistsResult) -> None:
+    def _answered(self, wanted: list[PartState], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            answers = [*zip(wanted, result.present, strict=True)]
-            self._parts.found([each for each, is_there in answers if is_there], level)
+            level, answers = self.parts.last_level, [*zip(wanted, result.present, strict=True)]
+            self.parts.found([each for each, is_there in answers if is_there], level)
             absent = [each.key for each, is_there in answers if not is_there]
             self._cache.pool.seen(level, absent, there=False)
         if self._state is _Stage.ASKING:
             self._state = _Stage.SETTLING
             self._questions = 2
-            self._gap = self._miss(level, result.outcome)
+            self._gap = self._miss(result.outcome)
             self._check()
 
     def _no_room(self, chunks: int = 1) -> None:
@@ -384,10 +363,10 @@ class PrefixLookup:
         self.end.reasons.add("the host pool was full")
         self._shrink(self.bound - chunks, "miss_pool_full")
 
-    def _filled(self, part: Part, filled: Filled) -> None:
-        if filled is not Filled.READY:
+    def _filled(self, part: PartState) -> None:
+        if part.entry is None or part.entry.state is not EntryState.READY:
             self.end.reasons.add("a chunk could not be loaded")
-            self._shrink(part[0], self._parts.failure_of(part))
+            self._shrink(part.part[0], self.parts.failure_of(part))
         if self._state is _Stage.LOADING:
             self._check()
         else:
@@ -414,26 +393,24 @@ class PrefixLookup:
         self.end.reasons.add(reason)
         limit = 0 if self._state is _Stage.SEARCHING else self.bound
         self._state = _Stage.SETTLING
-        self._ends_at(self._parts.needs.longest(limit, self._parts.is_ready), miss)
+        self._ends_at(self.parts.needs.longest(limit, self.parts.is_ready), miss)
         self._check()
 
     def _wake_in(self, wait_s: float, action: Action) -> None:
-        """Instead of what it was to be woken for. Without anything to decide, only events wake."""
-        if self._worth is not None:
-            if self._wake is not None:
-                self._wake.cancel()
-            self._wake = self._cache.owner.after(min(wait_s, _LONGEST_WAIT_S), action)
+        """Instead of what it was to be woken for."""
+        if self._wake is not None:
+            self._wake.cancel()
+        due_s = time.monotonic() + min(wait_s, _LONGEST_WAIT_S)
+        self._wake = self._cache.owner.at(due_s, action)
 
-    def _recheck(self) -> None:
+    def _recheck(self, worth: WorthLoading) -> None:
         """The prefix should be loaded by now: ends it if computing the rest is faster."""
-        if self._worth is None:
-            return
-        now_s, left = time.monotonic(), self._parts.bytes_left()
+        now_s, left = time.monotonic(), self.parts.bytes_left()
         late = [(rate, n) for rate, n in zip(self._cache.rates, left, strict=True) if n]
         left_s = max((rate.seconds(n, now_s) for rate, n in late), default=0.0)
-        ready = self._parts.needs.longest(self.bound, self._parts.is_ready)
-        if left_s <= self._worth.compute_s(self.bound - ready, now_s):
-            self._wake_in(max(left_s / 2, _SHORTEST_LOAD_S), self._recheck)
+        ready = self.parts.needs.longest(self.bound, self.parts.is_ready)
+        if left_s <= worth.compute_s(self.bound - ready, now_s):
+            self._wake_in(max(left_s / 2, _SHORTEST_LOAD_S), partial(self._recheck, worth))
         else:
             self._give_up(*(rate for rate, _ in late))
 
@@ -446,7 +423,7 @@ class PrefixLookup:
     def _check(self) -> None:
         if self._state is _Stage.SETTLING:
             self._settle()
-        if self._state is _Stage.LOADING and not (self._parts.filling or self._parts.to_load):
+        if self._state is _Stage.LOADING and not (self.parts.filling or self.parts.to_load):
             if self._worth is not None:
                 self._worth.computes(self.bound, time.monotonic())
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
@@ -456,5 +433,5 @@ class PrefixLookup:
             self._cache.owner.post(self._keep)
 
     def _keep(self) -> None:
-        if chunks := self._parts.pooled(self._cache.refreshed_before_s):
+        if chunks := self.parts.pooled(self._cache.refreshed_before_s):
             self._cache.keep(chunks)

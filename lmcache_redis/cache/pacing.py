@@ -1,10 +1,9 @@
 """The decisions about lookups, without I/O.
 
-What is worth loading (`WorthLoading`). A tier and an engine are two queues. A tier loads the bytes
-in flight before it loads others (`TransferRate`), an engine computes the prompts that it has before
-it computes others (`Computing`). A request whose prefix is loaded has its first token when both are
-ready and the rest of the prompt is computed; `prefix_worth_loading` finds the prefix for which that
-is soonest. For an engine that has not measured itself everything is loaded.
+What is worth loading (`WorthLoading`). A tier (`TransferRate`) and an engine (`Computing`) are two
+queues. A request whose prefix is loaded has its first token when both are through with what they
+had before, and the rest of the prompt is computed. For an engine that has not measured itself
+everything is loaded.
 
 Which parts a prefix needs (`PrefixNeeds`). A lookup has rows, one for each rank and group of
 layers; a chunk has one part in each row. How far back an engine still reads a row's tokens after a
@@ -104,8 +103,8 @@ class TransferRate:
     def gave_up(self, now_s: float) -> None:
         """A lookup does not wait any longer for its loads, or for its answer.
 
-        Loads in flight count as if all had arrived in twice the time since the last arrival, until
-        others arrive. Without any, nothing is known any more.
+        Loads in flight count as if all had arrived in twice the time since the last arrival.
+        Without any, nothing is known any more.
         """
         self.is_slow = True
         stalled_s = self.stalled_s(now_s)
@@ -158,8 +157,7 @@ class TransferRate:
 class Computing:
     """What an engine has to compute.
 
-    Attributes:
-        token_s: seconds per prompt token as the engine has measured them; 0.0: not yet.
+    token_s: seconds per prompt token as the engine has measured them; 0.0: not yet.
     """
 
     def __init__(self) -> None:
@@ -179,7 +177,7 @@ class Bet(NamedTuple):
     """What a lookup expected of a prefix of ``chunks``, in seconds until it is in the blocks.
 
     load_s: all of it is loaded; infinite if the rate of a tier is not known. compute_s: all of it
-    is computed. chosen_s: as it was decided: the first chunks are loaded, the others computed.
+    is computed. chosen_s: the first chunks are loaded, the others computed, as it was decided.
     """
 
     chunks: int
@@ -191,20 +189,17 @@ class Bet(NamedTuple):
 class WorthLoading:
     """How much of one lookup's prefix is worth loading: what gives the earliest first token.
 
-    An engine that waits for a tier does not compute. So the rate of a tier is known before a
-    prefix is loaded from it: if it is not, one chunk is loaded first (a probe). Whatever only tells
-    what is known of a tier may take a small share of the prompt's computing time; if it takes
-    longer, the engine computes, and the next lookup has the rate.
+    The rate of a tier is known before a prefix is loaded from it: if it is not, one chunk is loaded
+    first (a probe). What only tells the rate may take a small share of the prompt's computing time;
+    if it takes longer, the engine computes, and the next lookup has the rate.
 
     Attributes:
-        chunk_s: the seconds to compute a chunk.
         measured_until_s: how long a probe is waited for; None: none was needed yet.
-        expected_s: what loading takes, as it was decided.
-        bet: as it was decided last.
+        expected_s: what loading takes, as it was decided last. bet: see `Bet`.
     """
 
     def __init__(self, computing: Computing, chunks: int, chunk_tokens: int) -> None:
-        self.chunk_s = computing.token_s * chunk_tokens
+        self._chunk_s = computing.token_s * chunk_tokens
         self.measured_until_s: float | None = None
         self.expected_s = 0.0
         self.bet: Bet | None = None
@@ -214,11 +209,11 @@ class WorthLoading:
 
     def compute_s(self, chunks: float, now_s: float) -> float:
         """The seconds until the engine could have computed ``chunks`` of the prompt."""
-        return self._computing.free_in_s(now_s) + chunks * self.chunk_s
+        return self._computing.free_in_s(now_s) + chunks * self._chunk_s
 
     def is_quick(self, rate: TransferRate) -> bool:
         """Whether a question to a tier costs next to nothing, and is asked before any decision."""
-        return not rate.is_slow and rate.latency_s <= self._chunks * self.chunk_s * _SHARE
+        return not rate.is_slow and rate.latency_s <= self._chunks * self._chunk_s * _SHARE
 
     def patience_s(self, rate: TransferRate, now_s: float) -> float:
         """How long a question to a tier is worth waiting for."""
@@ -236,11 +231,11 @@ class WorthLoading:
     def prefix(self, loads: Iterable[tuple[int, float]], now_s: float) -> int:
         """The length worth loading. loads: see `prefix_worth_loading`."""
         free_in_s, times = self._computing.free_in_s(now_s), dict(loads)
-        length = prefix_worth_loading(times.items(), self._chunks, self.chunk_s, free_in_s)
+        length = prefix_worth_loading(times.items(), self._chunks, self._chunk_s, free_in_s)
         self.expected_s = times[length]
         whole = max(times)
-        compute_s = free_in_s + whole * self.chunk_s
-        chosen_s = max(self.expected_s, free_in_s) + (whole - length) * self.chunk_s
+        compute_s = free_in_s + whole * self._chunk_s
+        chosen_s = max(self.expected_s, free_in_s) + (whole - length) * self._chunk_s
         self.bet = Bet(whole, max(times[whole], free_in_s), compute_s, chosen_s)
         return length
 
@@ -311,9 +306,8 @@ class PrefixNeeds:
     def longest(self, limit: int, has: Callable[[Part], bool]) -> int:
         """The longest prefix of at most ``limit`` chunks all of whose needed parts are there.
 
-        If a needed part is not, neither are the prefixes that end after its chunk possible: those
-        up to ``limit`` need it too, because `first` does not decrease. Asks ``has`` at most once
-        about each part.
+        If a part is not there, the longer prefixes up to ``limit`` need it too, because `first`
+        does not decrease. Asks ``has`` at most once about each part.
         """
         length = limit
         rows = range(len(self._reaches))

@@ -10,7 +10,8 @@ from itertools import chain
 from lmcache_redis.cache.backing import PooledChunk
 from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
-from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.threads import Action
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
@@ -49,32 +50,31 @@ class PartState:
     """A part of a lookup that the host pool did not have at once.
 
     Attributes:
+        form: None: it is remote, so it is looked for, and neither held nor loaded.
         is_needed: by the prefix. Such a part is held or missing.
         is_later: it is missing, and loaded when the engine retrieves it.
         level: a tier that has it.
         entry: it is held: the entry has a pin for it.
-        watcher: of an entry that is being filled.
-        load: by this lookup.
+        watcher: of an entry that is being filled. load: by this lookup.
     """
 
     part: Part
     key: bytes
+    form: ChunkForm | None
     is_needed: bool = False
     is_later: bool = False
     level: int | None = None
     entry: Entry | None = None
-    watcher: Callable[[Filled], None] | None = None
+    watcher: Action | None = None
     load: Load | None = None
 
 
 class LookupParts:
     """Pins, watches and loads the parts of one lookup. Owned by the cache's owner thread.
 
-    Rows with a form are of this node. The other ones are remote: their parts are looked for, and
-    neither held nor loaded. filled: told how the filling of a held part has ended.
+    filled: told when the filling of a held part has ended.
 
     Attributes:
-        needs: what prefixes need.
         length: of the prefix whose parts are needed, in chunks.
         filling: the number of held parts that are being filled.
         to_load: parts whose loads are to be begun.
@@ -82,7 +82,7 @@ class LookupParts:
     """
 
     def __init__(
-        self, cache: Cache, request: LookupRequest, filled: Callable[[Part, Filled], None]
+        self, cache: Cache, request: LookupRequest, filled: Callable[[PartState], None]
     ) -> None:
         rows = [*request.forms, *request.remote]
         reaches = [row.reach for row in rows]
@@ -99,17 +99,18 @@ class LookupParts:
         self._stems = [row.stem(len(request.hashes[0])) for row in rows]
         self._on_filled = filled
 
-    def is_remote(self, part: Part) -> bool:
-        """Whether another node loads the part."""
-        return part[1] >= len(self._request.forms)
+    @property
+    def last_level(self) -> int:
+        return len(self._cache.tiers) - 1
 
     def state(self, part: Part) -> PartState:
         """The state of a part that is not among those held at once."""
         state = self._states.get(part)
         if state is None:
             chunk, row = part
-            key = self._stems[row] + self._request.hashes[chunk]
-            state = self._states[part] = PartState(part, key)
+            key, forms = self._stems[row] + self._request.hashes[chunk], self._request.forms
+            form = forms[row] if row < len(forms) else None
+            state = self._states[part] = PartState(part, key, form)
         return state
 
     def missing(self) -> list[PartState]:
@@ -174,7 +175,7 @@ class LookupParts:
     def hold_pooled(self, missing: Iterable[PartState]) -> None:
         """Holds those of the missing parts that the pool has."""
         for state in missing:
-            if not self.is_remote(state.part) and (entry := self._cache.pool.hold(state.key)):
+            if state.form is not None and (entry := self._cache.pool.hold(state.key)):
                 state.is_later = False
                 self._held(state, entry)
 
@@ -189,12 +190,14 @@ class LookupParts:
             dropped += [(chunk, row) for chunk in range(max(before, length), self.length)]
             added += [(chunk, row) for chunk in range(now, min(before, length))]
         self.length = length
+        for state in self._states.values():
+            state.is_later = False  # the shorter prefix may fit into the pool
         for part in dropped:
             if (entry := self._pooled.pop(part, None)) is not None:
                 self._cache.pool.unpin(entry)
             else:
                 state = self.state(part)
-                state.is_needed = state.is_later = False
+                state.is_needed = False
                 self._release(state)
         self.hold_pooled(self._need(added))
 
@@ -236,30 +239,28 @@ class LookupParts:
                 self._cache.pool.unwatch(entry, watcher)
             self._cache.pool.unpin(entry)
 
-    def _filled(self, state: PartState, filled: Filled) -> None:
+    def _filled(self, state: PartState) -> None:
         state.watcher = None
         self.filling -= 1
-        self._on_filled(state.part, filled)
+        self._on_filled(state)
 
     def units(self) -> tuple[int, int, int]:
         """The units of memory of the parts to be loaded now, of those held, and of a chunk."""
-        row_units = [self._cache.units(form) for form in self._request.forms]
-        states = self._states.values()
+        units, states = self._cache.units, self._states.values()
         missing = sum(
-            row_units[state.part[1]]
+            units(state.form)
             for state in states
-            if state.is_needed and not state.is_later and state.entry is None
-            if not self.is_remote(state.part)
+            if state.form and state.is_needed and not state.is_later and state.entry is None
         )
         held = chain(self._pooled.values(), (s.entry for s in states if s.entry is not None))
-        return missing, sum(entry.units for entry in held), sum(row_units)
+        return missing, sum(each.units for each in held), sum(map(units, self._request.forms))
 
     def defer(self, units: int) -> None:
         """Loads the last of the missing parts later, so that the others take fewer units now."""
         for state in reversed(self.missing()):
-            if units > 0 and not state.is_later and not self.is_remote(state.part):
+            if units > 0 and not state.is_later and state.form is not None:
                 state.is_later = True
-                units -= self._cache.units(self._request.forms[state.part[1]])
+                units -= self._cache.units(state.form)
 
     def is_ready(self, part: Part) -> bool:
         """Whether the part is READY in the pool; of a remote one, whether it was found."""
@@ -268,7 +269,7 @@ class LookupParts:
         state = self.state(part)
         if state.entry is not None:
             return state.watcher is None
-        if self.is_remote(part):
+        if state.form is None:
             return state.level is not None
         entry = self._cache.pool.peek(state.key)
         return entry is not None and entry.state is EntryState.READY
@@ -277,29 +278,30 @@ class LookupParts:
 
     def look_up(self, wanted: Sequence[PartState], level: int) -> list[PartState]:
         """Notes those that are in the index of a tier; returns the others."""
-        lookup, is_last = self._cache.tiers[level].lookup, level + 1 == len(self._cache.tiers)
+        lookup, is_last = self._cache.tiers[level].lookup, level == self.last_level
         here: list[PartState] = []
         rest: list[PartState] = []
         for state in wanted:
-            is_here = lookup(state.key) and (is_last or not self.is_remote(state.part))
+            is_here = lookup(state.key) and (is_last or state.form is not None)
             (here if is_here else rest).append(state)
         self.found(here, level)
         return rest
 
     def found(self, here: Sequence[PartState], level: int) -> None:
-        """A tier has these parts."""
         for state in here:
             state.level = level
         self._cache.pool.seen(level, [state.key for state in here])
 
-    def doubt(self, first: int, level: int) -> None:
-        """A scan of a tier has ended in this chunk: what was known of the rest is old.
+    def doubt(self, absent: PartState) -> None:
+        """A scan of the last tier has ended with this part: what was known of the rest is old.
 
         So is what was known of parts in the host pool, which were not asked for.
         """
+        first = absent.part[0]
         keys = [state.key for state in self._states.values() if state.part[0] >= first]
         keys += [entry.key for (chunk, _), entry in self._pooled.items() if chunk >= first]
-        self._cache.pool.seen(level, keys, there=None)
+        self._cache.pool.seen(self.last_level, (absent.key,), there=False)
+        self._cache.pool.seen(self.last_level, keys, there=None)
 
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
@@ -308,7 +310,7 @@ class LookupParts:
         state = self.state(part)
         if state.entry is not None or state.level is not None:
             return True
-        if self.is_remote(part):
+        if state.form is None:
             return False
         if state.key in self._cache.pool:
             return True
@@ -319,12 +321,11 @@ class LookupParts:
         return True
 
     def has_some_of(self, chunk: int) -> bool:
-        """Whether some part of the chunk is known to be in memory or in a tier."""
         return any(self.is_found((chunk, row)) for row in range(len(self._stems)))
 
-    def failure_of(self, part: Part) -> str:
+    def failure_of(self, state: PartState) -> str:
         """The counter of the reason why a part was not filled."""
-        load = self.state(part).load
+        load = state.load
         if load is None or load.outcome is None:
             return "miss_load"  # another request's load, or a store, of the part
         return self._cache.counters[load.level].misses.get(load.outcome, "miss_load")
@@ -332,7 +333,7 @@ class LookupParts:
     def level_of(self, state: PartState) -> int:
         """The tier that a part is loaded from."""
         level = state.level if state.load is None else state.load.level
-        return len(self._cache.tiers) - 1 if level is None else level
+        return self.last_level if level is None else level
 
     def awaited(self) -> list[PartState]:
         """Parts to be loaded or being loaded, in order."""
@@ -345,7 +346,7 @@ class LookupParts:
                 if state.entry is None
                 else state.watcher is not None and state.entry.cancel is not None
             )
-            and not self.is_remote(state.part)
+            and state.form is not None
         ]
         return sorted(found, key=lambda state: state.part)
 
@@ -357,7 +358,8 @@ class LookupParts:
         """The bytes to be loaded or being filled, by the number of the tier."""
         left = [0] * len(self._cache.tiers)
         for state in self.awaited():
-            left[self.level_of(state)] += self._request.forms[state.part[1]].chunk_bytes
+            assert state.form is not None
+            left[self.level_of(state)] += state.form.chunk_bytes
         return left
 
     def load_times(
@@ -404,36 +406,34 @@ class LookupParts:
     def begin_some(self) -> bool:
         """Begins to load some of what is to be loaded; returns False if there is no room."""
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
-        jobs: list[Load] = []
-        stripes = jobs_level = 0
+        batch: list[Load] = []
         try:
             for state in some:
                 level = self.level_of(state)
-                if stripes >= _BATCH_STRIPES or level != jobs_level:
-                    batch, jobs = jobs, []
-                    self._cache.begin_loads(batch)
-                    stripes, jobs_level = 0, level
-                job = self._prepare(state, level)
-                if job is not None:
-                    jobs.append(job)
-                    stripes += job.frame.stripe_count
-                elif state.entry is None:
+                # Parts of one lookup have about as many stripes as each other.
+                if batch and (
+                    len(batch) * batch[-1].frame.stripe_count >= _BATCH_STRIPES
+                    or batch[0].level != level
+                ):
+                    begun, batch = batch, []
+                    self._cache.begin_loads(begun)
+                if not self._prepare(state, level, batch):
                     return False
             return True
         finally:
-            self._cache.begin_loads(jobs)
+            self._cache.begin_loads(batch)
 
-    def _prepare(self, state: PartState, level: int) -> Load | None:
-        """Holds a part and returns its load; None if another lookup loads it, or without room."""
+    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> bool:
+        """Holds a part, and adds its load to the batch if nobody loads it; False: no room."""
         request, (chunk, row), pool = self._request, state.part, self._cache.pool
-        entry, job = pool.hold(state.key), None
+        entry = pool.hold(state.key)
         if entry is None:
             form, chunk_hash = request.forms[row], request.hashes[chunk]
-            job = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
-            if job is None:
-                return None
-            state.load, self.has_loads = job, True
-            entry = job.entry
+            load = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
+            if load is None:
+                return False
+            batch.append(load)
+            state.load, self.has_loads, entry = load, True, load.entry
             pool.hold(state.key)
         self._held(state, entry)
-        return job
+        return True

@@ -1,8 +1,7 @@
-"""The host pool: memory for chunks, the index of those in it, and which chunk holds which memory.
+"""The host pool: which chunk holds which memory, in units of the memory, such as slots.
 
-Sizes are in units of the memory: slots of an `Arena`, bytes of a `compat.heap.HeapMemory`. Owned by
-the cache's owner thread. Copies and sockets use memoryviews that the owner handed them, while the
-entry stays pinned.
+Owned by the cache's owner thread. Copies and sockets use memoryviews that the owner handed them,
+while the entry stays pinned.
 
 An entry's life::
 
@@ -11,7 +10,7 @@ An entry's life::
 
 A FILLING entry is in the index unless it was reserved without a key: then `publish` gives it one
 and discards the entry that the key had. A DISCARDED entry has left the index; its memory becomes
-free when its last pin is released, never before. The pool never holds more than ``capacity`` units.
+free when its last pin is released, never before.
 
 One filling serves all requests for a chunk: two equal prompts load it once, and a lookup may wait
 for a chunk that a store is gathering. Whoever waits pins the entry and watches it.
@@ -42,7 +41,7 @@ from lmcache_redis.native.madvise import (
 class PoolMemory(Protocol):
     """Where a pool keeps payloads. A unit is the smallest amount that the memory allocates.
 
-    capacity: units of all blocks that are taken at one time.
+    capacity: in units.
     """
 
     @property
@@ -68,10 +67,9 @@ class Arena:
     any thread may call the other methods. On a machine with several NUMA nodes the arena is spread
     over all of them (`numa_nodes`), unless numactl or a cpuset says otherwise.
 
-    size_bytes: memory to allocate; a remainder smaller than a slot is not used. slot_bytes: usable
-    bytes of a slot. Slots are ``slot_stride_bytes`` apart, which is ``slot_bytes`` rounded up to a
-    page. Raises ValueError if not even one slot fits, or a size is not positive, and OSError if the
-    address space cannot be allocated.
+    size_bytes: a remainder smaller than a slot is not used. slot_bytes: usable; the stride is
+    rounded up to a page. Raises ValueError if not even one slot fits, or a size is not positive,
+    and OSError if the address space cannot be allocated.
     """
 
     def __init__(self, size_bytes: int, slot_bytes: int) -> None:
@@ -152,21 +150,9 @@ class Arena:
 
 
 class EntryState(Enum):
-    """See the module."""
-
     FILLING = "filling"
     READY = "ready"
     DISCARDED = "discarded"
-
-
-class Filled(Enum):
-    """How the filling of an entry ended."""
-
-    READY = "ready"
-    FAILED = "failed"
-
-
-Watcher = Callable[[Filled], None]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -174,9 +160,7 @@ class Entry:
     """One chunk in the pool. Only `HostPool` changes the first five attributes, and `stored_in`.
 
     Attributes:
-        block: its block of the pool's memory.
-        units: the size of the block.
-        pins: while there are any, the entry is not evicted and its memory is not reused.
+        block: of the pool's memory, ``units`` large.
         stored_in: bit n: the chunk was in tier n when it was last heard of.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
         wanted: whether a lookup has asked for it since it is in the pool.
@@ -195,7 +179,7 @@ class Entry:
     refreshed_s: float = 0.0
     wanted: bool = False
     position: int = 0
-    watchers: list[Watcher] | None = field(default_factory=list)
+    watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
     tag: object = None
 
@@ -209,17 +193,17 @@ Change = Callable[[bytes, "int | None", bool], None]
 class HostPool:
     """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
 
+    `get` and the release of the last pin make an entry the most recently used. Misuse raises
+    RuntimeError and changes nothing: it is a bug of the caller.
+
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
-    ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
-    eviction, ``on_wanted`` when a lookup first holds a READY entry that has pins. ``on_change``, if
-    it is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
-    there: when that changes in the pool, and when it turns out of a tier (`seen`).
 
-    `get` and the release of the last pin make an entry the most recently used. Misuse (unpin
-    without a pin, publish twice, reserve a key that is in the pool) raises RuntimeError and changes
-    nothing: it is a bug of the caller.
-
-    Attributes, in units: free; idle: of READY entries without pins.
+    Attributes:
+        free, idle: units; idle ones are of READY entries without pins.
+        on_room: called when the last pin of an entry is released.
+        on_wanted: called when a lookup first holds a READY entry that has pins.
+        on_change: called with a key, a place (None: the pool; n: tier n) and whether the chunk is
+            there: when that changes in the pool, and when it turns out of a tier (`seen`).
     """
 
     def __init__(self, memory: PoolMemory, idle_limit: int | None = None) -> None:
@@ -272,9 +256,8 @@ class HostPool:
     def reserve(self, key: bytes | None, units: int) -> Entry | None:
         """A new FILLING entry with one pin; None if there is no room.
 
-        Evicts the least recently used unpinned READY entries as needed, but none if evicting all of
-        them would not make enough room. key: None: the entry is not in the index until `publish`
-        gives it a key.
+        Evicts as needed, but nothing if that would not make enough room. key: None: the entry is
+        not in the index until `publish` gives it a key.
         """
         if units <= 0:
             raise RuntimeError(f"an entry of {units} units")
@@ -316,7 +299,7 @@ class HostPool:
             self.on_change(entry.key, None, True)
         return True
 
-    def end(self, entry: Entry, filled: Filled) -> bool:
+    def end(self, entry: Entry, *, is_filled: bool) -> bool:
         """End the filling: the entry is READY, or DISCARDED if that failed or it was discarded.
 
         Releases the filler's pin after the watchers ran, which may add theirs. Returns whether the
@@ -325,23 +308,22 @@ class HostPool:
         watchers, entry.watchers, entry.cancel = entry.watchers, None, None
         if watchers is None:
             raise RuntimeError(f"ended twice: {entry!r}")
-        if filled is Filled.FAILED or not self.publish(entry):
+        if not (is_ready := is_filled and self.publish(entry)):
             self.discard(entry)
-            filled = Filled.FAILED
         try:
             for watcher in watchers:
-                watcher(filled)
+                watcher()
         finally:
             self.unpin(entry)
-        return filled is Filled.READY
+        return is_ready
 
-    def watch(self, entry: Entry, watcher: Watcher) -> None:
+    def watch(self, entry: Entry, watcher: Callable[[], None]) -> None:
         """Have ``watcher`` called when the filling of ``entry`` ends. It must not have ended."""
         if entry.watchers is None:
             raise RuntimeError(f"watched after its filling ended: {entry!r}")
         entry.watchers.append(watcher)
 
-    def unwatch(self, entry: Entry, watcher: Watcher) -> None:
+    def unwatch(self, entry: Entry, watcher: Callable[[], None]) -> None:
         """Forget the watcher. Cancel the filling if it was the last one, and that is possible.
 
         The entry then leaves the index at once: whoever wants the chunk meanwhile loads it anew.
@@ -397,7 +379,7 @@ class HostPool:
                 self.on_change(entry.key, place, True)
 
     def pin(self, entry: Entry) -> None:
-        """Add a pin. A DISCARDED entry can be pinned only while it has a pin."""
+        """Add a pin. A DISCARDED entry can be pinned only while it has one."""
         if entry.pins == 0:
             if entry.state is not EntryState.READY:
                 raise RuntimeError(f"pinned after it left the pool: {entry!r}")
@@ -447,8 +429,7 @@ class HostPool:
             self.discard(entry)
 
     def _evict(self) -> None:
-        """Evict the least recently used unpinned READY entry."""
-        self.discard(next(iter(self._idle.values())))
+        self.discard(next(iter(self._idle.values())))  # the least recently used
         self.evictions += 1
         self.on_evicted()
 

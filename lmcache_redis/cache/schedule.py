@@ -5,8 +5,8 @@ without which no later chunk is a hit. Few bytes are in flight, so that loads ne
 queue and this order matters. While chunks are loaded from the tier no write begins; but loads are
 not waited for longer than a second.
 
-Nothing here looks at all that is queued: a queue of a large host pool has tens of thousands of
-chunks. Times are those of `time.monotonic()`.
+Nothing here looks at all that is queued, but for what is not due yet: a queue of a large host pool
+has tens of thousands of chunks. Times are those of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ _BATCH_WINDOW_S = 0.005
 Rank = tuple[bool, int]
 
 
-@dataclass(slots=True, eq=False)
-class PendingWrite:
-    """A chunk that is to be written. done: told the outcome. queue: None: the write has begun."""
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class PendingWrite(ChunkIO):
+    """A chunk that is to be written, from `due_s` on. done: told the outcome."""
 
     entry: Entry
-    job: ChunkIO
+    due_s: float = 0.0
     done: Callable[[WriteOutcome], None] | None = None
     rank: Rank = (False, 0)
-    queue: RankedWrites | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.job.frame.chunk_bytes
+        return self.frame.chunk_bytes
 
 
 def rank_of(entry: Entry) -> Rank:
@@ -55,120 +54,89 @@ def rank_of(entry: Entry) -> Rank:
     return not entry.wanted, entry.position
 
 
-class RankedWrites:
-    """Writes by rank; those of one rank in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._ranks: list[Rank] = []  # sorted
-        self._writes: dict[Rank, OrderedDict[PendingWrite, None]] = {}
-
-    def add(self, write: PendingWrite) -> None:
-        write.queue, write.rank = self, rank_of(write.entry)
-        if write.rank not in self._writes:
-            insort(self._ranks, write.rank)
-            self._writes[write.rank] = OrderedDict()
-        self._writes[write.rank][write] = None
-
-    def remove(self, write: PendingWrite) -> None:
-        write.queue = None
-        writes = self._writes[write.rank]
-        del writes[write]
-        if not writes:
-            del self._writes[write.rank]
-            del self._ranks[bisect_left(self._ranks, write.rank)]
-
-    def first(self) -> PendingWrite | None:
-        return next(iter(self._writes[self._ranks[0]])) if self._ranks else None
-
-    def after(self, rank: Rank) -> Iterator[PendingWrite]:
-        """Those of higher ranks, the last first."""
-        for each in reversed(self._ranks):
-            if each <= rank:
-                return
-            yield from reversed(self._writes[each])
-
-
 class WriteScheduler:
     """The writes of one tier that have not begun, and how many may.
 
+    loads: from the same tier.
+
     Attributes:
-        loads: from the same tier.
+        rate: of the writes that the tier has been given.
         is_stopping: all begin now.
-        limit_bytes: of the queue; may change.
+        limit_bytes: of the queue; may change. What is queued beyond a smaller one is still written.
     """
 
     def __init__(self, loads: TransferRate, limit_bytes: int) -> None:
         self.is_stopping = False
         self.limit_bytes = limit_bytes
         self.loads = loads
-        self._rate = TransferRate()
+        self.rate = TransferRate()
         self._in_flight: set[PendingWrite] = set()
         self._begun_s = -math.inf
-        self._due: list[tuple[float, int, PendingWrite]] = []  # a heap; of those waiting
-        self._numbers = itertools.count()
-        self._waiting = RankedWrites()
-        self._ready = RankedWrites()
+        self._due: list[float] = []  # a heap: when those that were not due yet are
+        self._ranks: list[Rank] = []  # sorted
+        self._by_rank: dict[Rank, OrderedDict[PendingWrite, None]] = {}
         self._oldest: OrderedDict[PendingWrite, None] = OrderedDict()  # all, by their deadlines
 
     def __len__(self) -> int:
         """Writes that have not begun."""
         return len(self._oldest)
 
-    def add(self, write: PendingWrite, due_s: float) -> None:
-        """A write that may begin at ``due_s``; its deadline is not before those of others."""
-        self._waiting.add(write)
+    def add(self, write: PendingWrite) -> None:
+        """A write whose deadline is not before those of others."""
         self._oldest[write] = None
-        heapq.heappush(self._due, (due_s, next(self._numbers), write))
+        self._enter(write)
+        heapq.heappush(self._due, write.due_s)
 
     def remove(self, write: PendingWrite) -> bool:
         """Take out a write; False if it has begun."""
-        if write.queue is None:
+        if write not in self._oldest:
             return False
-        write.queue.remove(write)
         del self._oldest[write]
+        self._leave(write)
         return True
 
     def rank_again(self, write: PendingWrite) -> None:
         """The rank of its entry has changed."""
-        if (queue := write.queue) is not None:
-            queue.remove(write)
-            queue.add(write)
+        if write in self._oldest:
+            self._leave(write)
+            self._enter(write)
 
     def after(self, rank: Rank) -> Iterator[PendingWrite]:
         """The writes of higher ranks, the last first. None may be removed meanwhile."""
-        later = self._waiting.after(rank), self._ready.after(rank)
-        return heapq.merge(*later, key=lambda write: write.rank, reverse=True)
+        for each in reversed(self._ranks):
+            if each <= rank:
+                return
+            yield from reversed(self._by_rank[each])
 
     def expired(self, now_s: float) -> list[PendingWrite]:
         """Takes out the writes whose deadline has passed."""
         expired = []
-        while self._oldest and (write := next(iter(self._oldest))).job.deadline <= now_s:
+        while self._oldest and (write := next(iter(self._oldest))).deadline <= now_s:
             self.remove(write)
             expired.append(write)
         return expired
 
     def begin(self, now_s: float) -> list[PendingWrite]:
         """The writes that begin now, in their order. They are in flight until `ended`."""
-        by_s = math.inf if self.is_stopping else now_s + _BATCH_WINDOW_S
-        while self._due and self._due[0][0] <= by_s:
-            write = heapq.heappop(self._due)[2]
-            if write.queue is self._waiting:
-                self._waiting.remove(write)
-                self._ready.add(write)
-        limit = (
-            math.inf if self.is_stopping else min(IN_FLIGHT_BYTES, self._bytes_within(_IN_FLIGHT_S))
-        )
+        by_s = limit = math.inf
+        if not self.is_stopping:
+            by_s = now_s + _BATCH_WINDOW_S
+            limit = min(IN_FLIGHT_BYTES, self._bytes_within(_IN_FLIGHT_S))
+        while self._due and self._due[0] <= by_s:
+            heapq.heappop(self._due)
         in_flight_bytes = sum(each.nbytes for each in self._in_flight)
         # A batch costs less for each chunk, so there is none for every write that ends.
         if self._waits_until(now_s) > now_s or in_flight_bytes > limit // 2:
             return []
         begun = []
-        while (first := self._ready.first()) is not None:
-            if in_flight_bytes and in_flight_bytes + first.nbytes > limit:
-                break
-            self.remove(first)
-            in_flight_bytes += first.nbytes
-            begun.append(first)
+        for write in itertools.chain.from_iterable(self._by_rank[each] for each in self._ranks):
+            if write.due_s <= by_s:
+                if in_flight_bytes and in_flight_bytes + write.nbytes > limit:
+                    break
+                in_flight_bytes += write.nbytes
+                begun.append(write)
+        for write in begun:
+            self.remove(write)
         self._in_flight.update(begun)
         if begun:
             self._begun_s = now_s
@@ -176,34 +144,38 @@ class WriteScheduler:
 
     def next_s(self, now_s: float) -> float:
         """When to call `expired` and `begin` again, if nothing ends before."""
-        times = [self._due[0][0]] if self._due else []
+        times = self._due[:1]
         if self._oldest:
-            times.append(next(iter(self._oldest)).job.deadline)
+            times.append(next(iter(self._oldest)).deadline)
             if (until_s := self._waits_until(now_s)) > now_s:
                 times.append(until_s)
         return min(times, default=math.inf)
 
-    def written(self, nbytes: int, now_s: float) -> None:
-        """The tier has been given a chunk."""
-        self._rate.begun(nbytes, now_s)
-
-    def stored(self, nbytes: int, now_s: float, *, is_stored: bool) -> None:
-        """The tier has answered."""
-        self._rate.ended(nbytes, now_s, arrived=is_stored)
-
-    def ended(self, write: PendingWrite) -> bool:
-        """A write is no longer in flight; returns whether it was."""
-        was_in_flight = write in self._in_flight
+    def ended(self, write: PendingWrite) -> None:
+        """A write is no longer in flight."""
         self._in_flight.discard(write)
-        return was_in_flight
 
     def most_bytes(self, seconds: float) -> float:
         """The limit of what is queued: no more than the tier is known to write in that time."""
         return min(self.limit_bytes, max(IN_FLIGHT_BYTES, self._bytes_within(seconds)))
 
+    def _enter(self, write: PendingWrite) -> None:
+        write.rank = rank_of(write.entry)
+        if write.rank not in self._by_rank:
+            insort(self._ranks, write.rank)
+            self._by_rank[write.rank] = OrderedDict()
+        self._by_rank[write.rank][write] = None
+
+    def _leave(self, write: PendingWrite) -> None:
+        writes = self._by_rank[write.rank]
+        del writes[write]
+        if not writes:
+            del self._by_rank[write.rank]
+            del self._ranks[bisect_left(self._ranks, write.rank)]
+
     def _bytes_within(self, seconds: float) -> float:
         """What the tier writes in that time; infinity if nothing has been written yet."""
-        return self._rate.per_second() * seconds or math.inf
+        return self.rate.per_second() * seconds or math.inf
 
     def _waits_until(self, now_s: float) -> float:
         """Until when no write begins because of loads; not later than now: none waits."""

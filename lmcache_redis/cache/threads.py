@@ -1,8 +1,7 @@
 """The threads of a cache: its owner, workers for blocking calls, and a detector of calls that hang.
 
-The owner runs actions that other threads post to it, and timers; it never waits for I/O. `Owner` is
-what the cache needs. `OwnerLoop` implements it for a thread that polls, such as an agent's loop. A
-few lines adapt an asyncio loop (``call_soon_threadsafe``, ``call_at``).
+The owner runs what other threads post to it, and timers; it never waits for I/O. `OwnerLoop` is one
+for a thread that polls, such as an agent's loop; a few lines adapt an asyncio loop.
 
 A worker in a system call cannot be interrupted. If a call hangs, for example on a network file
 system whose server is gone, all that can be done is to start no other call until it returns.
@@ -17,8 +16,8 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -29,8 +28,6 @@ Action = Callable[[], None]
 
 
 class Timer(Protocol):
-    """A timer of an owner."""
-
     def cancel(self) -> None:
         """Do not run the action. Idempotent."""
 
@@ -43,9 +40,6 @@ class Owner(Protocol):
 
     def at(self, due_s: float, action: Action) -> Timer:
         """Run ``action`` at ``due_s`` (`time.monotonic()`). From the owner's thread."""
-
-    def after(self, delay_s: float, action: Action) -> Timer:
-        """Run ``action`` in ``delay_s`` seconds. From the owner's thread."""
 
 
 class _LoopTimer:
@@ -61,7 +55,7 @@ class _LoopTimer:
 class OwnerLoop:
     """An `Owner` whose thread calls `run_posted` after it wakes and `run_due` before it waits.
 
-    wake: called by `post`, on any thread.
+    wake: called by `post`.
     """
 
     def __init__(self, wake: Action) -> None:
@@ -139,7 +133,7 @@ class _Task(NamedTuple):
 
 
 class WorkerThreads:
-    """A queue and its threads, which start with the first task.
+    """A queue of tasks and its threads, which start with the first one.
 
     Each task gets exactly one call: ``run`` or ``dropped``. nice: see `nice(2)`.
     """
@@ -147,7 +141,7 @@ class WorkerThreads:
     def __init__(self, name: str, threads: int, nice: int = 0) -> None:
         self._nice = nice
         self._changed = threading.Condition()
-        self._queue: OrderedDict[Hashable, _Task] = OrderedDict()
+        self._queue: deque[_Task] = deque()
         self._stopped = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"lmcache-redis-{name}-{n}", daemon=True)
@@ -155,19 +149,13 @@ class WorkerThreads:
         ]
 
     def __len__(self) -> int:
-        """Queued tasks."""
         return len(self._queue)
 
-    def put(
-        self, run: Action, dropped: Action, until_s: float = math.inf, name: Hashable | None = None
-    ) -> None:
-        """Enqueue a task. An exception of ``run`` is logged.
-
-        until_s: see `drop`. name: for `cancel`; unique among the queued tasks.
-        """
+    def put(self, run: Action, dropped: Action, until_s: float = math.inf) -> None:
+        """Enqueue a task. An exception of ``run`` is logged. until_s: see `drop`."""
         with self._changed:
             if not self._stopped:
-                self._queue[name or object()] = _Task(run, dropped, until_s)
+                self._queue.append(_Task(run, dropped, until_s))
                 for thread in self._threads:
                     if thread.ident is None:
                         thread.start()
@@ -175,20 +163,14 @@ class WorkerThreads:
                 return
         dropped()
 
-    def cancel(self, name: Hashable) -> None:
-        """Drop a task if it is queued."""
-        with self._changed:
-            task = self._queue.pop(name, None)
-        if task is not None:
-            task.dropped()
-
     def drop(self, until_s: float = math.inf) -> None:
         """Drop the queued tasks whose ``until_s`` is no later; by default, all of them."""
         with self._changed:
-            late = [name for name, task in self._queue.items() if task.until_s <= until_s]
-            tasks = [self._queue.pop(name) for name in late]
+            tasks, self._queue = self._queue, deque()
+            self._queue.extend(task for task in tasks if task.until_s > until_s)
         for task in tasks:
-            task.dropped()
+            if task.until_s <= until_s:
+                task.dropped()
 
     def drain(self, timeout_s: float) -> None:
         """Wait until no task that is queued now is still queued, or until the timeout."""
@@ -220,18 +202,12 @@ class WorkerThreads:
                 self._changed.wait_for(lambda: self._queue or self._stopped)
                 if not self._queue:
                     return
-                _, task = self._queue.popitem(last=False)
+                task = self._queue.popleft()
             try:
                 task.run()
             except Exception:
                 logger.exception("a task failed")  # our own bug: only that task fails
             del task  # it holds views of slots
-
-
-class _Call(NamedTuple):
-    what: str
-    limit_s: float
-    due_s: float
 
 
 class HangDetector:
@@ -240,24 +216,19 @@ class HangDetector:
     Once a call has been in flight for longer than its limit, `reason` says so and no call is
     started until all calls in flight have returned.
 
-    what: the name of the called system in log lines. on_time: called on the detector's thread with
-    the time, when a call is overdue and at the times of `look_at`; returns the next such time.
-    on_return: asked after the last call has returned, repeatedly, for the next action to run before
-    calls are started again; None: no more. Called under a lock: it must not block.
+    what: the name of the called system in log lines. on_hang: called on the detector's thread.
+    on_return: asked, under a lock, after the last call has returned, repeatedly, for the next
+    action to run before calls are started again; None: no more.
     """
 
-    def __init__(
-        self,
-        what: str,
-        on_time: Callable[[float], float],
-        on_return: Callable[[], Action | None],
-    ) -> None:
+    def __init__(self, what: str, on_hang: Action, on_return: Callable[[], Action | None]) -> None:
         self._what = what
-        self._on_time = on_time
+        self._on_hang = on_hang
         self._on_return = on_return
         self._changed = threading.Condition()
-        self._calls: dict[object, _Call] = {}
-        self._next_look_s = math.inf
+        self._calls: set[object] = set()  # in flight
+        self._due: dict[object, tuple[float, Action]] = {}
+        self._wake_s = math.inf  # not later than any of these
         self._closed = False
         self._hangs = False
         self.reason = ""
@@ -268,22 +239,32 @@ class HangDetector:
     def run(self, call: Callable[[], T], what: str, limit_s: float) -> T | None:
         """Make a call on this thread. None: not made, because another hangs or after `close`."""
         me = object()
+        reason = f"{what} has not returned within {limit_s:g} s"
         with self._changed:
             if self.reason or self._closed:
                 return None
-            due_s = time.monotonic() + limit_s
-            self._calls[me] = _Call(what, limit_s, due_s)
-            self.look_at(due_s)
+            self._calls.add(me)
+            self.at(time.monotonic() + limit_s, me, partial(self._hang, me, reason))
         try:
             return call()
         finally:
             self._returned(me)
 
+    def at(self, due_s: float, name: object, action: Action) -> None:
+        """Run an action on the detector's thread at that time, unless it is forgotten before."""
+        with self._changed:
+            self._due[name] = due_s, action
+            self._wake_by(due_s)
+
+    def forget(self, name: object) -> None:
+        with self._changed:
+            self._due.pop(name, None)
+
     def hold_down(self, reason: str) -> Action:
         """Start no call until the returned action is called, once, on any thread."""
         me = object()
         with self._changed:
-            self._calls[me] = _Call(reason, math.inf, math.inf)
+            self._calls.add(me)
             self.reason, self.since_s = reason, time.monotonic()
         return partial(self._returned, me)
 
@@ -292,13 +273,6 @@ class HangDetector:
         with self._changed:
             self._calls.clear()
             self.reason = reason
-
-    def look_at(self, time_s: float) -> None:
-        """Have `on_time` called at that time, or earlier."""
-        if time_s < self._next_look_s:
-            with self._changed:
-                self._next_look_s = min(self._next_look_s, time_s)
-                self._changed.notify_all()
 
     def is_hung(self) -> bool:
         """Whether a call hangs. If so, `on_return` will be asked after this returns."""
@@ -314,13 +288,19 @@ class HangDetector:
             self._closed = True
             self._changed.wait_for(lambda: self._hangs or not self._calls, timeout_s)
             ended = not self._calls
-        self.look_at(-math.inf)
+            self._wake_by(-math.inf)
         self._thread.join()
         return ended
 
+    def _wake_by(self, time_s: float) -> None:
+        if time_s < self._wake_s:
+            self._wake_s = time_s
+            self._changed.notify_all()
+
     def _returned(self, me: object) -> None:
         with self._changed:
-            del self._calls[me]
+            self._calls.remove(me)
+            self._due.pop(me, None)
             if self._closed:
                 self._changed.notify_all()
             action = self._next_action()
@@ -345,23 +325,22 @@ class HangDetector:
     def _watch(self) -> None:
         while True:
             with self._changed:
-                while (left_s := self._next_look_s - time.monotonic()) > 0:
+                while (left_s := self._wake_s - time.monotonic()) > 0:
                     self._changed.wait(None if left_s == math.inf else left_s)
-                if self._next_look_s == -math.inf:
+                if self._wake_s == -math.inf:
                     return
-                self._next_look_s = self._next_due_s()
-            self.look_at(self._on_time(time.monotonic()))
+                now_s = time.monotonic()
+                late = [name for name, (due_s, _) in self._due.items() if due_s <= now_s]
+                actions = [self._due.pop(name)[1] for name in late]
+                self._wake_s = min((due_s for due_s, _ in self._due.values()), default=math.inf)
+            for action in actions:
+                action()
 
-    def _next_due_s(self) -> float:
-        """When the next call is overdue. If one is, the system is down."""
-        calls = [] if self.reason else self._calls.values()
-        first = min(calls, key=lambda call: call.due_s, default=None)
-        if first is None:
-            return math.inf
-        if first.due_s > time.monotonic():
-            return first.due_s
-        self.since_s, self._hangs = time.monotonic(), True
-        self.reason = f"{first.what} has not returned within {first.limit_s:g} s"
-        logger.warning("the %s is down: %s", self._what, self.reason)
-        self._changed.notify_all()
-        return math.inf
+    def _hang(self, me: object, reason: str) -> None:
+        with self._changed:
+            if self.reason or me not in self._calls:
+                return
+            self.reason, self.since_s, self._hangs = reason, time.monotonic(), True
+            logger.warning("the %s is down: %s", self._what, self.reason)
+            self._changed.notify_all()
+        self._on_hang()

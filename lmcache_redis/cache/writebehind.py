@@ -1,20 +1,14 @@
 """Write-behind: chunks of the host pool are written to a tier in the background.
 
-Each tier has one queue, bounded in bytes. A chunk that does not fit, or that the tier does not
-store, stays in the host pool and is counted; the next store of the chunk enqueues it again.
+Each tier has one queue, bounded in bytes and by what the tier can write before the deadlines of
+what is queued. A full queue drops what would be written last. What is dropped, or not stored, stays
+in the host pool and is counted; the next store of the chunk enqueues it again. A chunk is pinned
+from when it is enqueued until the tier is done.
 
-    waiting   until its delay has passed
-    ready     until it is its turn (`schedule`). Then the tier is asked whether it has the chunk;
-              if so, it is not written again
-    writing   the tier is asked, or writes. If it did not answer, the outcome of the write says why
-
-A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
-The queue holds no more than the tier can write before the deadlines of what is queued. A full queue
-drops what would be written last.
-
-What is believed of a tier may be wrong: it evicts, expires and loses chunks, and what it has may be
-damaged. So it is asked before each write, and a chunk whose read found doubtful bytes is
-*distrusted*: its next write is made without asking.
+When it is a chunk's turn (`schedule`), the tier is asked whether it has the chunk, since it evicts,
+expires and loses chunks; if so, it is not written again. If the tier does not answer, the outcome
+of the write says why. A chunk whose read found doubtful bytes is *distrusted*: its next write is
+made without asking.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls. A write whose
@@ -29,8 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
-from lmcache_redis.cache.backing import Backing
+from lmcache_redis.cache.backing import Backing, PooledChunk
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler, rank_of
@@ -41,7 +36,6 @@ from lmcache_redis.tiers import (
     ChunkIO,
     Done,
     ExistsResult,
-    KeyedTier,
     RemoveResult,
     WriteOutcome,
 )
@@ -67,8 +61,7 @@ _Change = PendingWrite | _Removal
 class WriteBehind:
     """The queue from the host pool to tier number ``index``. Owned by the owner's thread.
 
-    loads: those from the tier, which its writes give way to. limit_bytes: may change; what is
-    queued beyond a smaller one is still written.
+    loads: those from the tier, which its writes give way to.
     """
 
     def __init__(
@@ -86,24 +79,17 @@ class WriteBehind:
         self._owner = owner
         self._pool = pool
         self._metrics = metrics
-        self._pending: dict[object, _Change] = {}  # writes by entry, and removals
+        self._writes: dict[Entry, PendingWrite] = {}  # that have not ended
         self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
-        self._schedule = WriteScheduler(loads, backing.write_limit_bytes)
+        self.schedule = WriteScheduler(loads, backing.write_limit_bytes)
         self._timer = OneTimer(owner, self.begin_ready)
         self._distrusted: dict[bytes, None] = {}
         self._warned_of: WriteOutcome | None = None
 
-    @property
-    def limit_bytes(self) -> int:
-        return self._schedule.limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, limit: int) -> None:
-        self._schedule.limit_bytes = limit
-
     def __len__(self) -> int:
         """Writes and removals that have not ended."""
-        return len(self._pending)
+        changes = chain.from_iterable(self._changes.values())
+        return len(self._writes) + sum(isinstance(each, _Removal) for each in changes)
 
     def distrust(self, key: bytes) -> None:
         """What the tier has under the key is doubtful: the next write of it does not ask."""
@@ -111,31 +97,39 @@ class WriteBehind:
         if len(self._distrusted) > _MOST_DISTRUSTED:
             del self._distrusted[next(iter(self._distrusted))]
 
-    def admits(self, entry: Entry, nbytes: int) -> bool:
-        """Whether to enqueue a READY entry. Counts a chunk that is dropped.
+    def enqueue(self, chunk: PooledChunk, delay_s: float = 0.0) -> None:
+        """Pins a READY entry, whose write is due in ``delay_s`` seconds.
 
-        False if it is already enqueued, if the tier's index has it, or if it is dropped.
+        Does nothing if it is already enqueued or the tier's index has it. May drop and count it.
         """
-        if entry in self._pending:
-            return False
+        entry = chunk[-1]
+        if entry in self._writes:
+            return
         if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
-            return False
-        return self._has_room(nbytes, entry)
+            return
+        if self._has_room(chunk[0].chunk_bytes, entry):
+            write = self._add(chunk, WRITE_DEADLINE_S)
+            write.due_s = time.monotonic() + delay_s
+            self.schedule.add(write)
+            self._timer.fire_by(write.due_s)
 
-    def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
-        """Pins an admitted entry; its job is due in ``delay_s`` seconds."""
-        due_s = time.monotonic() + delay_s
-        self._schedule.add(self._add(PendingWrite(entry, job)), due_s)
-        self._timer.fire_by(due_s)
+    def lacked(self, chunk: PooledChunk) -> None:
+        """The tier does not have a READY chunk."""
+        self._pool.seen(self._index, (chunk[-1].key,), there=False)
+        self.enqueue(chunk)
 
-    def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
+    def write(
+        self, chunk: PooledChunk, timeout_s: float, done: Callable[[WriteOutcome], None]
+    ) -> None:
         """Writes a READY entry without delay, in place of what the tier has under its key.
 
         done: called once, while the entry is still pinned. UNAVAILABLE also if the write is
         dropped.
         """
-        if self._has_room(job.frame.chunk_bytes):
-            self._write([self._add(PendingWrite(entry, job, done=done))])
+        if self._has_room(chunk[0].chunk_bytes):
+            write = self._add(chunk, timeout_s)
+            write.done = done
+            self._write([write])
         else:
             done(WriteOutcome.UNAVAILABLE)
 
@@ -143,9 +137,8 @@ class WriteBehind:
         """Removes a chunk from the tier after earlier writes of it; cancels one in flight."""
         first = self._changes.get(key, [None])[0]
         if isinstance(first, PendingWrite):
-            self._backing.tier.cancel(first.job)
+            self._backing.tier.cancel(first)
         removal = _Removal(deadline_s, done)
-        self._pending[removal] = removal
         if self._is_first(key, removal):
             self._begin_removal(key, removal)
 
@@ -155,35 +148,33 @@ class WriteBehind:
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
-        write = self._pending.get(entry)
-        if not isinstance(write, PendingWrite):
-            return
-        if self._schedule.remove(write):
-            self._end(write, WriteOutcome.CANCELLED)
-        else:
-            self._backing.tier.cancel(write.job)
+        write = self._writes.get(entry)
+        if write is not None:
+            if self.schedule.remove(write):
+                self._end(write, WriteOutcome.CANCELLED)
+            else:
+                self._backing.tier.cancel(write)
 
     def wanted(self, entry: Entry) -> None:
         """A lookup has asked for the chunk: it is written before others."""
-        write = self._pending.get(entry)
-        if isinstance(write, PendingWrite):
-            self._schedule.rank_again(write)
+        if (write := self._writes.get(entry)) is not None:
+            self.schedule.rank_again(write)
 
     def begin_all(self) -> None:
         """Starts all writes now, because the owner is stopping."""
-        self._schedule.is_stopping = True
+        self.schedule.is_stopping = True
         self.begin_ready()
 
     def begin_ready(self) -> None:
         """Begins the writes whose turn it is."""
         now_s = time.monotonic()
-        for write in self._schedule.expired(now_s):
+        for write in self.schedule.expired(now_s):
             self._drop(write)
-        writes = self._schedule.begin(now_s)
-        self._timer.fire_at(self._schedule.next_s(now_s))
-        self._schedule.loads.on_idle = self.begin_ready if self._schedule else None
-        self._ask([each for each in writes if each.job.key not in self._distrusted])
-        self._write([each for each in writes if each.job.key in self._distrusted])
+        writes = self.schedule.begin(now_s)
+        self._timer.fire_at(self.schedule.next_s(now_s))
+        self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
+        self._ask([each for each in writes if each.key not in self._distrusted])
+        self._write([each for each in writes if each.key in self._distrusted])
 
     def _ask(self, writes: Sequence[PendingWrite]) -> None:
         """Asks the tier which of the chunks it has; writes the others."""
@@ -191,12 +182,12 @@ class WriteBehind:
             return
         tier = self._backing.tier
         with self._ended_on_error(writes):
-            if tier.lookup(writes[0].job.key) is not None:
-                present = [bool(tier.lookup(each.job.key)) for each in writes]
+            if tier.lookup(writes[0].key) is not None:
+                present = [bool(tier.lookup(each.key)) for each in writes]
                 self._asked(writes, ExistsResult(CallOutcome.DONE, present))
                 return
             tier.refresh(
-                [(each.job.key, each.job.frame.stripe_count) for each in writes],
+                [(each.key, each.frame.stripe_count) for each in writes],
                 time.monotonic() + self._backing.ask_timeout_s,
                 lambda result: self._owner.post(partial(self._asked, writes, result)),
             )
@@ -208,33 +199,33 @@ class WriteBehind:
             if is_discarded or result.outcome is CallOutcome.CANCELLED:
                 self._end(write, WriteOutcome.CANCELLED)
             elif present:
-                self._skip(write)
+                self._pool.seen(self._index, (write.entry.key,))
+                self._release(write)
+                if self._backing.counters.is_remote:
+                    self._metrics.count("skipped_chunks")
             else:
                 if result.present:
-                    self._pool.seen(self._index, (write.job.key,), there=False)
+                    self._pool.seen(self._index, (write.key,), there=False)
                 lacking.append(write)
         self._write(lacking)
 
     def _write(self, writes: Sequence[PendingWrite]) -> None:
         """Begins the writes whose keys have no other change now, and the others after it."""
-        now = [each for each in writes if self._is_first(each.job.key, each)]
+        now = [each for each in writes if self._is_first(each.key, each)]
         if now:
             self._begin_writes(now)
 
     def _begin_writes(self, writes: Sequence[PendingWrite]) -> None:
         now_s = time.monotonic()
         for each in writes:
-            self._schedule.written(each.nbytes, now_s)
+            self.schedule.rate.begun(each.nbytes, now_s)
         with self._ended_on_error(writes):
-            self._backing.tier.store_all([each.job for each in writes], self._done)
+            self._backing.tier.store_all(writes, self._done)
 
     def _begin_removal(self, key: bytes, removal: _Removal) -> None:
-        tier, end = self._backing.tier, partial(self._removed, key, removal)
-        if not isinstance(tier, KeyedTier):
-            end(RemoveResult(CallOutcome.UNAVAILABLE))
-            return
+        end = partial(self._removed, key, removal)
         try:
-            tier.remove(
+            self._backing.tier.remove(
                 key, removal.deadline, lambda result: self._owner.post(partial(end, result))
             )
         except Exception:
@@ -242,7 +233,6 @@ class WriteBehind:
             raise  # our own bug; the owner logs it
 
     def _removed(self, key: bytes, removal: _Removal, result: RemoveResult) -> None:
-        del self._pending[removal]
         self._begin_next(key)
         removal.done(result)
 
@@ -282,30 +272,23 @@ class WriteBehind:
             yield
         except Exception:
             for each in writes:
-                if self._pending.get(each.entry) is each:
-                    self._written(each.job, WriteOutcome.UNAVAILABLE)
+                if self._writes.get(each.entry) is each:
+                    self._written(each, WriteOutcome.UNAVAILABLE)
             raise
 
     def _done(self, job: ChunkIO, outcome: WriteOutcome) -> None:
         """On a thread of the tier."""
+        assert isinstance(job, PendingWrite)
         self._owner.post(partial(self._written, job, outcome))
 
-    def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
-        write = self._pending.get(job.tag)
-        if not isinstance(write, PendingWrite) or write.job is not job:
+    def _written(self, write: PendingWrite, outcome: WriteOutcome) -> None:
+        if self._writes.get(write.entry) is not write:
             return  # it was ended by a bug of ours
-        if self._changes.get(job.key, [None])[0] is write:
+        if self._changes.get(write.key, [None])[0] is write:
             is_stored = outcome is WriteOutcome.STORED
-            self._schedule.stored(write.nbytes, time.monotonic(), is_stored=is_stored)
-            self._begin_next(job.key)
+            self.schedule.rate.ended(write.nbytes, time.monotonic(), arrived=is_stored)
+            self._begin_next(write.key)
         self._end(write, outcome)
-
-    def _skip(self, write: PendingWrite) -> None:
-        """The tier has the chunk."""
-        self._pool.seen(self._index, (write.entry.key,))
-        self._release(write)
-        if self._backing.counters.is_remote:
-            self._metrics.count("skipped_chunks")
 
     def _drop(self, write: PendingWrite) -> None:
         """The queue is too long for a write that has not begun."""
@@ -347,8 +330,8 @@ class WriteBehind:
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
-        lacking = self.queued_bytes + nbytes - self._schedule.most_bytes(WRITE_DEADLINE_S)
-        later = self._schedule.after(rank_of(entry)) if entry is not None else iter(())
+        lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
+        later = self.schedule.after(rank_of(entry)) if entry is not None else iter(())
         dropped = []
         while lacking > 0:
             write = next(later, None)
@@ -358,20 +341,24 @@ class WriteBehind:
             dropped.append(write)
             lacking -= write.nbytes
         for write in dropped:
-            self._schedule.remove(write)
+            self.schedule.remove(write)
             self._drop(write)
         return True
 
-    def _add(self, write: PendingWrite) -> PendingWrite:
-        self._pool.pin(write.entry)
-        self._pending[write.entry] = write
+    def _add(self, chunk: PooledChunk, timeout_s: float) -> PendingWrite:
+        form, chunk_hash, entry = chunk
+        memory, frame = self._pool.memory, form.frame(chunk_hash)
+        views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
+        write = PendingWrite(entry.key, frame, views, time.monotonic() + timeout_s, entry=entry)
+        self._pool.pin(entry)
+        self._writes[entry] = write
         self.queued_bytes += write.nbytes
         return write
 
     def _release(self, write: PendingWrite) -> None:
         """Undoes `_add`."""
-        del self._pending[write.entry]
+        del self._writes[write.entry]
         self.queued_bytes -= write.nbytes
         self._pool.unpin(write.entry)
-        if self._schedule.ended(write):
-            self._timer.fire_by(time.monotonic())
+        self.schedule.ended(write)
+        self._timer.fire_by(time.monotonic())

@@ -3,6 +3,5 @@
 names      what a group of layers needs of a prefix, and what its chunks and stripes are called
 keys       `ObjectKey`, and the hashes of chunks
 frame      the header before the bytes of a stripe
-metadata   `RemoteMetadata`: length, shapes, dtypes
-dtypes     the element types and their codes
+metadata   `RemoteMetadata`: length, shapes, dtypes and their codes
 """

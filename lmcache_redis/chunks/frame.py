@@ -91,10 +91,9 @@ class HeaderCheck(NamedTuple):
 class ChunkFrame:
     """The fields that all stripe headers of one chunk share.
 
-    fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes:
-    payload of every stripe but the last. metadata: the serialized RemoteMetadata of the
-    chunk, its length equal to chunk_bytes. Raises FormatError for values that do not fit a
-    header, such as a chunk of more than 65,535 stripes.
+    fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes: of every
+    stripe but the last. metadata: the serialized RemoteMetadata. Raises FormatError for values that
+    do not fit a header, such as a chunk of more than 65,535 stripes.
     """
 
     fingerprint: bytes
@@ -139,8 +138,8 @@ class ChunkFrame:
     def header(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytearray:
         """The header of stripe `index`, not sealed.
 
-        store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the payload.
-        Raises FormatError for an index or a time out of range.
+        store_id: 16 bytes, the same for all stripes of one store. checksum: of the payload. Raises
+        FormatError for an index or a time out of range.
         """
         header = bytearray(self.bare_header(index, store_id, created_unix_ms))
         add_checksums(header, checksum)
@@ -371,7 +370,7 @@ def _pieces(chunk_bytes: int, stripe_bytes: int) -> int:
     for what, size in (("a chunk", chunk_bytes), ("a stripe", stripe_bytes)):
         if not 0 < size <= MAX_SIZE:
             raise FormatError(f"{what} of {size} bytes")
-    return _ceil_div(chunk_bytes, stripe_bytes)
+    return -(-chunk_bytes // stripe_bytes)
 
 
 def _stripe_count(chunk_bytes: int, stripe_bytes: int) -> int:
@@ -382,7 +381,3 @@ def _stripe_count(chunk_bytes: int, stripe_bytes: int) -> int:
             f"at most {MAX_STRIPES} can be numbered: make stripe_bytes larger"
         )
     return count
-
-
-def _ceil_div(value: int, by: int) -> int:
-    return -(-value // by)

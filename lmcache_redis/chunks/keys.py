@@ -148,8 +148,7 @@ def hash_chunks(
     hash of i = H(hash of chunk i-1, or root | token ids of chunk i, u32 each)
 
     H is BLAKE2b (RFC 7693) with a digest of 32 bytes and the personalization b"lmcr1.tokens";
-    integers are little-endian. A hash covers all tokens up to the end of its chunk. It is the
-    same in every process and on every machine. Tokens past the last full chunk are ignored.
+    integers are little-endian. Tokens past the last full chunk are ignored.
 
     salt distinguishes KV that depends on more than tokens (LoRA, tenants, images). Raises
     FormatError unless 0 <= token id < 2**32 and 0 < chunk_size_tokens < 2**32.

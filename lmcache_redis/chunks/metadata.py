@@ -1,4 +1,4 @@
-"""Metadata of a chunk: length, shapes, dtypes and memory format. Free of torch.
+"""Metadata of a chunk: length, shapes, dtypes and memory format. Only `torch_dtype` imports torch.
 
 `RemoteMetadata` is encoded little-endian and unaligned (docs/reference/value-format.md):
 
@@ -7,38 +7,25 @@
 
 A group has at least four sizes, zero where unused, and at most eight. At most 8 groups and 336
 bytes. LMCache's TCP protocol has an encoding of its own (`lmcache_redis.compat.lm_wire`).
+
+A dtype is named as in torch, without the module, for instance ``"bfloat16"``. The meaning of a code
+never changes, because stored values contain codes. Dtype codes below 64 and formats below 16 are
+those of LMCache.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_redis.chunks.dtypes import (
-    ENCODED_FORMATS,
-    MemoryFormat,
-    dtype_code,
-    dtype_from_code,
-    dtype_name,
-    itemsize,
-    torch_dtype,
-)
 from lmcache_redis.errors import FormatError, check_int, checked_shape
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "MAX_DIMS",
-    "MAX_GROUPS",
-    "MAX_METADATA_BYTES",
-    "MAX_SIZE",
-    "MemoryFormat",
-    "RemoteMetadata",
-]
 
 MAX_GROUPS = 8
 MAX_DIMS = 8
@@ -49,6 +36,99 @@ _GROUP = struct.Struct("<II")
 _LEAST_SIZES = 4
 _SIZES = {count: struct.Struct(f"<{count}Q") for count in range(_LEAST_SIZES, MAX_DIMS + 1)}
 MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * (_GROUP.size + _SIZES[_LEAST_SIZES].size)
+
+
+class MemoryFormat(enum.Enum):
+    """Arrangement of a chunk's elements."""
+
+    UNDEFINED = 0
+    KV_2LTD = 1  # [2, layers, tokens, hidden]
+    KV_BLOB = 1
+    KV_T2D = 2  # [tokens, 2, hidden]
+    KV_2TD = 3  # [2, tokens, hidden]
+    BINARY = 4  # encoded bytes; the shape is that of the decoded tensor
+    BINARY_BUFFER = 5  # as BINARY
+    KV_MLA_FMT = 6  # [1, layers, tokens, head size]
+    EC_TD = 7  # [tokens, hidden] of an encoder cache
+    HS_TD = 8  # [tokens, hidden] of hidden states
+    PAGES = 0x4C52  # an engine's pages, see docs/reference/value-format.md
+
+
+# The length of encoded bytes does not follow from their shape and dtype.
+ENCODED_FORMATS = frozenset({MemoryFormat.BINARY, MemoryFormat.BINARY_BUFFER})
+
+_CODE_AND_ITEMSIZE: dict[str, tuple[int, int]] = {
+    "float16": (2, 2),
+    "bfloat16": (3, 2),
+    "float32": (4, 4),
+    "float64": (5, 8),
+    "uint8": (6, 1),
+    "float8_e4m3fn": (7, 1),
+    "float8_e5m2": (8, 1),
+    "int8": (64, 1),
+    "int16": (65, 2),
+    "int32": (66, 4),
+    "int64": (67, 8),
+    "uint16": (68, 2),
+    "uint32": (69, 4),
+    "uint64": (70, 8),
+    "bool": (71, 1),
+    "float8_e4m3fnuz": (72, 1),
+    "float8_e5m2fnuz": (73, 1),
+    "float8_e8m0fnu": (74, 1),
+}
+NAME_OF_CODE: dict[int, str] = {
+    1: "float16",  # torch.half in LMCache: read, never written
+    **{code: name for name, (code, _) in _CODE_AND_ITEMSIZE.items()},
+}
+
+DTYPE_NAMES: tuple[str, ...] = tuple(_CODE_AND_ITEMSIZE)
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The torch-free name of a dtype, from a ``torch.dtype``, ``"float16"`` or ``"torch.float16"``.
+
+    Raises FormatError for anything that has no code.
+    """
+    kind = type(dtype)
+    if not isinstance(dtype, str) and (kind.__module__, kind.__name__) != ("torch", "dtype"):
+        raise FormatError(f"a dtype is a torch.dtype or its name, not {kind.__name__}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in _CODE_AND_ITEMSIZE:
+        raise FormatError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_NAMES)}")
+    return name
+
+
+def dtype_code(name: torch.dtype | str) -> int:
+    """The code of a dtype in encoded metadata. Raises FormatError if it has none."""
+    return _CODE_AND_ITEMSIZE[dtype_name(name)][0]
+
+
+def dtype_from_code(code: int) -> str:
+    """The name of a code. Raises FormatError for an unknown code."""
+    name = NAME_OF_CODE.get(code)
+    if name is None:
+        raise FormatError(f"unknown dtype code {code}")
+    return name
+
+
+def itemsize(name: torch.dtype | str) -> int:
+    """Bytes per element. Raises FormatError for an unknown dtype."""
+    return _CODE_AND_ITEMSIZE[dtype_name(name)][1]
+
+
+def torch_dtype(name: torch.dtype | str) -> torch.dtype:
+    """The ``torch.dtype`` of a name; imports torch.
+
+    Raises FormatError for a dtype that is unknown, here or to the installed torch.
+    """
+    import torch
+
+    known = dtype_name(name)
+    found = getattr(torch, known, None)
+    if not isinstance(found, torch.dtype):
+        raise FormatError(f"torch {torch.__version__} has no dtype {known!r}")
+    return found
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -76,7 +156,10 @@ class RemoteMetadata:
         check_int("the length of a chunk", length, 0, MAX_SIZE)
         if not isinstance(fmt, MemoryFormat):
             raise FormatError(f"a memory format is a MemoryFormat, not {type(fmt).__name__}")
-        sizes = tuple(map(_checked_shape, shapes))
+        sizes = tuple(checked_shape(shape, MAX_SIZE) for shape in shapes)
+        dims = max(map(len, sizes), default=0)
+        if dims > MAX_DIMS:
+            raise FormatError(f"a shape of {dims} dimensions, at most {MAX_DIMS} can be encoded")
         names = tuple(map(dtype_name, dtypes))
         if len(sizes) != len(names):
             raise FormatError(f"{len(sizes)} shapes but {len(names)} dtypes: give one per group")
@@ -90,7 +173,9 @@ class RemoteMetadata:
                 raise FormatError(
                     f"a chunk of {length} bytes whose shapes and dtypes need {needed}"
                 )
-        nbytes = _FIXED.size + sum(map(_group_bytes, sizes))
+        nbytes = _FIXED.size + sum(
+            _GROUP.size + _SIZES[max(len(shape), _LEAST_SIZES)].size for shape in sizes
+        )
         if nbytes > MAX_METADATA_BYTES:
             raise FormatError(f"metadata of {nbytes} bytes, at most {MAX_METADATA_BYTES} fit")
         object.__setattr__(self, "length", length)
@@ -122,10 +207,10 @@ class RemoteMetadata:
             raise FormatError(
                 f"metadata has {_FIXED.size} to {MAX_METADATA_BYTES} bytes, not {len(raw)}"
             )
-        found, end = _decoded(raw)
-        if any(raw[end:]):
+        found = RemoteMetadata.at_start_of(raw)
+        if any(raw[len(found.serialize()) :]):
             raise FormatError("metadata is followed by bytes that are not zero")
-        return RemoteMetadata(*found)
+        return found
 
     @staticmethod
     def at_start_of(data: bytes | bytearray | memoryview) -> RemoteMetadata:
@@ -136,48 +221,28 @@ class RemoteMetadata:
         raw = bytes(memoryview(data).cast("B")[:MAX_METADATA_BYTES])
         if len(raw) < _FIXED.size:
             raise FormatError(f"metadata has at least {_FIXED.size} bytes, not {len(raw)}")
-        found, _ = _decoded(raw)
-        return RemoteMetadata(*found)
-
-
-_Fields = tuple[int, list[tuple[int, ...]], list[str], MemoryFormat]
-
-
-def _decoded(raw: bytes) -> tuple[_Fields, int]:
-    """The arguments of the metadata at the start of at least 16 bytes, and where they end."""
-    length, fmt_value, group_count = _FIXED.unpack_from(raw)
-    if group_count > MAX_GROUPS:
-        raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes")
-    try:
-        fmt = MemoryFormat(fmt_value)
-    except ValueError:
-        raise FormatError(f"unknown memory format {fmt_value}") from None
-    shapes: list[tuple[int, ...]] = []
-    names: list[str] = []
-    end = _FIXED.size
-    for _ in range(group_count):
+        length, fmt_value, group_count = _FIXED.unpack_from(raw)
+        if group_count > MAX_GROUPS:
+            raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes")
         try:
-            code, dims = _GROUP.unpack_from(raw, end)
-            encoding = _SIZES.get(max(dims, _LEAST_SIZES))
-            if encoding is None:
-                raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
-            sizes = encoding.unpack_from(raw, end + _GROUP.size)
-        except struct.error:
-            raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
-        if any(sizes[dims:]):
-            raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
-        end += _GROUP.size + encoding.size
-        names.append(dtype_from_code(code))
-        shapes.append(sizes[:dims])
-    return (length, shapes, names, fmt), end
-
-
-def _group_bytes(shape: Sequence[int]) -> int:
-    return _GROUP.size + _SIZES[max(len(shape), _LEAST_SIZES)].size
-
-
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = checked_shape(shape, MAX_SIZE)
-    if len(sizes) > MAX_DIMS:
-        raise FormatError(f"a shape of {len(sizes)} dimensions, at most {MAX_DIMS} can be encoded")
-    return sizes
+            fmt = MemoryFormat(fmt_value)
+        except ValueError:
+            raise FormatError(f"unknown memory format {fmt_value}") from None
+        shapes: list[tuple[int, ...]] = []
+        names: list[str] = []
+        end = _FIXED.size
+        for _ in range(group_count):
+            try:
+                code, dims = _GROUP.unpack_from(raw, end)
+                encoding = _SIZES.get(max(dims, _LEAST_SIZES))
+                if encoding is None:
+                    raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
+                sizes = encoding.unpack_from(raw, end + _GROUP.size)
+            except struct.error:
+                raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
+            if any(sizes[dims:]):
+                raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
+            end += _GROUP.size + encoding.size
+            names.append(dtype_from_code(code))
+            shapes.append(sizes[:dims])
+        return RemoteMetadata(length, shapes, names, fmt)

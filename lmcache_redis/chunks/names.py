@@ -40,21 +40,14 @@ _STRIPE_INDEX = struct.Struct(">H")
 def key_stem(
     namespace: bytes, model_name: str, kv_rank: int, hash_len: int, key_prefix: bytes = b""
 ) -> bytes:
-    """The part of a Redis key before the chunk hash. Stem + hash is the chunk key.
-
-    namespace is 16 bytes derived from the layout fingerprint. Raises FormatError for a field
-    out of range.
-    """
+    """What a Redis key has before the chunk hash. Raises FormatError for a field out of range."""
     if len(namespace) != NAMESPACE_BYTES:
         raise FormatError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
     return key_prefix + KEY_MAGIC + namespace + before_hash(model_name, kv_rank, hash_len)
 
 
 def stripe_key(chunk_key: bytes, stripe_index: int) -> bytes:
-    """The Redis key of one stripe of the chunk with this `chunk_key` (stem + hash).
-
-    Raises FormatError for an index over 16 bits.
-    """
+    """The Redis key of one stripe of a chunk. Raises FormatError for an index over 16 bits."""
     check_int("stripe_index", stripe_index, 0, MAX_STRIPE_INDEX)
     return chunk_key + _STRIPE_INDEX.pack(stripe_index)
 
@@ -91,7 +84,10 @@ class ChunkNames:
         whole = self.fingerprint if layout is None else layout.hex().encode()
         self._namespace = whole[:NAMESPACE_BYTES]
         self._prefix = prefix
-        self.stem = functools.lru_cache(maxsize=256)(self._stem)
+        # By model name, rank and the length of a hash: the common prefix of a worker's keys.
+        self.stem = functools.lru_cache(maxsize=256)(
+            functools.partial(key_stem, self._namespace, key_prefix=prefix)
+        )
 
     @property
     def common(self) -> bytes:
@@ -99,7 +95,6 @@ class ChunkNames:
         return self._prefix + KEY_MAGIC + self._namespace
 
     def chunk_key(self, key: ObjectKey) -> bytes:
-        """The chunk's name: in Redis the key of its stripes, without the index."""
         return self.stem(key.model_name, key.kv_rank, len(key.chunk_hash)) + key.chunk_hash
 
     def parse(self, chunk_key: bytes) -> ObjectKey | None:
@@ -116,10 +111,6 @@ class ChunkNames:
         """The frame of its stripes. Raises FormatError for a chunk that cannot be encoded."""
         encoded = metadata.serialize()
         return ChunkFrame(self.fingerprint, key.chunk_hash, metadata.length, stripe_bytes, encoded)
-
-    def _stem(self, model_name: str, kv_rank: int, hash_len: int) -> bytes:
-        """The common prefix of the keys of one worker's chunks, for hashes of `hash_len` bytes."""
-        return key_stem(self._namespace, model_name, kv_rank, hash_len, self._prefix)
 
 
 class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -169,10 +160,7 @@ FULL_REACH = Reach()
 
 @dataclass(frozen=True)
 class PartNames:
-    """How one worker's chunks, or their parts of one group, are named.
-
-    reach: which of them a prefix needs.
-    """
+    """How one worker's chunks, or their parts of one group, are named; which a prefix needs."""
 
     names: ChunkNames
     model_name: str
@@ -180,7 +168,7 @@ class PartNames:
     reach: Reach = field(default=FULL_REACH, kw_only=True)
 
     def key(self, chunk_hash: bytes) -> bytes:
-        """The chunk key: its stripes' Redis keys without the stripe index."""
+        """The chunk key: the Redis keys of its stripes, without their index."""
         return self.stem(len(chunk_hash)) + chunk_hash
 
     def stem(self, hash_bytes: int) -> bytes:
@@ -195,10 +183,7 @@ def opaque_pages(nbytes: int) -> RemoteMetadata:
 
 @dataclass(frozen=True)
 class ChunkForm(PartNames):
-    """The properties that one worker's chunks, or their parts of one group, share.
-
-    metadata: the serialized `RemoteMetadata` of each.
-    """
+    """What one worker's chunks, or their parts of one group, share. metadata: serialized."""
 
     chunk_bytes: int
     stripe_payload_bytes: int
@@ -228,7 +213,6 @@ class ChunkForm(PartNames):
 
     @property
     def fingerprint(self) -> bytes:
-        """The layout's fingerprint, part of every header."""
         return self.names.fingerprint
 
     @property

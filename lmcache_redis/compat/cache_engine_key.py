@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_redis.chunks.dtypes import torch_dtype
+from lmcache_redis.chunks.metadata import torch_dtype
 from lmcache_redis.errors import FormatError, check_int
 
 if TYPE_CHECKING:

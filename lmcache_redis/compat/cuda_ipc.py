@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lmcache_redis.chunks.dtypes import dtype_name, itemsize, torch_dtype
+from lmcache_redis.chunks.metadata import dtype_name, itemsize, torch_dtype
 from lmcache_redis.device import driver, export
 from lmcache_redis.device.handles import CudaHandle, check_exporter
 from lmcache_redis.device.mapping import EngineMemory, check_handle

@@ -24,9 +24,8 @@ from typing import Any
 import msgspec
 import torch
 
-from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MAX_SIZE
+from lmcache_redis.chunks.metadata import MAX_SIZE, dtype_name, torch_dtype
 from lmcache_redis.compat.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError, checked_shape

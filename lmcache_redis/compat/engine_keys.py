@@ -22,8 +22,8 @@ from __future__ import annotations
 import re
 from typing import Any, Protocol, TypeAlias
 
-from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
+from lmcache_redis.chunks.metadata import dtype_name, torch_dtype
 from lmcache_redis.compat.cache_engine_key import CacheEngineKey, LayerCacheEngineKey
 from lmcache_redis.errors import FormatError, check_int
 

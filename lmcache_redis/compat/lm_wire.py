@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
-from lmcache_redis.chunks.dtypes import ENCODED_FORMATS, NAME_OF_CODE, MemoryFormat
+from lmcache_redis.chunks.metadata import ENCODED_FORMATS, NAME_OF_CODE, MemoryFormat
 from lmcache_redis.errors import FormatError, check_int, checked_shape
 
 MAX_KEY_LENGTH = 150

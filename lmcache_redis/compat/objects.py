@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.frame import parsed_metadata
@@ -34,11 +34,9 @@ from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.tiers import (
     CallOutcome,
-    ChunkIO,
     Done,
     ExistsResult,
     FramesResult,
-    KeyedTier,
     WriteOutcome,
 )
 
@@ -73,7 +71,7 @@ class Listing(NamedTuple):
 class ObjectCache:
     """See the module.
 
-    cache: over a `HeapMemory` and `KeyedTier`s, used by nothing else. stripe_bytes: the largest
+    cache: over a `HeapMemory`, used by nothing else. stripe_bytes: the largest
     payload of a stripe that is written; stripes of any size are read. write_s: the timeout of a
     write, and again of the removal that follows a failed one.
     """
@@ -86,8 +84,7 @@ class ObjectCache:
         self._new_form = lru_cache(1024)(partial(ChunkForm.of, names, slot_bytes=stripe_bytes))
         self._pool = cache.pool
         self._post = cache.owner.post
-        self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
-        assert len(self._tiers) == len(cache.tiers), "they are asked by key"
+        self._tiers = cache.tiers
         self._lists = WorkerThreads("list", 1)
 
     @property
@@ -188,11 +185,9 @@ class ObjectCache:
             if job is not None:
                 self.cache.begin_loads((job,))
 
-    def _loaded(
-        self, key: ObjectKey, entry: Entry, done: Done[HeldChunk | None], filled: Filled
-    ) -> None:
+    def _loaded(self, key: ObjectKey, entry: Entry, done: Done[HeldChunk | None]) -> None:
         # If it is not READY, it may have been replaced by an entry that is.
-        held = self._held(entry) if filled is Filled.READY else self.hold(key)
+        held = self._held(entry) if entry.state is EntryState.READY else self.hold(key)
         self._pool.unpin(entry)
         done(held)
 
@@ -228,19 +223,18 @@ class ObjectCache:
         chunk_key = form.key(key.chunk_hash)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        entry.refreshed_s = time.monotonic()
-        frame, views = form.frame(key.chunk_hash), self.cache.views(form, entry)
-        job = ChunkIO(chunk_key, frame, views, entry.refreshed_s + self._write_s, entry)
+        entry.tag, entry.refreshed_s = form, time.monotonic()
         queues = self.cache.queues
         try:
             add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
             for queue in queues:
-                queue.write(entry, job, partial(self._written, queue, job, entry, add))
+                written_to = partial(self._written, queue, entry, add)
+                queue.write((form, key.chunk_hash, entry), self._write_s, written_to)
         finally:
             self._pool.unpin(entry)
 
     def _written(
-        self, queue: WriteBehind, job: ChunkIO, entry: Entry, add: Done[bool], outcome: WriteOutcome
+        self, queue: WriteBehind, entry: Entry, add: Done[bool], outcome: WriteOutcome
     ) -> None:
         # A DISCARDED entry was replaced or removed since: the next change of the key decides.
         if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
@@ -248,7 +242,7 @@ class ObjectCache:
         elif self._is_closed:
             add(False)
         else:
-            queue.remove(job.key, time.monotonic() + self._write_s, lambda removed: add(False))
+            queue.remove(entry.key, time.monotonic() + self._write_s, lambda removed: add(False))
 
     def abandon(self, held: HeldChunk) -> None:
         """Frees reserved memory that will not be published."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from lmcache_redis.chunks import metadata as protocol
-from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
-from lmcache_redis.chunks.metadata import MAX_GROUPS, MemoryFormat
+from lmcache_redis.chunks.metadata import MAX_GROUPS, MemoryFormat, dtype_name, torch_dtype
 from lmcache_redis.compat import lm_wire
 from lmcache_redis.compat.cache_engine_key import (
     CacheEngineKey,

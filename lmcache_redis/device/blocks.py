@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from lmcache_redis.chunks.dtypes import dtype_name
+from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.device.layout import MAX_SEGMENTS, MergedAt, Pages, Segment, coalesce
 from lmcache_redis.errors import DeviceError, FormatError
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.chunks.dtypes import itemsize
+from lmcache_redis.chunks.metadata import itemsize
 from lmcache_redis.device.layout import KVLayout
 
 # Between what rounding does and what other KV is, see docs/guides/canary.md. States sum over all

@@ -21,8 +21,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from lmcache_redis.chunks.dtypes import itemsize
-from lmcache_redis.chunks.metadata import MAX_DIMS, MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.metadata import MAX_DIMS, MemoryFormat, RemoteMetadata, itemsize
 from lmcache_redis.chunks.names import Reach, opaque_pages
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError
 

@@ -32,8 +32,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from lmcache_redis.chunks.dtypes import dtype_name, itemsize
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata, dtype_name, itemsize
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import FormatError
 from lmcache_redis.regions import DoorSettings, RegionChunk, RegionStore, form_of

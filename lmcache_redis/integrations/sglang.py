@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.version import __version__ as sglang_version
 
-from lmcache_redis.chunks.dtypes import dtype_name
+from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, form_of

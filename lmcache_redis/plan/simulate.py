@@ -1,7 +1,7 @@
 """`Replay`: the requests of a trace against caches of given sizes.
 
-Each request uses all of its chunks once, in order: those in a tier are touched, the others computed
-and stored. Tiers contain one another, as the agent's do: what is loaded is in the host pool then,
+Each request looks for its chunks in order. Those in a tier are touched, the others computed and
+stored, from its last chunk to its first: a cache that is full loses the ends of prompts. Tiers contain one another, as the agent's do: what is loaded is in the host pool then,
 what is computed is written to all, and tiers are told what the pool serves. So a chunk is in a tier
 exactly if a cache of that size and policy, used by all requests, has it. The host pool, the disk
 and the engine's own cache see the requests of their replica, Redis those of all.
@@ -90,9 +90,9 @@ class Replay:
         pool = np.array([each.pool_bytes for each in trace.layouts])[layout_of]
         redis = np.array([each.nbytes for each in trace.layouts])[layout_of]
         replica = self.replica_of[trace.request_of]
-        shared = _Accesses(trace.ids, redis, np.zeros_like(replica))
+        shared = _Accesses(trace.ids, redis, np.zeros_like(replica), trace.request_of)
         is_same = self.replicas == 1 and bool((pool == redis).all())
-        own = shared if is_same else _Accesses(trace.ids, pool, replica)
+        own = shared if is_same else _Accesses(trace.ids, pool, replica, trace.request_of)
         self._streams = {"own": own, "shared": shared}
 
     def find(self, sizes: Capacity) -> Prefixes:
@@ -143,20 +143,25 @@ class _Accesses:
     ids: Ints
     weights: Ints
     replica: Ints
-    _order: Ints = field(init=False)  # one replica after the other
+    request: Ints
     _distances: Ints | None = field(default=None, init=False)
     _hits: dict[tuple[str, int], Bools] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self._order = np.argsort(self.replica, kind="stable")
-
     @property
     def distances(self) -> Ints:
+        """Of each access, when its request begins."""
         if self._distances is None:
-            order = self._order
+            at = np.arange(len(self.ids))
+            # One replica after the other; of a request the questions, then the uses, backwards.
+            questions_then_uses = np.concatenate([at, at[::-1]])
+            is_use = np.repeat([False, True], len(at))
+            request = self.request[questions_then_uses]
+            order = np.lexsort((is_use, request, self.replica[questions_then_uses]))
+            both, is_question = questions_then_uses[order], ~is_use[order]
             apart = self.ids + self.replica * (int(self.ids.max(initial=0)) + 1)
-            self._distances = np.empty(len(order), np.int64)
-            self._distances[order] = stack_distances(apart[order], self.weights[order])
+            self._distances = np.empty(len(at), np.int64)
+            found = stack_distances(apart[both], self.weights[both])
+            self._distances[both[is_question]] = found[is_question]
         return self._distances
 
     def hits(self, policy: str, capacity_bytes: int) -> Bools:

@@ -20,7 +20,7 @@ from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import FULL_REACH, ChunkNames
 from lmcache_redis.tiers import ReadOutcome
 from tests.agent.joining import HASHES, LAYOUT, Joining, kv_rank_of
-from tests.harness import AgentServer, Engine
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
 
@@ -321,7 +321,31 @@ def test_ranks_with_equal_bytes_share_their_rows() -> None:
 
 
 def test_tiers_of_an_answer() -> None:
-    found: Any = SimpleNamespace(bound=4, levels=lambda: {1: 0, 3: 1, 7: 1})
+    parts = SimpleNamespace(levels=lambda: {1: 0, 3: 1, 7: 1})
+    found: Any = SimpleNamespace(bound=4, parts=parts)
     assert tier_letters(found, ("d", "r")) == "hdhr"
-    found.levels = dict
+    parts.levels = dict
     assert tier_letters(found, ("d", "r")) == "hhhh"
+
+
+@pytest.mark.parametrize("use", ["looked up", "retrieved", "stored"])
+def test_a_full_pool_evicts_the_end_of_an_idle_prompt(tmp_path: Path, use: str) -> None:
+    """Without its first chunk, none of it would be a hit."""
+    hashes, other = block_hashes("prompt", 16), block_hashes("another", 4)
+    # Two slots a chunk: room for one chunk less than both prompts have.
+    with (
+        AgentServer(tmp_path / "agent", None, pool_bytes=8 * (64 << 10) + 4096) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        assert engine.lookup("r0", hashes) == 0
+        for first in range(0, 16, 8):  # the steps of its prefill
+            engine.store("r0", hashes[first : first + 8], range(first, first + 8))
+        engine.scheduler.end_session("r0")
+        if use != "stored":
+            assert engine.lookup("r1", hashes) == 256
+        if use == "retrieved":
+            engine.retrieve("r1", hashes, range(16, 32))
+        engine.scheduler.end_session("r1")
+        wait_until(lambda: agent.status()["sessions"] == 0, "ended sessions")
+        engine.store("r2", other, range(32, 36))
+        assert engine.lookup("r3", hashes) == 192

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.cache.pool import EntryState, Filled
+from lmcache_redis.cache.pool import EntryState
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.metrics import Metrics
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
@@ -57,7 +57,7 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_not_cached(chunks_a_call: 
         device.during = lambda: None
         played.hold(*HASHES[1:])
         device.during = fail
-    told: list[Filled] = []
+    told: list[EntryState] = []
     job = played.store()
     job.start()
     played.run(lambda: played.answers)
@@ -67,10 +67,10 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_not_cached(chunks_a_call: 
     assert entry is not None
     assert entry.state is EntryState.FILLING
     played.pool.pin(entry)  # a lookup that waits for it
-    played.cache.pool.watch(entry, told.append)
+    played.cache.pool.watch(entry, lambda: told.append(entry.state))
     answered.set()
     played.run(lambda: played.session.busy == 0)
-    assert told == [Filled.FAILED]
+    assert told == [EntryState.DISCARDED]
     assert entry.state is EntryState.DISCARDED
     played.pool.unpin(entry)
     assert b"a" not in played.pool

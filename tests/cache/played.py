@@ -119,7 +119,7 @@ class PlayedTier:
 
 def loaded_from(lookup: PrefixLookup) -> dict[str, int]:
     """How many chunks of the prefix come from each tier, by the tier's name."""
-    found = [*lookup.levels().values()]
+    found = [*lookup.parts.levels().values()]
     return {tier.name: found.count(level) for level, tier in enumerate(lookup._cache.tiers)}
 
 

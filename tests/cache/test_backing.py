@@ -79,7 +79,7 @@ def written_again(hot: Hot) -> list[Entry]:
     """Those that Redis is asked about before they are written; it lacks them."""
     ((chunks, _),) = hot.redis.refreshed
     hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [False] * len(chunks)))
-    written: list[Entry] = [job.tag for job in hot.redis.written]
+    written: list[Entry] = [job.entry for job in hot.redis.written]
     for job in hot.redis.written:
         hot.redis.write_done(job, WriteOutcome.STORED)
     hot.loop.run_posted()

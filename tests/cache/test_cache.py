@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmcache_redis import cache as package
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
-from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
-from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from tests.cache.played import FORM, HASHES, World, loaded_from
 from tests.harness import wait_until
 from tests.servers import RedisServer
-
-
-def test_the_example_does_what_it_says(server: RedisServer) -> None:
-    # The indented text, without the tables above.
-    lines = str(package.__doc__).partition("::\n\n")[2].splitlines()
-    example = "\n".join(line[4:] for line in lines if line.startswith("    "))
-    names: dict[str, Any] = {
-        **vars(package),
-        "ChunkForm": ChunkForm,
-        "ChunkNames": ChunkNames,
-        "Metrics": Metrics,
-        "RedisOptions": RedisOptions,
-        "RedisPlane": RedisPlane,
-        "layout": bytes(32),
-        "opaque_pages": opaque_pages,
-        "threading": threading,
-        "time": time,
-        "url": server.url,
-    }
-    exec(compile(example, "the example", "exec"), names)
-    assert list(names["held"]) == [(0, 0)]
-    assert names["payload"] == b"k" * 3_000_000
-    assert names["cache"].pool.pinned == 0
-    found = names["cache"].metrics.snapshot()
-    assert [found[each] for each in ("stored_chunks", "loaded_chunks", "miss_absent")] == [1, 1, 1]
 
 
 class Both(World):

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
@@ -111,7 +111,7 @@ class StoredTier(PlayedTier):
 
 
 def later_parts(lookup: PrefixLookup) -> list[Part]:
-    return [part for part, state in lookup._parts._states.items() if state.is_later]
+    return [part for part, state in lookup.parts._states.items() if state.is_later]
 
 
 class Model(World):
@@ -559,6 +559,7 @@ def has_ended(lookup: PrefixLookup) -> bool:
     st.sets(st.integers(0, 29), max_size=6),
     st.lists(st.integers(0, 9), max_size=40),
 )
+@example([Reach("window", 1026), ALL, Reach("window", 1026)], 7, {15}, [7])  # fits once it is cut
 def test_lookups_side_by_side_end_in_any_order_of_events(
     reaches: list[Reach], slots: int, broken: set[int], steps: list[int]
 ) -> None:

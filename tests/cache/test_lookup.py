@@ -108,7 +108,7 @@ def make() -> Iterator[Callable[..., Tiers]]:
                 done(ExistsResult(CallOutcome.DONE, [True] * len(chunks)))
                 tiers.loop.run_posted()
             for job in tier.written:
-                if job.tag in tiers.cache.queues[tier is tiers.redis]._pending:
+                if job.entry in tiers.cache.queues[tier is tiers.redis]._writes:
                     tier.write_done(job, WriteOutcome.STORED)
         tiers.loop.run_posted()
         tiers.close()

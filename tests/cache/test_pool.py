@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_redis.cache.pool import Arena, Entry, EntryState, Filled, HostPool
+from lmcache_redis.cache.pool import Arena, Entry, EntryState, HostPool
 from tests.cache.auditing import audit, slots
 
 PAGE = 4096
@@ -22,12 +22,12 @@ def test_a_load_tells_all_watchers_and_keeps_their_pins() -> None:
     entry = pool.reserve(b"key", 2)
     assert entry is not None
     assert pool.reserve(b"other", 3) is None
-    told: list[tuple[str, Filled]] = []
+    told: list[tuple[str, EntryState]] = []
     for name in "ab":
         pool.pin(entry)
-        pool.watch(entry, lambda ready, name=name: told.append((name, ready)))  # type: ignore[misc]
-    assert pool.end(entry, Filled.READY)
-    assert told == [("a", Filled.READY), ("b", Filled.READY)]
+        pool.watch(entry, lambda name=name: told.append((name, entry.state)))  # type: ignore[misc]
+    assert pool.end(entry, is_filled=True)
+    assert told == [("a", EntryState.READY), ("b", EntryState.READY)]
     assert pool.pinned == 2
     pool.unpin(entry)
     pool.unpin(entry)
@@ -41,8 +41,8 @@ def test_a_failed_load_leaves_the_pool_with_its_last_pin() -> None:
     entry = pool.reserve(b"key", 2)
     assert entry is not None
     pool.pin(entry)
-    pool.watch(entry, lambda ready: pool.unpin(entry))
-    assert not pool.end(entry, Filled.FAILED)
+    pool.watch(entry, lambda: pool.unpin(entry))
+    assert not pool.end(entry, is_filled=False)
     assert pool.free == 4
     assert b"key" not in pool
     audit(pool)
@@ -54,7 +54,7 @@ def test_a_load_without_watchers_is_cancelled() -> None:
     assert entry is not None
     cancelled: list[bool] = []
     entry.cancel = lambda: cancelled.append(True)
-    watchers = [lambda ready: None, lambda ready: None]
+    watchers = [lambda: None, lambda: None]
     for watcher in watchers:
         pool.watch(entry, watcher)
     pool.unwatch(entry, watchers[0])
@@ -62,7 +62,7 @@ def test_a_load_without_watchers_is_cancelled() -> None:
     pool.unwatch(entry, watchers[1])
     pool.unwatch(entry, watchers[1])
     assert cancelled == [True]
-    pool.end(entry, Filled.FAILED)
+    pool.end(entry, is_filled=False)
     audit(pool)
 
 
@@ -269,11 +269,11 @@ class TestHostPool:
         entry = pool.reserve(b"a", 1)
         assert entry is not None
         pool.pin(entry)
-        assert pool.end(entry, Filled.READY)
+        assert pool.end(entry, is_filled=True)
         with pytest.raises(RuntimeError, match="ended twice"):
-            pool.end(entry, Filled.FAILED)
+            pool.end(entry, is_filled=False)
         with pytest.raises(RuntimeError, match="after its filling ended"):
-            pool.watch(entry, lambda filled: None)
+            pool.watch(entry, lambda: None)
         assert (entry.pins, entry.state) == (1, EntryState.READY)
 
     @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_a_key_given_late_replaces_the_entry_that_has_it() -> None:
     pool = HostPool(slots(3))
     old = pool.reserve(b"a key", 1)
     assert old is not None
-    assert pool.end(old, Filled.READY)
+    assert pool.end(old, is_filled=True)
     new = pool.reserve(None, 1)
     assert new is not None
     audit(pool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -116,13 +115,12 @@ class Watched:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.detector = HangDetector("test", self._on_time, self._return)
+        self.detector = HangDetector("test", self._hang, self._return)
         self.threads: list[threading.Thread] = []
 
-    def _on_time(self, now_s: float) -> float:
-        if self.detector.reason:
-            self.calls.append("hang")
-        return math.inf
+    def _hang(self) -> None:
+        assert self.detector.reason
+        self.calls.append("hang")
 
     def _return(self) -> None:
         assert self.detector.reason, "others begin after it"

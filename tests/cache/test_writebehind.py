@@ -18,7 +18,6 @@ from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.tiers import (
     CallOutcome,
-    ChunkIO,
     ExistsResult,
     ReadOutcome,
     RemoveResult,
@@ -70,7 +69,7 @@ class Queue(World):
         self.loop.run_posted()
 
     def written(self) -> list[Entry]:
-        return [job.tag for job in self.tier.written]
+        return [job.entry for job in self.tier.written]
 
 
 @pytest.fixture
@@ -107,7 +106,6 @@ def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
 
 def test_a_chunk_in_the_queue_is_not_enqueued_again(queue: Queue) -> None:
     queue.enqueue(delay_s=60.0)
-    assert not any(queue.writes.admits(entry, 1) for entry in queue.entries)
     queue.enqueue()
     assert len(queue.writes) == len(HASHES)
     queue.writes.begin_all()
@@ -372,7 +370,7 @@ def test_what_an_index_has_is_written_if_it_is_doubtful() -> None:
         world.cache.write_behind(FORM, name, entry)
     world.loop.run_due()
     (job,) = disk.written
-    assert job.tag is entries[0]
+    assert job.entry is entries[0]
     disk.write_done(job, WriteOutcome.STORED)
     world.loop.run_posted()
     world.close()
@@ -457,7 +455,7 @@ def test_a_full_queue_of_any_size_costs_the_same(monkeypatch: pytest.MonkeyPatch
 
 def test_a_chunk_does_not_drop_its_equals(queue: Queue) -> None:
     fits = 1000 // FORM.chunk_bytes
-    queue.writes.limit_bytes = fits * FORM.chunk_bytes
+    queue.writes.schedule.limit_bytes = fits * FORM.chunk_bytes
     names = block_hashes("equal", fits + 1)
     entries = [queue.hold(name) for name in names]
     for name, entry in zip(names, entries, strict=True):
@@ -512,9 +510,7 @@ def test_a_waiting_write_is_skipped_if_discarded(
     ends: list[WriteOutcome] = []
     for _ in range(3):
         entry = queue.entries[0]
-        views = queue.cache.views(FORM, entry)
-        job = ChunkIO(entry.key, FORM.frame(HASHES[0]), views, math.inf, entry)
-        queue.writes.write(entry, job, ends.append)
+        queue.writes.write((FORM, HASHES[0], entry), math.inf, ends.append)
         queue.cache.pool.discard(entry)
         queue.entries[0] = queue.hold(HASHES[0])
     assert len(queue.tier.written) == 1

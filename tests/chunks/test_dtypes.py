@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lmcache_redis.chunks.dtypes import (
+from lmcache_redis.chunks.metadata import (
     DTYPE_NAMES,
     dtype_code,
     dtype_from_code,

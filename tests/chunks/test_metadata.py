@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.chunks.dtypes import DTYPE_NAMES, itemsize
 from lmcache_redis.chunks.metadata import (
+    DTYPE_NAMES,
     MAX_METADATA_BYTES,
     MemoryFormat,
     RemoteMetadata,
+    itemsize,
 )
 from lmcache_redis.errors import FormatError
 
@@ -161,7 +162,11 @@ class TestRemoteMetadata:
             (0, struct.pack("<Q", 2**63), "the length of a chunk is"),
             (0, struct.pack("<Q", 262_143), "a chunk of 262143 bytes"),
             (8, struct.pack("<I", 9), "unknown memory format 9"),
-            (12, struct.pack("<I", 1), "followed by bytes that are not zero"),
+            (
+                12,
+                struct.pack("<I", 1),
+                "a chunk of 262144 bytes whose shapes and dtypes need 131072",
+            ),
             (12, struct.pack("<I", 3), "metadata of 3 groups in 96 bytes"),
             (12, struct.pack("<I", 2**32 - 1), "metadata of 4294967295 groups"),
             (16, struct.pack("<I", 0), "unknown dtype code 0"),

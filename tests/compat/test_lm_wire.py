@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.chunks.dtypes import MemoryFormat
+from lmcache_redis.chunks.metadata import MemoryFormat
 from lmcache_redis.compat.lm_wire import (
     INT_TO_LOCATION,
     LOCATION_TO_INT,

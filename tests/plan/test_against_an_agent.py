@@ -36,8 +36,8 @@ def prompts() -> Iterator[list[bytes]]:
         yield hashes
 
 
-def run(engine: Engine) -> None:
-    """Each request loads what is found, stores the rest, and ends."""
+def run(engine: Engine, agent: AgentServer) -> None:
+    """Each request loads what is found, stores the rest, and ends. The next follows its writes."""
     for number, hashes in enumerate(prompts()):
         request_id, blocks = f"request {number}", range(len(hashes))
         found = engine.lookup(request_id, hashes) // engine.block_size_tokens
@@ -47,6 +47,7 @@ def run(engine: Engine) -> None:
         if found < len(hashes):
             engine.store(request_id, hashes[found:], blocks[found:])
         engine.scheduler.end_session(request_id)
+        agent.wait_idle()
 
 
 def serve(directory: Path, url: str, chunks: int, **more: Any) -> dict[str, float]:
@@ -56,7 +57,7 @@ def serve(directory: Path, url: str, chunks: int, **more: Any) -> dict[str, floa
         AgentServer(directory, url, **options) as agent,
         Engine(agent.endpoint, layers=1, num_blocks=MOST_CHUNKS * BLOCKS_PER_CHUNK) as engine,
     ):
-        run(engine)
+        run(engine, agent)
         counters = agent.counters()
         assert agent.terminate() == 0  # what is queued for the file is written
     assert counters["records_dropped"] == 0
@@ -91,10 +92,17 @@ def test_hit_rates_are_within_two_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.servers
-def test_what_the_pool_evicts_is_found_in_redis(tmp_path: Path) -> None:
-    recorded = tmp_path / "recorded.jsonl"
+def test_with_writes_that_end_before_the_next_request(tmp_path: Path) -> None:
+    """What waits to be written stays in the pool, so they must have ended. All is in Redis."""
+    recorded, found = tmp_path / "recorded.jsonl", []
     with RedisServer(tmp_path) as redis:
-        real = serve(tmp_path / "agent", redis.unix_url, POOLS[-1], record=recorded)
-    row = planned(read_trace([recorded], 512, 0), redis_bytes=1 << 30)[-1]
-    assert row.hit_rate == pytest.approx(real["hit_rate"], abs=0.02)
-    assert real["hit_rate_redis"] > 0.02 < row.hit_rate_redis
+        for chunks in POOLS:
+            more = {"record": recorded} if chunks == POOLS[0] else {}
+            found.append(serve(tmp_path / str(chunks), redis.unix_url, chunks, **more))
+            redis.command("FLUSHALL")
+    rows = planned(read_trace([recorded], 512, 0), redis_bytes=1 << 30)
+    for row, real in zip(rows, found, strict=True):
+        assert row.hit_rate == pytest.approx(real["hit_rate"], abs=0.02)
+        assert row.hit_rate_pool == pytest.approx(real["hit_rate_pool"], abs=0.02)
+        assert row.hit_rate_redis == pytest.approx(real["hit_rate_redis"], abs=0.02)
+    assert found[0]["hit_rate_redis"] > 0.3

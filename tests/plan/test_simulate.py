@@ -109,6 +109,9 @@ def test_prefixes_are_those_of_caches_one_by_one(
             lengths = [n + led for n, led in zip(lengths, leads, strict=True)]
             for cache in (*tiers, engines[at]):
                 cache.use(name, nbytes)
+        for name in trace.ids[begin:end][::-1].tolist():
+            for cache in (*tiers, engines[at]):
+                cache.use(name, nbytes)
         assert [found.begin[request], found.end[request]] == lengths
     assert replicas == 1 or len({*replay.replica_of.tolist()}) == replicas
 
@@ -124,9 +127,9 @@ def test_the_curve_is_the_hit_rate_of_each_size(example: Trace) -> None:
 
 
 def test_a_prefix_ends_at_the_first_chunk_that_is_not_there() -> None:
-    """A pool of two chunks has the end of the first prompt only."""
+    """A pool of two chunks has the beginning of the last prompt."""
     found = Replay(trace_of("abc", "abc", "xyz", "bc")).find(Capacity(2 * CHUNK_BYTES))
-    assert found.end.tolist() == [0, 0, 0, 0]
+    assert found.end.tolist() == [0, 2, 0, 0]
     found = Replay(trace_of("abc", "abd", "abc", "bc")).find(Capacity(4 * CHUNK_BYTES))
     assert found.end.tolist() == [0, 2, 3, 0]  # "bc" begins otherwise: other chunks
 

@@ -1,4 +1,5 @@
-"""The files of the disk tier: written whole or not at all, read into the caller's buffers.
+"""The files of the disk tier: written whole or not at all, read into the caller's buffers, and
+found again after a restart.
 
 A file is written under a temporary name in its final folder, then renamed. The policy `sync`
 decides what survives a power failure:
@@ -10,11 +11,10 @@ decides what survives a power failure:
 
 I/O is buffered, with preadv and pwritev on the caller's buffers: a chunk that is read again comes
 from the page cache (6 to 7 GB/s). Direct I/O was measured (ext4 on a virtual disk) and is no faster
-without fsync; it would also need aligned buffers, and so a copy.
+without fsync.
 
 The directory belongs to this user or to root, and only they may write to it. No symbolic link in it
-is followed: folders are opened with O_NOFOLLOW, and files are opened, renamed and removed relative
-to their folder.
+is followed: files are opened, renamed and removed relative to their folder.
 
 Every function raises the OSError of the system.
 """
@@ -22,7 +22,9 @@ Every function raises the OSError of the system.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,16 +33,23 @@ from typing import Literal, TypeAlias
 
 from lmcache_redis.cache.disk.format import (
     FANOUT_NAME,
+    FILE_NAME,
     PAGE_BYTES,
     TEMPORARY_SUFFIX,
+    StoredFile,
+    StoredShape,
     check_page,
     file_path,
+    key_digest,
     pack_page,
+    parse_page,
     payload_checksum,
 )
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.config import why_unsafe
 from lmcache_redis.errors import ConfigError, FormatError, StartError
+
+logger = logging.getLogger(__name__)
 
 Sync: TypeAlias = Literal["none", "file", "directory"]
 SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")
@@ -62,7 +71,7 @@ def lock_directory(directory: Path) -> int:
     """Create the directory if needed and lock it, until the returned descriptor is closed.
 
     The lock's file stays, and marks the directory as one for chunks. Raises ConfigError if it
-    cannot be used, other users may write to it, it is someone else's, or another tier uses it.
+    cannot be used or is not safe, or another tier uses it.
     """
     fd = None
     try:
@@ -130,7 +139,11 @@ class ChunkFiles:
         folder_name, name = os.path.split(self.path(key, sequence))
         temporary = name + TEMPORARY_SUFFIX
         page = pack_page(key, frame, payload_checksum(views))
-        self._make(folder_name)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder_name, 0o700)
+            if self._sync == "directory":
+                with _opened(self.directory) as directory:
+                    os.fsync(directory)
         with _opened(folder_name) as folder:
             fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
             try:
@@ -151,14 +164,6 @@ class ChunkFiles:
     def remove(self, key: bytes, sequence: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             remove_file(self.path(key, sequence))
-
-    def _make(self, folder: str) -> None:
-        """Create a folder of the fan-out if it does not exist."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-            if self._sync == "directory":
-                with _opened(self.directory) as directory:
-                    os.fsync(directory)
 
 
 def open_file(path: str) -> int:
@@ -223,3 +228,107 @@ def _opened(folder: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+class Scan:
+    """One pass over a locked directory, when the tier is opened: 50 to 80 µs a file.
+
+    The first page and the size of every file are checked; payloads are not read. Invalid files are
+    removed, with one log line each: truncated, of another version, damaged, or under another
+    chunk's name; and the older of two files of one chunk, if a process ended between writing the
+    new file and removing the old one. Temporary files are removed too. Files whose names do not
+    have the tier's form, and those that cannot be opened, are left alone and logged once.
+
+    Raises OSError if the directory cannot be listed.
+
+    is_stopped: asked before each file; if it says so, the rest is not looked at. found: one file
+    per key, from the least to the most recently used.
+    """
+
+    def __init__(self, directory: Path, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        self._directory = os.fspath(directory)
+        self._newest: dict[bytes, tuple[int, StoredFile]] = {}  # by key; when it was used
+        self._cuts: dict[StoredShape, StoredShape] = {}
+        self._left_alone: list[str] = []
+        for path in self._paths():
+            if is_stopped():
+                break
+            self._look_at(path)
+        if self._left_alone:
+            logger.warning(
+                "%d files in %s are left alone: they do not belong to the disk tier or cannot be "
+                "read; the first is %s",
+                len(self._left_alone),
+                directory,
+                self._left_alone[0],
+            )
+        newest = sorted(self._newest.values(), key=lambda each: (each[0], each[1].sequence))
+        self.found = [file for _, file in newest]
+
+    def _paths(self) -> Iterator[str]:
+        """All files whose names have the tier's form."""
+        for outer in _entries(self._directory):
+            if outer.name == LOCK_NAME:
+                continue
+            if not FANOUT_NAME.fullmatch(outer.name) or not outer.is_dir(follow_symlinks=False):
+                self._left_alone.append(outer.path)
+                continue
+            for inner in _entries(outer.path):
+                is_named = FILE_NAME.fullmatch(inner.name) and inner.name.startswith(outer.name)
+                if is_named and inner.is_file(follow_symlinks=False):
+                    yield inner.path
+                else:
+                    self._left_alone.append(inner.path)
+
+    def _look_at(self, path: str) -> None:
+        try:
+            found = self._described(path)
+        except FormatError as error:
+            self._remove(path, str(error))
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._remove(path, "it cannot be read")
+            else:
+                self._left_alone.append(path)
+        else:
+            key = found[1].key
+            both = self._newest.get(key, found), found
+            (_, older), self._newest[key] = sorted(both, key=lambda each: each[1].sequence)
+            if both[0] is not found:
+                path = os.path.join(self._directory, file_path(key, older.sequence))
+                self._remove(path, "its chunk was stored again")
+
+    def _described(self, path: str) -> tuple[int, StoredFile]:
+        named = FILE_NAME.fullmatch(os.path.basename(path))
+        if named is None or named[3]:
+            raise FormatError("it was never finished")
+        fd = open_file(path)
+        try:
+            # Without this the kernel reads ahead, 128 KiB per file.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            status = os.fstat(fd)
+            page = os.pread(fd, PAGE_BYTES, 0)
+        finally:
+            os.close(fd)
+        key, cut = parse_page(page)
+        if named[1] != key_digest(key):
+            raise FormatError("its name is that of another chunk")
+        if status.st_size != PAGE_BYTES + cut.chunk_bytes:
+            raise FormatError(
+                f"it has {status.st_size - PAGE_BYTES} bytes of a payload of {cut.chunk_bytes}"
+            )
+        # Chunks of one layout share their cut, and there may be millions.
+        cut = self._cuts.setdefault(cut, cut)
+        return status.st_mtime_ns, StoredFile(key, int(named[2], 16), cut)
+
+    def _remove(self, path: str, why: str) -> None:
+        logger.warning("%s is removed: %s", path, why)
+        try:
+            remove_file(path)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", path, error.strerror)
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return list(entries)

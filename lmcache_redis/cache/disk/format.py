@@ -27,11 +27,13 @@ and a late removal never removes a successor. While a file is being written its 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -80,6 +82,20 @@ class StoredShape(NamedTuple):
             self.stripe_payload_bytes,
             self.metadata,
         )
+
+
+@dataclass(slots=True, eq=False)
+class StoredFile:
+    """A file of the tier. touched_at: when its mtime was last set, in monotonic seconds."""
+
+    key: bytes
+    sequence: int
+    cut: StoredShape
+    touched_at: float = -math.inf
+
+    @property
+    def nbytes(self) -> int:
+        return disk_bytes(self.cut.chunk_bytes)
 
 
 def file_path(key: bytes, sequence: int) -> str:

@@ -1,21 +1,18 @@
 """The disk tier's index and files, kept consistent. Calls block; `tier` has the threads.
 
 Files are written, read and removed outside the lock. This is safe because no name is used twice: a
-file that is not in the index yet, or has left it, is used by one call only.
+file that is not in the index yet, or has left it, is used by one call only. A read uses an open
+file, so it is complete even if the chunk is evicted or replaced meanwhile.
 
 The limit counts files in blocks of 4 KiB, including the first page of each, and holds at all times:
 space is reserved before a file is written, and released when a file is unlinked. The least recently
 used file is evicted first. If concurrent writes leave no space for one of them, it is not stored.
-(A file that is evicted while it is being read uses disk space until the read ends.)
 
-A file's mtime is the time of its last write or read. Reads set it at most once in ten seconds, so
-the order after a restart is exact to ten seconds.
+A file's mtime is the time of its last use, exact to ten seconds.
 
-A read uses an open file, so it is complete even if the chunk is evicted or replaced meanwhile. A
-file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
-is full or fails, or the directory was removed or is not writable, writes are not stored, reads are
-misses, and each kind of error is logged once a minute. A full disk causes no eviction; only the
-limit does.
+A file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
+is full or fails, writes are not stored, reads are misses, and each kind of error is logged once a
+minute. A full disk causes no eviction; only the limit does.
 """
 
 from __future__ import annotations
@@ -27,12 +24,10 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from lmcache_redis.cache.disk.files import ChunkFiles, open_file, read_chunk, touch
-from lmcache_redis.cache.disk.format import StoredShape, disk_bytes
-from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.format import StoredFile, StoredShape
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
@@ -44,26 +39,13 @@ TOUCH_INTERVAL_S = 10.0
 _WARNING_INTERVAL_S = 60.0
 
 
-@dataclass(slots=True, eq=False)
-class StoredFile:
-    """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
-
-    key: bytes
-    sequence: int
-    cut: StoredShape
-    touched_at: float
-
-    @property
-    def nbytes(self) -> int:
-        return disk_bytes(self.cut.chunk_bytes)
-
-
 class DiskStore:
     """Chunks by chunk key, from the least to the most recently used. Thread-safe after `take_over`.
 
     No method raises for a disk error. Raises ConfigError unless limit_bytes is positive.
 
     Attributes:
+        limit_bytes: may change; the next write evicts what is beyond a smaller one.
         used_bytes: what the files take, including those being written or removed.
         on_evicted: if it is set, called with the keys of evicted chunks, on any thread.
     """
@@ -78,16 +60,14 @@ class DiskStore:
         self._entries: OrderedDict[bytes, StoredFile] = OrderedDict()
         self._files = files
         self._lock = threading.Lock()
-        self._next_sequence: int  # from `take_over` on
+        self._next_sequence = 0
         self._warned_at: dict[str, float] = {}
 
-    def take_over(self, scan: Scan) -> None:
+    def take_over(self, files: Iterable[StoredFile]) -> None:
         """Index the files found. If the limit was lowered, the least recently used are evicted."""
-        self._next_sequence = scan.next_sequence
-        long_ago = time.monotonic() - TOUCH_INTERVAL_S
-        for found in scan.found:
-            file = StoredFile(found.key, found.sequence, found.cut, long_ago)
+        for file in files:
             with self._lock:
+                self._next_sequence = max(self._next_sequence, file.sequence + 1)
                 evicted = self._reserve(file.nbytes)
                 if evicted is not None:
                     self._fill(file)

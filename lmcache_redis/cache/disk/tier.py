@@ -7,17 +7,13 @@ the disk does: a read is then dropped, and a write does not become visible.
 
 A call that exceeds its patience takes the tier down: nothing is found, and every job is answered
 UNAVAILABLE. The tier comes back when all calls have returned. Clears requested meanwhile are
-carried out before anything is found again.
-
-A directory belongs to one tier at a time. A tier that is closed while a call hangs keeps its
+carried out before anything is found again. A tier that is closed while a call hangs keeps its
 directory locked, because the call may still change it.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-import math
 import os
 import threading
 import time
@@ -25,13 +21,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock_directory
-from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.files import (
+    SYNC_POLICIES,
+    ChunkFiles,
+    Scan,
+    Sync,
+    lock_directory,
+)
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads
 from lmcache_redis.errors import ConfigError
@@ -67,24 +68,18 @@ _JOIN_S = 0.25
 _KEPT_BUFFER_BYTES = 64 << 20
 
 
-class _Pending(NamedTuple):
-    """A job that has not ended. end: answers it with the outcome of that name."""
-
-    deadline_s: float
-    end: Callable[[str], None]
+# A read's outcome, and what it has read.
+_Read: TypeAlias = tuple[ReadOutcome, memoryview]
 
 
 class DiskTier:
-    """Chunks in files of a directory, created if needed, that no other tier uses.
+    """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
-    Thread-safe. Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
-
-    Opening reads one page of every file: in the constructor, or if `in_background` on a thread. The
-    tier is then down until that has ended.
+    Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
 
     limit_bytes: see `store`. sync: see `files`. read_patience_s: how long a read may be in flight;
-    write_patience_s: the same for a write or a removal. read_threads, write_threads: how many.
-    write_nice: see `nice(2)`.
+    write_patience_s: the same for a write or a removal. write_nice: see `nice(2)`. in_background:
+    the files that are there are read on a thread, and the tier is down until that has ended.
 
     Raises ConfigError if a value is invalid, or if the directory cannot be used or is in use by
     another tier, of this process or another.
@@ -117,41 +112,28 @@ class DiskTier:
             if in_background:
                 os.scandir(path).close()
             else:
-                self.store.take_over(Scan(path))
+                self.store.take_over(Scan(path).found)
         except OSError as error:
             os.close(self._lock_fd)
             raise ConfigError(
                 f"the directory {path} cannot be read ({error.strerror}): make it readable or "
                 "choose another"
             ) from error
-        self._pending: dict[object, _Pending] = {}  # whoever takes one out answers it
+        # Jobs that have not ended, with what answers them with the outcome of a name. Whoever takes
+        # one out answers it.
+        self._pending: dict[object, Callable[[str], None]] = {}
         self._buffers = threading.local()
         self._uncleared: dict[object, bytes] = {}
         self._has_ended: bool | None = None  # None: not closed
         self._reads = WorkerThreads("disk-read", read_threads)
         self._writes = WorkerThreads("disk-write", write_threads, write_nice)
-        self._detector = HangDetector("disk tier", self._end_late, self._next_clear)
+        self._detector = HangDetector("disk tier", self._end_all, self._next_clear)
         if in_background:
             up = self._detector.hold_down("its files are being read")
             self._writes.put(partial(self._read_directory, path, up), dropped=up)
 
     @property
-    def limit_bytes(self) -> int:
-        return self.store.limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, limit_bytes: int) -> None:
-        """The next write evicts what is beyond a smaller one."""
-        self.store.limit_bytes = limit_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """What the files take, including those being written or removed."""
-        return self.store.used_bytes
-
-    @property
     def state(self) -> PlaneState:
-        """See the contract. Down while a call hangs."""
         reason = self._detector.reason
         return PlaneState(not reason, True, reason, self._detector.since_s)
 
@@ -170,7 +152,7 @@ class DiskTier:
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
     ) -> None:
-        """See the contract. No I/O: after a restart the use is forgotten."""
+        """See the contract. After a restart the use is forgotten."""
         for key, _ in chunks:
             self.store.keep(key)
         self.exists([key for key, _ in chunks], deadline, done)
@@ -189,38 +171,32 @@ class DiskTier:
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for io in jobs:
             load, answer = partial(self._load, io), partial(_answer_load, io, done)
-            self._begin(self._reads, io, io.deadline, load, answer, _ending(io, done, ReadOutcome))
+            self._begin(self._reads, io, io.deadline, load, answer, _not_loaded)
 
     def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         for io in jobs:
-            store, end = partial(self._store, io), _ending(io, done, WriteOutcome)
-            self._begin(self._writes, io, io.deadline, store, partial(done, io), end)
+            store, answer = partial(self._store, io), partial(done, io)
+            self._begin(self._writes, io, io.deadline, store, answer, WriteOutcome.__getitem__)
 
     def cancel(self, job: ChunkIO) -> None:
-        """See the contract."""
         self._end(job, "CANCELLED")
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        remove = partial(self._call, REMOVAL, partial(self.store.remove, key))
+        def remove() -> RemoveResult | None:
+            removed = self._call(REMOVAL, partial(self.store.remove, key))
+            return None if removed is None else RemoveResult(CallOutcome.DONE, int(removed))
 
-        def answer(removed: bool) -> None:
-            done(RemoveResult(CallOutcome.DONE, int(removed)))
-
-        self._begin(self._reads, object(), deadline, remove, answer, _ending_call(done))
+        self._begin(self._reads, object(), deadline, remove, done, _not_removed)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """See the contract. Goes on after its deadline: each file's removal has its patience."""
         me = object()
-        clear = partial(self._clear, me, key_prefix)
-
-        def answer(removed: int) -> None:
-            done(RemoveResult(self._answer_now, removed))
-
         self._uncleared[me] = key_prefix
         if self._detector.is_hung():
             done(RemoveResult(CallOutcome.UNAVAILABLE))
         else:
-            self._begin(self._reads, me, deadline, clear, answer, _ending_call(done))
+            clear = partial(self._clear, me, key_prefix)
+            self._begin(self._reads, me, deadline, clear, done, _not_removed)
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Queued writes have half of the time, calls in flight the rest."""
@@ -229,11 +205,11 @@ class DiskTier:
         end_s = time.monotonic() + deadline_s
         self._has_ended = False
         self._reads.stop()
-        self._writes.drain(deadline_s / 2)
+        if self._is_up:
+            self._writes.drain(deadline_s / 2)
         self._writes.stop()
         ended = self._detector.close(max(0.0, end_s - time.monotonic()))
-        for name in self._pending.copy():
-            self._end(name)
+        self._end_all()
         self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
         if self._has_ended:
             self.store.forget()
@@ -257,7 +233,7 @@ class DiskTier:
         try:
             scan = Scan(path, is_stopped=lambda: self._has_ended is not None)
             if self._has_ended is None:
-                self.store.take_over(scan)
+                self.store.take_over(scan.found)
         except OSError as error:
             reason = f"the directory {path} cannot be read ({error.strerror})"
             logger.error("the disk tier stays down: %s", reason)
@@ -265,7 +241,7 @@ class DiskTier:
         else:
             up()
 
-    def _load(self, io: ChunkIO) -> tuple[ReadOutcome, memoryview] | None:
+    def _load(self, io: ChunkIO) -> _Read | None:
         buffer = self._buffer(io.frame.chunk_bytes)
         outcome = self._call(READ, partial(self.store.load, io.key, io.frame, [buffer]))
         return None if outcome is None else (outcome, buffer)
@@ -280,12 +256,12 @@ class DiskTier:
         )
         return self._call(WRITE, write)
 
-    def _clear(self, me: object, prefix: bytes) -> int:
+    def _clear(self, me: object, prefix: bytes) -> RemoveResult:
         removals = (partial(self.store.remove, key) for key in self.store.keys(prefix))
         removed = sum(self._call(REMOVAL, each) or False for each in removals)
         if self._is_up:
             self._uncleared.pop(me, None)
-        return removed
+        return RemoveResult(self._answer_now, removed)
 
     def _call(self, what: str, call: Callable[[], T]) -> T | None:
         """Makes a blocking call to the store; None: another hangs, or the tier is closed."""
@@ -309,14 +285,14 @@ class DiskTier:
         deadline_s: float,
         work: Callable[[], T | None],
         answer: Callable[[T], None],
-        end: Callable[[str], None],
+        not_done: Callable[[str], T],
     ) -> None:
-        """Queues work whose result is answered, unless the job has ended before."""
-        self._pending[name] = _Pending(deadline_s, end)
-        threads.put(partial(self._run, name, work, answer), partial(self._end, name), name=name)
-        self._detector.look_at(deadline_s)
+        """Queues work whose result is answered; if it ends before, that of ``not_done``."""
+        self._pending[name] = lambda outcome: answer(not_done(outcome))
+        self._detector.at(deadline_s, name, partial(self._end, name, "TIMED_OUT"))
+        threads.put(partial(self._run, name, work, answer), partial(self._end, name))
         if not self._is_up:
-            self._end(name)  # it may have been queued after `_end_late`
+            self._end(name)  # it may have been queued after `_end_all`
 
     def _run(self, name: object, work: Callable[[], T | None], answer: Callable[[T], None]) -> None:
         result = None
@@ -326,26 +302,22 @@ class DiskTier:
         finally:
             if result is None:
                 self._end(name, "UNAVAILABLE")  # no call was made, or a bug kept it from its end
-        if result is not None and self._pending.pop(name, None) is not None:
+        if result is not None and self._take_out(name) is not None:
             answer(result)
+
+    def _take_out(self, name: object) -> Callable[[str], None] | None:
+        self._detector.forget(name)
+        return self._pending.pop(name, None)
 
     def _end(self, name: object, outcome: str = "") -> None:
         """Answers a job that has not ended. By default: the tier hangs, or is closed."""
-        pending = self._pending.pop(name, None)
-        if pending is not None:
-            pending.end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
-            self._reads.cancel(name)
-            self._writes.cancel(name)
+        end = self._take_out(name)
+        if end is not None:
+            end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
 
-    def _end_late(self, now_s: float) -> float:
-        """Answers what is late; everything if a call hangs. Returns the next deadline."""
-        for name, pending in self._pending.copy().items():
-            if not self._is_up:
-                self._end(name)
-            elif pending.deadline_s <= now_s:
-                self._end(name, "TIMED_OUT")
-        left = self._pending.copy().values()
-        return min((pending.deadline_s for pending in left), default=math.inf)
+    def _end_all(self) -> None:
+        for name in self._pending.copy():
+            self._end(name)
 
     def _next_clear(self) -> Action | None:
         """Before the tier comes back: the next clear to carry out, or None."""
@@ -358,15 +330,15 @@ class DiskTier:
         self._uncleared.pop(me, None)
 
 
-def _ending(io: ChunkIO, done: Any, outcomes: type[enum.Enum]) -> Callable[[str], None]:
-    return lambda outcome: done(io, outcomes[outcome])
+def _not_loaded(outcome: str) -> _Read:
+    return ReadOutcome[outcome], memoryview(b"")
 
 
-def _ending_call(done: Done[RemoveResult]) -> Callable[[str], None]:
-    return lambda outcome: done(RemoveResult(CallOutcome[outcome]))
+def _not_removed(outcome: str) -> RemoveResult:
+    return RemoveResult(CallOutcome[outcome])
 
 
-def _answer_load(io: ChunkIO, done: ReadDone, result: tuple[ReadOutcome, memoryview]) -> None:
+def _answer_load(io: ChunkIO, done: ReadDone, result: _Read) -> None:
     outcome, buffer = result
     if outcome is ReadOutcome.LOADED:
         for slot, piece in _pieces(io, buffer):

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
-from lmcache_redis.chunks.metadata import MAX_DIMS, MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.metadata import (
+    MAX_DIMS,
+    MemoryFormat,
+    RemoteMetadata,
+    dtype_name,
+    torch_dtype,
+)
 from lmcache_redis.errors import FormatError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from lmcache_redis.cache import OwnerLoop
-from lmcache_redis.cache.threads import Action
+from lmcache_redis.cache.threads import Action, OwnerLoop
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache

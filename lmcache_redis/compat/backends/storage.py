@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES

@@ -68,10 +68,7 @@ class LoopOwner:
             self._loop.call_soon_threadsafe(action)
 
     def at(self, due_s: float, action: Action) -> Timer:
-        return self.after(due_s - time.monotonic(), action)
-
-    def after(self, delay_s: float, action: Action) -> Timer:
-        return self._loop.call_later(delay_s, action)
+        return self._loop.call_later(due_s - time.monotonic(), action)
 
 
 def open_objects(config: GatewayConfig) -> ObjectCache:

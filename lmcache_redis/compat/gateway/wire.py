@@ -30,9 +30,8 @@ import functools
 import math
 import re
 
-from lmcache_redis.chunks.dtypes import ENCODED_FORMATS, itemsize
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.metadata import ENCODED_FORMATS, MemoryFormat, RemoteMetadata, itemsize
 from lmcache_redis.compat.cache_engine_key import KEY_TEXT
 from lmcache_redis.compat.lm_wire import (
     MAX_KEY_LENGTH,

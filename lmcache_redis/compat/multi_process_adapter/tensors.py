@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lmcache_redis.chunks.dtypes import dtype_name
+from lmcache_redis.chunks.metadata import dtype_name
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_redis.chunks.dtypes import dtype_name
+from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import CacheGroup, RetrieveTransfer, StoreTransfer, TransferOp
 from lmcache_redis.client.worker import WorkerClient

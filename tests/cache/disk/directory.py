@@ -43,7 +43,7 @@ class Disk:
 
     @property
     def used_bytes(self) -> int:
-        return self.tier.used_bytes
+        return self.tier.store.used_bytes
 
     def put(self, key: ObjectKey, payload: bytes) -> bool:
         frame = NAMES.frame(key, metadata_of(len(payload)), max(1, len(payload)))

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.cache.disk.files import LOCK_NAME, ChunkFiles, read_chunk
+from lmcache_redis.cache.disk.files import LOCK_NAME, ChunkFiles, Scan, read_chunk
 from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
-from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import TENSORS, key_stem

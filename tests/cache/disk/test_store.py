@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.disk.files import ChunkFiles
-from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.files import ChunkFiles, Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
@@ -35,7 +34,7 @@ class Store:
         directory.mkdir(exist_ok=True)
         self.directory = directory
         self.store = DiskStore(ChunkFiles(directory, "none"), limit_bytes)
-        self.store.take_over(Scan(directory))
+        self.store.take_over(Scan(directory).found)
 
     @property
     def used_bytes(self) -> int:

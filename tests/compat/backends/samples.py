@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lmcache_redis.chunks.dtypes import torch_dtype
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata, torch_dtype
 from lmcache_redis.compat.backends import ChunkBackend
 
 FLUSH_S = 30.0

@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from lmcache_redis.cache import REDIS_COUNTERS, Backing, Cache
+from lmcache_redis.cache.backing import REDIS_COUNTERS, Backing
+from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
