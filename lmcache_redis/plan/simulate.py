@@ -1,7 +1,8 @@
 """`Replay`: the requests of a trace against caches of given sizes.
 
-Each request looks for its chunks in order. Those in a tier are touched, the others computed and
-stored, from its last chunk to its first: a cache that is full loses the ends of prompts. Tiers contain one another, as the agent's do: what is loaded is in the host pool then,
+Each request looks for its chunks in order, and then uses them from the last to the first, as agents
+do: a cache that is full loses the ends of prompts. Those in a tier are touched, the others computed
+and stored. Tiers contain one another, as the agent's do: what is loaded is in the host pool then,
 what is computed is written to all, and tiers are told what the pool serves. So a chunk is in a tier
 exactly if a cache of that size and policy, used by all requests, has it. The host pool, the disk
 and the engine's own cache see the requests of their replica, Redis those of all.

@@ -156,25 +156,34 @@ def test_a_dead_redis_is_misses_at_once(door: L2Caller, redis: RedisServer) -> N
 
 
 def test_a_stopped_redis_blocks_no_caller(open_door: Open, redis: RedisServer) -> None:
-    """Nothing ends before its deadline, so a call that waited would find its task ended."""
+    """No task ends at once, so a call that waited for its own would find it ended."""
     door = open_door(lookup_timeout_s=5.0, load_timeout_s=5.0, store_timeout_s=5.0)
+    objects = filled(0), filled(2)  # they belong to the door until their tasks have ended
     door.store(keys(1), filled(1))
     redis.stop()
-    store = door.adapter.submit_store_task(keys(2), filled(2))
-    load = door.adapter.submit_load_task(keys(1), filled(0))
+    load = door.adapter.submit_load_task(keys(1), objects[0])
+    store = door.adapter.submit_store_task(keys(2), objects[1])
     lookup = door.adapter.submit_lookup_and_lock_task(keys(1), layouts())
     assert not door.adapter.pop_completed_store_tasks(), "a controller was blocked"
     assert door.adapter.query_load_result(load) is None
     assert door.adapter.query_lookup_and_lock_result(lookup) is None
-    ended: dict[int, Any] = {}
+    stores: dict[int, Any] = {}
+    results: list[Any] = []
 
-    def has_ended() -> bool:
-        ended.update(door.adapter.pop_completed_store_tasks())
-        return store in ended
+    def have_ended() -> bool:
+        stores.update(door.adapter.pop_completed_store_tasks())
+        for take, task in (
+            (door.adapter.query_load_result, load),
+            (door.adapter.query_lookup_and_lock_result, lookup),
+        ):
+            if (result := take(task)) is not None:
+                results.append(result)
+        return store in stores and len(results) == 2
 
-    wait_until(has_ended, "the store's deadline")
+    wait_until(have_ended, "the deadlines")
     redis.cont()
-    assert not ended[store].is_successful()
+    assert not stores[store].is_successful()
+    assert not any(each.test(0) for each in results)
 
 
 def test_usage_is_charged_once_and_given_back(door: L2Caller) -> None:
