@@ -141,7 +141,7 @@ def test_engines_play_on_shared_gpus(host: Host, tmp_path: Path, redis_server: R
             PlayerProcess(agent.endpoint, 3, tmp_path, world_size=2, memory="segment") as three,
         ):
             for player in (one, two, three):
-                player.wait_for("loaded", 100)
+                player.wait_for("loaded", 30)
                 player.wait_for("checks")
         wait_until(lambda: not agent.status()["engines"], "players that have left")
         assert agent.status()["pool"]["evictions"] > 0
@@ -155,15 +155,14 @@ def test_an_engine_that_is_killed_leaves_nothing(
     direct: int, host: Host, tmp_path: Path, redis_server: RedisServer
 ) -> None:
     with new_agent(tmp_path, redis_server, direct) as agent:
-        for seed in (11, 12):
-            with (
-                PlayerProcess(agent.endpoint, seed, tmp_path, delay_us=2000) as dies,
-                PlayerProcess(agent.endpoint, seed + 10, tmp_path) as lives,
-            ):
-                dies.wait_for("loaded", 8)
-                dies.kill()
-                lives.wait_for("loaded", 40)
-                wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
+        with (
+            PlayerProcess(agent.endpoint, 11, tmp_path, delay_us=2000) as dies,
+            PlayerProcess(agent.endpoint, 21, tmp_path) as lives,
+        ):
+            dies.wait_for("loaded", 8)
+            dies.kill()
+            lives.wait_for("loaded", 20)
+            wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
         wait_until(lambda: not agent.status()["engines"], "no engine")
         wait_until(lambda: "opened" not in cuda_driver.counts(in_agents()), "closed handles")
         counts = cuda_driver.counts(in_agents())
@@ -285,13 +284,13 @@ def test_players_outlive_lost_gpus(host: Host, tmp_path: Path, redis_server: Red
         PlayerProcess(agent.endpoint, 32, tmp_path, world_size=2) as two,
     ):
         for code in (700, 719, 214):
-            one.wait_for("loaded", 20)
-            two.wait_for("loaded", 20)
+            one.wait_for("loaded", 8)
+            two.wait_for("loaded", 8)
             set_in_agents("lose", code)
             assert wait_exit(agent) == EXIT_GPU_LOST
             agent.start()
-        one.wait_for("loaded", 20)
-        two.wait_for("loaded", 20)
+        one.wait_for("loaded", 8)
+        two.wait_for("loaded", 8)
 
 
 # ------------------------------------------------------------- GPUs that hang or refuse
@@ -423,9 +422,9 @@ def test_other_workers_keep_what_they_have(agent: AgentServer, host: Host, tmp_p
         thread = threading.Thread(target=loads)
         thread.start()
         try:
-            for number in range(3):
+            for number in range(2):
                 with PlayerProcess(agent.endpoint, 50 + number, tmp_path) as goes:
-                    goes.wait_for("loaded", 8)
+                    goes.wait_for("loaded", 3)
         finally:
             stopping.set()
             thread.join()
