@@ -10,7 +10,7 @@ of its engines are made of, one small value for each, named and framed as a chun
 
 It is sealed, evicted, expired and purged as chunks are, and written every minute, while a worker
 with the layout is registered: Redis may have been down or emptied, and may evict or expire what
-nobody reads. The fingerprint is its digest, so a wrong description is not believed.
+is not read. The fingerprint is its digest, so a wrong description is not believed.
 """
 
 from __future__ import annotations
