@@ -96,17 +96,21 @@ def check_metrics(engine: ForkedEngine, agent: AgentServer) -> None:
 
 def check_events(engine: ForkedEngine, router: Router, prompt: list[int], tokens: int) -> None:
     """What a router is told of the blocks of a prompt that is in all places."""
-    told = router.told(lambda: engine.generate([[1] * 20], 1))
-    blocks = told.of_prompt(prompt, tokens)
-    assert len(blocks) == len({*blocks}) > 0
-    for place in (("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "REMOTE")):
-        assert {*blocks} <= {*told.there[place]}, place
-    for place, there in told.there.items():
+    places = (("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "REMOTE"))
+
+    def is_told() -> bool:
+        router.told(lambda: engine.generate([[1] * 20], 1))
+        blocks = router.of_prompt(prompt, tokens)
+        assert len(blocks) == len({*blocks}) > 0
+        return all({*blocks} <= {*router.there[place]} for place in places)
+
+    wait_until(is_told, "the places of the prompt")
+    for place, there in router.there.items():
         if place != ("GPU", None):
             # What the connector says of a block is what vLLM itself says of it.
             for block_hash, block in there.items():
-                assert block == told.stored_by_vllm[block_hash]
-    assert [*told.sequence] == [*range(len(told.sequence))]
+                assert block == router.stored_by_vllm[block_hash]
+    assert [*router.sequence] == [*range(len(router.sequence))]
 
 
 def test_a_new_engine_answers_from_redis_what_another_computed(
