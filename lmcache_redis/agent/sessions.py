@@ -145,9 +145,8 @@ class Session:
 
         Copies and pins end in the order of the prompt, which would be evicted in that order.
         """
-        for chunk_hash in reversed(self.positions):
-            for stem in self.stems:
-                self._pool.get(stem + chunk_hash)
+        hashes = [*reversed(self.positions)]
+        self._pool.touch_all(stem + each for each in hashes for stem in self.stems)
 
     @property
     def has_pins(self) -> bool:

@@ -249,6 +249,13 @@ class HostPool:
             self._idle.move_to_end(key)
         return entry
 
+    def touch_all(self, keys: Iterable[bytes]) -> None:
+        """Each becomes the most recently used in turn, if it has no pins."""
+        idle = self._idle
+        for key in keys:
+            if key in idle:
+                idle.move_to_end(key)
+
     def peek(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. Does not count as a use."""
         return self._index.get(key)
