@@ -47,11 +47,13 @@ def used_bytes(server: RedisServer, client: Any) -> int:
         return int(other.info("memory")["used_memory"])
 
 
-@pytest.mark.parametrize("part_bytes", [MIB, 3 * MIB // 2, 2 * MIB, 14 * MIB, 32 * MIB])
-def test_little_is_lost_to_the_allocator(part_bytes: int) -> None:
-    """Equal stripes took 3 to 25 % more."""
-    part = stored_part(part_bytes, DEFAULT_SLOT_BYTES, MODEL)
-    assert part.memory_bytes < part_bytes * (1.085 if part_bytes == 3 * MIB // 2 else 1.01)
+@pytest.mark.parametrize(
+    ("part_mib", "most"), [(1, 1.07), (1.5, 1.09), (2, 1.04), (14, 1.02), (32, 1.01)]
+)
+def test_little_is_lost_to_the_allocator(part_mib: float, most: float) -> None:
+    """Equal stripes took 1.25, 1.17, 1.13, 1.07 and 1.03 times the part."""
+    part = stored_part(int(part_mib * MIB), DEFAULT_SLOT_BYTES, MODEL)
+    assert part.memory_bytes < most * part.part_bytes
 
 
 def test_headers_are_512_bytes_a_stripe() -> None:

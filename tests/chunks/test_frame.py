@@ -16,6 +16,7 @@ from lmcache_redis.chunks.frame import (
     HeaderCheck,
     Verdict,
     add_checksums,
+    allocated_bytes,
     describe_header,
     stripe_payload_bytes,
 )
@@ -162,11 +163,33 @@ class TestChunkFrame:
 
 
 class TestStripePayloadBytes:
+    SLOT = (1 << 20) - 4096
+
     def test_examples(self) -> None:
         assert stripe_payload_bytes(32 << 20, 1 << 20) == 1 << 20
         assert stripe_payload_bytes(1 << 20, 2 << 20) == 1 << 20
-        assert stripe_payload_bytes(3_000_000, 2_000_000) == 2_000_000
-        assert stripe_payload_bytes(1, 1 << 20) == 1
+        assert stripe_payload_bytes(3_000_000, 2_000_000) == 1_500_032
+        # 896 KiB twice and 320, instead of 768 three times.
+        assert stripe_payload_bytes(2 << 20, self.SLOT) == (896 << 10) - 576
+        assert stripe_payload_bytes(1, 1 << 20) == 64
+        assert stripe_payload_bytes(65, 33) == 33
+
+    @given(st.integers(1, 2**40), st.integers(1, 2**30))
+    def test_the_fewest_in_the_least_memory(self, chunk_bytes: int, slot_bytes: int) -> None:
+        payload = stripe_payload_bytes(chunk_bytes, slot_bytes)
+        count = -(-chunk_bytes // slot_bytes)
+        assert payload <= slot_bytes
+        assert -(-chunk_bytes // payload) == count
+        assert payload % 64 == 0 or payload == slot_bytes
+        equal = min(-(-chunk_bytes // (64 * count)) * 64, slot_bytes)
+        assert self.memory(chunk_bytes, payload) <= self.memory(chunk_bytes, equal)
+        if payload != equal:
+            assert 4 * (chunk_bytes - (count - 1) * payload) >= payload
+
+    @staticmethod
+    def memory(chunk_bytes: int, payload: int) -> int:
+        full, last = divmod(chunk_bytes - 1, payload)
+        return full * allocated_bytes(payload + 522) + allocated_bytes(last + 1 + 522)
 
     @pytest.mark.parametrize(("chunk_bytes", "slot_bytes"), [(0, 1), (1, 0), (-1, 1), (1, 2**63)])
     def test_sizes_out_of_range_are_refused(self, chunk_bytes: int, slot_bytes: int) -> None:
