@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from lmcache_redis.processes import end_process
 
 _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 _TIMEOUT_S = 60.0
@@ -42,12 +42,14 @@ class Browser:
         """A browser that shows the page until the context ends."""
         process = subprocess.Popen(
             self._command("--remote-debugging-port=0", url),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
             yield
         finally:
-            end_process(process, 5.0)
+            # Debian's program is a script that starts the browser.
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(_TIMEOUT_S)
 
     def screenshot(
         self, url: str, path: Path, scheme: str = "light", size: tuple[int, int] = (1180, 1400)
