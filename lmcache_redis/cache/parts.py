@@ -424,7 +424,7 @@ class LookupParts:
             self._cache.begin_loads(batch)
 
     def _prepare(self, state: PartState, level: int, batch: list[Load]) -> bool:
-        """Holds a part, and adds its load to the batch if nobody loads it; False: no room."""
+        """Holds a part, and loads it in the batch unless that has begun; False: no room."""
         request, (chunk, row), pool = self._request, state.part, self._cache.pool
         entry = pool.hold(state.key)
         if entry is None:

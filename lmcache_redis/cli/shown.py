@@ -26,7 +26,7 @@ _MOVED = (
     ("from disk", "disk_loaded_bytes"),
     ("to disk", "disk_stored_bytes"),
 )
-# Where nobody sees a window's edge, nothing is cut.
+# Without a terminal nothing is cut.
 _NO_EDGE = 10_000
 
 

@@ -68,7 +68,7 @@ def top(
 def _print_frames(
     agent: ControlClient, before: Sample, interval_s: float, *, as_json: bool, once: bool
 ) -> None:
-    """One after the other, until Ctrl-C or until nobody reads them. Raises ``AgentUnreachable``."""
+    """One after the other, until Ctrl-C or the end of the reader. Raises ``AgentUnreachable``."""
     from lmcache_redis.cli.shown import change_document, console, frame
 
     out = console()

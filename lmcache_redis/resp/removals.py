@@ -70,7 +70,7 @@ class Removals:
 
     @property
     def why_silent(self) -> str:
-        """Why a server does not tell, and what to change; empty if all do, or nobody listens."""
+        """Why a server does not tell, and what to change; empty if all do, or if none is asked."""
         return next(filter(None, list(self._states.values())), "")
 
     @property
@@ -168,7 +168,7 @@ class RemovalListener:
         )
 
     def _listen(self, connection: Connection) -> None:
-        """Until nobody listens, or for a while. Raises what the connection raises, and errors."""
+        """While there are listeners, or for a while. Raises what the connection does."""
         until_s = time.monotonic() + _RENEW_S
         request, count = pack_command("SUBSCRIBE", *self._channels), len(self._channels)
         replies = without_errors(self._asked(connection, request, 1))  # or one error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -13,7 +12,7 @@ import pytest
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisProtocolError, RedisRedirect
-from lmcache_redis.resp import CallOutcome, RedisPlane, WriteOutcome, control
+from lmcache_redis.resp import CallOutcome, RedisPlane, control
 from lmcache_redis.resp.control import (
     GROUP_KEYS,
     Steps,
@@ -29,19 +28,14 @@ from lmcache_redis.resp.net.connection import Pipeline
 from lmcache_redis.resp.net.wire import ASKING_COMMAND, ErrorReply, Reply, keys_commands
 from tests.resp.helpers import (
     PATIENCE_S,
-    STEM,
     Answers,
-    Chunk,
     chunk_key,
-    clear,
     describe,
     exists,
     running,
     scan,
     wait_until,
-    write,
 )
-from tests.resp.scissors import Scissors
 from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
 
@@ -364,101 +358,3 @@ def test_questions_behind_a_lost_connection_are_answered() -> None:
             deadline = time.monotonic() + PATIENCE_S
             plane.scan([chunk_key(number)], deadline, answers.callback(number))
         assert answers.wait(20) == [(CallOutcome.DONE, 0)] * 20
-
-
-def store(plane: RedisPlane, count: int) -> list[bytes]:
-    chunks = [Chunk(number, 64, 4096, seed=number) for number in range(count)]
-    assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-    return [chunk_key(number) for number in range(count)]
-
-
-def test_more_than_a_socket_takes_at_once(server: RedisServer) -> None:
-    with running(server.url) as plane:
-        long = [stripe_key(STEM + number.to_bytes(8, "big") * 12, 0) for number in range(20_000)]
-        assert scan(plane, long) == (CallOutcome.DONE, 0)
-        there = store(plane, 3)
-        assert scan(plane, there + long) == (CallOutcome.DONE, 3)
-        assert exists(plane, long[:5000] + there).present == [False] * 5000 + [True] * 3
-
-
-def test_a_caller_never_waits_for_a_server_that_does_not_read(
-    own_server: RedisServer,
-) -> None:
-    with running(own_server.url, op_timeout_s=30.0) as plane:
-        there = store(plane, 2)
-        long = [stripe_key(STEM + number.to_bytes(8, "big") * 12, 0) for number in range(50_000)]
-        answers = Answers()
-        own_server.stop()
-        try:
-            # Many times what a socket holds; whoever would wait here would do so for ever.
-            plane.scan(long, time.monotonic() + 0.2, answers.callback("long"))
-            plane.scan(there, time.monotonic() + 0.3, answers.callback("short"))
-            outcomes = answers.wait(2)
-            assert {each.outcome for each in outcomes} <= {
-                CallOutcome.TIMED_OUT,
-                CallOutcome.UNAVAILABLE,
-            }
-        finally:
-            own_server.cont()
-        wait_until(lambda: scan(plane, there) == (CallOutcome.DONE, 2))
-
-
-def test_many_callers_at_once_get_their_own_answers(server: RedisServer) -> None:
-    with running(server.url) as plane:
-        there = store(plane, 40)
-        wrong: list[object] = []
-
-        def ask(length: int) -> None:
-            for _ in range(100):
-                result = scan(plane, [*there[:length], chunk_key(999)])
-                if result != (CallOutcome.DONE, length):
-                    wrong.append(result)
-
-        callers = [threading.Thread(target=ask, args=(length,)) for length in (0, 1, 7, 33, 40)]
-        for caller in callers:
-            caller.start()
-        for _ in range(20):
-            # Background work on the same connection, in between.
-            clear(plane, STEM + b"\xff" * 8)
-        for caller in callers:
-            caller.join()
-        assert wrong == []
-
-
-def test_a_connection_that_died_unnoticed_costs_no_answer(
-    own_server: RedisServer,
-) -> None:
-    with running(own_server.url, heartbeat_s=3600.0) as plane:
-        store(plane, 3)
-        own_server.command("CLIENT", "KILL", "TYPE", "normal")
-        assert scan(plane, [chunk_key(0)]) == (CallOutcome.DONE, 1)
-        assert plane.state.up
-
-
-def test_a_reply_cut_in_two_is_asked_for_again(own_server: RedisServer) -> None:
-    with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
-        there = store(plane, 3)
-        for after_bytes in range(5):
-            wait_until(lambda: scan(plane, there) == (CallOutcome.DONE, 3))
-            scissors.cut("control", after_bytes)
-            assert scan(plane, there) == (CallOutcome.DONE, 3)
-            wait_until(lambda: scan(plane, there) == (CallOutcome.DONE, 3))
-            scissors.cut("control", after_bytes)
-            assert None not in describe(plane, there).frames
-
-
-def test_a_stale_answer_is_not_taken_for_the_next(
-    own_server: RedisServer,
-) -> None:
-    with running(own_server.url, op_timeout_s=30.0) as plane:
-        there = store(plane, 5)
-        answers = Answers()
-        own_server.stop()
-        try:
-            plane.scan(there, time.monotonic() + 0.05, answers.callback("late"))
-            assert answers.wait(1)[0].outcome is CallOutcome.TIMED_OUT
-        finally:
-            own_server.cont()
-        wait_until(lambda: plane.state.up)
-        wait_until(lambda: scan(plane, [chunk_key(77)]) == (CallOutcome.DONE, 0))
-        assert scan(plane, there[:4]) == (CallOutcome.DONE, 4)

@@ -279,7 +279,7 @@ class ClientConnection:
 async def _ask(begin: Callable[[Callable[[_Answer], None]], None]) -> _Answer:
     """The result of an asynchronous call to the cache. begin: the call without its `done`.
 
-    A task is cancelled only when the gateway stops: an answer then comes to nobody, and the cache
+    A task is cancelled only when the gateway stops: an answer then has no reader, and the cache
     is closed with what it has pinned.
     """
     answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
