@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -140,8 +141,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         _in_a_unit_test = False
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Servers are found next to the interpreter too, and SIGINT has its default handler.
+
+    Engines leave their sockets behind: in a directory that goes with this process.
 
     `scripts/setup` links a server there if the machine has none on its PATH. A shell starts a
     background job with SIGINT ignored, which the processes that tests interrupt would inherit.
@@ -151,6 +154,9 @@ def pytest_configure() -> None:
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
+    sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+    config.add_cleanup(sockets.cleanup)
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets.name
 
 
 @pytest.fixture(scope="session")
