@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -15,7 +15,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
 
 if TYPE_CHECKING:
-    from lmcache_redis.plan.figures import Figures, Grid, Prices
+    from lmcache_redis.plan.figures import Grid, PlanRow, Prices
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.traces import Trace
 
@@ -73,14 +73,6 @@ def plan(
             show_default="256, or the trace's blocks",
         ),
     ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="What is evicted from every tier: lru as agents and Redis do; others need "
-            "libCacheSim (the extra `plan`).",
-        ),
-    ] = "lru",
     token_bytes: Annotated[
         str,
         typer.Option(
@@ -132,7 +124,7 @@ def plan(
     from lmcache_redis.plan.figures import Grid, Prices, plan_rows
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.reading import read_trace
-    from lmcache_redis.plan.simulate import ROUTERS, known_policies
+    from lmcache_redis.plan.simulate import ROUTERS
 
     paths = [*(traces or [])]
     if example is not None:
@@ -149,9 +141,6 @@ def plan(
     )
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
     sent_by = _one_of("--router", router, ROUTERS)
-    policies = _each(
-        "--policy", policy.lower(), lambda word: _one_of("--policy", word, known_policies())
-    )
     block = trace.block_tokens
     chunks = chunk_size_tokens or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
     chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
@@ -159,15 +148,14 @@ def plan(
     grid = Grid(
         replicas=_counts("--replicas", replicas, 10_000),
         chunk_tokens=chunk_tokens,
-        policies=policies,
         pool_bytes=pool_sizes,
         disk_bytes=_sizes("--disk-size", disk_size),
         redis_bytes=redis_sizes,
         engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
         router=sent_by,
     )
-    figures = plan_rows(trace, grid, speeds, prices)
-    _show(paths, trace, grid, speeds, prices, figures, html, as_json)
+    rows = plan_rows(trace, grid, speeds, prices)
+    _show(paths, trace, rows, _assumed(trace, grid, speeds, prices), html, as_json)
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:
@@ -219,7 +207,7 @@ def _tier_sizes(
     pools = None if pool_bytes is None else _sizes("--pool-bytes", pool_bytes)
     redis = None if redis_bytes is None else _sizes("--redis-bytes", redis_bytes)
     if pools is None or redis is None:
-        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens)).curve().enough_bytes())
+        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens)).enough_bytes())
         pools = pools or [*dict.fromkeys(_power_of_two(whole >> shift) for shift in (4, 3, 2, 0))]
         redis = redis or [*dict.fromkeys((0, _power_of_two(whole >> 1), whole))]
     return pools, redis
@@ -236,21 +224,18 @@ def _power_of_two(nbytes: int) -> int:
 def _show(
     paths: Sequence[Path],
     trace: Trace,
-    grid: Grid,
-    speeds: Speeds,
-    prices: Prices,
-    figures: Figures,
+    rows: Sequence[PlanRow],
+    assumed: Mapping[str, str],
     html: Path | None,
     as_json: bool,
 ) -> None:
     from lmcache_redis.plan import shown
     from lmcache_redis.plan.page import page
 
-    assumed = _assumed(trace, grid, speeds, prices)
-    notes = [*_notes(trace), *shown.warnings(figures.rows)]
+    notes = [*_notes(trace), *shown.warnings(rows)]
     name = ", ".join(path.name for path in paths)
     if html is not None:
-        text = page(f"Plan for {name}", assumed, notes, figures.rows, figures.curves)
+        text = page(f"Plan for {name}", assumed, notes, rows)
         _write(html, [text], "--html")
     if as_json:
         measured = trace.measured
@@ -258,25 +243,22 @@ def _show(
             "trace": {
                 "requests": len(trace),
                 "prompt_tokens": int(trace.tokens.sum()),
-                "duration_s": trace.duration_s if trace.has_times else None,
+                "duration_s": trace.duration_s or None,
                 "block_tokens": trace.block_tokens,
                 "measured": measured
                 and {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
             },
             "assumed": assumed,
             "notes": notes,
-            "rows": [row._asdict() for row in figures.rows],
-            "curves": [
-                {"name": each.name, **vars(each.curve)} for each in figures.curves
-            ],
-        }  # fmt: skip
+            "rows": [row._asdict() for row in rows],
+        }
         print(json.dumps(document, indent=2))
         return
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
-    console.print(_table(f"{name}: {len(trace):,} requests", figures))
-    for line in (shown.sentence(figures.rows), *notes):
+    console.print(_table(f"{name}: {len(trace):,} requests", rows))
+    for line in (shown.sentence(rows), *notes):
         console.print(line)
     for key, value in assumed.items():
         console.print(f"  {key}: {value}", style="dim")
@@ -284,22 +266,22 @@ def _show(
         console.print(f"page: {html}")
 
 
-def _table(title: str, figures: Figures) -> Any:
+def _table(title: str, rows: Sequence[PlanRow]) -> Any:
     """Of the columns that differ between rows, and of all that the rows have found."""
     from rich.table import Table
 
     from lmcache_redis.plan.figures import enough
     from lmcache_redis.plan.shown import COLUMNS
 
-    best = enough(figures.rows)
+    best = enough(rows)
     always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
     table, kept = Table(title=title), []
-    for column in COLUMNS:
-        texts = [column.text(row) for row in figures.rows]
-        if column.title in always or len(set(texts)) > 1:
-            table.add_column(column.title, justify="right")
+    for column, text in COLUMNS.items():
+        texts = [text(row) for row in rows]
+        if column in always or len(set(texts)) > 1:
+            table.add_column(column, justify="right")
             kept.append(texts)
-    for row, *cells in zip(figures.rows, *kept, strict=True):
+    for row, *cells in zip(rows, *kept, strict=True):
         table.add_row(*cells, style="bold" if row is best else None)
     return table
 

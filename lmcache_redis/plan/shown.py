@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from lmcache_redis.plan.figures import PlanRow, enough
 
 _GIB = 1 << 30
-_NONE = "-"
-
-
-class ShownColumn(NamedTuple):
-    """A column, and what it shows of a row."""
-
-    title: str
-    text: Callable[[PlanRow], str]
 
 
 def gib(nbytes: float) -> str:
@@ -24,41 +16,33 @@ def gib(nbytes: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
-COLUMNS = (
-    ShownColumn("replicas", lambda row: str(row.replicas)),
-    ShownColumn("chunk", lambda row: str(row.chunk_size_tokens)),
-    ShownColumn("policy", lambda row: row.policy),
-    ShownColumn("pool GiB", lambda row: gib(row.pool_bytes)),
-    ShownColumn("disk GiB", lambda row: gib(row.disk_bytes)),
-    ShownColumn("Redis GiB", lambda row: gib(row.redis_bytes)),
-    ShownColumn("hit rate", lambda row: f"{row.hit_rate:.1%}"),
-    ShownColumn("pool", lambda row: f"{row.hit_rate_pool:.1%}"),
-    ShownColumn("disk", lambda row: f"{row.hit_rate_disk:.1%}"),
-    ShownColumn("Redis", lambda row: f"{row.hit_rate_redis:.1%}"),
-    ShownColumn("GPU s saved", lambda row: f"{row.gpu_s_saved:,.0f}"),
-    ShownColumn("first token saved s", lambda row: f"{row.first_token_s_saved:.2f}"),
-    ShownColumn("engines busy", lambda row: _share(row.busy_share)),
-    ShownColumn("link MB/s", lambda row: _mega(row.link_bytes_per_s)),
-    ShownColumn("link at peak", lambda row: _share(row.link_peak_share)),
-    ShownColumn("$ a month", lambda row: f"{row.usd_per_month:,.0f}"),
-    ShownColumn("$ saved", lambda row: _dollars(row.usd_saved_per_month)),
+def _if_known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+# By the title, what a column shows of a row.
+COLUMNS: Mapping[str, Callable[[PlanRow], str]] = MappingProxyType(
+    {
+        "replicas": lambda row: str(row.replicas),
+        "chunk": lambda row: str(row.chunk_size_tokens),
+        "pool GiB": lambda row: gib(row.pool_bytes),
+        "disk GiB": lambda row: gib(row.disk_bytes),
+        "Redis GiB": lambda row: gib(row.redis_bytes),
+        "hit rate": lambda row: f"{row.hit_rate:.1%}",
+        "pool": lambda row: f"{row.hit_rate_pool:.1%}",
+        "disk": lambda row: f"{row.hit_rate_disk:.1%}",
+        "Redis": lambda row: f"{row.hit_rate_redis:.1%}",
+        "GPU s saved": lambda row: f"{row.gpu_s_saved:,.0f}",
+        "first token saved s": lambda row: f"{row.first_token_s_saved:.2f}",
+        "engines busy": lambda row: _if_known(row.busy_share, ".0%"),
+        "link MB/s": lambda row: _if_known(
+            row.link_bytes_per_s and row.link_bytes_per_s / 1e6, ",.0f"
+        ),
+        "link at peak": lambda row: _if_known(row.link_peak_share, ".0%"),
+        "$ a month": lambda row: f"{row.usd_per_month:,.0f}",
+        "$ saved": lambda row: _if_known(row.usd_saved_per_month, ",.0f"),
+    }
 )
-
-
-def _share(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.0%}"
-
-
-def _mega(value: float | None) -> str:
-    return _NONE if value is None else f"{value / 1e6:,.0f}"
-
-
-def _dollars(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.0f}"
-
-
-def cells(row: PlanRow) -> list[str]:
-    return [column.text(row) for column in COLUMNS]
 
 
 def sentence(rows: Sequence[PlanRow]) -> str:

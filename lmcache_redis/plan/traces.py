@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.plan.distances import Ints
 
+Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _MOST_CHUNK_TOKENS = 1 << 20
@@ -110,8 +110,14 @@ class Trace:
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     @property
+    def within(self) -> Ints:
+        """The place of each block in its request."""
+        return np.arange(len(self.ids)) - self.starts[self.request_of]
+
+    @property
     def duration_s(self) -> float:
-        return float(self.times_s[-1] - self.times_s[0]) if len(self) > 1 else 0.0
+        """0.0 if it is not known."""
+        return float(self.times_s[-1] - self.times_s[0]) if self.has_times else 0.0
 
     def in_chunks(self, chunk_tokens: int) -> Trace:
         """The trace with chunks in place of blocks: each is named by its last block.
@@ -126,8 +132,7 @@ class Trace:
         per_layout = np.array([chunk_tokens // each.block_tokens for each in self.layouts])
         if (per_layout == 1).all():
             return self
-        request, per_chunk = self.request_of, per_layout[self.layout]
-        within = np.arange(len(self.ids)) - self.starts[request]
+        request, within, per_chunk = self.request_of, self.within, per_layout[self.layout]
         is_last = (within + self.first[request] + 1) % per_chunk[request] == 0
         is_asked = is_last & (within < self.asked[request])
         counts = np.bincount(request[is_last], minlength=len(self))

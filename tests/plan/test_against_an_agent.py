@@ -70,9 +70,9 @@ def serve(directory: Path, url: str, chunks: int, **more: Any) -> dict[str, floa
 
 def planned(trace: Trace, redis_bytes: int = 0) -> list[PlanRow]:
     """For each size of the host pool."""
-    grid = Grid([1], [64], ["lru"], [n * SLOT_BYTES for n in POOLS], [0], [redis_bytes])
+    grid = Grid([1], [64], [n * SLOT_BYTES for n in POOLS], [0], [redis_bytes])
     speeds = Speeds(token_s=1.0, link_bytes_per_s=1e12)  # everything is worth loading
-    return plan_rows(trace, grid, speeds, Prices()).rows
+    return plan_rows(trace, grid, speeds, Prices())
 
 
 @pytest.mark.servers
