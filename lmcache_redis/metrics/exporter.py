@@ -171,7 +171,10 @@ class Exporter:
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
-        routes = {"/metrics": make_wsgi_app(registry), "/healthz": self._health}
+        routes: dict[str, _WsgiApp] = {
+            "/metrics": make_wsgi_app(registry),
+            "/healthz": self._health,
+        }
         if self.page is not None:
             routes["/"] = self.page
         host, _ = self.address
@@ -196,7 +199,7 @@ class Exporter:
         self._server.shutdown()
         self._server.server_close()
 
-    def _health(self, _: dict[str, Any], start: Any) -> list[bytes]:
+    def _health(self, _: object, start: Any) -> Iterable[bytes]:
         self.owner.collect()
         return _text(start, "200 OK", "ok")
 

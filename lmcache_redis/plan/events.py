@@ -3,8 +3,7 @@
     [1718000000.5, [{"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ...,
                      "token_ids": [...], "block_size": 16, ...}], 0]
 
-or the same with names, ``{"ts": ..., "events": [...]}``. Source: ``vllm/distributed/kv_events.py``.
-``token_ids`` may be left out of the file: they are not read.
+Source: ``vllm/distributed/kv_events.py``. ``token_ids`` may be left out: they are not read.
 
 An event tells that blocks are in the engine's own cache now: they were computed, or loaded. What
 the engine's cache served has no event. So the trace is what is left for a cache behind it, and a
@@ -16,15 +15,13 @@ singly they were generated: a prompt's come several at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from lmcache_redis.errors import FormatError
-
-NOTE = "KV events do not tell what the engine's own cache has served: hits are of what it had not"
+from lmcache_redis.plan.traces import Trace, TraceColumns, uniform_blocks
 
 # After so long the continuation of a prompt is another turn of its conversation.
 _SAME_REQUEST_S = 60.0
@@ -42,19 +39,16 @@ class _KvEvent(msgspec.Struct):
     group_idx: int | None = None
 
 
-class _NamedBatch(msgspec.Struct):
-    ts: float
-    events: list[_KvEvent]
+class KvEventBatch(msgspec.Struct, array_like=True):
+    """A line."""
 
-
-class _ArrayBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[_KvEvent]
     data_parallel_rank: Any = None
 
 
 @dataclass
-class StoredRequest:
+class _StoredRequest:
     """Blocks that followed one another. The first ``asked`` are of the prompt."""
 
     time_s: float
@@ -62,51 +56,50 @@ class StoredRequest:
     asked: int = 0
 
 
-@dataclass(frozen=True)
-class StoredRequests:
-    """All of a file."""
+class KvEvents:
+    """The events of a trace while it is read."""
 
-    block_tokens: int
-    requests: list[StoredRequest]
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
+        self._block_tokens = 0
+        self._requests: list[_StoredRequest] = []
+        self._ends: dict[int | str, _StoredRequest] = {}  # by the last block
 
-
-def requests_of(lines: Iterable[tuple[str, bytes]]) -> StoredRequests:
-    """lines: where each is, and the line. Raises ``FormatError``, which names the line."""
-    named, arrays = msgspec.json.Decoder(_NamedBatch), msgspec.json.Decoder(_ArrayBatch)
-    found: list[StoredRequest] = []
-    ends: dict[int | str, StoredRequest] = {}  # by the last block
-    block_tokens = 0
-    for where, line in lines:
-        try:
-            batch = (arrays if line.lstrip()[:1] == b"[" else named).decode(line)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise FormatError(f"{where}: {error}") from error
+    def add(self, batch: KvEventBatch) -> None:
         for event in batch.events:
             # A group's blocks cover the same tokens as those of the first one.
             of_others = event.medium not in _GPU or event.group_idx
             if event.type != "BlockStored" or of_others or not event.block_hashes:
                 continue
-            if event.block_size < 1 or block_tokens not in (0, event.block_size):
+            if event.block_size < 1 or self._block_tokens not in (0, event.block_size):
                 raise FormatError(
-                    f"{where}: a block of {event.block_size} tokens among others of {block_tokens}"
+                    f"a block of {event.block_size} tokens among others of {self._block_tokens}"
                 )
-            block_tokens = event.block_size
-            _add(found, ends, batch.ts, event)
-    if not found:
-        raise FormatError("there is no BlockStored event of the GPU's cache")
-    return StoredRequests(block_tokens, found)
+            self._block_tokens = event.block_size
+            self._add_blocks(batch.ts, event)
 
+    def _add_blocks(self, time_s: float, event: _KvEvent) -> None:
+        parent = event.parent_block_hash
+        request = None if parent is None else self._ends.pop(parent, None)
+        if request is None or time_s - request.time_s > _SAME_REQUEST_S:
+            request = _StoredRequest(time_s)
+            self._requests.append(request)
+        is_prompt = not request.blocks or len(event.block_hashes) > 1
+        if is_prompt and request.asked == len(request.blocks):
+            request.asked += len(event.block_hashes)
+        request.blocks += event.block_hashes
+        self._ends[event.block_hashes[-1]] = request
 
-def _add(
-    found: list[StoredRequest], ends: dict[int | str, StoredRequest], time_s: float, event: _KvEvent
-) -> None:
-    parent = event.parent_block_hash
-    request = None if parent is None else ends.pop(parent, None)
-    if request is None or time_s - request.time_s > _SAME_REQUEST_S:
-        request = StoredRequest(time_s)
-        found.append(request)
-    is_prompt = not request.blocks or len(event.block_hashes) > 1
-    if is_prompt and request.asked == len(request.blocks):
-        request.asked += len(event.block_hashes)
-    request.blocks += event.block_hashes
-    ends[event.block_hashes[-1]] = request
+    def trace(self) -> Trace:
+        if not self._requests:
+            raise FormatError("there is no BlockStored event of the GPU's cache")
+        columns = TraceColumns()
+        for each in self._requests:
+            tokens = each.asked * self._block_tokens
+            columns.add(each.time_s, each.blocks, tokens=tokens, asked=each.asked)
+        layout = uniform_blocks(self._block_tokens, self._token_bytes)
+        note = (
+            "KV events do not tell what the engine's own cache has served: hits are of what it had "
+            "not"
+        )
+        return columns.trace([layout], is_chained=True, notes=(note,))

@@ -9,18 +9,86 @@ KV events   what vLLM publishes (`events`)
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
 
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.plan import events, records
-from lmcache_redis.plan.traces import BlockLayout, Measured, SizedRow, Trace, TraceColumns
+from lmcache_redis.plan import records
+from lmcache_redis.plan.events import KvEventBatch, KvEvents
+from lmcache_redis.plan.traces import (
+    BlockLayout,
+    Measured,
+    SizedRow,
+    Trace,
+    TraceColumns,
+    uniform_blocks,
+)
+
+
+def read_trace(paths: Sequence[Path], block_tokens: int, token_bytes: int) -> Trace:
+    """The trace in one or several files of the same kind.
+
+    block_tokens, token_bytes: what files do not say. Raises ``FormatError``, which names file and
+    line, and ``ConfigError`` for a file that cannot be read.
+    """
+    where = files = ", ".join(map(str, paths))
+    reader: _TraceReader | None = None
+    try:
+        for each in _lines(paths):
+            where, line = each
+            if reader is None:
+                reader, decode = _reader_of(line, block_tokens, token_bytes)
+            reader.add(decode(line))
+        where = files
+        if reader is None:
+            raise FormatError("the trace is empty")
+        return reader.trace()
+    except KeyError as error:
+        raise FormatError(f"{where}: no line before describes {error}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise FormatError(f"{where}: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read ({error.strerror}): name another"
+        ) from error
+
+
+def _lines(paths: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Where each line is, and the line."""
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"line {number} of {path}", line
+
+
+class _TraceReader(Protocol):
+    """Of one kind of trace. Both methods raise ``FormatError``."""
+
+    def add(self, line: Any) -> None: ...
+
+    def trace(self) -> Trace: ...
+
+
+def _reader_of(
+    line: bytes, block_tokens: int, token_bytes: int
+) -> tuple[_TraceReader, Callable[[bytes], Any]]:
+    """What takes the lines of a trace that begins with this one, and how they are decoded."""
+    found = msgspec.json.decode(line)
+    if isinstance(found, list):
+        return KvEvents(token_bytes), msgspec.json.Decoder(KvEventBatch).decode
+    if isinstance(found, dict) and "hash_ids" in found:
+        return _Prompts(block_tokens, token_bytes), msgspec.json.Decoder(_Prompt).decode
+    if isinstance(found, dict) and found.get("type") in ("start", "layout", "lookup"):
+        return _Recording(), msgspec.json.Decoder(records.Line).decode
+    raise FormatError(
+        "neither a prompt with `hash_ids`, a line of `--record`, nor KV events of vLLM"
+    )
 
 
 class _Prompt(msgspec.Struct):
@@ -31,114 +99,30 @@ class _Prompt(msgspec.Struct):
     input_length: int | None = None
 
 
-def read_trace(paths: Sequence[Path], block_tokens: int, token_bytes: int) -> Trace:
-    """The trace in one or several files of the same kind.
+class _Prompts:
+    """A trace with ``hash_ids`` while it is read."""
 
-    block_tokens, token_bytes: what files do not say. Raises ``FormatError``, which names file and
-    line, and ``ConfigError`` for a file that cannot be read.
-    """
-    lines = _lines(paths)
-    first = next(lines, None)
-    if first is None:
-        raise FormatError(f"{', '.join(map(str, paths))}: the trace is empty")
-    kind, everything = _kind(*first), chain([first], lines)
-    try:
-        if kind == "recording":
-            return _read_recording(everything)
-        if kind == "events":
-            return _read_events(everything, token_bytes)
-        return _read_prompts(everything, block_tokens, token_bytes)
-    except FormatError as error:
-        if "line " in str(error):
-            raise
-        raise FormatError(f"{', '.join(map(str, paths))}: {error}") from error
+    def __init__(self, block_tokens: int, token_bytes: int) -> None:
+        self._columns = TraceColumns()
+        self._layout = uniform_blocks(block_tokens, token_bytes)
+        self._has_times = False
 
-
-Numbered = tuple[str, bytes]  # where a line is, and the line
-
-
-def _lines(paths: Sequence[Path]) -> Iterator[Numbered]:
-    for path in paths:
-        with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"line {number} of {path}", line
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name another") from error
-
-
-def _kind(where: str, line: bytes) -> str:
-    try:
-        found = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{where}: {error}") from error
-    if isinstance(found, dict) and "hash_ids" in found:
-        return "prompts"
-    if isinstance(found, dict) and found.get("type") in ("start", "layout", "lookup"):
-        return "recording"
-    if isinstance(found, list) or (isinstance(found, dict) and "events" in found):
-        return "events"
-    raise FormatError(
-        f"{where}: neither a prompt with `hash_ids`, a line of `--record`, nor KV events of vLLM"
-    )
-
-
-def _read_prompts(lines: Iterable[Numbered], block_tokens: int, token_bytes: int) -> Trace:
-    columns, decode = TraceColumns(), msgspec.json.Decoder(_Prompt).decode
-    has_times = False
-    for number, (where, line) in enumerate(lines):
-        try:
-            prompt = decode(line)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise FormatError(f"{where}: {error}") from error
-        ids, length = prompt.hash_ids, prompt.input_length
-        if length is None:
-            length = len(ids) * block_tokens
-        elif not 0 <= length <= len(ids) * block_tokens:
+    def add(self, prompt: _Prompt) -> None:
+        ids, tokens = prompt.hash_ids, self._layout.block_tokens
+        length = len(ids) * tokens if prompt.input_length is None else prompt.input_length
+        if not 0 <= length <= len(ids) * tokens:
             raise FormatError(
-                f"{where}: {len(ids)} blocks of {block_tokens} tokens do not hold input_length "
-                f"{length}: set --block-tokens"
+                f"{len(ids)} blocks of {tokens} tokens do not hold input_length {length}: set "
+                "--block-tokens"
             )
+        time_s = float(len(self._columns.times))
         if prompt.timestamp is not None:
-            has_times = True
-        time_s = number if prompt.timestamp is None else prompt.timestamp / 1000
-        whole = min(len(ids), length // block_tokens)
-        columns.add(time_s, ids[:whole], tokens=length, asked=whole)
-    nbytes = block_tokens * token_bytes
-    layout = BlockLayout(block_tokens, (SizedRow(nbytes, nbytes),))
-    return columns.trace([layout], is_chained=False, has_times=has_times)
+            self._has_times, time_s = True, prompt.timestamp / 1000
+        whole = length // tokens
+        self._columns.add(time_s, ids[:whole], tokens=length, asked=whole)
 
-
-def _read_events(lines: Iterable[Numbered], token_bytes: int) -> Trace:
-    columns = TraceColumns()
-    found = events.requests_of(lines)
-    nbytes = found.block_tokens * token_bytes
-    for request in found.requests:
-        columns.add(
-            request.time_s,
-            request.blocks,
-            tokens=request.asked * found.block_tokens,
-            asked=request.asked,
-        )
-    layout = BlockLayout(found.block_tokens, (SizedRow(nbytes, nbytes),))
-    return columns.trace([layout], is_chained=True, notes=(events.NOTE,))
-
-
-def _read_recording(lines: Iterable[Numbered]) -> Trace:
-    recording, decode = _Recording(), msgspec.json.Decoder(records.Line).decode
-    for where, line in lines:
-        try:
-            recording.add(decode(line))
-        except (msgspec.DecodeError, ValueError) as error:  # noqa: PERF203
-            raise FormatError(f"{where}: {error}") from error
-        except KeyError as error:
-            raise FormatError(f"{where}: no line before describes {error}") from error
-    return recording.trace()
+    def trace(self) -> Trace:
+        return self._columns.trace([self._layout], is_chained=False, has_times=self._has_times)
 
 
 class _Recording:
@@ -156,15 +140,16 @@ class _Recording:
         self._dropped = 0
 
     def add(self, record: records.Line) -> None:
-        """Raises ValueError, and KeyError for a layout that is not known."""
-        if isinstance(record, records.LayoutRecord):
-            self._add_layout(record)
-        elif isinstance(record, records.LookupRecord):
-            self._add_lookup(record)
-        elif isinstance(record, records.StoreRecord):
-            self._add_store(record)
-        elif isinstance(record, records.DroppedRecord):
-            self._dropped += record.lines
+        """Raises KeyError for a layout that is not known."""
+        match record:
+            case records.LayoutRecord():
+                self._add_layout(record)
+            case records.LookupRecord():
+                self._add_lookup(record)
+            case records.StoreRecord():
+                self._add_store(record)
+            case records.DroppedRecord():
+                self._dropped += record.lines
 
     def _add_layout(self, record: records.LayoutRecord) -> None:
         if record.name not in self._layouts:
@@ -176,14 +161,8 @@ class _Recording:
         number, names = self._layouts[record.layout], records.names_of(record.chunks)
         self._requests[record.request] = number, set(names)
         tokens = len(names) * self._sizes[number].block_tokens
-        self._columns.add(
-            record.time,
-            _numbers(names),
-            tokens=tokens,
-            asked=len(names),
-            first=record.first_chunk,
-            layout=number,
-        )
+        whole = {"tokens": tokens, "asked": len(names), "first": record.first_chunk}
+        self._columns.add(record.time, _numbers(names), layout=number, **whole)
         for letter in record.hits:
             self._hits[letter] += 1
         if record.token_s:
