@@ -95,10 +95,14 @@ def inspect(
             chunk = explain(server, wanted, prefix, verify, keys)
             print_found(as_json, report.as_json(chunk), report.chunk_lines(chunk))
             return
-        with shown_progress() as progress:
-            summary = summarise(
-                server, prefix, everything=everything, verify=verify, keys=keys, progress=progress
-            )
+        summary = summarise(
+            server,
+            prefix,
+            everything=everything,
+            verify=verify,
+            keys=keys,
+            progress=shown_progress(),
+        )
         print_found(as_json, report.as_json(summary), report.summary_lines(summary))
 
 
@@ -174,8 +178,7 @@ def purge(
             known = {chunk.name.layout for chunk in chunks}
             namespaces = [read_layout(each, known) or () for each in wanted]
             selection = replace(selection, namespaces=frozenset().union(*namespaces))
-        with shown_progress() as progress:
-            plan = choose(server, prefix, selection, progress)
+        plan = choose(server, prefix, selection, shown_progress())
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:
             found = report.as_json(plan) if as_json else None
@@ -187,8 +190,7 @@ def purge(
             raise typer.Exit(1)
         removal = PurgeResult()
         try:
-            with shown_progress() as progress:
-                remove(server, plan, keys_per_second, removal, progress)
+            remove(server, plan, keys_per_second, removal, shown_progress())
         finally:
             # The report is also printed after an interrupt, or if the server is lost.
             print_found(as_json, report.as_json(removal), report.removal_lines(removal))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -207,21 +206,5 @@ def run() -> None:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        fail(_said_by(error), 2)
-
-
-def _said_by(error: Any) -> str:
-    """What Typer has to say about the command line, in this package's words."""
-    param = getattr(error, "param", None)
-    if param is None or not isinstance(error, typer.BadParameter):
         message = str(error.format_message())
-        return message[0].lower() + message[1:].rstrip(".")
-    # Typer before 0.29 has a type that knows the bounds, and later versions a description.
-    bounded = getattr(param, "type", None)
-    kind = str(bounded or param.type_descriptor)
-    if (number := re.search("(int|float)(?=')|INT|FLOAT|(Int|Float)Range", kind)) is None:
-        return f"{param.opts[0]}: {error.message}".rstrip(".")
-    least, most = (getattr(param, n, getattr(bounded, n, None)) for n in ("min", "max"))
-    said = f"{param.opts[0]}: write a {'whole ' * number[0].lower().startswith('int')}number"
-    said += "" if least is None else f" of at least {least:g}"
-    return said if most is None else f"{said}{' and' * (least is not None)} of at most {most:g}"
+        fail(message[0].lower() + message[1:].rstrip("."), 2)

@@ -98,7 +98,7 @@ def _read(agent: ControlClient) -> Sample:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for this many seconds, and returns whether q was pressed.
+    """Yields a function that waits for a key or so many seconds, and returns whether q was pressed.
 
     Ctrl-C counts as q.
     """
@@ -106,15 +106,11 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     import tty
 
     def waited(seconds: float) -> bool:
-        until_s = time.monotonic() + seconds
-        with contextlib.suppress(KeyboardInterrupt):
-            while (left_s := until_s - time.monotonic()) > 0:
-                if select.select([sys.stdin], [], [], left_s)[0]:
-                    pressed = os.read(sys.stdin.fileno(), 1)
-                    if pressed in (b"q", b"Q", b"\x04", b""):
-                        return True
-            return False
-        return True
+        try:
+            pressed = select.select([sys.stdin], [], [], seconds)[0]
+            return bool(pressed) and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"\x04", b"")
+        except KeyboardInterrupt:
+            return True
 
     settings = termios.tcgetattr(sys.stdin)
     try:

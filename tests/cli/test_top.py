@@ -67,11 +67,11 @@ def test_totals_and_rates(report: dict[str, Any]) -> None:
     whole = text(None, Sample(report, 10.0))
     assert "since the agent's start" in whole
     assert "; up for " in whole
-    assert "hit rate  50 %: host 50 %, disk 0 %, redis 0 %; 2 lookups" in whole
+    assert "hit rate  50 %: host 50 %, disk 0 %, redis 0 %" in whole
     assert "saved     nothing yet" in whole
     assert re.search(r"meta-llama/Llama-\S+… +50 % +2 ", whole)
     assert re.search(r"absent +4 ", whole)
-    assert "workers ready: 1 of 1; requests: 2" in whole
+    assert "workers ready: 1 of 1; requests: 2; 2 lookups" in whole
     later = deepcopy(report)
     later["counters"]["retrieved_bytes"] += 250_000_000
     later["counters"]["drop_queue_full"] += 10
