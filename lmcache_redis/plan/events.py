@@ -93,13 +93,14 @@ class KvEvents:
     def trace(self) -> Trace:
         if not self._requests:
             raise FormatError("there is no BlockStored event of the GPU's cache")
-        columns = TraceColumns()
+        columns, numbers = TraceColumns(), dict[int | str, int]()
         for each in self._requests:
+            ids = [numbers.setdefault(block, len(numbers)) for block in each.blocks]
             tokens = each.asked * self._block_tokens
-            columns.add(each.time_s, each.blocks, tokens=tokens, asked=each.asked)
+            columns.add(each.time_s, ids, tokens=tokens, asked=each.asked)
         layout = uniform_blocks(self._block_tokens, self._token_bytes)
         note = (
             "KV events do not tell what the engine's own cache has served: hits are of what it had "
             "not"
         )
-        return columns.trace([layout], is_chained=True, notes=(note,))
+        return columns.trace([layout], notes=(note,))

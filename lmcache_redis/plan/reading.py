@@ -23,6 +23,7 @@ from lmcache_redis.plan.events import KvEventBatch, KvEvents
 from lmcache_redis.plan.traces import (
     BlockLayout,
     Measured,
+    PrefixNumbers,
     SizedRow,
     Trace,
     TraceColumns,
@@ -103,7 +104,7 @@ class _Prompts:
     """A trace with ``hash_ids`` while it is read."""
 
     def __init__(self, block_tokens: int, token_bytes: int) -> None:
-        self._columns = TraceColumns()
+        self._columns, self._numbers = TraceColumns(), PrefixNumbers()
         self._layout = uniform_blocks(block_tokens, token_bytes)
         self._has_times = False
 
@@ -119,10 +120,10 @@ class _Prompts:
         if prompt.timestamp is not None:
             self._has_times, time_s = True, prompt.timestamp / 1000
         whole = length // tokens
-        self._columns.add(time_s, ids[:whole], tokens=length, asked=whole)
+        self._columns.add(time_s, self._numbers.of(ids[:whole]), tokens=length, asked=whole)
 
     def trace(self) -> Trace:
-        return self._columns.trace([self._layout], is_chained=False, has_times=self._has_times)
+        return self._columns.trace([self._layout], has_times=self._has_times)
 
 
 class _Recording:
@@ -181,7 +182,6 @@ class _Recording:
         dropped = f"the agent left out {self._dropped} lines, because it was too busy"
         return self._columns.trace(
             self._sizes,
-            is_chained=True,
             token_s=float(np.median(self._token_s)) if self._token_s else 0.0,
             measured=Measured(sum(self._columns.whole["asked"]), self._hits),
             notes=(dropped,) if self._dropped else (),

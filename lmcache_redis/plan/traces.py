@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _MOST_CHUNK_TOKENS = 1 << 20
-_NUMBERED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,20 @@ class Trace:
         )
 
 
+class PrefixNumbers:
+    """Numbers blocks of which an id says nothing of what stands before."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int | str], int] = {}
+
+    def of(self, blocks: Iterable[int | str]) -> Iterator[int]:
+        """One for each, equal if the block and all before it are."""
+        number = -1
+        for block in blocks:
+            number = self._numbers.setdefault((number, block), len(self._numbers))
+            yield number
+
+
 class TraceColumns:
     """A trace while it is read. Requests may come in any order."""
 
@@ -161,31 +174,17 @@ class TraceColumns:
         self.whole = {name: array("q") for name in ("tokens", "asked", "first", "layout")}
         self.starts = array("q", [0])
         self.ids = array("q")
-        self._others: dict[str | int, int] = {}  # names that are no numbers of 64 bits
 
-    def add(self, time_s: float, ids: Sequence[int | str], **whole: int) -> None:
-        """Adds a request. whole: of its columns, else 0."""
+    def add(self, time_s: float, ids: Iterable[int], **whole: int) -> None:
+        """Adds a request. ids: equal for equal prefixes only. whole: of its columns, else 0."""
         self.times.append(time_s)
         for name, column in self.whole.items():
             column.append(whole.get(name, 0))
-        end = len(self.ids)
-        try:
-            self.ids.extend(ids)  # type: ignore[arg-type]
-        except (TypeError, OverflowError):
-            del self.ids[end:]
-            self.ids.extend(map(self._number, ids))
+        self.ids.extend(ids)
         self.starts.append(len(self.ids))
 
-    def _number(self, block: int | str) -> int:
-        if isinstance(block, int) and abs(block) < _NUMBERED:
-            return block
-        return -_NUMBERED - self._others.setdefault(block, len(self._others))
-
-    def trace(self, layouts: Sequence[BlockLayout], *, is_chained: bool, **more: Any) -> Trace:
-        """All of them, in order. is_chained: a block's id already says what stands before it.
-
-        Raises ``FormatError`` if there are none.
-        """
+    def trace(self, layouts: Sequence[BlockLayout], **more: Any) -> Trace:
+        """All of them, in order. Raises ``FormatError`` if there are none."""
         if not len(self.times) or not len(self.ids):
             raise FormatError("the trace has no request with a whole block")
         times = np.frombuffer(self.times)
@@ -193,31 +192,14 @@ class TraceColumns:
         order = np.argsort(times, kind="stable")
         counts = np.diff(starts)[order]
         new = np.concatenate([[0], np.cumsum(counts)])
-        if not (np.diff(order) == 1).all():
-            ids = ids[np.arange(new[-1]) + np.repeat(starts[:-1][order] - new[:-1], counts)]
+        ids = ids[np.arange(new[-1]) + np.repeat(starts[:-1][order] - new[:-1], counts)]
         columns: dict[str, Any] = {
             name: np.frombuffer(column, np.int64)[order] for name, column in self.whole.items()
         }
-        named = _dense(ids) if is_chained else chain(_dense(ids), new)
-        columns |= {"starts": new, "ids": named, "layouts": tuple(layouts)}
+        columns |= {"starts": new, "ids": _dense(ids), "layouts": tuple(layouts)}
         return Trace(times[order], **columns, **more)
 
 
 def _dense(ids: Ints) -> Ints:
     """The same, numbered from 0."""
     return np.unique(ids, return_inverse=True)[1].astype(np.int64).reshape(-1)
-
-
-def chain(ids: Ints, starts: Ints) -> Ints:
-    """Names of prefixes: equal if a block and all before it in its request are."""
-    counts, kinds = np.diff(starts), int(ids.max(initial=0)) + 1
-    longest_first = np.argsort(-counts, kind="stable")
-    lengths = counts[longest_first]
-    names, parents, named = np.empty_like(ids), np.zeros(len(lengths), np.int64), 1
-    for depth in range(int(lengths[0]) if len(lengths) else 0):
-        active = int(np.searchsorted(-lengths, -depth))  # those with more blocks
-        at = starts[longest_first[:active]] + depth
-        unique, which = np.unique(parents[:active] * kinds + ids[at], return_inverse=True)
-        parents[:active] = names[at] = which.reshape(-1) + named
-        named += len(unique)
-    return names - 1
