@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,6 @@ from lmcache_redis.cli.options import (
     print_found,
     redis_options,
 )
-from lmcache_redis.cli.progress import shown_progress
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError, RedisError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lmcache_redis.admin.server import PrimaryServers
 
 NOT_CHECKED = 3  # an exit status
+PROGRESS_S = 5.0
 
 
 class FailOn(enum.Enum):
@@ -316,3 +317,16 @@ def _server(
     options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)
     with open_server(options) as server:
         yield server, options.key_prefix
+
+
+def shown_progress(line_s: float = PROGRESS_S) -> Callable[[str, int, int], None]:
+    """A function that says on stderr, each few seconds, how far long work has come."""
+    due_s = time.monotonic() + line_s
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = time.monotonic() + line_s
+            print(f"{what}: {min(done, total):,} of {total:,}", file=sys.stderr, flush=True)
+
+    return show

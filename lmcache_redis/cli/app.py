@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -103,13 +105,30 @@ def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
         raise typer.Exit
     if options["connect"]:
         raise ConfigError("--connect is for --check: give that as well, or leave it out")
-    from lmcache_redis.cli.logs import log_to_stderr
-
     config = config_from(of, options)
-    log_to_stderr(
-        config.log_level, config.log_format, misspelt_variables(AgentConfig, GatewayConfig)
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    as_text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(_JsonLines() if config.log_format == "json" else as_text)
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    for said in misspelt_variables(AgentConfig, GatewayConfig):
+        logging.warning("%s", said)
     return config
+
+
+class _JsonLines(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, and exception if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, timezone.utc)
+        found = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
 
 
 @app.command()

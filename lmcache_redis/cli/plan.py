@@ -140,7 +140,8 @@ def plan(
         1 / (speed or _DEFAULT_PREFILL_TOKENS_PER_S), link_gbit * 1e9 / 8, disk_gbyte * 1e9
     )
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
-    sent_by = _one_of("--router", router, ROUTERS)
+    if router not in ROUTERS:
+        raise ConfigError(f"--router is {router!r}: choose one of {', '.join(ROUTERS)}")
     block = trace.block_tokens
     chunks = chunk_size_tokens or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
     chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
@@ -152,7 +153,7 @@ def plan(
         disk_bytes=_sizes("--disk-size", disk_size),
         redis_bytes=redis_sizes,
         engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
-        router=sent_by,
+        router=router,
     )
     rows = plan_rows(trace, grid, speeds, prices)
     _show(paths, trace, rows, _assumed(trace, grid, speeds, prices), html, as_json)
@@ -177,12 +178,6 @@ def _each(option: str, text: str, read: Callable[[str], _T]) -> list[_T]:
     if not all(words):
         raise ConfigError(f"{option} is {text!r}: write values with commas between them")
     return [*dict.fromkeys(map(read, words))]
-
-
-def _one_of(option: str, word: str, known: Iterable[str]) -> Any:
-    if word not in known:
-        raise ConfigError(f"{option} is {word!r}: choose one of {', '.join(known)}")
-    return word
 
 
 def _sizes(option: str, text: str) -> list[int]:
@@ -230,12 +225,11 @@ def _show(
     as_json: bool,
 ) -> None:
     from lmcache_redis.plan import shown
-    from lmcache_redis.plan.page import page
 
     notes = [*_notes(trace), *shown.warnings(rows)]
     name = ", ".join(path.name for path in paths)
     if html is not None:
-        text = page(f"Plan for {name}", assumed, notes, rows)
+        text = shown.page(f"Plan for {name}", assumed, notes, rows)
         _write(html, [text], "--html")
     if as_json:
         measured = trace.measured
@@ -254,16 +248,16 @@ def _show(
         }
         print(json.dumps(document, indent=2))
         return
-    from rich.console import Console
+    from lmcache_redis.cli.shown import console
 
-    console = Console(highlight=False, markup=False)
-    console.print(_table(f"{name}: {len(trace):,} requests", rows))
+    out = console()
+    out.print(_table(f"{name}: {len(trace):,} requests", rows))
     for line in (shown.sentence(rows), *notes):
-        console.print(line)
+        out.print(line)
     for key, value in assumed.items():
-        console.print(f"  {key}: {value}", style="dim")
+        out.print(f"  {key}: {value}", style="dim")
     if html is not None:
-        console.print(f"page: {html}")
+        out.print(f"page: {html}")
 
 
 def _table(title: str, rows: Sequence[PlanRow]) -> Any:

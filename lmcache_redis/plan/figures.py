@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_redis.plan.pacing import Loads, Speeds, decide
-from lmcache_redis.plan.simulate import TIERS, Capacity, Prefixes, Replay, Router
+from lmcache_redis.plan.simulate import ROUTERS, TIERS, Capacity, Prefixes, Replay
 from lmcache_redis.plan.traces import Trace
 
 _GIB = 1 << 30
@@ -38,7 +38,7 @@ class Grid:
     disk_bytes: Sequence[int]
     redis_bytes: Sequence[int]
     engine_bytes: int = 0
-    router: Router = "round-robin"
+    router: str = ROUTERS[0]
 
 
 class PlanRow(NamedTuple):

@@ -3,13 +3,26 @@
 hash_ids    ``hash_ids`` (one for each block of the prompt) and, if known, ``timestamp`` (ms)
             and ``input_length`` (tokens): Mooncake's
 recording   what an agent's `--record` writes (`records`)
-KV events   what vLLM publishes (`events`)
+KV events   what vLLM publishes, one batch a line as its msgpack decodes to
+
+    [1718000000.5, [{"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ...,
+                     "token_ids": [...], "block_size": 16, ...}], 0]
+
+Source: ``vllm/distributed/kv_events.py``. ``token_ids`` may be left out: they are not read.
+
+An event tells that blocks are in the engine's own cache now: they were computed, or loaded. What
+the engine's cache served has no event. So the trace is what is left for a cache behind it, and a
+block that is stored again is a hit that such a cache could have had.
+
+Blocks that continue the last block of an earlier event belong to its request. Where they come
+singly they were generated: a prompt's come several at a time.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -19,7 +32,6 @@ import numpy as np
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.plan import records
-from lmcache_redis.plan.events import KvEventBatch, KvEvents
 from lmcache_redis.plan.traces import (
     BlockLayout,
     Measured,
@@ -27,8 +39,11 @@ from lmcache_redis.plan.traces import (
     SizedRow,
     Trace,
     TraceColumns,
-    uniform_blocks,
 )
+
+# After so long the continuation of a prompt is another turn of its conversation.
+_SAME_REQUEST_S = 60.0
+_GPU = (None, "GPU")
 
 
 def read_trace(paths: Sequence[Path], block_tokens: int, token_bytes: int) -> Trace:
@@ -82,7 +97,7 @@ def _reader_of(
     """What takes the lines of a trace that begins with this one, and how they are decoded."""
     found = msgspec.json.decode(line)
     if isinstance(found, list):
-        return KvEvents(token_bytes), msgspec.json.Decoder(KvEventBatch).decode
+        return _KvEvents(token_bytes), msgspec.json.Decoder(_KvEventBatch).decode
     if isinstance(found, dict) and "hash_ids" in found:
         return _Prompts(block_tokens, token_bytes), msgspec.json.Decoder(_Prompt).decode
     if isinstance(found, dict) and found.get("type") in ("start", "layout", "lookup"):
@@ -105,7 +120,7 @@ class _Prompts:
 
     def __init__(self, block_tokens: int, token_bytes: int) -> None:
         self._columns, self._numbers = TraceColumns(), PrefixNumbers()
-        self._layout = uniform_blocks(block_tokens, token_bytes)
+        self._layout = _uniform_blocks(block_tokens, token_bytes)
         self._has_times = False
 
     def add(self, prompt: _Prompt) -> None:
@@ -124,6 +139,84 @@ class _Prompts:
 
     def trace(self) -> Trace:
         return self._columns.trace([self._layout], has_times=self._has_times)
+
+
+class _KvEvent(msgspec.Struct):
+    """Of any kind; fields that others have do not matter."""
+
+    type: str
+    block_hashes: list[int | str] = []
+    parent_block_hash: int | str | None = None
+    block_size: int = 0
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _KvEventBatch(msgspec.Struct, array_like=True):
+    """A line."""
+
+    ts: float
+    events: list[_KvEvent]
+    data_parallel_rank: Any = None
+
+
+@dataclass
+class _StoredRequest:
+    """Blocks that followed one another. The first ``asked`` are of the prompt."""
+
+    time_s: float
+    blocks: list[int | str] = field(default_factory=list)
+    asked: int = 0
+
+
+class _KvEvents:
+    """The events of a trace while it is read."""
+
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
+        self._block_tokens = 0
+        self._requests: list[_StoredRequest] = []
+        self._ends: dict[int | str, _StoredRequest] = {}  # by the last block
+
+    def add(self, batch: _KvEventBatch) -> None:
+        for event in batch.events:
+            # A group's blocks cover the same tokens as those of the first one.
+            of_others = event.medium not in _GPU or event.group_idx
+            if event.type != "BlockStored" or of_others or not event.block_hashes:
+                continue
+            if event.block_size < 1 or self._block_tokens not in (0, event.block_size):
+                raise FormatError(
+                    f"a block of {event.block_size} tokens among others of {self._block_tokens}"
+                )
+            self._block_tokens = event.block_size
+            self._add_blocks(batch.ts, event)
+
+    def _add_blocks(self, time_s: float, event: _KvEvent) -> None:
+        parent = event.parent_block_hash
+        request = None if parent is None else self._ends.pop(parent, None)
+        if request is None or time_s - request.time_s > _SAME_REQUEST_S:
+            request = _StoredRequest(time_s)
+            self._requests.append(request)
+        is_prompt = not request.blocks or len(event.block_hashes) > 1
+        if is_prompt and request.asked == len(request.blocks):
+            request.asked += len(event.block_hashes)
+        request.blocks += event.block_hashes
+        self._ends[event.block_hashes[-1]] = request
+
+    def trace(self) -> Trace:
+        if not self._requests:
+            raise FormatError("there is no BlockStored event of the GPU's cache")
+        columns, numbers = TraceColumns(), dict[int | str, int]()
+        for each in self._requests:
+            ids = [numbers.setdefault(block, len(numbers)) for block in each.blocks]
+            tokens = each.asked * self._block_tokens
+            columns.add(each.time_s, ids, tokens=tokens, asked=each.asked)
+        layout = _uniform_blocks(self._block_tokens, self._token_bytes)
+        note = (
+            "KV events do not tell what the engine's own cache has served: hits are of what it had "
+            "not"
+        )
+        return columns.trace([layout], notes=(note,))
 
 
 class _Recording:
@@ -199,3 +292,9 @@ def _sizes_of(record: records.LayoutRecord) -> BlockLayout:
         reach = msgspec.convert({"kind": row.reach, "tokens": row.reach_tokens}, Reach)
         rows.append(SizedRow(row.bytes, row.pool_bytes, reach))
     return BlockLayout(record.chunk_tokens, tuple(rows))
+
+
+def _uniform_blocks(block_tokens: int, token_bytes: int) -> BlockLayout:
+    """Of one part each, which takes in every tier what its tokens take."""
+    nbytes = max(1, block_tokens * token_bytes)
+    return BlockLayout(block_tokens, (SizedRow(nbytes, nbytes),))

@@ -17,7 +17,6 @@ A hit is a leading chunk that some tier has; of several the nearest serves it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ import numpy.typing as npt
 from lmcache_redis.plan.traces import Ints, Trace
 
 Bools = npt.NDArray[np.bool_]
-Router = Literal["round-robin", "prefix"]
-ROUTERS: tuple[Router, ...] = ("round-robin", "prefix")
+ROUTERS = ("round-robin", "prefix")
 
 TIERS = ("pool", "disk", "redis")
 NOWHERE = len(TIERS)
@@ -64,7 +62,7 @@ class Replay:
 
     trace: Trace
     replicas: int = 1
-    router: Router = "round-robin"
+    router: str = ROUTERS[0]
     replica_of: Ints = field(init=False)
     # Of each chunk when its request begins: in what its replica has, and in what all share.
     _own: Ints = field(init=False)
@@ -177,14 +175,14 @@ def _smaller_before(ranks: Ints, weights: Ints) -> Ints:
     return found[ranks]  # sorted by now
 
 
-def spread(trace: Trace, replicas: int, router: Router) -> Ints:
+def spread(trace: Trace, replicas: int, router: str) -> Ints:
     """The replica of each request.
 
     A router by prefix sends a prompt where at least half of it was sent before, else to the replica
     with the fewest tokens so far.
     """
     count = len(trace)
-    if router == "round-robin" or replicas == 1:
+    if router == ROUTERS[0] or replicas == 1:
         return np.arange(count) % replicas
     last_at: dict[int, int] = {}
     load, chosen = [0] * replicas, np.zeros(count, np.int64)

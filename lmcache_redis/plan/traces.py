@@ -54,12 +54,6 @@ class BlockLayout:
         return BlockLayout(self.block_tokens * blocks, tuple(rows))
 
 
-def uniform_blocks(block_tokens: int, token_bytes: int) -> BlockLayout:
-    """Of one part each, which takes in every tier what its tokens take."""
-    nbytes = max(1, block_tokens * token_bytes)
-    return BlockLayout(block_tokens, (SizedRow(nbytes, nbytes),))
-
-
 @dataclass(frozen=True)
 class Measured:
     """What a recording says of the agent: chunks asked for and found, by tier's letter."""

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_redis.admin.inspect import summarise
 from lmcache_redis.admin.server import open_server
-from lmcache_redis.cli.progress import shown_progress
+from lmcache_redis.cli.admin import shown_progress
 from lmcache_redis.resp import RedisOptions
 from tests.admin.cache import Cached
 from tests.servers import RedisServer

@@ -84,7 +84,7 @@ def test_prefixes_are_those_of_caches_one_by_one(
 ) -> None:
     trace = example.in_chunks(chunk_tokens)
     nbytes = trace.layouts[0].nbytes
-    replay = Replay(trace, replicas, router)  # type: ignore[arg-type]
+    replay = Replay(trace, replicas, router)
     sizes = Capacity(60 * nbytes, 150 * nbytes, 400 * nbytes, 20 * nbytes)
     found = replay.find(sizes)
     engines, pools, disks = (
