@@ -6,6 +6,7 @@ Without a URL they ask the agent of this machine which server it uses.
 from __future__ import annotations
 
 import enum
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from lmcache_redis.cli.options import (
     redis_options,
 )
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
-from lmcache_redis.config import AgentConfig
+from lmcache_redis.config import AgentConfig, default_endpoint, endpoint_path
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import given
 
@@ -290,6 +291,8 @@ def _status(endpoint: str | None) -> dict[str, Any] | None:
     """The agent's status; None if no endpoint is named and no agent answers at the default one."""
     from lmcache_redis.client.control import AgentUnreachable
 
+    if endpoint is None and not os.path.exists(endpoint_path(default_endpoint())):
+        return None
     try:
         return agent_at(endpoint, 1.0).status()
     except AgentUnreachable:

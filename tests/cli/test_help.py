@@ -44,6 +44,8 @@ def test_no_help_cuts_a_name_or_a_line(command: str) -> None:
 
 
 def test_every_variable_of_a_setting_is_in_the_help() -> None:
+    for command in ("inspect", "purge", "doctor"):
+        assert "LMCACHE_REDIS_PASSWORD_FILE" in help_of(command)
     shown = help_of("agent")
     for name in ("LMCACHE_REDIS_URL", "LMCACHE_REDIS_POOL_BYTES", "LMCACHE_REDIS_CONFIG"):
         assert f"{name};" in shown or f"{name}]" in shown
