@@ -46,33 +46,12 @@ def top(
     from rich.live import Live
     from rich.text import Text
 
-    from lmcache_redis.cli.shown import console, frame
+    from lmcache_redis.cli.shown import change_document, console, frame
     from lmcache_redis.client.control import AgentUnreachable
 
-    agent, screen = agent_at(endpoint, 2.0), console()
+    agent, out = agent_at(endpoint, 2.0), console()
     before = _read(agent)  # where there is no agent, this says so
-    if once or as_json or not (screen.is_terminal and sys.stdin.isatty()):
-        _print_frames(agent, before, interval_s, as_json=as_json, once=once)
-        return
-    with _keys() as pressed, Live(frame(None, before), console=screen, screen=True) as live:
-        while not pressed(interval_s):
-            try:
-                now = _read(agent)
-            except AgentUnreachable as error:
-                live.update(Text(f"{error}\n\nq: quit"), refresh=True)
-                continue
-            live.update(frame(before, now), refresh=True)
-            before = now
-
-
-def _print_frames(
-    agent: ControlClient, before: Sample, interval_s: float, *, as_json: bool, once: bool
-) -> None:
-    """One after the other, until Ctrl-C or the end of the reader. Raises ``AgentUnreachable``."""
-    from lmcache_redis.cli.shown import change_document, console, frame
-
-    out = console()
-    with contextlib.suppress(KeyboardInterrupt):
+    if once or as_json or not (out.is_terminal and sys.stdin.isatty()):
         try:
             while True:
                 time.sleep(interval_s)
@@ -85,9 +64,21 @@ def _print_frames(
                 if once:
                     return
                 before = now
+        except KeyboardInterrupt:
+            return
         except BrokenPipeError:
             # Python would complain of what is still in the buffer.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
+    with _keys() as pressed, Live(frame(None, before), console=out, screen=True) as live:
+        while not pressed(interval_s):
+            try:
+                now = _read(agent)
+            except AgentUnreachable as error:
+                live.update(Text(f"{error}\n\nq: quit"), refresh=True)
+                continue
+            live.update(frame(before, now), refresh=True)
+            before = now
 
 
 def _read(agent: ControlClient) -> Sample:

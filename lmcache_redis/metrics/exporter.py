@@ -98,10 +98,6 @@ class OwnerCollector(Collector):
         """Raises NoReading if the loop does not turn."""
         return read_on(self.post, lambda: [*self.read()])
 
-    def describe(self) -> list[Metric]:
-        """None before they are asked for."""
-        return []
-
 
 class _MetricsRequest(WSGIRequestHandler):
     timeout = _SILENCE_S  # of StreamRequestHandler: a client that says nothing is dropped
