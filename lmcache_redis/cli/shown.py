@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -246,11 +247,10 @@ def _reasons(change: _CounterChange) -> RenderableType:
     for _ in range(2):
         grid.add_column(width=24, no_wrap=True)
         grid.add_column(justify="right", width=11)
-    columns = [list(_column(change, kind)) for kind in ("miss_", "drop_")]
+    columns = (_column(change, kind) for kind in ("miss_", "drop_"))
     grid.add_row(Text("chunks not loaded", "bold"), "", Text("chunks not stored", "bold"), "")
-    for number in range(max(1, *map(len, columns))):
-        cells = [column[number] if number < len(column) else ("", "") for column in columns]
-        grid.add_row(*cells[0], *cells[1])
+    for missed, dropped in zip_longest(*columns, fillvalue=("", "")):
+        grid.add_row(*missed, *dropped)
     return grid
 
 

@@ -108,16 +108,16 @@ def _row(
     rates = (by_tier / max(1, asked_tokens)).tolist()
     gpu_s = hit_tokens * speeds.token_s
     prefill_s = gpu_s - float(loads.wait_s.sum())
-    mean, peak = _link(trace, found, loads)
     dollars = (
         (sizes.pool_bytes * replay.replicas + sizes.redis_bytes) * prices.gib_month
         + sizes.disk_bytes * replay.replicas * prices.disk_gib_month
     ) / _GIB
-    busy = per_month = None
+    busy = mean = peak = gpu_dollars = None
     if trace.duration_s:
         busy_s = (asked_tokens - hit_tokens) * speeds.token_s
         busy = busy_s / (trace.duration_s * replay.replicas)
-        per_month = _MONTH_S / trace.duration_s
+        mean, peak = _link(trace, found, loads)
+        gpu_dollars = _MONTH_S / trace.duration_s * gpu_s * prices.gpu_hour / 3600
     return PlanRow(
         replicas=replay.replicas,
         chunk_size_tokens=chunk_tokens,
@@ -137,16 +137,14 @@ def _row(
         busy_share=busy,
         link_bytes_per_s=mean,
         link_peak_bytes_per_s=peak,
-        link_peak_share=None if peak is None else peak / speeds.link_bytes_per_s,
+        link_peak_share=peak and peak / speeds.link_bytes_per_s,
         usd_per_month=dollars,
-        usd_saved_per_month=per_month and per_month * gpu_s * prices.gpu_hour / 3600,
+        usd_saved_per_month=gpu_dollars,
     )
 
 
-def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float | None, float | None]:
+def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float, float]:
     """Bytes a second between agents and Redis: on average, and in the busiest part."""
-    if not trace.duration_s:
-        return None, None
     request = trace.request_of
     nbytes = np.array([each.nbytes for each in trace.layouts])[trace.layout]
     stored = np.bincount(request[found.written], minlength=len(trace)) * nbytes

@@ -35,10 +35,10 @@ from lmcache_redis.plan import records
 from lmcache_redis.plan.traces import (
     BlockLayout,
     Measured,
-    PrefixNumbers,
     SizedRow,
     Trace,
     TraceColumns,
+    prefix_numbers,
 )
 
 # After so long the continuation of a prompt is another turn of its conversation.
@@ -119,7 +119,8 @@ class _Prompts:
     """A trace with ``hash_ids`` while it is read."""
 
     def __init__(self, block_tokens: int, token_bytes: int) -> None:
-        self._columns, self._numbers = TraceColumns(), PrefixNumbers()
+        self._columns = TraceColumns()
+        self._numbers: dict[tuple[int, int | str], int] = {}
         self._layout = _uniform_blocks(block_tokens, token_bytes)
         self._has_times = False
 
@@ -135,7 +136,9 @@ class _Prompts:
         if prompt.timestamp is not None:
             self._has_times, time_s = True, prompt.timestamp / 1000
         whole = length // tokens
-        self._columns.add(time_s, self._numbers.of(ids[:whole]), tokens=length, asked=whole)
+        self._columns.add(
+            time_s, prefix_numbers(self._numbers, ids[:whole]), tokens=length, asked=whole
+        )
 
     def trace(self) -> Trace:
         return self._columns.trace([self._layout], has_times=self._has_times)

@@ -74,11 +74,8 @@ def sentence(rows: Sequence[PlanRow]) -> str:
             "No prompt repeats the beginning of an earlier one: a cache of any size saves nothing."
         )
     highest = max(each.hit_rate for each in rows)
-    parts = [f"{gib(row.pool_bytes)} GiB of host pool"]
-    if row.disk_bytes:
-        parts.append(f"{gib(row.disk_bytes)} GiB of disk")
-    if row.redis_bytes:
-        parts.append(f"{gib(row.redis_bytes)} GiB of Redis")
+    tiers = {"host pool": row.pool_bytes, "disk": row.disk_bytes, "Redis": row.redis_bytes}
+    parts = [f"{gib(n)} GiB of {tier}" for tier, n in tiers.items() if n or tier == "host pool"]
     said = (
         f"{' and '.join(parts)} reach a hit rate of {row.hit_rate:.1%}; the best row has "
         f"{highest:.1%}."

@@ -16,7 +16,7 @@ A hit is a leading chunk that some tier has; of several the nearest serves it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -56,27 +56,20 @@ class Prefixes:
     written: Bools
 
 
-@dataclass
 class Replay:
     """One trace in chunks of one size, spread over replicas."""
 
-    trace: Trace
-    replicas: int = 1
-    router: str = ROUTERS[0]
-    replica_of: Ints = field(init=False)
-    # Of each chunk when its request begins: in what its replica has, and in what all share.
-    _own: Ints = field(init=False)
-    _shared: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        trace = self.trace
-        self.replica_of = spread(trace, self.replicas, self.router)
+    def __init__(self, trace: Trace, replicas: int = 1, router: str = ROUTERS[0]) -> None:
+        self.trace = trace
+        self.replicas = replicas
+        self.replica_of = spread(trace, replicas, router)
         layout_of = trace.layout[trace.request_of]
         pool = np.array([each.pool_bytes for each in trace.layouts])[layout_of]
         redis = np.array([each.nbytes for each in trace.layouts])[layout_of]
         replica = self.replica_of[trace.request_of]
+        # Of each chunk when its request begins: in what all share, and in what its replica has.
         self._shared = _distances(trace, redis, np.zeros_like(replica))
-        is_same = self.replicas == 1 and bool((pool == redis).all())
+        is_same = replicas == 1 and bool((pool == redis).all())
         self._own = self._shared if is_same else _distances(trace, pool, replica)
 
     def find(self, sizes: Capacity) -> Prefixes:

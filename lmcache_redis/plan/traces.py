@@ -146,18 +146,14 @@ class Trace:
         )
 
 
-class PrefixNumbers:
-    """Numbers blocks of which an id says nothing of what stands before."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int | str], int] = {}
-
-    def of(self, blocks: Iterable[int | str]) -> Iterator[int]:
-        """One for each, equal if the block and all before it are."""
-        number = -1
-        for block in blocks:
-            number = self._numbers.setdefault((number, block), len(self._numbers))
-            yield number
+def prefix_numbers(
+    known: dict[tuple[int, int | str], int], blocks: Iterable[int | str]
+) -> Iterator[int]:
+    """One for each block, equal if the block and all before it are. known: those given before."""
+    number = -1
+    for block in blocks:
+        number = known.setdefault((number, block), len(known))
+        yield number
 
 
 class TraceColumns:

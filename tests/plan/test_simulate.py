@@ -18,16 +18,16 @@ from lmcache_redis.plan.figures import Grid, Prices, enough, plan_rows
 from lmcache_redis.plan.pacing import Speeds, decide
 from lmcache_redis.plan.reading import read_trace
 from lmcache_redis.plan.simulate import NEVER, NOWHERE, Capacity, Replay, stack_distances
-from lmcache_redis.plan.traces import BlockLayout, PrefixNumbers, SizedRow, Trace, TraceColumns
+from lmcache_redis.plan.traces import BlockLayout, SizedRow, Trace, TraceColumns, prefix_numbers
 
 CHUNK_BYTES = 100
 
 
 def trace_of(*requests: str, row: SizedRow | None = None, every_s: float = 1.0) -> Trace:
     """A request for each word, whose letters are blocks of 10 tokens."""
-    columns, numbers = TraceColumns(), PrefixNumbers()
+    columns, known = TraceColumns(), dict[tuple[int, int | str], int]()
     for number, word in enumerate(requests):
-        blocks = numbers.of(word)
+        blocks = prefix_numbers(known, word)
         columns.add(number * every_s, blocks, tokens=10 * len(word), asked=len(word))
     rows = (row or SizedRow(CHUNK_BYTES, CHUNK_BYTES),)
     return columns.trace([BlockLayout(10, rows)])
