@@ -232,15 +232,13 @@ def _show(
         text = shown.page(f"Plan for {name}", assumed, notes, rows)
         _write(html, [text], "--html")
     if as_json:
-        measured = trace.measured
         document = {
             "trace": {
                 "requests": len(trace),
                 "prompt_tokens": int(trace.tokens.sum()),
                 "duration_s": trace.duration_s or None,
                 "block_tokens": trace.block_tokens,
-                "measured": measured
-                and {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
+                "measured": trace.measured,
             },
             "assumed": assumed,
             "notes": notes,
@@ -282,8 +280,7 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
 
 def _notes(trace: Trace) -> list[str]:
     notes = [*trace.notes]
-    if trace.measured is not None:
-        rates = trace.measured.hit_rates()
+    if (rates := trace.measured) is not None:
         notes.append(
             f"While it was recorded the agent had a hit rate of {rates['hit_rate']:.1%}: host pool "
             f"{rates['hit_rate_pool']:.1%}, disk {rates['hit_rate_disk']:.1%}, Redis "

@@ -34,7 +34,6 @@ from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.plan import records
 from lmcache_redis.plan.traces import (
     BlockLayout,
-    Measured,
     SizedRow,
     Trace,
     TraceColumns,
@@ -275,11 +274,14 @@ class _Recording:
             self._columns.add(record.time, _numbers(names), layout=number)
 
     def trace(self) -> Trace:
+        asked = sum(self._columns.whole["asked"])
+        pool, disk, redis = (self._hits[letter] / max(1, asked) for letter in "hdr")
+        rates = {"hit_rate_pool": pool, "hit_rate_disk": disk, "hit_rate_redis": redis}
         dropped = f"the agent left out {self._dropped} lines, because it was too busy"
         return self._columns.trace(
             self._sizes,
             token_s=float(np.median(self._token_s)) if self._token_s else 0.0,
-            measured=Measured(sum(self._columns.whole["asked"]), self._hits),
+            measured={"asked_chunks": asked, "hit_rate": pool + disk + redis, **rates},
             notes=(dropped,) if self._dropped else (),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,31 +55,13 @@ class BlockLayout:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a recording says of the agent: chunks asked for and found, by tier's letter."""
-
-    asked_chunks: int
-    hits: dict[str, int]
-
-    def hit_rates(self) -> dict[str, float]:
-        """All hits, and those of each tier; named as in the rows of a plan."""
-        asked = max(1, self.asked_chunks)
-        pool, disk, redis = (self.hits[letter] / asked for letter in "hdr")
-        return {
-            "hit_rate": pool + disk + redis,
-            "hit_rate_pool": pool,
-            "hit_rate_disk": disk,
-            "hit_rate_redis": redis,
-        }
-
-
-@dataclass(frozen=True)
 class Trace:
     """Requests in the order of their times.
 
     starts: where each request's blocks begin in ``ids``; one more than there are requests. ids:
     equal for equal prefixes only, from 0 on. tokens: of the prompt. first: the number in the prompt
     of the first block. layout: an index into ``layouts``. token_s: of the engine; 0: not known.
+    measured: the hit rates of the agent that recorded it, named as in a row of a plan.
     """
 
     times_s: Floats
@@ -92,7 +74,7 @@ class Trace:
     layouts: tuple[BlockLayout, ...]
     has_times: bool = True
     token_s: float = 0.0
-    measured: Measured | None = None
+    measured: Mapping[str, float] | None = None
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:

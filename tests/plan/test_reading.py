@@ -102,7 +102,7 @@ def test_a_recording_has_lookups_and_what_was_generated(tmp_path: Path) -> None:
     assert trace.layouts[0].rows[1].reach.tokens == 70
     assert trace.token_s == 0.25
     assert trace.measured is not None
-    assert trace.measured.hit_rates()["hit_rate_pool"] == 0.5
+    assert trace.measured["hit_rate_pool"] == 0.5
     assert "left out 3 lines" in trace.notes[0]
 
 
