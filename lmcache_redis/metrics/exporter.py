@@ -7,13 +7,14 @@ reason when it does not. A gateway has no page at `/`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, TimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -141,63 +142,51 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
         logger.debug("a client of /metrics went away", exc_info=True)
 
 
-@dataclass
-class Exporter:
-    """Serves from entry to exit. Raises StartError on entry if the address cannot be used.
+@contextlib.contextmanager
+def serve_metrics(
+    address: tuple[str, int],
+    owner: OwnerCollector,
+    counted: Collector,
+    page: _WsgiApp | None = None,
+) -> Iterator[int]:
+    """Serves from entry to exit, and yields the port: for port 0 the one that was chosen.
 
-    owner: what /healthz asks. counted: the other metrics. page: at `/`.
+    owner: what /healthz asks. counted: the other metrics. page: at `/`. Raises StartError on entry
+    if the address cannot be used.
     """
 
-    address: tuple[str, int]
-    owner: OwnerCollector
-    counted: Collector
-    page: _WsgiApp | None = None
-    _server: _MetricsServer = field(init=False, repr=False)
-
-    @property
-    def port(self) -> int:
-        """Where it listens; for port 0, the port that was chosen."""
-        return int(self._server.server_address[1])
-
-    def __enter__(self) -> Exporter:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        registry = CollectorRegistry()
-        registry.register(self.owner)
-        registry.register(self.counted)
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        GCCollector(registry=registry)
-        routes: dict[str, _WsgiApp] = {
-            "/metrics": make_wsgi_app(registry),
-            "/healthz": self._health,
-        }
-        if self.page is not None:
-            routes["/"] = self.page
-        host, _ = self.address
-        try:
-            self._server = _MetricsServer(self.address)
-        except OSError as error:
-            raise StartError(f"--metrics: {host} port {self.address[1]}: {error}") from error
-        self._server.set_app(partial(_serve, routes))
-        thread = threading.Thread(
-            target=self._server.serve_forever, name="lmcache-redis-metrics", daemon=True
-        )
-        thread.start()
-        logger.info(
-            "metrics at http://%s:%d/metrics%s",
-            f"[{host}]" if ":" in host else host,
-            self.port,
-            "" if self.page is None else ", a page for people at /",
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def _health(self, _: object, start: Any) -> Iterable[bytes]:
-        self.owner.collect()
+    def health(_: object, start: Any) -> Iterable[bytes]:
+        owner.collect()
         return _text(start, "200 OK", "ok")
+
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    registry.register(owner)
+    registry.register(counted)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    routes: dict[str, _WsgiApp] = {"/metrics": make_wsgi_app(registry), "/healthz": health}
+    if page is not None:
+        routes["/"] = page
+    host, port = address
+    try:
+        server = _MetricsServer(address)
+    except OSError as error:
+        raise StartError(f"--metrics: {host} port {port}: {error}") from error
+    server.set_app(partial(_serve, routes))
+    threading.Thread(target=server.serve_forever, name="lmcache-redis-metrics", daemon=True).start()
+    logger.info(
+        "metrics at http://%s:%d/metrics%s",
+        f"[{host}]" if ":" in host else host,
+        server.server_port,
+        ", a page for people at /" if page else "",
+    )
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def _serve(routes: Mapping[str, _WsgiApp], environ: dict[str, Any], start: Any) -> Iterable[bytes]:

@@ -12,10 +12,10 @@ import pytest
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics, exporter
 from lmcache_redis.metrics.exporter import (
-    Exporter,
     NoReading,
     OwnerCollector,
     gauge,
+    serve_metrics,
 )
 from tests.scraping import get
 from tests.servers import wait_until
@@ -27,9 +27,9 @@ def at_once(action: Callable[[], None]) -> None:
 
 def serve(
     host: str = "127.0.0.1", port: int = 0, page: Callable[..., list[bytes]] | None = None
-) -> Exporter:
+) -> contextlib.AbstractContextManager[int]:
     owner = OwnerCollector(at_once, lambda: [gauge("a", "A.", 1)])
-    return Exporter((host, port), owner, Metrics().registry, page)
+    return serve_metrics((host, port), owner, Metrics().registry, page)
 
 
 def asked(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
@@ -45,8 +45,8 @@ def asked(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with serve() as served:
-        yield served.port
+    with serve() as port:
+        yield port
 
 
 def connected(port: int) -> socket.socket:
@@ -100,31 +100,31 @@ def page(_: object, start: Callable[..., None]) -> list[bytes]:
 
 
 def test_a_page_has_headers_of_its_own_and_others_are_refused() -> None:
-    with serve(page=page) as served:
-        code, headers, body = asked(served.port, "GET", "/")
+    with serve(page=page) as port:
+        code, headers, body = asked(port, "GET", "/")
         assert (code, headers["x-own"], body) == (200, "yes", b"<p>page</p>")
         assert int(headers["content-length"]) == len(body)
-        code, headers, _ = asked(served.port, "POST", "/")
+        code, headers, _ = asked(port, "POST", "/")
         assert (code, headers["allow"]) == (405, "get")
-    with serve() as served:
-        assert get(served.port, "/") == (404, "there are /metrics, /healthz\n")
+    with serve() as port:
+        assert get(port, "/") == (404, "there are /metrics, /healthz\n")
 
 
 def test_a_loop_that_does_not_turn_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "_ANSWER_S", 0.01)
     owner = OwnerCollector(lambda action: None, list)
-    with Exporter(("127.0.0.1", 0), owner, Metrics().registry) as served:
+    with serve_metrics(("127.0.0.1", 0), owner, Metrics().registry) as port:
         for path in ("/healthz", "/metrics"):
-            code, text = get(served.port, path)
+            code, text = get(port, path)
             assert (code, text) == (503, "the loop has not turned for 0.01 s\n")
 
 
 def test_ipv6_and_an_address_in_use() -> None:
-    with serve("::1") as served:
-        assert "lmcache_redis_a 1.0" in get(served.port, "/metrics", "[::1]")[1]
+    with serve("::1") as port:
+        assert "lmcache_redis_a 1.0" in get(port, "/metrics", "[::1]")[1]
         with (
-            pytest.raises(ConfigError, match=f"--metrics: ::1 port {served.port}: .*in use"),
-            serve("::1", served.port),
+            pytest.raises(ConfigError, match=f"--metrics: ::1 port {port}: .*in use"),
+            serve("::1", port),
         ):
             pass
 
