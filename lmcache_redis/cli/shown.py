@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -45,7 +44,7 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent = Table(Column(no_wrap=True), Column(overflow="fold"), title=title, show_header=False)
     agent.add_row("endpoint", report["endpoint"])
     agent.add_row("up for", words.uptime(report))
-    for row in _overview(_CounterChange(None, Sample(report, 0.0))):
+    for row in _overview(_CounterChange(None, report)):
         agent.add_row(*row)
     for each in report["canaries"]["distrusted"]:
         epoch = f" in epoch {each['epoch']}" if each["epoch"] else ""
@@ -82,20 +81,15 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     yield counters
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A STATUS document, and when it was read (`time.monotonic()`)."""
-
-    report: Mapping[str, Any]
-    at_s: float
+_Report = Mapping[str, Any]  # a STATUS document
 
 
-def frame(before: Sample | None, now: Sample) -> RenderableType:
-    """What happened between the samples, for a terminal of 80 columns or more.
+def frame(before: _Report | None, now: _Report) -> RenderableType:
+    """What happened between two documents, for a terminal of 80 columns or more.
 
     before: None, or of another process of the agent: what happened since the agent's start.
     """
-    change, report = _CounterChange(before, now), now.report
+    change, report = _CounterChange(before, now), now
     return Group(
         Text.assemble(
             ("lmcache-redis ", "bold"),
@@ -112,14 +106,14 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
 
 
 class _CounterChange:
-    """What grew between two samples of one process; since its start, if they are of two."""
+    """What grew between two documents of one process; since its start, if they are of two."""
 
-    def __init__(self, before: Sample | None, now: Sample) -> None:
-        if before is not None and before.report["pid"] != now.report["pid"]:
-            before = None
-        self.report = now.report
-        self.seconds = now.at_s - before.at_s if before else 0.0
-        self._then: Mapping[str, Any] = before.report if before else {}
+    def __init__(self, before: _Report | None, now: _Report) -> None:
+        if before is None or before["pid"] != now["pid"]:
+            before = {}
+        self.report = now
+        self.seconds = round(now["uptime_s"] - before["uptime_s"], 3) if before else 0.0
+        self._then = before
 
     def counter(self, name: str) -> int:
         before = self._then.get("counters", {}).get(name, 0)
@@ -153,14 +147,14 @@ class _CounterChange:
         return f"{count:,}{what}"
 
 
-def change_document(before: Sample | None, now: Sample) -> dict[str, Any]:
+def change_document(before: _Report | None, now: _Report) -> dict[str, Any]:
     """What `frame` shows, for programs."""
     change = _CounterChange(before, now)
     report, counters = change.report, change.report["counters"]
     return {
         "pid": report["pid"],
         "uptime_s": report["uptime_s"],
-        "seconds": round(change.seconds, 3),
+        "seconds": change.seconds,
         "hit_rate": change.hit_rates(),
         "tokens_saved": change.counter("saved_tokens"),
         "redis_up": report["redis"]["up"],

@@ -9,15 +9,11 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lmcache_redis.cli.options import AsJson, Endpoint, agent_at
-
-if TYPE_CHECKING:
-    from lmcache_redis.cli.shown import Sample
-    from lmcache_redis.client.control import ControlClient
 
 
 def top(
@@ -50,12 +46,12 @@ def top(
     from lmcache_redis.client.control import AgentUnreachable
 
     agent, out = agent_at(endpoint, 2.0), console()
-    before = _read(agent)  # where there is no agent, this says so
+    before = agent.status()  # where there is no agent, this says so
     if once or as_json or not (out.is_terminal and sys.stdin.isatty()):
         try:
             while True:
                 time.sleep(interval_s)
-                now = _read(agent)
+                now = agent.status()
                 if as_json:
                     print(json.dumps(change_document(before, now)), flush=True)
                 else:
@@ -73,18 +69,12 @@ def top(
     with _keys() as pressed, Live(frame(None, before), console=out, screen=True) as live:
         while not pressed(interval_s):
             try:
-                now = _read(agent)
+                now = agent.status()
             except AgentUnreachable as error:
                 live.update(Text(f"{error}\n\nq: quit"), refresh=True)
                 continue
             live.update(frame(before, now), refresh=True)
             before = now
-
-
-def _read(agent: ControlClient) -> Sample:
-    from lmcache_redis.cli.shown import Sample
-
-    return Sample(agent.status(), time.monotonic())
 
 
 @contextlib.contextmanager
