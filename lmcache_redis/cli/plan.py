@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _DEFAULT_CHUNK_TOKENS = 256
 _DEFAULT_PREFILL_TOKENS_PER_S = 10_000
 _LEAST_SIZE_BYTES = 1 << 26
-_T = TypeVar("_T")
 
 
 def plan(
@@ -135,10 +134,10 @@ def plan(
     if not paths:
         raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
     trace = read_trace(paths, block_tokens, parse_size(token_bytes, "--token-bytes"))
-    speed = prefill_tokens_per_s or (1 / trace.token_s if trace.token_s else 0)
-    speeds = Speeds(
-        1 / (speed or _DEFAULT_PREFILL_TOKENS_PER_S), link_gbit * 1e9 / 8, disk_gbyte * 1e9
-    )
+    token_s = trace.token_s or 1 / _DEFAULT_PREFILL_TOKENS_PER_S
+    if prefill_tokens_per_s is not None:
+        token_s = 1 / prefill_tokens_per_s
+    speeds = Speeds(token_s, link_gbit * 1e9 / 8, disk_gbyte * 1e9)
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
     if router not in ROUTERS:
         raise ConfigError(f"--router is {router!r}: choose one of {', '.join(ROUTERS)}")
@@ -172,7 +171,7 @@ def _write(path: Path, text: Iterable[str], option: str) -> None:
 # ---------------------------------------------------------------- options
 
 
-def _each(option: str, text: str, read: Callable[[str], _T]) -> list[_T]:
+def _each(option: str, text: str, read: Callable[[str], int]) -> list[int]:
     """The values of a list with commas, each once. Raises ``ConfigError``."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
@@ -226,7 +225,7 @@ def _show(
 ) -> None:
     from lmcache_redis.plan import shown
 
-    notes = [*_notes(trace), *shown.warnings(rows)]
+    notes = [*trace.notes, *shown.warnings(rows)]
     name = ", ".join(path.name for path in paths)
     if html is not None:
         text = shown.page(f"Plan for {name}", assumed, notes, rows)
@@ -276,19 +275,6 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
     for row, *cells in zip(rows, *kept, strict=True):
         table.add_row(*cells, style="bold" if row is best else None)
     return table
-
-
-def _notes(trace: Trace) -> list[str]:
-    notes = [*trace.notes]
-    if (rates := trace.measured) is not None:
-        notes.append(
-            f"While it was recorded the agent had a hit rate of {rates['hit_rate']:.1%}: host pool "
-            f"{rates['hit_rate_pool']:.1%}, disk {rates['hit_rate_disk']:.1%}, Redis "
-            f"{rates['hit_rate_redis']:.1%}."
-        )
-    if not trace.has_times:
-        notes.append("The trace has no times: link and savings a month are not known.")
-    return notes
 
 
 def _assumed(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> dict[str, str]:

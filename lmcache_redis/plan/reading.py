@@ -140,7 +140,9 @@ class _Prompts:
         )
 
     def trace(self) -> Trace:
-        return self._columns.trace([self._layout], has_times=self._has_times)
+        unknown = "The trace has no times: link and savings a month are not known."
+        notes = [] if self._has_times else [unknown]
+        return self._columns.trace([self._layout], has_times=self._has_times, notes=notes)
 
 
 class _KvEvent(msgspec.Struct):
@@ -218,7 +220,7 @@ class _KvEvents:
             "KV events do not tell what the engine's own cache has served: hits are of what it had "
             "not"
         )
-        return columns.trace([layout], notes=(note,))
+        return columns.trace([layout], notes=[note])
 
 
 class _Recording:
@@ -277,12 +279,17 @@ class _Recording:
         asked = sum(self._columns.whole["asked"])
         pool, disk, redis = (self._hits[letter] / max(1, asked) for letter in "hdr")
         rates = {"hit_rate_pool": pool, "hit_rate_disk": disk, "hit_rate_redis": redis}
-        dropped = f"the agent left out {self._dropped} lines, because it was too busy"
+        notes = [
+            f"While it was recorded the agent had a hit rate of {pool + disk + redis:.1%}: host "
+            f"pool {pool:.1%}, disk {disk:.1%}, Redis {redis:.1%}."
+        ]
+        if self._dropped:
+            notes.append(f"The agent left out {self._dropped} lines, because it was too busy.")
         return self._columns.trace(
             self._sizes,
             token_s=float(np.median(self._token_s)) if self._token_s else 0.0,
             measured={"asked_chunks": asked, "hit_rate": pool + disk + redis, **rates},
-            notes=(dropped,) if self._dropped else (),
+            notes=notes,
         )
 
 

@@ -75,7 +75,7 @@ class Trace:
     has_times: bool = True
     token_s: float = 0.0
     measured: Mapping[str, float] | None = None
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.times_s)

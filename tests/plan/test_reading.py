@@ -103,7 +103,7 @@ def test_a_recording_has_lookups_and_what_was_generated(tmp_path: Path) -> None:
     assert trace.token_s == 0.25
     assert trace.measured is not None
     assert trace.measured["hit_rate_pool"] == 0.5
-    assert "left out 3 lines" in trace.notes[0]
+    assert "left out 3 lines" in trace.notes[1]
 
 
 def test_kv_events_are_requests_behind_the_engines_cache(tmp_path: Path) -> None:
