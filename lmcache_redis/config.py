@@ -324,19 +324,16 @@ class ClientConfig:
 
 def check_endpoint(endpoint: str) -> None:
     """Raises ``ConfigError`` unless it is the absolute path of a socket."""
-    problem = ""
+    path = endpoint_path(endpoint)
+    if endpoint.startswith(_IPC) and path.is_absolute() and len(os.fsencode(path)) <= 100:
+        return
+    where = ENDPOINT_VARIABLE if endpoint == os.environ.get(ENDPOINT_VARIABLE) else "--endpoint"
+    why = ""
     if endpoint.startswith("tcp://"):
-        problem = (
-            "tcp:// is not served, because any user of the machine could connect to it; write "
-            "ipc://PATH"
-        )
-    elif not endpoint.startswith(_IPC):
-        problem = "write ipc://PATH"
-    elif not (path := endpoint_path(endpoint)).is_absolute() or len(os.fsencode(path)) > 100:
-        problem = "an ipc:// endpoint is an absolute path of at most 100 bytes"
-    if problem:
-        where = ENDPOINT_VARIABLE if endpoint == os.environ.get(ENDPOINT_VARIABLE) else "--endpoint"
-        raise ConfigError(f"{where} {endpoint}: {problem}")
+        why = "tcp:// is not served, because any user of the machine could connect to it; "
+    raise ConfigError(
+        f"{where} {endpoint}: {why}write ipc://PATH, an absolute path of at most 100 bytes"
+    )
 
 
 def parse_address(text: str, option: str = "--metrics", scheme: str = "") -> tuple[str, int]:

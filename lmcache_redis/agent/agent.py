@@ -126,7 +126,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "uptime_s": round(time.monotonic() - agent.cache.metrics.since_s, 1),
+        "uptime_s": round(time.monotonic() - agent.cache.metrics.since_s, 3),
         "endpoint": config.endpoint,
         "chunk_size_tokens": config.chunk_size_tokens,
         "write_queue_bytes": queues[-1].schedule.limit_bytes,

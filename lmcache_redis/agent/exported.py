@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.history import PastRequest
 from lmcache_redis.agent.page import HEADERS, page
-from lmcache_redis.metrics.exporter import HttpAnswer, OwnerCollector, gauge, labelled, read_on
+from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled, read_on
 
 # Fields of `ModelUse`.
 _OF_MODELS: Final = {
@@ -42,11 +42,11 @@ def collector_of(agent: Agent) -> OwnerCollector:
     return OwnerCollector(agent.loop.post, read)
 
 
-def page_of(agent: Agent) -> HttpAnswer:
-    """The page at `/`. From any thread. Raises `NoReading`."""
+def page_of(agent: Agent, _: Mapping[str, Any], start: Any) -> list[bytes]:
+    """The page at `/`, a WSGI application. Raises `NoReading`."""
     status, misses = read_on(agent.loop.post, lambda: (status_report(agent), last_misses(agent)))
-    text = page(status, misses, time.time())
-    return HttpAnswer("200 OK", HEADERS, text.encode("utf-8", "replace"))
+    start("200 OK", [*HEADERS])
+    return [page(status, misses, time.time()).encode("utf-8", "replace")]
 
 
 def last_misses(agent: Agent) -> list[PastRequest]:

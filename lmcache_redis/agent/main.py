@@ -139,11 +139,11 @@ def _end_process(exit_status: int) -> None:
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
     # Most agents have none: an HTTP server is not worth its imports then.
     from lmcache_redis.agent.exported import collector_of, page_of
-    from lmcache_redis.metrics.exporter import Exporter
+    from lmcache_redis.metrics.exporter import serve_metrics
 
     counted = agent.cache.metrics.registry
     owner = collector_of(agent)
-    return Exporter(parse_address(address), owner, counted, partial(page_of, agent))
+    return serve_metrics(parse_address(address), owner, counted, partial(page_of, agent))
 
 
 def _arena(config: AgentConfig) -> Arena:

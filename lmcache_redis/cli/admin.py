@@ -6,8 +6,10 @@ Without a URL they ask the agent of this machine which server it uses.
 from __future__ import annotations
 
 import enum
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,9 +28,8 @@ from lmcache_redis.cli.options import (
     print_found,
     redis_options,
 )
-from lmcache_redis.cli.progress import shown_progress
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
-from lmcache_redis.config import AgentConfig
+from lmcache_redis.config import AgentConfig, default_endpoint, endpoint_path
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.sources import given
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lmcache_redis.admin.server import PrimaryServers
 
 NOT_CHECKED = 3  # an exit status
+PROGRESS_S = 5.0
 
 
 class FailOn(enum.Enum):
@@ -95,10 +97,14 @@ def inspect(
             chunk = explain(server, wanted, prefix, verify, keys)
             print_found(as_json, report.as_json(chunk), report.chunk_lines(chunk))
             return
-        with shown_progress() as progress:
-            summary = summarise(
-                server, prefix, everything=everything, verify=verify, keys=keys, progress=progress
-            )
+        summary = summarise(
+            server,
+            prefix,
+            everything=everything,
+            verify=verify,
+            keys=keys,
+            progress=shown_progress(),
+        )
         print_found(as_json, report.as_json(summary), report.summary_lines(summary))
 
 
@@ -174,8 +180,7 @@ def purge(
             known = {chunk.name.layout for chunk in chunks}
             namespaces = [read_layout(each, known) or () for each in wanted]
             selection = replace(selection, namespaces=frozenset().union(*namespaces))
-        with shown_progress() as progress:
-            plan = choose(server, prefix, selection, progress)
+        plan = choose(server, prefix, selection, shown_progress())
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:
             found = report.as_json(plan) if as_json else None
@@ -187,8 +192,7 @@ def purge(
             raise typer.Exit(1)
         removal = PurgeResult()
         try:
-            with shown_progress() as progress:
-                remove(server, plan, keys_per_second, removal, progress)
+            remove(server, plan, keys_per_second, removal, shown_progress())
         finally:
             # The report is also printed after an interrupt, or if the server is lost.
             print_found(as_json, report.as_json(removal), report.removal_lines(removal))
@@ -287,6 +291,8 @@ def _status(endpoint: str | None) -> dict[str, Any] | None:
     """The agent's status; None if no endpoint is named and no agent answers at the default one."""
     from lmcache_redis.client.control import AgentUnreachable
 
+    if endpoint is None and not os.path.exists(endpoint_path(default_endpoint())):
+        return None
     try:
         return agent_at(endpoint, 1.0).status()
     except AgentUnreachable:
@@ -314,3 +320,16 @@ def _server(
     options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)
     with open_server(options) as server:
         yield server, options.key_prefix
+
+
+def shown_progress(line_s: float = PROGRESS_S) -> Callable[[str, int, int], None]:
+    """A function that says on stderr, each few seconds, how far long work has come."""
+    due_s = time.monotonic() + line_s
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = time.monotonic() + line_s
+            print(f"{what}: {min(done, total):,} of {total:,}", file=sys.stderr, flush=True)
+
+    return show

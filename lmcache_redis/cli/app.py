@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
+import logging
 import sys
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -104,13 +105,30 @@ def _config_of(of: type[_Config], options: dict[str, Any]) -> _Config:
         raise typer.Exit
     if options["connect"]:
         raise ConfigError("--connect is for --check: give that as well, or leave it out")
-    from lmcache_redis.cli.logs import log_to_stderr
-
     config = config_from(of, options)
-    log_to_stderr(
-        config.log_level, config.log_format, misspelt_variables(AgentConfig, GatewayConfig)
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    as_text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(_JsonLines() if config.log_format == "json" else as_text)
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    for said in misspelt_variables(AgentConfig, GatewayConfig):
+        logging.warning("%s", said)
     return config
+
+
+class _JsonLines(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, and exception if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, timezone.utc)
+        found = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
 
 
 @app.command()
@@ -207,21 +225,5 @@ def run() -> None:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        fail(_said_by(error), 2)
-
-
-def _said_by(error: Any) -> str:
-    """What Typer has to say about the command line, in this package's words."""
-    param = getattr(error, "param", None)
-    if param is None or not isinstance(error, typer.BadParameter):
         message = str(error.format_message())
-        return message[0].lower() + message[1:].rstrip(".")
-    # Typer before 0.29 has a type that knows the bounds, and later versions a description.
-    bounded = getattr(param, "type", None)
-    kind = str(bounded or param.type_descriptor)
-    if (number := re.search("(int|float)(?=')|INT|FLOAT|(Int|Float)Range", kind)) is None:
-        return f"{param.opts[0]}: {error.message}".rstrip(".")
-    least, most = (getattr(param, n, getattr(bounded, n, None)) for n in ("min", "max"))
-    said = f"{param.opts[0]}: write a {'whole ' * number[0].lower().startswith('int')}number"
-    said += "" if least is None else f" of at least {least:g}"
-    return said if most is None else f"{said}{' and' * (least is not None)} of at most {most:g}"
+        fail(message[0].lower() + message[1:].rstrip("."), 2)

@@ -90,28 +90,24 @@ _Connect = Annotated[
 def takes_options_of(config: type[Any]) -> Callable[[_Command], _Command]:
     """Gives a command one option per setting; an option that is not given is None."""
 
+    options: dict[str, tuple[Any, Any]] = {
+        each.name: (_option_of(each), None)
+        for each in settings_of(config).values()
+        if not each.secret
+    }
+    options |= {"config": (_ConfigFile, None), "check": (_Check, False)}
+    options |= {"connect": (_Connect, False), "as_json": (AsJson, False)}
+
     def with_options(command: _Command) -> _Command:
         parameters = [
-            _keyword(each.name, _option_of(each), None)
-            for each in settings_of(config).values()
-            if not each.secret
-        ]
-        parameters += [
-            _keyword("config", _ConfigFile, None),
-            _keyword("check", _Check, False),
-            _keyword("connect", _Connect, False),
-            _keyword("as_json", AsJson, False),
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of)
+            for name, (of, default) in options.items()
         ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__annotations__ = {name: of for name, (of, _) in options.items()}
         return command
 
     return with_options
-
-
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _option_of(setting: Setting) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,14 +15,13 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
 
 if TYPE_CHECKING:
-    from lmcache_redis.plan.figures import Figures, Grid, Prices
+    from lmcache_redis.plan.figures import Grid, PlanRow, Prices
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.traces import Trace
 
 _DEFAULT_CHUNK_TOKENS = 256
 _DEFAULT_PREFILL_TOKENS_PER_S = 10_000
 _LEAST_SIZE_BYTES = 1 << 26
-_T = TypeVar("_T")
 
 
 def plan(
@@ -73,14 +72,6 @@ def plan(
             show_default="256, or the trace's blocks",
         ),
     ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="What is evicted from every tier: lru as agents and Redis do; others need "
-            "libCacheSim (the extra `plan`).",
-        ),
-    ] = "lru",
     token_bytes: Annotated[
         str,
         typer.Option(
@@ -132,7 +123,7 @@ def plan(
     from lmcache_redis.plan.figures import Grid, Prices, plan_rows
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.reading import read_trace
-    from lmcache_redis.plan.simulate import ROUTERS, known_policies
+    from lmcache_redis.plan.simulate import ROUTERS
 
     paths = [*(traces or [])]
     if example is not None:
@@ -143,15 +134,13 @@ def plan(
     if not paths:
         raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
     trace = read_trace(paths, block_tokens, parse_size(token_bytes, "--token-bytes"))
-    speed = prefill_tokens_per_s or (1 / trace.token_s if trace.token_s else 0)
-    speeds = Speeds(
-        1 / (speed or _DEFAULT_PREFILL_TOKENS_PER_S), link_gbit * 1e9 / 8, disk_gbyte * 1e9
-    )
+    token_s = trace.token_s or 1 / _DEFAULT_PREFILL_TOKENS_PER_S
+    if prefill_tokens_per_s is not None:
+        token_s = 1 / prefill_tokens_per_s
+    speeds = Speeds(token_s, link_gbit * 1e9 / 8, disk_gbyte * 1e9)
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
-    sent_by = _one_of("--router", router, ROUTERS)
-    policies = _each(
-        "--policy", policy.lower(), lambda word: _one_of("--policy", word, known_policies())
-    )
+    if router not in ROUTERS:
+        raise ConfigError(f"--router is {router!r}: choose one of {', '.join(ROUTERS)}")
     block = trace.block_tokens
     chunks = chunk_size_tokens or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
     chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
@@ -159,15 +148,14 @@ def plan(
     grid = Grid(
         replicas=_counts("--replicas", replicas, 10_000),
         chunk_tokens=chunk_tokens,
-        policies=policies,
         pool_bytes=pool_sizes,
         disk_bytes=_sizes("--disk-size", disk_size),
         redis_bytes=redis_sizes,
         engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
-        router=sent_by,
+        router=router,
     )
-    figures = plan_rows(trace, grid, speeds, prices)
-    _show(paths, trace, grid, speeds, prices, figures, html, as_json)
+    rows = plan_rows(trace, grid, speeds, prices)
+    _show(paths, trace, rows, _assumed(trace, grid, speeds, prices), html, as_json)
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:
@@ -183,18 +171,12 @@ def _write(path: Path, text: Iterable[str], option: str) -> None:
 # ---------------------------------------------------------------- options
 
 
-def _each(option: str, text: str, read: Callable[[str], _T]) -> list[_T]:
+def _each(option: str, text: str, read: Callable[[str], int]) -> list[int]:
     """The values of a list with commas, each once. Raises ``ConfigError``."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise ConfigError(f"{option} is {text!r}: write values with commas between them")
     return [*dict.fromkeys(map(read, words))]
-
-
-def _one_of(option: str, word: str, known: Iterable[str]) -> Any:
-    if word not in known:
-        raise ConfigError(f"{option} is {word!r}: choose one of {', '.join(known)}")
-    return word
 
 
 def _sizes(option: str, text: str) -> list[int]:
@@ -219,7 +201,7 @@ def _tier_sizes(
     pools = None if pool_bytes is None else _sizes("--pool-bytes", pool_bytes)
     redis = None if redis_bytes is None else _sizes("--redis-bytes", redis_bytes)
     if pools is None or redis is None:
-        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens)).curve().enough_bytes())
+        whole = _power_of_two(Replay(trace.in_chunks(chunk_tokens)).enough_bytes())
         pools = pools or [*dict.fromkeys(_power_of_two(whole >> shift) for shift in (4, 3, 2, 0))]
         redis = redis or [*dict.fromkeys((0, _power_of_two(whole >> 1), whole))]
     return pools, redis
@@ -236,86 +218,63 @@ def _power_of_two(nbytes: int) -> int:
 def _show(
     paths: Sequence[Path],
     trace: Trace,
-    grid: Grid,
-    speeds: Speeds,
-    prices: Prices,
-    figures: Figures,
+    rows: Sequence[PlanRow],
+    assumed: Mapping[str, str],
     html: Path | None,
     as_json: bool,
 ) -> None:
     from lmcache_redis.plan import shown
-    from lmcache_redis.plan.page import page
 
-    assumed = _assumed(trace, grid, speeds, prices)
-    notes = [*_notes(trace), *shown.warnings(figures.rows)]
+    notes = [*trace.notes, *shown.warnings(rows)]
     name = ", ".join(path.name for path in paths)
     if html is not None:
-        text = page(f"Plan for {name}", assumed, notes, figures.rows, figures.curves)
+        text = shown.page(f"Plan for {name}", assumed, notes, rows)
         _write(html, [text], "--html")
     if as_json:
-        measured = trace.measured
         document = {
             "trace": {
                 "requests": len(trace),
                 "prompt_tokens": int(trace.tokens.sum()),
-                "duration_s": trace.duration_s if trace.has_times else None,
+                "duration_s": trace.duration_s or None,
                 "block_tokens": trace.block_tokens,
-                "measured": measured
-                and {"asked_chunks": measured.asked_chunks, **measured.hit_rates()},
+                "measured": trace.measured,
             },
             "assumed": assumed,
             "notes": notes,
-            "rows": [row._asdict() for row in figures.rows],
-            "curves": [
-                {"name": each.name, **vars(each.curve)} for each in figures.curves
-            ],
-        }  # fmt: skip
+            "rows": [row._asdict() for row in rows],
+        }
         print(json.dumps(document, indent=2))
         return
-    from rich.console import Console
+    from lmcache_redis.cli.shown import console
 
-    console = Console(highlight=False, markup=False)
-    console.print(_table(f"{name}: {len(trace):,} requests", figures))
-    for line in (shown.sentence(figures.rows), *notes):
-        console.print(line)
+    out = console()
+    out.print(_table(f"{name}: {len(trace):,} requests", rows))
+    for line in (shown.sentence(rows), *notes):
+        out.print(line)
     for key, value in assumed.items():
-        console.print(f"  {key}: {value}", style="dim")
+        out.print(f"  {key}: {value}", style="dim")
     if html is not None:
-        console.print(f"page: {html}")
+        out.print(f"page: {html}")
 
 
-def _table(title: str, figures: Figures) -> Any:
+def _table(title: str, rows: Sequence[PlanRow]) -> Any:
     """Of the columns that differ between rows, and of all that the rows have found."""
     from rich.table import Table
 
     from lmcache_redis.plan.figures import enough
     from lmcache_redis.plan.shown import COLUMNS
 
-    best = enough(figures.rows)
+    best = enough(rows)
     always = {"pool GiB", "Redis GiB", "hit rate", "GPU s saved", "$ a month"}
     table, kept = Table(title=title), []
-    for column in COLUMNS:
-        texts = [column.text(row) for row in figures.rows]
-        if column.title in always or len(set(texts)) > 1:
-            table.add_column(column.title, justify="right")
+    for column, text in COLUMNS.items():
+        texts = [text(row) for row in rows]
+        if column in always or len(set(texts)) > 1:
+            table.add_column(column, justify="right")
             kept.append(texts)
-    for row, *cells in zip(figures.rows, *kept, strict=True):
+    for row, *cells in zip(rows, *kept, strict=True):
         table.add_row(*cells, style="bold" if row is best else None)
     return table
-
-
-def _notes(trace: Trace) -> list[str]:
-    notes = [*trace.notes]
-    if trace.measured is not None:
-        rates = trace.measured.hit_rates()
-        notes.append(
-            f"While it was recorded the agent had a hit rate of {rates['hit_rate']:.1%}: host pool "
-            f"{rates['hit_rate_pool']:.1%}, disk {rates['hit_rate_disk']:.1%}, Redis "
-            f"{rates['hit_rate_redis']:.1%}."
-        )
-    if not trace.has_times:
-        notes.append("The trace has no times: link and savings a month are not known.")
-    return notes
 
 
 def _assumed(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> dict[str, str]:

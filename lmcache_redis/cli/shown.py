@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -40,28 +40,20 @@ def console() -> Console:
 
 def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """The agent, its engines, and every counter."""
-    pool, redis, queues = report["pool"], report["redis"], report["queues"]
-    name, value = Column(no_wrap=True), Column(overflow="fold")
     title = f"agent {report['pid']} ({report['version']})"
-    agent = Table(name, value, title=title, show_header=False)
-    used, pinned, whole = _pool_gib(report)
+    agent = Table(Column(no_wrap=True), Column(overflow="fold"), title=title, show_header=False)
     agent.add_row("endpoint", report["endpoint"])
     agent.add_row("up for", words.uptime(report))
-    agent.add_row("Redis", f"{redis['server']}: {'up' if redis['up'] else redis['reason']}")
-    of = ", ".join(f"{tier} {words.percent(share)}" for tier, share in report["hit_rate"].items())
-    agent.add_row("hit rate", f"{words.percent(words.hit_rate(report))}: {of}")
-    agent.add_row("saved", words.saved(report))
-    agent.add_row("host pool", f"{used:.2f} of {whole:.2f} GiB, {pool['chunks']} chunks")
-    agent.add_row("pinned", f"{pinned:.2f} GiB")
+    for row in _overview(_CounterChange(None, report)):
+        agent.add_row(*row)
+    for each in report["canaries"]["distrusted"]:
+        epoch = f" in epoch {each['epoch']}" if each["epoch"] else ""
+        what = f"layout {each['layout'][:16]}{epoch} is not loaded"
+        agent.add_row("", f"{what}, {each['agreed']} agreed since")
+    pool = report["pool"]
     if pool.get("locked_bytes") or pool.get("lock_failure"):
         locked = f"{pool['locked_bytes'] / _GIB:.2f} GiB"
         agent.add_row("locked for GPUs", ", ".join(filter(None, (locked, pool["lock_failure"]))))
-    agent.add_row("to be written", f"{queues['writes']} chunks")
-    for name, tier in report["loads"]["tiers"].items():
-        agent.add_row(f"loads from {name}", words.load_rate(tier))
-    agent.add_row("lookups that wait", f"{report['loads']['waiting']} for room in the host pool")
-    agent.add_row("sessions", str(report["sessions"]))
-    agent.add_row("canaries", _canaries(report))
     agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
     yield agent
     model, layout = Column("model", overflow="fold"), Column("layout", no_wrap=True)
@@ -89,20 +81,15 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     yield counters
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A STATUS document, and when it was read (`time.monotonic()`)."""
-
-    report: Mapping[str, Any]
-    at_s: float
+_Report = Mapping[str, Any]  # a STATUS document
 
 
-def frame(before: Sample | None, now: Sample) -> RenderableType:
-    """What happened between the samples, for a terminal of 80 columns or more.
+def frame(before: _Report | None, now: _Report) -> RenderableType:
+    """What happened between two documents, for a terminal of 80 columns or more.
 
     before: None, or of another process of the agent: what happened since the agent's start.
     """
-    change, report = _CounterChange(before, now), now.report
+    change, report = _CounterChange(before, now), now
     return Group(
         Text.assemble(
             ("lmcache-redis ", "bold"),
@@ -110,7 +97,7 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
             no_wrap=True, overflow="ellipsis",
         ),
         Text(f"{change.time}; up for {words.uptime(change.report)}", style="dim"),
-        _overview(change),
+        _grid(change),
         Text(),
         _models(change),
         Text(),
@@ -119,14 +106,14 @@ def frame(before: Sample | None, now: Sample) -> RenderableType:
 
 
 class _CounterChange:
-    """What grew between two samples of one process; since its start, if they are of two."""
+    """What grew between two documents of one process; since its start, if they are of two."""
 
-    def __init__(self, before: Sample | None, now: Sample) -> None:
-        if before is not None and before.report["pid"] != now.report["pid"]:
-            before = None
-        self.report = now.report
-        self.seconds = now.at_s - before.at_s if before else 0.0
-        self._then: Mapping[str, Any] = before.report if before else {}
+    def __init__(self, before: _Report | None, now: _Report) -> None:
+        if before is None or before["pid"] != now["pid"]:
+            before = {}
+        self.report = now
+        self.seconds = round(now["uptime_s"] - before["uptime_s"], 3) if before else 0.0
+        self._then = before
 
     def counter(self, name: str) -> int:
         before = self._then.get("counters", {}).get(name, 0)
@@ -160,14 +147,14 @@ class _CounterChange:
         return f"{count:,}{what}"
 
 
-def change_document(before: Sample | None, now: Sample) -> dict[str, Any]:
+def change_document(before: _Report | None, now: _Report) -> dict[str, Any]:
     """What `frame` shows, for programs."""
     change = _CounterChange(before, now)
     report, counters = change.report, change.report["counters"]
     return {
         "pid": report["pid"],
         "uptime_s": report["uptime_s"],
-        "seconds": round(change.seconds, 3),
+        "seconds": change.seconds,
         "hit_rate": change.hit_rates(),
         "tokens_saved": change.counter("saved_tokens"),
         "redis_up": report["redis"]["up"],
@@ -175,49 +162,56 @@ def change_document(before: Sample | None, now: Sample) -> dict[str, Any]:
     }
 
 
-def _overview(change: _CounterChange) -> RenderableType:
-    report, loads = change.report, change.report["loads"]
-    rates = change.hit_rates()
+def _grid(change: _CounterChange) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", min_width=8)
     grid.add_column(no_wrap=True, overflow="ellipsis")
+    for row in _overview(change):
+        grid.add_row(*row)
+    return grid
+
+
+def _overview(change: _CounterChange) -> Iterator[tuple[str, RenderableType]]:
+    """What a line is about, and what it says."""
+    report, rates = change.report, change.hit_rates()
     of = ", ".join(f"{tier} {words.percent(share)}" for tier, share in rates.items())
-    lookups = change.happened(change.counter("lookups"), " lookups")
-    whole_rate = words.percent(words.hit_rate({"hit_rate": rates}))
-    grid.add_row("hit rate", f"{whole_rate}: {of}; {lookups}")
-    grid.add_row("saved", words.saved(report))
+    yield "hit rate", f"{words.percent(words.hit_rate({'hit_rate': rates}))}: {of}"
+    yield "saved", words.saved(report)
     moved = [f"{change.moved(change.counter(name))} {where}" for where, name in _MOVED]
-    grid.add_row("bytes", ", ".join(moved[:2]))
-    grid.add_row("", ", ".join(moved[2:4]))
+    yield "bytes", ", ".join(moved[:2])
+    yield "", ", ".join(moved[2:4])
     if report["disk"]:
-        grid.add_row("", ", ".join(moved[4:]))
-    used, pinned, whole = _pool_gib(report)
+        yield "", ", ".join(moved[4:])
+    pool = report["pool"]
+    names = ("used_slots", "slots", "pinned_slots")
+    used, whole, pinned = (pool[name] * pool["slot_bytes"] / _GIB for name in names)
     full = round(_BAR * used / whole)
     bar = "█" * full + "░" * (_BAR - full)
-    grid.add_row("pool", f"{bar} {used:.2f} of {whole:.2f} GiB, {pinned:.2f} pinned")
-    queues = report["queues"]
-    grid.add_row(
-        "queues",
-        f"{queues['writes']:,} chunks, {queues['write_bytes'] / 1e6:,.0f} MB for Redis; "
-        f"{loads['waiting']} lookups wait for room",
-    )
+    yield "pool", f"{bar} {used:.2f} of {whole:.2f} GiB, {pinned:.2f} pinned"
+    queues, waiting = report["queues"], report["loads"]["waiting"]
+    queued = f"{queues['writes']:,} chunks, {queues['write_bytes'] / 1e6:,.0f} MB for Redis"
+    yield "queues", f"{queued}; {waiting} lookups wait for room"
     redis = report["redis"]
-    if redis["up"]:
-        grid.add_row("redis", Text(f"up: {redis['server']}"))
-    else:
-        why = f"DOWN: {redis['reason']} ({redis['server']})"
-        grid.add_row("redis", Text(why, "bold red"))
-    if distrusted := report["canaries"]["distrusted"]:
-        why = f"OTHER KV was cached than is computed: {len(distrusted)} layouts are not loaded"
-        grid.add_row("canaries", Text(why, "bold red"))
-    speeds = [f"{name} {words.load_rate(tier)}" for name, tier in loads["tiers"].items()]
-    grid.add_row("loads", ", ".join(speeds))
-    ready = sum(engine["ready"] for engine in report["engines"])
-    grid.add_row(
-        "engines",
-        f"workers ready: {ready} of {len(report['engines'])}; requests: {report['sessions']}",
-    )
-    return grid
+    down = Text(f"DOWN: {redis['reason']} ({redis['server']})", "bold red")
+    yield "Redis", Text(f"{redis['server']}: up") if redis["up"] else down
+    tiers = report["loads"]["tiers"]
+    yield "loads", ", ".join(f"{name} {words.load_rate(tier)}" for name, tier in tiers.items())
+    ready, engines = sum(each["ready"] for each in report["engines"]), len(report["engines"])
+    lookups = change.happened(change.counter("lookups"), " lookups")
+    requests = f"requests: {report['sessions']}; {lookups}"
+    yield "engines", f"workers ready: {ready} of {engines}; {requests}"
+    yield "canaries", _canaries(report)
+
+
+def _canaries(report: Mapping[str, Any]) -> Text:
+    """What has been compared, or that there is what is distrusted."""
+    counters, canaries = report["counters"], report["canaries"]
+    if distrusted := len(canaries["distrusted"]):
+        what = f"OTHER KV was cached than is computed: {distrusted} layouts are not loaded"
+        return Text(what, "bold red")
+    often = f"one in {canaries['every']:,} hits" if canaries["every"] else "off"
+    compared, differed = counters["compared_chunks"], counters["differing_chunks"]
+    return Text(f"{often}, {compared:,} parts compared, {differed:,} differed")
 
 
 def _models(change: _CounterChange) -> RenderableType:
@@ -247,11 +241,10 @@ def _reasons(change: _CounterChange) -> RenderableType:
     for _ in range(2):
         grid.add_column(width=24, no_wrap=True)
         grid.add_column(justify="right", width=11)
-    columns = [list(_column(change, kind)) for kind in ("miss_", "drop_")]
+    columns = (_column(change, kind) for kind in ("miss_", "drop_"))
     grid.add_row(Text("chunks not loaded", "bold"), "", Text("chunks not stored", "bold"), "")
-    for number in range(max(1, *map(len, columns))):
-        cells = [column[number] if number < len(column) else ("", "") for column in columns]
-        grid.add_row(*cells[0], *cells[1])
+    for missed, dropped in zip_longest(*columns, fillvalue=("", "")):
+        grid.add_row(*missed, *dropped)
     return grid
 
 
@@ -264,24 +257,3 @@ def _column(change: _CounterChange, kind: str) -> Iterator[tuple[str, str]]:
     ]:
         now = f" {change.happened(change.counter(name))}" if change.seconds else ""
         yield f"{name.removeprefix(kind)}{now}", f"{totals[name]:,}"
-
-
-def _pool_gib(report: Mapping[str, Any]) -> list[float]:
-    """What of the host pool is used, and pinned, and all of it."""
-    pool = report["pool"]
-    names = ("used_slots", "pinned_slots", "slots")
-    return [pool[name] * pool["slot_bytes"] / _GIB for name in names]
-
-
-def _canaries(report: Mapping[str, Any]) -> str:
-    """What has been compared, and what is distrusted."""
-    counters, canaries = report["counters"], report["canaries"]
-    text = f"one in {canaries['every']:,} hits" if canaries["every"] else "off"
-    text += f", {counters['compared_chunks']:,} parts compared"
-    text += f", {counters['differing_chunks']:,} differed"
-    for each in canaries["distrusted"]:
-        epoch = f" in epoch {each['epoch']}" if each["epoch"] else ""
-        text += (
-            f"\nlayout {each['layout'][:16]}{epoch} is not loaded, {each['agreed']} agreed since"
-        )
-    return text

@@ -28,8 +28,9 @@ THRESHOLD_SETTING = f"{_THRESHOLD}={256 << 10:#x}"
 def start_again_if_needed(command: str) -> None:
     """Replaces this process, once, by one with the right environment; the process id stays."""
     words, environment = without_secrets(sys.orig_argv[1:])
-    if command == "agent":
-        environment |= _tuned(os.environ.get(TUNABLES_VARIABLE, ""))
+    before = os.environ.get(TUNABLES_VARIABLE, "")
+    if command == "agent" and applies() and _THRESHOLD not in before:
+        environment[TUNABLES_VARIABLE] = ":".join(filter(None, (before, THRESHOLD_SETTING)))
     if not environment:
         return
     try:
@@ -54,13 +55,6 @@ def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         else:
             kept += [word] if equals or url is None else [word, url]
     return kept, found
-
-
-def _tuned(before: str) -> dict[str, str]:
-    """The variable with the setting, unless the variable already contains it."""
-    if _THRESHOLD in before or not applies():
-        return {}
-    return {TUNABLES_VARIABLE: ":".join(filter(None, (before, THRESHOLD_SETTING)))}
 
 
 def applies() -> bool:

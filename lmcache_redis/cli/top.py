@@ -9,15 +9,11 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lmcache_redis.cli.options import AsJson, Endpoint, agent_at
-
-if TYPE_CHECKING:
-    from lmcache_redis.cli.shown import Sample
-    from lmcache_redis.client.control import ControlClient
 
 
 def top(
@@ -46,37 +42,16 @@ def top(
     from rich.live import Live
     from rich.text import Text
 
-    from lmcache_redis.cli.shown import console, frame
+    from lmcache_redis.cli.shown import change_document, console, frame
     from lmcache_redis.client.control import AgentUnreachable
 
-    agent, screen = agent_at(endpoint, 2.0), console()
-    before = _read(agent)  # where there is no agent, this says so
-    if once or as_json or not (screen.is_terminal and sys.stdin.isatty()):
-        _print_frames(agent, before, interval_s, as_json=as_json, once=once)
-        return
-    with _keys() as pressed, Live(frame(None, before), console=screen, screen=True) as live:
-        while not pressed(interval_s):
-            try:
-                now = _read(agent)
-            except AgentUnreachable as error:
-                live.update(Text(f"{error}\n\nq: quit"), refresh=True)
-                continue
-            live.update(frame(before, now), refresh=True)
-            before = now
-
-
-def _print_frames(
-    agent: ControlClient, before: Sample, interval_s: float, *, as_json: bool, once: bool
-) -> None:
-    """One after the other, until Ctrl-C or the end of the reader. Raises ``AgentUnreachable``."""
-    from lmcache_redis.cli.shown import change_document, console, frame
-
-    out = console()
-    with contextlib.suppress(KeyboardInterrupt):
+    agent, out = agent_at(endpoint, 2.0), console()
+    before = agent.status()  # where there is no agent, this says so
+    if once or as_json or not (out.is_terminal and sys.stdin.isatty()):
         try:
             while True:
                 time.sleep(interval_s)
-                now = _read(agent)
+                now = agent.status()
                 if as_json:
                     print(json.dumps(change_document(before, now)), flush=True)
                 else:
@@ -85,20 +60,26 @@ def _print_frames(
                 if once:
                     return
                 before = now
+        except KeyboardInterrupt:
+            return
         except BrokenPipeError:
             # Python would complain of what is still in the buffer.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _read(agent: ControlClient) -> Sample:
-    from lmcache_redis.cli.shown import Sample
-
-    return Sample(agent.status(), time.monotonic())
+            return
+    with _keys() as pressed, Live(frame(None, before), console=out, screen=True) as live:
+        while not pressed(interval_s):
+            try:
+                now = agent.status()
+            except AgentUnreachable as error:
+                live.update(Text(f"{error}\n\nq: quit"), refresh=True)
+                continue
+            live.update(frame(before, now), refresh=True)
+            before = now
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for this many seconds, and returns whether q was pressed.
+    """Yields a function that waits for a key or so many seconds, and returns whether q was pressed.
 
     Ctrl-C counts as q.
     """
@@ -106,15 +87,11 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     import tty
 
     def waited(seconds: float) -> bool:
-        until_s = time.monotonic() + seconds
-        with contextlib.suppress(KeyboardInterrupt):
-            while (left_s := until_s - time.monotonic()) > 0:
-                if select.select([sys.stdin], [], [], left_s)[0]:
-                    pressed = os.read(sys.stdin.fileno(), 1)
-                    if pressed in (b"q", b"Q", b"\x04", b""):
-                        return True
-            return False
-        return True
+        try:
+            pressed = select.select([sys.stdin], [], [], seconds)[0]
+            return bool(pressed) and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"\x04", b"")
+        except KeyboardInterrupt:
+            return True
 
     settings = termios.tcgetattr(sys.stdin)
     try:

@@ -118,16 +118,16 @@ def list_lines(report: Mapping[str, Any], now_s: float) -> Iterator[str]:
                 what += f", {miss['reason']}"
             if each["parts"]["failed"]:
                 what += f", {each['parts']['failed']} parts failed to load"
-        yield f"{_ago(now_s - each['began_s']):>8} ago  {each['request_id']}  {what}"
+        yield f"{_ago(now_s - each['began_s']):>12}  {each['request_id']}  {what}"
 
 
 def request_lines(report: Mapping[str, Any], now_s: float) -> Iterator[str]:
     """What became of the one request of the report."""
     (request,) = report["requests"]
     lookup, parts = request["lookup"], request["parts"]
-    ago = _ago(now_s - request["began_s"])
+    began_s = request["began_s"]
     yield f"request {request['request_id']}"
-    yield _row("engine", f"{request['engine_id']}, {_clock(request['began_s'])}, {ago} ago")
+    yield _row("engine", f"{request['engine_id']}, {_clock(began_s)}, {_ago(now_s - began_s)}")
     if lookup is None:
         tokens = report["chunk_size_tokens"]
         yield _row(
@@ -188,15 +188,13 @@ def _place_lines(miss: Mapping[str, Any], lookup: Mapping[str, Any]) -> Iterator
 
 
 def _bet(bet: Mapping[str, Any]) -> str:
-    load_s, compute_s, chosen_s = bet["load_s"], bet["compute_s"], bet["chosen_s"]
-    text = f"to compute {bet['chunks']} chunks: {_seconds(compute_s)}; to load them: "
-    if load_s is None:
+    text = f"to compute {bet['chunks']} chunks: {_seconds(bet['compute_s'])}; to load them: "
+    if (load_s := bet["load_s"]) is None:
         return text + "not known yet, the first loads of a tier show its rate"
     text += _seconds(load_s)
-    if chosen_s is not None and load_s > chosen_s:
-        text += f"; what was chosen: {_seconds(chosen_s)}, so all was slower by "
-        text += _seconds(load_s - chosen_s)
-    return text
+    chosen_s = bet["chosen_s"]
+    is_less = chosen_s is not None and chosen_s < load_s
+    return text + (f"; what was chosen: {_seconds(chosen_s)}" if is_less else "")
 
 
 def _part_lines(parts: Mapping[str, Any], lookup: Mapping[str, Any] | None) -> Iterator[str]:
@@ -308,13 +306,10 @@ def _clock(at_s: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{max(0.0, seconds):.0f} s"
+    from lmcache_redis.admin.names import shown_age
+
+    return f"{shown_age(max(0.0, seconds))} ago"
 
 
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "not known"
+def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -12,12 +12,11 @@ import logging
 import socket
 import socketserver
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, TimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
@@ -37,21 +36,11 @@ from lmcache_redis.metrics import PREFIX
 logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 8
-_DEADLINE_S = 5.0
+_SILENCE_S = 5.0
 _ANSWER_S = 2.0
-_NO_DESCRIPTOR_PAUSE_S = 0.1
-
 
 _T = TypeVar("_T")
-_Environ = dict[str, Any]
-
-
-class HttpAnswer(NamedTuple):
-    """Of an HTTP request. status: as in "200 OK"."""
-
-    status: str
-    headers: Sequence[tuple[str, str]]
-    body: bytes
+_WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 class NoReading(Exception):
@@ -110,13 +99,16 @@ class OwnerCollector(Collector):
         """Raises NoReading if the loop does not turn."""
         return read_on(self.post, lambda: [*self.read()])
 
-    def describe(self) -> list[Metric]:
-        """None before they are asked for."""
-        return []
+
+class _MetricsRequest(WSGIRequestHandler):
+    timeout = _SILENCE_S  # of StreamRequestHandler: a client that says nothing is dropped
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
 
 
 class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each of a few connections, which have one deadline; others are closed at once.
+    """A thread for each of a few connections; others are closed at once.
 
     Anyone on the node may connect, and the process needs its threads and descriptors.
     """
@@ -126,8 +118,7 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self._deadlines: dict[socket.socket, float] = {}  # of the requests in progress
-        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _MetricsRequest)
 
@@ -138,131 +129,78 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return self.socket.accept()
-        except OSError:
-            time.sleep(_NO_DESCRIPTOR_PAUSE_S)  # else this thread would spin
-            raise
-
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        with self._lock:
-            if len(self._deadlines) >= _MOST_CONNECTIONS:
-                return False
-            self._deadlines[request] = time.monotonic() + _DEADLINE_S
-            return True
+        return self._places.acquire(blocking=False)
 
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._deadlines.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Twice a second. A thread that waits for an overdue client sees the connection's end."""
-        now_s = time.monotonic()
-        with self._lock:
-            for request, deadline_s in self._deadlines.items():
-                if now_s > deadline_s:
-                    with contextlib.suppress(OSError):
-                        request.shutdown(socket.SHUT_RDWR)
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a client of /metrics went away", exc_info=True)
 
 
-class _MetricsRequest(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug(format, *args)
+@contextlib.contextmanager
+def serve_metrics(
+    address: tuple[str, int],
+    owner: OwnerCollector,
+    counted: Collector,
+    page: _WsgiApp | None = None,
+) -> Iterator[int]:
+    """Serves from entry to exit, and yields the port: for port 0 the one that was chosen.
 
-
-@dataclass
-class Exporter:
-    """Serves from entry to exit. Raises StartError on entry if the address cannot be used.
-
-    owner: what /healthz asks. counted: the other metrics. page: makes the page at `/`; None without
-    one.
+    owner: what /healthz asks. counted: the other metrics. page: at `/`. Raises StartError on entry
+    if the address cannot be used.
     """
 
-    address: tuple[str, int]
-    owner: OwnerCollector
-    counted: Collector
-    page: Callable[[], HttpAnswer] | None = None
-    _server: _MetricsServer = field(init=False, repr=False)
+    def health(_: object, start: Any) -> Iterable[bytes]:
+        owner.collect()
+        return _text(start, "200 OK", "ok")
 
-    @property
-    def port(self) -> int:
-        """Where it listens; for port 0, the port that was chosen."""
-        return int(self._server.server_address[1])
-
-    def __enter__(self) -> Exporter:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        registry = CollectorRegistry()
-        registry.register(self.owner)
-        registry.register(self.counted)
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        GCCollector(registry=registry)
-        metrics = make_wsgi_app(registry)
-        routes: dict[str, Callable[[_Environ], HttpAnswer]] = {
-            "/metrics": lambda environ: _asked(metrics, environ),
-            "/healthz": lambda environ: self._health(),
-        }
-        if (page := self.page) is not None:
-            routes["/"] = lambda environ: page()
-
-        host, _ = self.address
-        try:
-            self._server = _MetricsServer(self.address)
-        except OSError as error:
-            raise StartError(f"--metrics: {host} port {self.address[1]}: {error}") from error
-        self._server.set_app(partial(_serve, routes))
-        thread = threading.Thread(
-            target=self._server.serve_forever, name="lmcache-redis-metrics", daemon=True
-        )
-        thread.start()
-        logger.info(
-            "metrics at http://%s:%d/metrics%s",
-            f"[{host}]" if ":" in host else host,
-            self.port,
-            "" if self.page is None else ", a page for people at /",
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def _health(self) -> HttpAnswer:
-        self.owner.collect()
-        return _text("200 OK", "ok")
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    registry.register(owner)
+    registry.register(counted)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    routes: dict[str, _WsgiApp] = {"/metrics": make_wsgi_app(registry), "/healthz": health}
+    if page is not None:
+        routes["/"] = page
+    host, port = address
+    try:
+        server = _MetricsServer(address)
+    except OSError as error:
+        raise StartError(f"--metrics: {host} port {port}: {error}") from error
+    server.set_app(partial(_serve, routes))
+    threading.Thread(target=server.serve_forever, name="lmcache-redis-metrics", daemon=True).start()
+    logger.info(
+        "metrics at http://%s:%d/metrics%s",
+        f"[{host}]" if ":" in host else host,
+        server.server_port,
+        ", a page for people at /" if page else "",
+    )
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
-def _serve(
-    routes: Mapping[str, Callable[[_Environ], HttpAnswer]], environ: _Environ, start: Any
-) -> list[bytes]:
-    """A WSGI application. HEAD is answered as GET, without the body."""
-    method, route = environ["REQUEST_METHOD"], routes.get(environ["PATH_INFO"])
-    if route is None:
-        answer = _text("404 Not Found", f"there are {', '.join(routes)}")
-    elif method not in ("GET", "HEAD"):
-        answer = _text("405 Method Not Allowed", "use GET or HEAD", ("Allow", "GET, HEAD"))
-    else:
-        try:
-            answer = route(environ)
-        except NoReading as reason:
-            answer = _text("503 Service Unavailable", str(reason))
-    headers = [each for each in answer.headers if each[0].lower() != "content-length"]
-    start(answer.status, [*headers, ("Content-Length", str(len(answer.body)))])
-    return [] if method == "HEAD" else [answer.body]
+def _serve(routes: Mapping[str, _WsgiApp], environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+    """A WSGI application made of others, by path."""
+    if (route := routes.get(environ["PATH_INFO"])) is None:
+        return _text(start, "404 Not Found", f"there are {', '.join(routes)}")
+    if environ["REQUEST_METHOD"] != "GET":
+        return _text(start, "405 Method Not Allowed", "use GET", ("Allow", "GET"))
+    try:
+        return route(environ, start)
+    except NoReading as reason:  # none of them has started an answer then
+        return _text(start, "503 Service Unavailable", str(reason))
 
 
-def _asked(app: Any, environ: _Environ) -> HttpAnswer:
-    """What another WSGI application answers to GET."""
-    started: list[tuple[str, list[tuple[str, str]]]] = []
-    body = app({**environ, "REQUEST_METHOD": "GET"}, lambda *given: started.append(given[:2]))
-    return HttpAnswer(*started[0], b"".join(body))
-
-
-def _text(status: str, text: str, *headers: tuple[str, str]) -> HttpAnswer:
-    kind = ("Content-Type", "text/plain; charset=utf-8")
-    return HttpAnswer(status, [kind, *headers], f"{text}\n".encode())
+def _text(start: Any, status: str, text: str, *headers: tuple[str, str]) -> list[bytes]:
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), *headers])
+    return [f"{text}\n".encode()]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from lmcache_redis.plan.distances import Ints
 from lmcache_redis.plan.pacing import Loads, Speeds, decide
-from lmcache_redis.plan.simulate import TIERS, Capacity, Curve, Prefixes, Replay, Router
+from lmcache_redis.plan.simulate import ROUTERS, TIERS, Capacity, Prefixes, Replay
 from lmcache_redis.plan.traces import Trace
 
 _GIB = 1 << 30
@@ -34,12 +34,11 @@ class Grid:
 
     replicas: Sequence[int]
     chunk_tokens: Sequence[int]
-    policies: Sequence[str]
     pool_bytes: Sequence[int]
     disk_bytes: Sequence[int]
     redis_bytes: Sequence[int]
     engine_bytes: int = 0
-    router: Router = "round-robin"
+    router: str = ROUTERS[0]
 
 
 class PlanRow(NamedTuple):
@@ -55,7 +54,6 @@ class PlanRow(NamedTuple):
 
     replicas: int
     chunk_size_tokens: int
-    policy: str
     pool_bytes: int
     disk_bytes: int
     redis_bytes: int
@@ -80,42 +78,16 @@ class PlanRow(NamedTuple):
     usd_saved_per_month: float | None
 
 
-class NamedCurve(NamedTuple):
-    """name: what sets it apart from the other curves."""
-
-    name: str
-    curve: Curve
-
-
-class Figures(NamedTuple):
-    """All that was found."""
-
-    rows: list[PlanRow]
-    curves: list[NamedCurve]
-
-
-def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> Figures:
-    """Every row of the grid. Raises ``ConfigError`` for chunks or policies that cannot be."""
-    rows, curves = [], []
-    for chunk_tokens in grid.chunk_tokens:
-        chunked = trace.in_chunks(chunk_tokens)
-        for replicas in grid.replicas:
-            replay = Replay(chunked, replicas, grid.router)
-            if replicas == grid.replicas[0]:
-                curves.append(NamedCurve(f"chunks of {chunk_tokens} tokens", replay.curve()))
-            for sizes in _capacities(grid):
-                found = replay.find(sizes)
-                loads = decide(replay, found, speeds)
-                rows.append(_row(replay, sizes, found, loads, speeds, prices))
-    return Figures(rows, curves)
-
-
-def _capacities(grid: Grid) -> Iterator[Capacity]:
-    for policy in grid.policies:
-        for redis_bytes in grid.redis_bytes:
-            for disk_bytes in grid.disk_bytes:
-                for pool_bytes in grid.pool_bytes:
-                    yield Capacity(pool_bytes, disk_bytes, redis_bytes, grid.engine_bytes, policy)
+def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> list[PlanRow]:
+    """Every row of the grid. Raises ``ConfigError`` for chunks that cannot be."""
+    rows = []
+    for chunk_tokens, replicas in product(grid.chunk_tokens, grid.replicas):
+        replay = Replay(trace.in_chunks(chunk_tokens), replicas, grid.router)
+        for redis, disk, pool in product(grid.redis_bytes, grid.disk_bytes, grid.pool_bytes):
+            sizes = Capacity(pool, disk, redis, grid.engine_bytes)
+            found = replay.find(sizes)
+            rows.append(_row(replay, sizes, found, decide(replay, found, speeds), speeds, prices))
+    return rows
 
 
 def _row(
@@ -129,69 +101,50 @@ def _row(
     trace = replay.trace
     chunk_tokens = trace.layouts[0].block_tokens
     asked_tokens = int(trace.tokens.sum() - found.begin.sum() * chunk_tokens)
-    hits = np.maximum(0, loads.end - found.begin)
-    hit_tokens = int(hits.sum()) * chunk_tokens
-    by_tier = [n * chunk_tokens / max(1, asked_tokens) for n in _by_tier(trace, found, loads.end)]
-    not_loaded = np.maximum(0, found.end - np.maximum(loads.end, found.begin))
+    hit_tokens = int((loads.end - found.begin).sum()) * chunk_tokens
+    request, within = trace.request_of, trace.within
+    is_hit = (found.begin[request] <= within) & (within < loads.end[request])
+    by_tier = np.bincount(found.places[is_hit], minlength=len(TIERS)) * chunk_tokens
+    rates = (by_tier / max(1, asked_tokens)).tolist()
     gpu_s = hit_tokens * speeds.token_s
     prefill_s = gpu_s - float(loads.wait_s.sum())
-    mean, peak = _link(trace, found, loads)
     dollars = (
         (sizes.pool_bytes * replay.replicas + sizes.redis_bytes) * prices.gib_month
         + sizes.disk_bytes * replay.replicas * prices.disk_gib_month
     ) / _GIB
-    per_month = _MONTH_S / trace.duration_s if trace.has_times and trace.duration_s else None
+    busy = mean = peak = gpu_dollars = None
+    if trace.duration_s:
+        busy_s = (asked_tokens - hit_tokens) * speeds.token_s
+        busy = busy_s / (trace.duration_s * replay.replicas)
+        mean, peak = _link(trace, found, loads)
+        gpu_dollars = _MONTH_S / trace.duration_s * gpu_s * prices.gpu_hour / 3600
     return PlanRow(
         replicas=replay.replicas,
         chunk_size_tokens=chunk_tokens,
-        policy=sizes.policy,
-        pool_bytes=sizes.pool_bytes,
-        disk_bytes=sizes.disk_bytes,
-        redis_bytes=sizes.redis_bytes,
-        engine_bytes=sizes.engine_bytes,
+        **asdict(sizes),
         requests=len(trace),
         prompt_tokens=int(trace.tokens.sum()),
         asked_tokens=asked_tokens,
         hit_tokens=hit_tokens,
         hit_rate=hit_tokens / max(1, asked_tokens),
-        hit_rate_pool=by_tier[0],
-        hit_rate_disk=by_tier[1],
-        hit_rate_redis=by_tier[2],
-        slower_tokens=int(not_loaded.sum()) * chunk_tokens,
+        hit_rate_pool=rates[0],
+        hit_rate_disk=rates[1],
+        hit_rate_redis=rates[2],
+        slower_tokens=int((found.end - loads.end).sum()) * chunk_tokens,
         gpu_s_saved=gpu_s,
         prefill_s_saved=prefill_s,
         first_token_s_saved=prefill_s / max(1, int((trace.tokens > 0).sum())),
-        busy_share=_busy(replay, asked_tokens - hit_tokens, speeds),
+        busy_share=busy,
         link_bytes_per_s=mean,
         link_peak_bytes_per_s=peak,
-        link_peak_share=None if peak is None else peak / speeds.link_bytes_per_s,
+        link_peak_share=peak and peak / speeds.link_bytes_per_s,
         usd_per_month=dollars,
-        usd_saved_per_month=per_month and per_month * gpu_s * prices.gpu_hour / 3600,
+        usd_saved_per_month=gpu_dollars,
     )
 
 
-def _busy(replay: Replay, tokens: int, speeds: Speeds) -> float | None:
-    trace = replay.trace
-    if not trace.has_times or not trace.duration_s:
-        return None
-    return tokens * speeds.token_s / (trace.duration_s * replay.replicas)
-
-
-def _by_tier(trace: Trace, found: Prefixes, end: Ints) -> list[int]:
-    """Chunks that were used, by tier."""
-    begins = trace.starts[:-1]
-    counts = []
-    for tier in range(len(TIERS)):
-        before = np.concatenate([[0], np.cumsum(found.places == tier)])
-        used = before[begins + np.maximum(end, found.begin)] - before[begins + found.begin]
-        counts.append(int(used.sum()))
-    return counts
-
-
-def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float | None, float | None]:
+def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float, float]:
     """Bytes a second between agents and Redis: on average, and in the busiest part."""
-    if not trace.has_times or not trace.duration_s:
-        return None, None
     request = trace.request_of
     nbytes = np.array([each.nbytes for each in trace.layouts])[trace.layout]
     stored = np.bincount(request[found.written], minlength=len(trace)) * nbytes

@@ -3,24 +3,107 @@
 hash_ids    ``hash_ids`` (one for each block of the prompt) and, if known, ``timestamp`` (ms)
             and ``input_length`` (tokens): Mooncake's
 recording   what an agent's `--record` writes (`records`)
-KV events   what vLLM publishes (`events`)
+KV events   what vLLM publishes, one batch a line as its msgpack decodes to
+
+    [1718000000.5, [{"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ...,
+                     "token_ids": [...], "block_size": 16, ...}], 0]
+
+Source: ``vllm/distributed/kv_events.py``. ``token_ids`` may be left out: they are not read.
+
+An event tells that blocks are in the engine's own cache now: they were computed, or loaded. What
+the engine's cache served has no event. So the trace is what is left for a cache behind it, and a
+block that is stored again is a hit that such a cache could have had.
+
+Blocks that continue the last block of an earlier event belong to its request. Where they come
+singly they were generated: a prompt's come several at a time.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
 
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.plan import events, records
-from lmcache_redis.plan.traces import BlockLayout, Measured, SizedRow, Trace, TraceColumns
+from lmcache_redis.plan import records
+from lmcache_redis.plan.traces import (
+    BlockLayout,
+    SizedRow,
+    Trace,
+    TraceColumns,
+    prefix_numbers,
+)
+
+# After so long the continuation of a prompt is another turn of its conversation.
+_SAME_REQUEST_S = 60.0
+_GPU = (None, "GPU")
+
+
+def read_trace(paths: Sequence[Path], block_tokens: int, token_bytes: int) -> Trace:
+    """The trace in one or several files of the same kind.
+
+    block_tokens, token_bytes: what files do not say. Raises ``FormatError``, which names file and
+    line, and ``ConfigError`` for a file that cannot be read.
+    """
+    where = files = ", ".join(map(str, paths))
+    reader: _TraceReader | None = None
+    try:
+        for each in _lines(paths):
+            where, line = each
+            if reader is None:
+                reader, decode = _reader_of(line, block_tokens, token_bytes)
+            reader.add(decode(line))
+        where = files
+        if reader is None:
+            raise FormatError("the trace is empty")
+        return reader.trace()
+    except KeyError as error:
+        raise FormatError(f"{where}: no line before describes {error}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise FormatError(f"{where}: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read ({error.strerror}): name another"
+        ) from error
+
+
+def _lines(paths: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Where each line is, and the line."""
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"line {number} of {path}", line
+
+
+class _TraceReader(Protocol):
+    """Of one kind of trace. Both methods raise ``FormatError``."""
+
+    def add(self, line: Any) -> None: ...
+
+    def trace(self) -> Trace: ...
+
+
+def _reader_of(
+    line: bytes, block_tokens: int, token_bytes: int
+) -> tuple[_TraceReader, Callable[[bytes], Any]]:
+    """What takes the lines of a trace that begins with this one, and how they are decoded."""
+    found = msgspec.json.decode(line)
+    if isinstance(found, list):
+        return _KvEvents(token_bytes), msgspec.json.Decoder(_KvEventBatch).decode
+    if isinstance(found, dict) and "hash_ids" in found:
+        return _Prompts(block_tokens, token_bytes), msgspec.json.Decoder(_Prompt).decode
+    if isinstance(found, dict) and found.get("type") in ("start", "layout", "lookup"):
+        return _Recording(), msgspec.json.Decoder(records.Line).decode
+    raise FormatError(
+        "neither a prompt with `hash_ids`, a line of `--record`, nor KV events of vLLM"
+    )
 
 
 class _Prompt(msgspec.Struct):
@@ -31,114 +114,113 @@ class _Prompt(msgspec.Struct):
     input_length: int | None = None
 
 
-def read_trace(paths: Sequence[Path], block_tokens: int, token_bytes: int) -> Trace:
-    """The trace in one or several files of the same kind.
+class _Prompts:
+    """A trace with ``hash_ids`` while it is read."""
 
-    block_tokens, token_bytes: what files do not say. Raises ``FormatError``, which names file and
-    line, and ``ConfigError`` for a file that cannot be read.
-    """
-    lines = _lines(paths)
-    first = next(lines, None)
-    if first is None:
-        raise FormatError(f"{', '.join(map(str, paths))}: the trace is empty")
-    kind, everything = _kind(*first), chain([first], lines)
-    try:
-        if kind == "recording":
-            return _read_recording(everything)
-        if kind == "events":
-            return _read_events(everything, token_bytes)
-        return _read_prompts(everything, block_tokens, token_bytes)
-    except FormatError as error:
-        if "line " in str(error):
-            raise
-        raise FormatError(f"{', '.join(map(str, paths))}: {error}") from error
+    def __init__(self, block_tokens: int, token_bytes: int) -> None:
+        self._columns = TraceColumns()
+        self._numbers: dict[tuple[int, int | str], int] = {}
+        self._layout = _uniform_blocks(block_tokens, token_bytes)
+        self._has_times = False
 
-
-Numbered = tuple[str, bytes]  # where a line is, and the line
-
-
-def _lines(paths: Sequence[Path]) -> Iterator[Numbered]:
-    for path in paths:
-        with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"line {number} of {path}", line
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name another") from error
-
-
-def _kind(where: str, line: bytes) -> str:
-    try:
-        found = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{where}: {error}") from error
-    if isinstance(found, dict) and "hash_ids" in found:
-        return "prompts"
-    if isinstance(found, dict) and found.get("type") in ("start", "layout", "lookup"):
-        return "recording"
-    if isinstance(found, list) or (isinstance(found, dict) and "events" in found):
-        return "events"
-    raise FormatError(
-        f"{where}: neither a prompt with `hash_ids`, a line of `--record`, nor KV events of vLLM"
-    )
-
-
-def _read_prompts(lines: Iterable[Numbered], block_tokens: int, token_bytes: int) -> Trace:
-    columns, decode = TraceColumns(), msgspec.json.Decoder(_Prompt).decode
-    has_times = False
-    for number, (where, line) in enumerate(lines):
-        try:
-            prompt = decode(line)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise FormatError(f"{where}: {error}") from error
-        ids, length = prompt.hash_ids, prompt.input_length
-        if length is None:
-            length = len(ids) * block_tokens
-        elif not 0 <= length <= len(ids) * block_tokens:
+    def add(self, prompt: _Prompt) -> None:
+        ids, tokens = prompt.hash_ids, self._layout.block_tokens
+        length = len(ids) * tokens if prompt.input_length is None else prompt.input_length
+        if not 0 <= length <= len(ids) * tokens:
             raise FormatError(
-                f"{where}: {len(ids)} blocks of {block_tokens} tokens do not hold input_length "
-                f"{length}: set --block-tokens"
+                f"{len(ids)} blocks of {tokens} tokens do not hold input_length {length}: set "
+                "--block-tokens"
             )
+        time_s = float(len(self._columns.times))
         if prompt.timestamp is not None:
-            has_times = True
-        time_s = number if prompt.timestamp is None else prompt.timestamp / 1000
-        whole = min(len(ids), length // block_tokens)
-        columns.add(time_s, ids[:whole], tokens=length, asked=whole)
-    nbytes = block_tokens * token_bytes
-    layout = BlockLayout(block_tokens, (SizedRow(nbytes, nbytes),))
-    return columns.trace([layout], is_chained=False, has_times=has_times)
-
-
-def _read_events(lines: Iterable[Numbered], token_bytes: int) -> Trace:
-    columns = TraceColumns()
-    found = events.requests_of(lines)
-    nbytes = found.block_tokens * token_bytes
-    for request in found.requests:
-        columns.add(
-            request.time_s,
-            request.blocks,
-            tokens=request.asked * found.block_tokens,
-            asked=request.asked,
+            self._has_times, time_s = True, prompt.timestamp / 1000
+        whole = length // tokens
+        self._columns.add(
+            time_s, prefix_numbers(self._numbers, ids[:whole]), tokens=length, asked=whole
         )
-    layout = BlockLayout(found.block_tokens, (SizedRow(nbytes, nbytes),))
-    return columns.trace([layout], is_chained=True, notes=(events.NOTE,))
+
+    def trace(self) -> Trace:
+        unknown = "The trace has no times: link and savings a month are not known."
+        notes = [] if self._has_times else [unknown]
+        return self._columns.trace([self._layout], has_times=self._has_times, notes=notes)
 
 
-def _read_recording(lines: Iterable[Numbered]) -> Trace:
-    recording, decode = _Recording(), msgspec.json.Decoder(records.Line).decode
-    for where, line in lines:
-        try:
-            recording.add(decode(line))
-        except (msgspec.DecodeError, ValueError) as error:  # noqa: PERF203
-            raise FormatError(f"{where}: {error}") from error
-        except KeyError as error:
-            raise FormatError(f"{where}: no line before describes {error}") from error
-    return recording.trace()
+class _KvEvent(msgspec.Struct):
+    """Of any kind; fields that others have do not matter."""
+
+    type: str
+    block_hashes: list[int | str] = []
+    parent_block_hash: int | str | None = None
+    block_size: int = 0
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _KvEventBatch(msgspec.Struct, array_like=True):
+    """A line."""
+
+    ts: float
+    events: list[_KvEvent]
+    data_parallel_rank: Any = None
+
+
+@dataclass
+class _StoredRequest:
+    """Blocks that followed one another. The first ``asked`` are of the prompt."""
+
+    time_s: float
+    blocks: list[int | str] = field(default_factory=list)
+    asked: int = 0
+
+
+class _KvEvents:
+    """The events of a trace while it is read."""
+
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
+        self._block_tokens = 0
+        self._requests: list[_StoredRequest] = []
+        self._ends: dict[int | str, _StoredRequest] = {}  # by the last block
+
+    def add(self, batch: _KvEventBatch) -> None:
+        for event in batch.events:
+            # A group's blocks cover the same tokens as those of the first one.
+            of_others = event.medium not in _GPU or event.group_idx
+            if event.type != "BlockStored" or of_others or not event.block_hashes:
+                continue
+            if event.block_size < 1 or self._block_tokens not in (0, event.block_size):
+                raise FormatError(
+                    f"a block of {event.block_size} tokens among others of {self._block_tokens}"
+                )
+            self._block_tokens = event.block_size
+            self._add_blocks(batch.ts, event)
+
+    def _add_blocks(self, time_s: float, event: _KvEvent) -> None:
+        parent = event.parent_block_hash
+        request = None if parent is None else self._ends.pop(parent, None)
+        if request is None or time_s - request.time_s > _SAME_REQUEST_S:
+            request = _StoredRequest(time_s)
+            self._requests.append(request)
+        is_prompt = not request.blocks or len(event.block_hashes) > 1
+        if is_prompt and request.asked == len(request.blocks):
+            request.asked += len(event.block_hashes)
+        request.blocks += event.block_hashes
+        self._ends[event.block_hashes[-1]] = request
+
+    def trace(self) -> Trace:
+        if not self._requests:
+            raise FormatError("there is no BlockStored event of the GPU's cache")
+        columns, numbers = TraceColumns(), dict[int | str, int]()
+        for each in self._requests:
+            ids = [numbers.setdefault(block, len(numbers)) for block in each.blocks]
+            tokens = each.asked * self._block_tokens
+            columns.add(each.time_s, ids, tokens=tokens, asked=each.asked)
+        layout = _uniform_blocks(self._block_tokens, self._token_bytes)
+        note = (
+            "KV events do not tell what the engine's own cache has served: hits are of what it had "
+            "not"
+        )
+        return columns.trace([layout], notes=[note])
 
 
 class _Recording:
@@ -156,15 +238,16 @@ class _Recording:
         self._dropped = 0
 
     def add(self, record: records.Line) -> None:
-        """Raises ValueError, and KeyError for a layout that is not known."""
-        if isinstance(record, records.LayoutRecord):
-            self._add_layout(record)
-        elif isinstance(record, records.LookupRecord):
-            self._add_lookup(record)
-        elif isinstance(record, records.StoreRecord):
-            self._add_store(record)
-        elif isinstance(record, records.DroppedRecord):
-            self._dropped += record.lines
+        """Raises KeyError for a layout that is not known."""
+        match record:
+            case records.LayoutRecord():
+                self._add_layout(record)
+            case records.LookupRecord():
+                self._add_lookup(record)
+            case records.StoreRecord():
+                self._add_store(record)
+            case records.DroppedRecord():
+                self._dropped += record.lines
 
     def _add_layout(self, record: records.LayoutRecord) -> None:
         if record.name not in self._layouts:
@@ -176,14 +259,8 @@ class _Recording:
         number, names = self._layouts[record.layout], records.names_of(record.chunks)
         self._requests[record.request] = number, set(names)
         tokens = len(names) * self._sizes[number].block_tokens
-        self._columns.add(
-            record.time,
-            _numbers(names),
-            tokens=tokens,
-            asked=len(names),
-            first=record.first_chunk,
-            layout=number,
-        )
+        whole = {"tokens": tokens, "asked": len(names), "first": record.first_chunk}
+        self._columns.add(record.time, _numbers(names), layout=number, **whole)
         for letter in record.hits:
             self._hits[letter] += 1
         if record.token_s:
@@ -199,13 +276,20 @@ class _Recording:
             self._columns.add(record.time, _numbers(names), layout=number)
 
     def trace(self) -> Trace:
-        dropped = f"the agent left out {self._dropped} lines, because it was too busy"
+        asked = sum(self._columns.whole["asked"])
+        pool, disk, redis = (self._hits[letter] / max(1, asked) for letter in "hdr")
+        rates = {"hit_rate_pool": pool, "hit_rate_disk": disk, "hit_rate_redis": redis}
+        notes = [
+            f"While it was recorded the agent had a hit rate of {pool + disk + redis:.1%}: host "
+            f"pool {pool:.1%}, disk {disk:.1%}, Redis {redis:.1%}."
+        ]
+        if self._dropped:
+            notes.append(f"The agent left out {self._dropped} lines, because it was too busy.")
         return self._columns.trace(
             self._sizes,
-            is_chained=True,
             token_s=float(np.median(self._token_s)) if self._token_s else 0.0,
-            measured=Measured(sum(self._columns.whole["asked"]), self._hits),
-            notes=(dropped,) if self._dropped else (),
+            measured={"asked_chunks": asked, "hit_rate": pool + disk + redis, **rates},
+            notes=notes,
         )
 
 
@@ -220,3 +304,9 @@ def _sizes_of(record: records.LayoutRecord) -> BlockLayout:
         reach = msgspec.convert({"kind": row.reach, "tokens": row.reach_tokens}, Reach)
         rows.append(SizedRow(row.bytes, row.pool_bytes, reach))
     return BlockLayout(record.chunk_tokens, tuple(rows))
+
+
+def _uniform_blocks(block_tokens: int, token_bytes: int) -> BlockLayout:
+    """Of one part each, which takes in every tier what its tokens take."""
+    nbytes = max(1, block_tokens * token_bytes)
+    return BlockLayout(block_tokens, (SizedRow(nbytes, nbytes),))

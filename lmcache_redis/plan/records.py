@@ -18,6 +18,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from lmcache_redis.errors import FormatError
+
 NAME_DIGITS = 16
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -90,7 +92,7 @@ Line = StartRecord | LayoutRecord | LookupRecord | StoreRecord | DroppedRecord
 
 
 def names_of(chunks: str) -> list[str]:
-    """The chunks' names in a line. Raises ValueError."""
+    """The chunks' names in a line. Raises ``FormatError``."""
     if len(chunks) % NAME_DIGITS:
-        raise ValueError(f"chunks has {len(chunks)} digits, which is no multiple of {NAME_DIGITS}")
+        raise FormatError(f"chunks has {len(chunks)} digits, which is no multiple of {NAME_DIGITS}")
     return [chunks[at : at + NAME_DIGITS] for at in range(0, len(chunks), NAME_DIGITS)]

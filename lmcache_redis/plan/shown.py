@@ -1,21 +1,34 @@
-"""The rows of a plan as text: the columns that table and page share, and what follows from them."""
+"""What a plan shows: the columns of its rows, what follows from them, and an HTML page.
+
+The page has plots as inline SVG. It loads nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import compress, islice
+from types import MappingProxyType
 
 from lmcache_redis.plan.figures import PlanRow, enough
 
 _GIB = 1 << 30
-_NONE = "-"
+_COLOURS = ("#c6302b", "#3b6ea5", "#7aa874", "#8d6a9f", "#b58a2e", "#5f6b7a")
+_WIDTH, _HEIGHT = 560, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 28, 44
+_TICKS = 5
+_MOST_LINES = 6
 
-
-class ShownColumn(NamedTuple):
-    """A column, and what it shows of a row."""
-
-    title: str
-    text: Callable[[PlanRow], str]
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1180px;padding:0 1em;color:#222}
+h1{font-size:1.5em}h2{font-size:1.15em;margin-top:1.6em}
+table{border-collapse:collapse;font-size:13px}td,th{padding:3px 9px;text-align:right}
+th{border-bottom:2px solid #999;vertical-align:bottom}tr:nth-child(even){background:#f4f5f7}
+tr.enough{background:#fbeceb;font-weight:600}.plots{display:flex;flex-wrap:wrap;gap:1em}
+dl{display:grid;grid-template-columns:max-content auto;gap:2px 1.2em}dt{color:#666}dd{margin:0}
+svg{font:11px system-ui,sans-serif;background:#fff}
+"""
 
 
 def gib(nbytes: float) -> str:
@@ -24,41 +37,33 @@ def gib(nbytes: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
-COLUMNS = (
-    ShownColumn("replicas", lambda row: str(row.replicas)),
-    ShownColumn("chunk", lambda row: str(row.chunk_size_tokens)),
-    ShownColumn("policy", lambda row: row.policy),
-    ShownColumn("pool GiB", lambda row: gib(row.pool_bytes)),
-    ShownColumn("disk GiB", lambda row: gib(row.disk_bytes)),
-    ShownColumn("Redis GiB", lambda row: gib(row.redis_bytes)),
-    ShownColumn("hit rate", lambda row: f"{row.hit_rate:.1%}"),
-    ShownColumn("pool", lambda row: f"{row.hit_rate_pool:.1%}"),
-    ShownColumn("disk", lambda row: f"{row.hit_rate_disk:.1%}"),
-    ShownColumn("Redis", lambda row: f"{row.hit_rate_redis:.1%}"),
-    ShownColumn("GPU s saved", lambda row: f"{row.gpu_s_saved:,.0f}"),
-    ShownColumn("first token saved s", lambda row: f"{row.first_token_s_saved:.2f}"),
-    ShownColumn("engines busy", lambda row: _share(row.busy_share)),
-    ShownColumn("link MB/s", lambda row: _mega(row.link_bytes_per_s)),
-    ShownColumn("link at peak", lambda row: _share(row.link_peak_share)),
-    ShownColumn("$ a month", lambda row: f"{row.usd_per_month:,.0f}"),
-    ShownColumn("$ saved", lambda row: _dollars(row.usd_saved_per_month)),
+def _if_known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+# By the title, what a column shows of a row.
+COLUMNS: Mapping[str, Callable[[PlanRow], str]] = MappingProxyType(
+    {
+        "replicas": lambda row: str(row.replicas),
+        "chunk": lambda row: str(row.chunk_size_tokens),
+        "pool GiB": lambda row: gib(row.pool_bytes),
+        "disk GiB": lambda row: gib(row.disk_bytes),
+        "Redis GiB": lambda row: gib(row.redis_bytes),
+        "hit rate": lambda row: f"{row.hit_rate:.1%}",
+        "pool": lambda row: f"{row.hit_rate_pool:.1%}",
+        "disk": lambda row: f"{row.hit_rate_disk:.1%}",
+        "Redis": lambda row: f"{row.hit_rate_redis:.1%}",
+        "GPU s saved": lambda row: f"{row.gpu_s_saved:,.0f}",
+        "first token saved s": lambda row: f"{row.first_token_s_saved:.2f}",
+        "engines busy": lambda row: _if_known(row.busy_share, ".0%"),
+        "link MB/s": lambda row: _if_known(
+            row.link_bytes_per_s and row.link_bytes_per_s / 1e6, ",.0f"
+        ),
+        "link at peak": lambda row: _if_known(row.link_peak_share, ".0%"),
+        "$ a month": lambda row: f"{row.usd_per_month:,.0f}",
+        "$ saved": lambda row: _if_known(row.usd_saved_per_month, ",.0f"),
+    }
 )
-
-
-def _share(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.0%}"
-
-
-def _mega(value: float | None) -> str:
-    return _NONE if value is None else f"{value / 1e6:,.0f}"
-
-
-def _dollars(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.0f}"
-
-
-def cells(row: PlanRow) -> list[str]:
-    return [column.text(row) for column in COLUMNS]
 
 
 def sentence(rows: Sequence[PlanRow]) -> str:
@@ -69,11 +74,8 @@ def sentence(rows: Sequence[PlanRow]) -> str:
             "No prompt repeats the beginning of an earlier one: a cache of any size saves nothing."
         )
     highest = max(each.hit_rate for each in rows)
-    parts = [f"{gib(row.pool_bytes)} GiB of host pool"]
-    if row.disk_bytes:
-        parts.append(f"{gib(row.disk_bytes)} GiB of disk")
-    if row.redis_bytes:
-        parts.append(f"{gib(row.redis_bytes)} GiB of Redis")
+    tiers = {"host pool": row.pool_bytes, "disk": row.disk_bytes, "Redis": row.redis_bytes}
+    parts = [f"{gib(n)} GiB of {tier}" for tier, n in tiers.items() if n or tier == "host pool"]
     said = (
         f"{' and '.join(parts)} reach a hit rate of {row.hit_rate:.1%}; the best row has "
         f"{highest:.1%}."
@@ -94,3 +96,117 @@ def warnings(rows: Sequence[PlanRow]) -> list[str]:
         f"Up to {slower:.0%} of the tokens were found and not loaded: computing them was faster "
         "than this link."
     ]
+
+
+# By name: GiB of host pool of each replica, and a value.
+_Lines = dict[str, list[tuple[float, float]]]
+
+
+def page(
+    title: str, assumed: Mapping[str, str], notes: Sequence[str], rows: Sequence[PlanRow]
+) -> str:
+    """The whole document."""
+    best = enough(rows)
+    facts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in assumed.items())
+    said = "".join(f"<p>{escape(note)}</p>" for note in (sentence(rows), *notes))
+    plots = _plot("Hit rate by host pool", _by_pool(rows, _hit_rate), lambda rate: f"{rate:.0%}")
+    if money := _by_pool(rows, _dollars):
+        what = "Dollars a month: GPU time saved, less the cache"
+        plots += _plot(what, money, lambda dollars: f"{dollars:,.0f}")
+    head = "".join(f"<th>{escape(title)}</th>" for title in COLUMNS)
+    body = "".join(
+        f"<tr{' class=enough' if row is best else ''}>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in (of(row) for of in COLUMNS.values()))
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
+        f"<style>{_STYLE}</style><h1>{escape(title)}</h1>{said}"
+        f"<div class=plots>{plots}</div><h2>Every row</h2><table><tr>{head}</tr>{body}</table>"
+        f"<h2>Assumed</h2><dl>{facts}</dl></html>\n"
+    )
+
+
+def _hit_rate(row: PlanRow) -> float:
+    return row.hit_rate
+
+
+def _dollars(row: PlanRow) -> float | None:
+    saved = row.usd_saved_per_month
+    return None if saved is None else saved - row.usd_per_month
+
+
+def _by_pool(rows: Sequence[PlanRow], value: Callable[[PlanRow], float | None]) -> _Lines:
+    """A line for each of the rest, named by what differs. Without rows that have no value."""
+    lines: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for row in rows:
+        names = (
+            f"Redis {gib(row.redis_bytes)} GiB",
+            f"disk {gib(row.disk_bytes)} GiB",
+            f"{row.replicas} replicas",
+            f"chunks of {row.chunk_size_tokens}",
+        )
+        if (y := value(row)) is not None:
+            lines.setdefault(names, []).append((row.pool_bytes / _GIB, y))
+    varied = [len(set(column)) > 1 for column in zip(*lines, strict=True)]
+    return {
+        ", ".join(compress(names, varied)): sorted(points)
+        for names, points in islice(lines.items(), _MOST_LINES)
+    }
+
+
+def _plot(title: str, lines: _Lines, text: Callable[[float], str]) -> str:
+    """An SVG. The axes begin at 0, or at the lowest value below. text: how values are written."""
+    xs, ys = ([point[n] for points in lines.values() for point in points] for n in (0, 1))
+    low, high = min(0.0, *ys), max(0.01, *ys)
+    step_x, step_y = _step(max(xs)), _step(high - low)
+    span_x = math.ceil(max(xs) / step_x) * step_x
+    lowest = math.floor(low / step_y) * step_y
+    span_y = math.ceil(high / step_y) * step_y - lowest
+    bottom = _HEIGHT - _BOTTOM
+
+    def across(x: float) -> float:
+        return _LEFT + x / (span_x or 1.0) * (_WIDTH - _LEFT - _RIGHT)
+
+    def up(y: float) -> float:
+        return bottom - (y - lowest) / span_y * (bottom - _TOP)
+
+    parts = [f'<text x="{_LEFT}" y="16" font-weight="600">{escape(title)}</text>']
+    for tick in range(round(span_y / step_y) + 1):
+        y = lowest + tick * step_y
+        parts.append(f'<path d="M{_LEFT},{up(y):.1f}H{_WIDTH - _RIGHT}" stroke="#e4e6ea"/>')
+        parts.append(_text(_LEFT - 6, up(y) + 4, text(y), "end"))
+    for tick in range(round(span_x / step_x) + 1):
+        x = tick * step_x
+        parts.append(_text(across(x), bottom + 16, gib(x * _GIB), "middle"))
+    parts.append(_text(_WIDTH - _RIGHT, bottom + 32, "GiB of host pool of each replica", "end"))
+    for number, (name, points) in enumerate(lines.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        places = "L".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
+        parts.append(f'<path d="M{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for x, y in points:
+            dot = f'cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{colour}"'
+            what = f"{gib(x * _GIB)} GiB: {text(y)}"
+            parts.append(f"<circle {dot}><title>{what}</title></circle>")
+        if len(lines) > 1:
+            row = bottom - 8 - 15 * (len(lines) - 1 - number)
+            parts.append(f'<path d="M{_WIDTH - 38},{row - 4}h20" stroke="{colour}"/>')
+            parts.append(_text(_WIDTH - 44, row, name, "end"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _step(most: float) -> float:
+    """Between two marks of an axis: 1, 2 or 5 times a power of ten."""
+    rough = (most or 1.0) / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(n * power for n in (1, 2, 5, 10) if n * power >= rough * 0.999)
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#555"'
+    return f"<text {where}>{escape(text)}</text>"

@@ -4,31 +4,31 @@ Each request looks for its chunks in order, and then uses them from the last to 
 do: a cache that is full loses the ends of prompts. Those in a tier are touched, the others computed
 and stored. Tiers contain one another, as the agent's do: what is loaded is in the host pool then,
 what is computed is written to all, and tiers are told what the pool serves. So a chunk is in a tier
-exactly if a cache of that size and policy, used by all requests, has it. The host pool, the disk
-and the engine's own cache see the requests of their replica, Redis those of all.
+exactly if an LRU cache of that size, used by all requests, has it. The host pool, the disk and the
+engine's own cache see the requests of their replica, Redis those of all.
+
+LRU keeps what was used last, so a cache of some size holds all that a smaller one does. One pass
+gives, for each access, the bytes of the different chunks used since the last access to the same one
+(Mattson et al., 1970): a cache of at least so many bytes hits.
 
 A hit is a leading chunk that some tier has; of several the nearest serves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.plan.distances import NEVER, POLICIES, Bools, Ints, hits_of, stack_distances
-from lmcache_redis.plan.traces import Trace
+from lmcache_redis.plan.traces import Ints, Trace
 
-Router = Literal["round-robin", "prefix"]
-ROUTERS: tuple[Router, ...] = ("round-robin", "prefix")
-LRU = "lru"
+Bools = npt.NDArray[np.bool_]
+ROUTERS = ("round-robin", "prefix")
 
 TIERS = ("pool", "disk", "redis")
 NOWHERE = len(TIERS)
-_Places = npt.NDArray[np.int8]
+NEVER = np.iinfo(np.int64).max  # the distance of a first access
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Capacity:
     disk_bytes: int = 0
     redis_bytes: int = 0
     engine_bytes: int = 0
-    policy: str = LRU
 
 
 @dataclass(frozen=True)
@@ -53,63 +52,37 @@ class Prefixes:
 
     begin: Ints
     end: Ints
-    places: _Places
+    places: npt.NDArray[np.int8]
     written: Bools
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The share of the tokens asked for that are hits, by bytes of one LRU cache: steps."""
-
-    sizes_bytes: list[int]
-    hit_rates: list[float]
-
-    def enough_bytes(self, share: float = 0.99) -> int:
-        """The smallest size that has at least that share of the highest hit rate."""
-        wanted = share * self.hit_rates[-1]
-        return next(
-            size
-            for size, rate in zip(self.sizes_bytes, self.hit_rates, strict=True)
-            if rate >= wanted
-        )
-
-
-@dataclass
 class Replay:
-    """One trace in chunks of one size, spread over replicas. Keeps the passes it has made."""
+    """One trace in chunks of one size, spread over replicas."""
 
-    trace: Trace
-    replicas: int = 1
-    router: Router = "round-robin"
-    replica_of: Ints = field(init=False)
-    _streams: dict[str, _Accesses] = field(init=False)
-
-    def __post_init__(self) -> None:
-        trace = self.trace
-        self.replica_of = spread(trace, self.replicas, self.router)
+    def __init__(self, trace: Trace, replicas: int = 1, router: str = ROUTERS[0]) -> None:
+        self.trace = trace
+        self.replicas = replicas
+        self.replica_of = spread(trace, replicas, router)
         layout_of = trace.layout[trace.request_of]
         pool = np.array([each.pool_bytes for each in trace.layouts])[layout_of]
         redis = np.array([each.nbytes for each in trace.layouts])[layout_of]
         replica = self.replica_of[trace.request_of]
-        shared = _Accesses(trace.ids, redis, np.zeros_like(replica), trace.request_of)
-        is_same = self.replicas == 1 and bool((pool == redis).all())
-        own = shared if is_same else _Accesses(trace.ids, pool, replica, trace.request_of)
-        self._streams = {"own": own, "shared": shared}
+        # Of each chunk when its request begins: in what all share, and in what its replica has.
+        self._shared = _distances(trace, redis, np.zeros_like(replica))
+        is_same = replicas == 1 and bool((pool == redis).all())
+        self._own = self._shared if is_same else _distances(trace, pool, replica)
 
     def find(self, sizes: Capacity) -> Prefixes:
-        """Which prefix of each request is where. Raises ``ConfigError``, see `hits_of`."""
-        trace, policy = self.trace, sizes.policy
-        own, shared = self._streams["own"], self._streams["shared"]
-        in_redis = shared.hits(policy, sizes.redis_bytes)
-        places = np.full(len(trace.ids), NOWHERE, np.int8)
+        """Which prefix of each request is where."""
+        in_redis = self._shared <= sizes.redis_bytes
+        places = np.full(len(self.trace.ids), NOWHERE, np.int8)
         places[in_redis] = TIERS.index("redis")
-        places[own.hits(policy, sizes.disk_bytes)] = TIERS.index("disk")
-        places[own.hits(policy, sizes.pool_bytes)] = TIERS.index("pool")
-        in_engine = own.hits(LRU, sizes.engine_bytes)
+        places[self._own <= sizes.disk_bytes] = TIERS.index("disk")
+        places[self._own <= sizes.pool_bytes] = TIERS.index("pool")
+        in_engine = self._own <= sizes.engine_bytes
         begin = self._leading(in_engine)
         end = self._leading(in_engine | (places != NOWHERE))
-        written = ~in_redis if sizes.redis_bytes else np.zeros(len(trace.ids), bool)
-        return Prefixes(begin, end, places, written)
+        return Prefixes(begin, end, places, ~in_redis & bool(sizes.redis_bytes))
 
     def _leading(self, has: Bools) -> Ints:
         """How many leading chunks of each request's prompt there are."""
@@ -118,87 +91,91 @@ class Replay:
         first = gaps[np.searchsorted(gaps, trace.starts[:-1])]
         return np.minimum(first - trace.starts[:-1], trace.asked)
 
-    def curve(self, points: int = 120) -> Curve:
-        """Hit rate by the size of one LRU cache that all replicas share. From one pass."""
-        trace = self.trace
-        request = trace.request_of
-        within = np.arange(len(trace.ids)) - trace.starts[request]
-        is_asked = within < trace.asked[request]
-        tokens = np.array([each.block_tokens for each in trace.layouts])[trace.layout]
-        needed = _running_max(self._streams["shared"].distances, trace.starts)[is_asked]
-        order = np.argsort(needed)
-        gained = np.cumsum(tokens[request[is_asked]][order])
-        needed, total = needed[order], int(trace.tokens.sum())
-        reuses = int(np.searchsorted(needed, NEVER))
-        if not reuses or not total:
-            return Curve([0], [0.0])
-        at = np.linspace(0, reuses - 1, points).astype(int)
-        at = np.unique(np.searchsorted(needed, needed[at], side="right") - 1)
-        return Curve([0, *needed[at].tolist()], [0.0, *(gained[at] / total).tolist()])
+    def enough_bytes(self, share: float = 0.99) -> int:
+        """The size of one cache of all replicas that has this share of all chunks used again."""
+        again = self._shared[self._shared < NEVER]
+        return int(np.quantile(again, share)) if len(again) else 0
 
 
-@dataclass
-class _Accesses:
-    """Accesses to the caches of each replica."""
-
-    ids: Ints
-    weights: Ints
-    replica: Ints
-    request: Ints
-    _distances: Ints | None = field(default=None, init=False)
-    _hits: dict[tuple[str, int], Bools] = field(default_factory=dict, init=False)
-
-    @property
-    def distances(self) -> Ints:
-        """Of each access, when its request begins."""
-        if self._distances is None:
-            at = np.arange(len(self.ids))
-            # One replica after the other; of a request the questions, then the uses, backwards.
-            questions_then_uses = np.concatenate([at, at[::-1]])
-            is_use = np.repeat([False, True], len(at))
-            request = self.request[questions_then_uses]
-            order = np.lexsort((is_use, request, self.replica[questions_then_uses]))
-            both, is_question = questions_then_uses[order], ~is_use[order]
-            apart = self.ids + self.replica * (int(self.ids.max(initial=0)) + 1)
-            self._distances = np.empty(len(at), np.int64)
-            found = stack_distances(apart[both], self.weights[both])
-            self._distances[both[is_question]] = found[is_question]
-        return self._distances
-
-    def hits(self, policy: str, capacity_bytes: int) -> Bools:
-        if capacity_bytes <= 0:
-            return np.zeros(len(self.ids), bool)
-        if policy == LRU:
-            return self.distances <= capacity_bytes
-        key = policy, capacity_bytes
-        if key not in self._hits:
-            found = np.zeros(len(self.ids), bool)
-            for replica in np.unique(self.replica):
-                at = np.flatnonzero(self.replica == replica)
-                found[at] = hits_of(policy, self.ids[at], self.weights[at], capacity_bytes)
-            self._hits[key] = found
-        return self._hits[key]
+def _distances(trace: Trace, weights: Ints, replica: Ints) -> Ints:
+    """Of each access to the caches of its replica, when its request begins."""
+    at = np.arange(len(trace.ids))
+    # One replica after the other; of a request the questions, then the uses, backwards.
+    questions_then_uses = np.concatenate([at, at[::-1]])
+    is_use = np.repeat([False, True], len(at))
+    request = trace.request_of[questions_then_uses]
+    order = np.lexsort((is_use, request, replica[questions_then_uses]))
+    both, is_question = questions_then_uses[order], ~is_use[order]
+    apart = trace.ids + replica * (int(trace.ids.max(initial=0)) + 1)
+    found = stack_distances(apart[both], weights[both])
+    distances = np.empty(len(at), np.int64)
+    distances[both[is_question]] = found[is_question]
+    return distances
 
 
-def _running_max(values: Ints, starts: Ints) -> Ints:
-    """The largest value so far in each request."""
-    counts = np.diff(starts)
-    request = np.repeat(np.arange(len(counts)), counts)
-    # Ranks of the values fit beside the number of the request.
-    unique, rank = np.unique(values, return_inverse=True)
-    keyed = np.maximum.accumulate(request * len(unique) + rank.reshape(-1))
-    needed: Ints = unique[keyed - request * len(unique)]
-    return needed
+def stack_distances(ids: Ints, weights: Ints) -> Ints:
+    """For each access the bytes of an LRU cache that hits; `NEVER` for the first of a chunk.
+
+    weights: bytes of each access's chunk, the same for all accesses of one. O(n log n).
+    """
+    before = _previous_access(ids)
+    distances = np.full(len(ids), NEVER, np.int64)
+    again = np.flatnonzero(before >= 0)
+    if not len(again):
+        return distances
+    # Of the accesses j between p = before[i] and i, those that are the first of their chunk there:
+    # before[j] < p. All j <= p are such, so they are counted too, and subtracted.
+    total = np.cumsum(weights)
+    of_first = np.cumsum(np.where(before < 0, weights, 0))
+    earlier = before[again]
+    rank = np.empty(len(again), np.int64)
+    rank[np.argsort(earlier)] = np.arange(len(again))
+    of_others = _smaller_before(rank, weights[again])
+    distances[again] = of_first[again] + of_others - total[earlier] + weights[again]
+    return distances
 
 
-def spread(trace: Trace, replicas: int, router: Router) -> Ints:
+def _previous_access(ids: Ints) -> Ints:
+    """The index of the last access to the same chunk; -1 for the first."""
+    order = np.argsort(ids, kind="stable")
+    same = ids[order[1:]] == ids[order[:-1]]
+    before = np.full(len(ids), -1, np.int64)
+    before[order[1:][same]] = order[:-1][same]
+    return before
+
+
+def _smaller_before(ranks: Ints, weights: Ints) -> Ints:
+    """For each element the weights of the smaller ones that stand before it.
+
+    ranks: a permutation of 0 to n - 1. A radix sort from the highest bit down, stable: elements
+    with equal higher bits stand together, and half of them have the bit. Those that have not, and
+    stand before one that has, are smaller.
+    """
+    bits = max(1, (len(ranks) - 1).bit_length())
+    values, weight = np.arange(1 << bits), np.zeros(1 << bits, np.int64)
+    values[: len(ranks)], weight[: len(ranks)] = ranks, weights
+    found = np.zeros(1 << bits, np.int64)
+    for bit in reversed(range(bits)):
+        half = 1 << bit
+        has = (values & half).astype(bool)
+        running = np.where(has, 0, weight).reshape(-1, 2 * half).cumsum(axis=1).reshape(-1)
+        found += np.where(has, running, 0)
+        for column in (values, weight, found):
+            without, with_bit = column[~has], column[has]
+            halves = column.reshape(-1, 2 * half)
+            halves[:, :half] = without.reshape(-1, half)
+            halves[:, half:] = with_bit.reshape(-1, half)
+    return found[ranks]  # sorted by now
+
+
+def spread(trace: Trace, replicas: int, router: str) -> Ints:
     """The replica of each request.
 
     A router by prefix sends a prompt where at least half of it was sent before, else to the replica
     with the fewest tokens so far.
     """
     count = len(trace)
-    if router == "round-robin" or replicas == 1:
+    if router == ROUTERS[0] or replicas == 1:
         return np.arange(count) % replicas
     last_at: dict[int, int] = {}
     load, chosen = [0] * replicas, np.zeros(count, np.int64)
@@ -214,8 +191,3 @@ def spread(trace: Trace, replicas: int, router: Router) -> Ints:
         for name in ids[begin : starts[request + 1]]:
             last_at[name] = replica
     return chosen
-
-
-def known_policies() -> Mapping[str, str]:
-    """What may be asked for, and who simulates it."""
-    return {LRU: "built in"} | {name: f"libCacheSim's {of}" for name, of in POLICIES.items()}

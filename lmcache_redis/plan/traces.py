@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,11 @@ import numpy.typing as npt
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.plan.distances import Ints
 
+Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _MOST_CHUNK_TOKENS = 1 << 20
-_NUMBERED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -56,31 +55,13 @@ class BlockLayout:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a recording says of the agent: chunks asked for and found, by tier's letter."""
-
-    asked_chunks: int
-    hits: dict[str, int]
-
-    def hit_rates(self) -> dict[str, float]:
-        """All hits, and those of each tier; named as in the rows of a plan."""
-        asked = max(1, self.asked_chunks)
-        pool, disk, redis = (self.hits[letter] / asked for letter in "hdr")
-        return {
-            "hit_rate": pool + disk + redis,
-            "hit_rate_pool": pool,
-            "hit_rate_disk": disk,
-            "hit_rate_redis": redis,
-        }
-
-
-@dataclass(frozen=True)
 class Trace:
     """Requests in the order of their times.
 
     starts: where each request's blocks begin in ``ids``; one more than there are requests. ids:
     equal for equal prefixes only, from 0 on. tokens: of the prompt. first: the number in the prompt
     of the first block. layout: an index into ``layouts``. token_s: of the engine; 0: not known.
+    measured: the hit rates of the agent that recorded it, named as in a row of a plan.
     """
 
     times_s: Floats
@@ -93,8 +74,8 @@ class Trace:
     layouts: tuple[BlockLayout, ...]
     has_times: bool = True
     token_s: float = 0.0
-    measured: Measured | None = None
-    notes: tuple[str, ...] = ()
+    measured: Mapping[str, float] | None = None
+    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.times_s)
@@ -110,8 +91,14 @@ class Trace:
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     @property
+    def within(self) -> Ints:
+        """The place of each block in its request."""
+        return np.arange(len(self.ids)) - self.starts[self.request_of]
+
+    @property
     def duration_s(self) -> float:
-        return float(self.times_s[-1] - self.times_s[0]) if len(self) > 1 else 0.0
+        """0.0 if it is not known."""
+        return float(self.times_s[-1] - self.times_s[0]) if self.has_times else 0.0
 
     def in_chunks(self, chunk_tokens: int) -> Trace:
         """The trace with chunks in place of blocks: each is named by its last block.
@@ -126,8 +113,7 @@ class Trace:
         per_layout = np.array([chunk_tokens // each.block_tokens for each in self.layouts])
         if (per_layout == 1).all():
             return self
-        request, per_chunk = self.request_of, per_layout[self.layout]
-        within = np.arange(len(self.ids)) - self.starts[request]
+        request, within, per_chunk = self.request_of, self.within, per_layout[self.layout]
         is_last = (within + self.first[request] + 1) % per_chunk[request] == 0
         is_asked = is_last & (within < self.asked[request])
         counts = np.bincount(request[is_last], minlength=len(self))
@@ -142,6 +128,16 @@ class Trace:
         )
 
 
+def prefix_numbers(
+    known: dict[tuple[int, int | str], int], blocks: Iterable[int | str]
+) -> Iterator[int]:
+    """One for each block, equal if the block and all before it are. known: those given before."""
+    number = -1
+    for block in blocks:
+        number = known.setdefault((number, block), len(known))
+        yield number
+
+
 class TraceColumns:
     """A trace while it is read. Requests may come in any order."""
 
@@ -150,31 +146,17 @@ class TraceColumns:
         self.whole = {name: array("q") for name in ("tokens", "asked", "first", "layout")}
         self.starts = array("q", [0])
         self.ids = array("q")
-        self._others: dict[str | int, int] = {}  # names that are no numbers of 64 bits
 
-    def add(self, time_s: float, ids: Sequence[int | str], **whole: int) -> None:
-        """Adds a request. whole: of its columns, else 0."""
+    def add(self, time_s: float, ids: Iterable[int], **whole: int) -> None:
+        """Adds a request. ids: equal for equal prefixes only. whole: of its columns, else 0."""
         self.times.append(time_s)
         for name, column in self.whole.items():
             column.append(whole.get(name, 0))
-        end = len(self.ids)
-        try:
-            self.ids.extend(ids)  # type: ignore[arg-type]
-        except (TypeError, OverflowError):
-            del self.ids[end:]
-            self.ids.extend(map(self._number, ids))
+        self.ids.extend(ids)
         self.starts.append(len(self.ids))
 
-    def _number(self, block: int | str) -> int:
-        if isinstance(block, int) and abs(block) < _NUMBERED:
-            return block
-        return -_NUMBERED - self._others.setdefault(block, len(self._others))
-
-    def trace(self, layouts: Sequence[BlockLayout], *, is_chained: bool, **more: Any) -> Trace:
-        """All of them, in order. is_chained: a block's id already says what stands before it.
-
-        Raises ``FormatError`` if there are none.
-        """
+    def trace(self, layouts: Sequence[BlockLayout], **more: Any) -> Trace:
+        """All of them, in order. Raises ``FormatError`` if there are none."""
         if not len(self.times) or not len(self.ids):
             raise FormatError("the trace has no request with a whole block")
         times = np.frombuffer(self.times)
@@ -182,31 +164,14 @@ class TraceColumns:
         order = np.argsort(times, kind="stable")
         counts = np.diff(starts)[order]
         new = np.concatenate([[0], np.cumsum(counts)])
-        if not (np.diff(order) == 1).all():
-            ids = ids[np.arange(new[-1]) + np.repeat(starts[:-1][order] - new[:-1], counts)]
+        ids = ids[np.arange(new[-1]) + np.repeat(starts[:-1][order] - new[:-1], counts)]
         columns: dict[str, Any] = {
             name: np.frombuffer(column, np.int64)[order] for name, column in self.whole.items()
         }
-        named = _dense(ids) if is_chained else chain(_dense(ids), new)
-        columns |= {"starts": new, "ids": named, "layouts": tuple(layouts)}
+        columns |= {"starts": new, "ids": _dense(ids), "layouts": tuple(layouts)}
         return Trace(times[order], **columns, **more)
 
 
 def _dense(ids: Ints) -> Ints:
     """The same, numbered from 0."""
     return np.unique(ids, return_inverse=True)[1].astype(np.int64).reshape(-1)
-
-
-def chain(ids: Ints, starts: Ints) -> Ints:
-    """Names of prefixes: equal if a block and all before it in its request are."""
-    counts, kinds = np.diff(starts), int(ids.max(initial=0)) + 1
-    longest_first = np.argsort(-counts, kind="stable")
-    lengths = counts[longest_first]
-    names, parents, named = np.empty_like(ids), np.zeros(len(lengths), np.int64), 1
-    for depth in range(int(lengths[0]) if len(lengths) else 0):
-        active = int(np.searchsorted(-lengths, -depth))  # those with more blocks
-        at = starts[longest_first[:active]] + depth
-        unique, which = np.unique(parents[:active] * kinds + ids[at], return_inverse=True)
-        parents[:active] = names[at] = which.reshape(-1) + named
-        named += len(unique)
-    return names - 1

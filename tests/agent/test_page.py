@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from lmcache_redis.agent.history import FirstMiss, PastLookup, PastRequest
 from lmcache_redis.agent.page import HEADERS, page
 from lmcache_redis.metrics import COUNTERS
-from lmcache_redis.metrics.exporter import Exporter, HttpAnswer, OwnerCollector
+from lmcache_redis.metrics.exporter import OwnerCollector, serve_metrics
 from tests.browser import Browser
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.scraping import port_in
@@ -168,13 +169,14 @@ def test_the_browser_asks_again_by_itself(tmp_path: Path, monkeypatch: pytest.Mo
     browser, asked = Browser.find(tmp_path / "profile"), []
     monkeypatch.setattr("lmcache_redis.agent.page.REFRESH_S", 1)
 
-    def answer() -> HttpAnswer:
+    def answer(_: object, start: Callable[..., None]) -> list[bytes]:
         asked.append(None)
-        return HttpAnswer("200 OK", HEADERS, page(STATUS, [], NOW_S).encode())
+        start("200 OK", [*HEADERS])
+        return [page(STATUS, [], NOW_S).encode()]
 
     owner = OwnerCollector(lambda action: action(), list)
     with (
-        Exporter(("127.0.0.1", 0), owner, owner, answer) as served,
-        browser.open(f"http://127.0.0.1:{served.port}/"),
+        serve_metrics(("127.0.0.1", 0), owner, owner, answer) as port,
+        browser.open(f"http://127.0.0.1:{port}/"),
     ):
         wait_until(lambda: len(asked) >= 2, what="another request for the page")

@@ -70,16 +70,6 @@ def known(redis_server: RedisServer) -> dict[str, str]:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("command", ["inspect", "purge", "doctor"])
-def test_help(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    for option in ("--redis-url", "--key-prefix", "--json", "LMCACHE_REDIS_PASSWORD_FILE"):
-        assert option in done.stdout
-
-
-@pytest.mark.servers
 @pytest.mark.parametrize("words", [["inspect"], ["purge", "--everything", "--yes"], ["doctor"]])
 def test_a_server_must_be_named(words: list[str]) -> None:
     assert "give --redis-url or set LMCACHE_REDIS_URL" in one_sentence(run(*words), 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,11 +12,10 @@ import pytest
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics, exporter
 from lmcache_redis.metrics.exporter import (
-    Exporter,
-    HttpAnswer,
     NoReading,
     OwnerCollector,
     gauge,
+    serve_metrics,
 )
 from tests.scraping import get
 from tests.servers import wait_until
@@ -28,10 +26,10 @@ def at_once(action: Callable[[], None]) -> None:
 
 
 def serve(
-    host: str = "127.0.0.1", port: int = 0, page: Callable[[], HttpAnswer] | None = None
-) -> Exporter:
+    host: str = "127.0.0.1", port: int = 0, page: Callable[..., list[bytes]] | None = None
+) -> contextlib.AbstractContextManager[int]:
     owner = OwnerCollector(at_once, lambda: [gauge("a", "A.", 1)])
-    return Exporter((host, port), owner, Metrics().registry, page)
+    return serve_metrics((host, port), owner, Metrics().registry, page)
 
 
 def asked(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
@@ -47,8 +45,8 @@ def asked(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with serve() as served:
-        yield served.port
+    with serve() as port:
+        yield port
 
 
 def connected(port: int) -> socket.socket:
@@ -87,7 +85,7 @@ def test_a_client_that_says_too_little_is_dropped(
     capfd: pytest.CaptureFixture[str],
     sent: bytes,
 ) -> None:
-    monkeypatch.setattr(exporter, "_DEADLINE_S", 0.05)
+    monkeypatch.setattr(exporter._MetricsRequest, "timeout", 0.05)
     with connected(port) as client:
         client.sendall(sent)
         while client.recv(1 << 16):  # ends, and so the server has closed it
@@ -96,69 +94,37 @@ def test_a_client_that_says_too_little_is_dropped(
     assert capfd.readouterr().err == ""
 
 
-def test_a_client_that_trickles_is_dropped_in_all(
-    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Each byte is in time, the request is not."""
-    monkeypatch.setattr(exporter, "_DEADLINE_S", 0.05)
-    with connected(port) as client:
-
-        def trickle() -> None:
-            while True:
-                client.sendall(b"G")
-                time.sleep(0.01)
-
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            trickle()
-    wait_until(lambda: not serving(), "the end of what served it")
-    assert capfd.readouterr().err == ""
-
-
-def page() -> HttpAnswer:
-    return HttpAnswer("200 OK", [("Content-Type", "text/html"), ("X-Own", "yes")], b"<p>page</p>")
-
-
-@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/nowhere"])
-def test_head_is_get_without_the_body(path: str) -> None:
-    with serve(page=page) as served:
-        code, headers, body = asked(served.port, "GET", path)
-        assert int(headers["content-length"]) == len(body) > 0
-        assert code == (404 if path == "/nowhere" else 200)
-        again, same, nothing = asked(served.port, "HEAD", path)
-        assert int(same["content-length"]) > 0
-        assert (again, nothing) == (code, b"")
-        # The process's own values change.
-        changed = {"date"} | ({"content-length"} if path == "/metrics" else set())
-        assert {n: v for n, v in same.items() if n not in changed} == {
-            n: v for n, v in headers.items() if n not in changed
-        }
+def page(_: object, start: Callable[..., None]) -> list[bytes]:
+    start("200 OK", [("Content-Type", "text/html"), ("X-Own", "yes")])
+    return [b"<p>page</p>"]
 
 
 def test_a_page_has_headers_of_its_own_and_others_are_refused() -> None:
-    with serve(page=page) as served:
-        code, headers, body = asked(served.port, "GET", "/")
+    with serve(page=page) as port:
+        code, headers, body = asked(port, "GET", "/")
         assert (code, headers["x-own"], body) == (200, "yes", b"<p>page</p>")
-        code, headers, _ = asked(served.port, "POST", "/")
-        assert (code, headers["allow"]) == (405, "get, head")
-    with serve() as served:
-        assert get(served.port, "/") == (404, "there are /metrics, /healthz\n")
+        assert int(headers["content-length"]) == len(body)
+        code, headers, _ = asked(port, "POST", "/")
+        assert (code, headers["allow"]) == (405, "get")
+    with serve() as port:
+        assert get(port, "/") == (404, "there are /metrics, /healthz\n")
 
 
 def test_a_loop_that_does_not_turn_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "_ANSWER_S", 0.01)
     owner = OwnerCollector(lambda action: None, list)
-    with Exporter(("127.0.0.1", 0), owner, Metrics().registry) as served:
+    with serve_metrics(("127.0.0.1", 0), owner, Metrics().registry) as port:
         for path in ("/healthz", "/metrics"):
-            code, text = get(served.port, path)
+            code, text = get(port, path)
             assert (code, text) == (503, "the loop has not turned for 0.01 s\n")
 
 
 def test_ipv6_and_an_address_in_use() -> None:
-    with serve("::1") as served:
-        assert "lmcache_redis_a 1.0" in get(served.port, "/metrics", "[::1]")[1]
+    with serve("::1") as port:
+        assert "lmcache_redis_a 1.0" in get(port, "/metrics", "[::1]")[1]
         with (
-            pytest.raises(ConfigError, match=f"--metrics: ::1 port {served.port}: .*in use"),
-            serve("::1", served.port),
+            pytest.raises(ConfigError, match=f"--metrics: ::1 port {port}: .*in use"),
+            serve("::1", port),
         ):
             pass
 

@@ -102,8 +102,8 @@ def test_a_recording_has_lookups_and_what_was_generated(tmp_path: Path) -> None:
     assert trace.layouts[0].rows[1].reach.tokens == 70
     assert trace.token_s == 0.25
     assert trace.measured is not None
-    assert trace.measured.hit_rates()["hit_rate_pool"] == 0.5
-    assert "left out 3 lines" in trace.notes[0]
+    assert trace.measured["hit_rate_pool"] == 0.5
+    assert "left out 3 lines" in trace.notes[1]
 
 
 def test_kv_events_are_requests_behind_the_engines_cache(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_kv_events_are_requests_behind_the_engines_cache(tmp_path: Path) -> None
     trace = read(
         tmp_path,
         [10.0, [stored([1, 2])], 0],
-        {"ts": 10.5, "events": [stored([3, 4], 2), {"type": "AllBlocksCleared"}]},
+        [10.5, [stored([3, 4], 2), {"type": "AllBlocksCleared"}]],
         [11.0, [stored([5], 4), stored([6], 5)], 0],  # generated
         [11.5, [stored([1, 2], None, medium="CPU"), stored([1], group_idx=1)], 0],
         [12.0, [{"type": "BlockRemoved", "block_hashes": [1, 2], "medium": "GPU"}], 0],

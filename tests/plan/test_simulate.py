@@ -13,25 +13,24 @@ from hypothesis import strategies as st
 from lmcache_redis.cache.pacing import prefix_worth_loading
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.plan.distances import NEVER, hits_of, stack_distances
 from lmcache_redis.plan.example import example_lines
 from lmcache_redis.plan.figures import Grid, Prices, enough, plan_rows
 from lmcache_redis.plan.pacing import Speeds, decide
 from lmcache_redis.plan.reading import read_trace
-from lmcache_redis.plan.simulate import NOWHERE, Capacity, Replay
-from lmcache_redis.plan.traces import BlockLayout, SizedRow, Trace, TraceColumns
+from lmcache_redis.plan.simulate import NEVER, NOWHERE, Capacity, Replay, stack_distances
+from lmcache_redis.plan.traces import BlockLayout, SizedRow, Trace, TraceColumns, prefix_numbers
 
 CHUNK_BYTES = 100
 
 
 def trace_of(*requests: str, row: SizedRow | None = None, every_s: float = 1.0) -> Trace:
     """A request for each word, whose letters are blocks of 10 tokens."""
-    columns = TraceColumns()
+    columns, known = TraceColumns(), dict[tuple[int, int | str], int]()
     for number, word in enumerate(requests):
-        blocks = [ord(letter) for letter in word]
+        blocks = prefix_numbers(known, word)
         columns.add(number * every_s, blocks, tokens=10 * len(word), asked=len(word))
     rows = (row or SizedRow(CHUNK_BYTES, CHUNK_BYTES),)
-    return columns.trace([BlockLayout(10, rows)], is_chained=False)
+    return columns.trace([BlockLayout(10, rows)])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_prefixes_are_those_of_caches_one_by_one(
 ) -> None:
     trace = example.in_chunks(chunk_tokens)
     nbytes = trace.layouts[0].nbytes
-    replay = Replay(trace, replicas, router)  # type: ignore[arg-type]
+    replay = Replay(trace, replicas, router)
     sizes = Capacity(60 * nbytes, 150 * nbytes, 400 * nbytes, 20 * nbytes)
     found = replay.find(sizes)
     engines, pools, disks = (
@@ -116,14 +115,13 @@ def test_prefixes_are_those_of_caches_one_by_one(
     assert replicas == 1 or len({*replay.replica_of.tolist()}) == replicas
 
 
-def test_the_curve_is_the_hit_rate_of_each_size(example: Trace) -> None:
-    replay, curve = Replay(example), Replay(example).curve()
-    asked = int(example.tokens.sum())
-    for size, rate in [*zip(curve.sizes_bytes, curve.hit_rates, strict=True)][::30]:
-        found = replay.find(Capacity(size))
-        assert int(found.end.sum()) * 512 / asked == pytest.approx(rate)
-    assert curve.hit_rates == sorted(curve.hit_rates)
-    assert 0.5 < curve.hit_rates[-1] < 1
+def test_enough_bytes_have_all_but_a_few_of_the_hits(example: Trace) -> None:
+    replay = Replay(example)
+    most, found = (
+        int(replay.find(Capacity(size)).end.sum()) for size in (NEVER - 1, replay.enough_bytes())
+    )
+    assert 0.9 * most < found < most
+    assert Replay(trace_of("abc", "xyz")).enough_bytes() == 0
 
 
 def test_a_prefix_ends_at_the_first_chunk_that_is_not_there() -> None:
@@ -147,7 +145,6 @@ def test_larger_chunks_find_whole_chunks_only() -> None:
 
 @pytest.mark.parametrize("gbit", [0.5, 5, 50])
 def test_loads_are_those_of_the_rule_for_every_length(example: Trace, gbit: float) -> None:
-    """The ends of runs are enough: no length between them has an earlier first token."""
     # Bytes as of a real model. The trace in a tenth of its time: engines and link have queues.
     layout = BlockLayout(512, (SizedRow(64 << 20, 64 << 20),))
     trace = Trace(**{**vars(example), "layouts": (layout,), "times_s": example.times_s / 10})
@@ -206,9 +203,9 @@ def test_of_a_window_only_its_chunks_are_loaded() -> None:
 
 def test_rows_tell_tokens_times_link_and_money() -> None:
     trace = trace_of("abcd", "efgh", "abcd", every_s=100.0)
-    grid = Grid([1], [10], ["lru"], [CHUNK_BYTES], [0], [0, 10_000])
+    grid = Grid([1], [10], [CHUNK_BYTES], [0], [0, 10_000])
     prices = Prices(gib_month=float(1 << 30), gpu_hour=3600.0)
-    without, row = plan_rows(trace, grid, Speeds(1.0, 1000.0, latency_s=0.0), prices).rows
+    without, row = plan_rows(trace, grid, Speeds(1.0, 1000.0, latency_s=0.0), prices)
     assert without.hit_tokens == without.hit_rate == without.prefill_s_saved == 0
     assert row.hit_tokens == row.gpu_s_saved == 40
     assert row.hit_rate == row.hit_rate_redis == pytest.approx(1 / 3)
@@ -225,35 +222,9 @@ def test_rows_tell_tokens_times_link_and_money() -> None:
 
 
 def test_what_the_engine_has_is_not_asked_for() -> None:
-    grid = Grid([1], [10], ["lru"], [10_000], [0], [0], engine_bytes=5 * CHUNK_BYTES)
-    (row,) = plan_rows(trace_of("ab", "abcd", "x", "abcd"), grid, Speeds(1.0, 1e9), Prices()).rows
+    grid = Grid([1], [10], [10_000], [0], [0], engine_bytes=5 * CHUNK_BYTES)
+    (row,) = plan_rows(trace_of("ab", "abcd", "x", "abcd"), grid, Speeds(1.0, 1e9), Prices())
     # The second prompt finds ab there, and the fourth all.
     assert row.prompt_tokens == 110
     assert row.asked_tokens == 110 - 20 - 40
     assert row.hit_tokens == 0
-
-
-def test_other_policies_are_those_of_libcachesim(example: Trace) -> None:
-    pytest.importorskip("libcachesim", reason="the extra `plan` is not installed")
-    ids = np.array([1, 2, 1, 3, 1, 2], np.int64)
-    weights = np.full(6, 10, np.int64)
-    # FIFO of two: 3 evicts 1, which was used last but came first.
-    assert hits_of("fifo", ids, weights, 20).tolist() == [False, False, True, False, False, False]
-    assert not hits_of("fifo", ids, weights, 0).any()
-    rows = plan_rows(
-        example,
-        Grid([1, 2], [512], ["lru", "s3fifo", "sieve"], [300 * 512 * CHUNK_BYTES], [0], [0]),
-        Speeds(1.0, 1e9),
-        Prices(),
-    ).rows
-    assert [row.policy for row in rows] == ["lru", "s3fifo", "sieve"] * 2
-    assert len({row.hit_tokens for row in rows}) == len(rows)
-    assert all(row.hit_rate > 0.1 for row in rows)
-
-
-def test_a_policy_without_its_library_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "libcachesim", None)
-    with pytest.raises(ConfigError, match=r"pip install lmcache-redis\[plan\]"):
-        hits_of("sieve", np.array([1]), np.array([1]), 10)

@@ -103,10 +103,10 @@ async def _run(config: GatewayConfig) -> int:
         await gateway.start()
         if config.metrics is not None:
             from lmcache_redis.compat.gateway.exported import counted, owner_of
-            from lmcache_redis.metrics.exporter import Exporter
+            from lmcache_redis.metrics.exporter import serve_metrics
 
             address, owner = parse_address(config.metrics), owner_of(gateway, objects)
-            stack.enter_context(Exporter(address, owner, counted(cache.metrics)))
+            stack.enter_context(serve_metrics(address, owner, counted(cache.metrics)))
         tiers = [
             f"memory of {format_size(config.memory_bytes)}" if config.memory_bytes else "",
             f"{format_size(config.disk_size)} in {config.disk_path}" if config.disk_path else "",
