@@ -12,6 +12,7 @@ import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, TimeoutError
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ from lmcache_redis.metrics import PREFIX
 logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 8
-_SILENCE_S = 5.0
+_DEADLINE_S = 5.0
+_NO_DESCRIPTOR_PAUSE_S = 0.1
 _ANSWER_S = 2.0
 
 _T = TypeVar("_T")
@@ -100,15 +102,8 @@ class OwnerCollector(Collector):
         return read_on(self.post, lambda: [*self.read()])
 
 
-class _MetricsRequest(WSGIRequestHandler):
-    timeout = _SILENCE_S  # of StreamRequestHandler: a client that says nothing is dropped
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug(format, *args)
-
-
 class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each of a few connections; others are closed at once.
+    """A thread for each of a few connections, which have one deadline; others are closed at once.
 
     Anyone on the node may connect, and the process needs its threads and descriptors.
     """
@@ -118,7 +113,8 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._deadlines: dict[socket.socket, float] = {}  # of the requests in progress
+        self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _MetricsRequest)
 
@@ -129,17 +125,41 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._places.acquire(blocking=False)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def get_request(self) -> tuple[socket.socket, Any]:
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+            return self.socket.accept()
+        except OSError:
+            time.sleep(_NO_DESCRIPTOR_PAUSE_S)  # else this thread would spin
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        with self._lock:
+            if len(self._deadlines) >= _MOST_CONNECTIONS:
+                return False
+            self._deadlines[request] = time.monotonic() + _DEADLINE_S
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second. A thread that waits for an overdue client sees the connection's end."""
+        now_s = time.monotonic()
+        with self._lock:
+            for request, deadline_s in self._deadlines.items():
+                if now_s > deadline_s:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a client of /metrics went away", exc_info=True)
+
+
+class _MetricsRequest(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -85,11 +86,29 @@ def test_a_client_that_says_too_little_is_dropped(
     capfd: pytest.CaptureFixture[str],
     sent: bytes,
 ) -> None:
-    monkeypatch.setattr(exporter._MetricsRequest, "timeout", 0.05)
+    monkeypatch.setattr(exporter, "_DEADLINE_S", 0.05)
     with connected(port) as client:
         client.sendall(sent)
         while client.recv(1 << 16):  # ends, and so the server has closed it
             pass
+    wait_until(lambda: not serving(), "the end of what served it")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_trickles_is_dropped_in_all(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each byte is in time, the request is not."""
+    monkeypatch.setattr(exporter, "_DEADLINE_S", 0.05)
+    with connected(port) as client:
+
+        def trickle() -> None:
+            while True:
+                client.sendall(b"G")
+                time.sleep(0.01)
+
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            trickle()
     wait_until(lambda: not serving(), "the end of what served it")
     assert capfd.readouterr().err == ""
 
