@@ -1,7 +1,6 @@
 """Tools for the operators of the Redis behind the cache: inspect, purge, doctor.
 
-server      redis-py's clients of the servers that a URL names
-sentences   one sentence for each error of redis-py
+server      redis-py's clients of the servers that a URL names, and a sentence for each error
 names       keys, layouts, sizes and ages as text
 stripes     reads the values of stripe keys and judges them by their headers
 survey      which chunks a server holds, by SCAN, and how large they are

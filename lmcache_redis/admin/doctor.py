@@ -22,7 +22,6 @@ from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.sample import sample
 from lmcache_redis.admin.server import (
-    CLIENT_NAME,
     CONNECT_TIMEOUT_S,
     OP_TIMEOUT_S,
     Primary,
@@ -178,7 +177,7 @@ def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
                 raise error_of(reply)
         return time.perf_counter() - started
 
-    with contextlib.closing(connector.open(CLIENT_NAME)) as connection:
+    with contextlib.closing(connector.open("lmcache-redis-doctor")) as connection:
         one_round(connection)  # not counted: the server allocates memory
         until = time.perf_counter() + _MEASURE_S
         times = [one_round(connection)]
@@ -195,7 +194,9 @@ def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
     with contextlib.ExitStack() as stack:
         asked: deque[Connection] = deque()
         for _ in range(DEFAULT_GET_CONNECTIONS):
-            asked.append(stack.enter_context(contextlib.closing(connector.open(CLIENT_NAME))))
+            asked.append(
+                stack.enter_context(contextlib.closing(connector.open("lmcache-redis-doctor")))
+            )
         started = time.perf_counter()
         for connection in asked:
             connection.send((next(commands),), deadline)

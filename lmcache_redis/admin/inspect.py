@@ -128,7 +128,7 @@ def explain(
         kind = str_if_bytes(kind)
         length = length if kind == "string" and isinstance(length, int) else None
         return OtherKey(show_key(key), str(error), kind, length)
-    found = stripes_of(server, name, index)
+    found = stripes_of(server, name, index or 0)
     if verify:
         found = [verify_payload(server, name, stripe, keys) for stripe in found]
     opened = verify and keys is not None
@@ -145,14 +145,15 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). value_bytes: of their stripes, headers included.
+    """Chunks of one model and layout. value_bytes: of their stripes, headers included.
 
     incomplete: chunks with missing stripes, no_first of them without stripe 0. idle_s, frequency:
     of each chunk's first stripe. stored_unix_s: if headers were read. damaged: chunks, if payloads
     were verified.
     """
 
-    names: tuple[str, str]
+    model: str
+    layout: str
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -165,20 +166,12 @@ class LayoutSummary:
     frequency: Spread = field(default_factory=Spread)
     stored_unix_s: Spread = field(default_factory=Spread)
 
-    @property
-    def model(self) -> str:
-        return self.names[0]
-
-    @property
-    def layout(self) -> str:
-        return self.names[1]
-
     def add(self, chunk: SeenChunk, mask: int, cut: Striping | None, first: Stripe) -> None:
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
         self.stripes += mask.bit_count()
         self.value_bytes += cut.value_bytes(mask) if cut else 0
-        self.unknown_size += not (cut and cut.chunk_bytes)
+        self.unknown_size += cut is None
         self.no_first += not mask & 1
         self.incomplete += not mask & 1 or bool(cut and cut.missing(mask))
         self.idle_s.add(first.use.idle_s)
@@ -207,9 +200,10 @@ def summarise(
 ) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    One header of each chunk is read if that is no use (``server.untouched``). Otherwise store times
-    are unknown, and sizes are memory usage. verify: also reads every payload, which counts as a use
-    if reading headers does. keys: to verify sealed payloads with. Raises RedisError.
+    Where reading a header is no use (``server.untouched``), that of each chunk is read. Otherwise
+    store times are unknown, and one header of each form is read, of the chunk that was used last:
+    that changes no order of eviction. verify: also reads every payload. keys: to verify sealed
+    payloads with. Raises RedisError.
     """
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
     found = survey(server, prefix, most_chunks=most[0], most_keys=most[1], progress=progress)
@@ -219,7 +213,8 @@ def summarise(
     else:
         uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
         firsts = [Stripe(0, StripeState.UNREADABLE, use=use) for use in uses]
-    of_form = cuts_of(server, chunks)
+    pairs = sorted(zip(firsts, chunks, strict=True), key=lambda pair: pair[0].use.idle_s or 0)
+    of_form = cuts_of(server, [chunk for _, chunk in pairs])
     cuts = [
         Striping.of(first.own) if first.own else of_form.get(chunk.form)
         for chunk, first in zip(chunks, firsts, strict=True)
@@ -229,7 +224,7 @@ def summarise(
     looked_at = zip(chunks, masks, cuts, firsts, strict=True)
     for number, (chunk, mask, cut, first) in enumerate(looked_at, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, LayoutSummary(names))
+        group = groups.setdefault(names, LayoutSummary(*names))
         group.add(chunk, mask, cut, first)
         if verify:
             indexes = SeenChunk(chunk.name, mask).indexes

@@ -17,16 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_redis.admin.names import show_key
+from lmcache_redis.admin.names import read_layout, show_key
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import (
-    Stripe,
-    StripeState,
-    ask_each,
-    exist,
-    read_stripes,
-    read_uses,
-)
+from lmcache_redis.admin.stripes import Stripe, StripeState, ask_each, read_stripes, read_uses
 from lmcache_redis.admin.survey import Progress, SeenChunk, cuts_of, no_progress, survey
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
 
@@ -38,17 +31,20 @@ _CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --i
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which chunks to remove: those that meet every condition given."""
+    """Which chunks to remove: those that meet every condition given.
+
+    layouts: as they are typed (`read_layout`).
+    """
 
     models: frozenset[str] = frozenset()
-    namespaces: frozenset[bytes] | None = None
+    layouts: tuple[str, ...] = ()
     idle_longer_than_s: float | None = None
     stored_longer_than_s: float | None = None
     everything: bool = False
 
     def __post_init__(self) -> None:
         ages = (self.idle_longer_than_s, self.stored_longer_than_s)
-        chosen = self.models or self.namespaces is not None or ages != (None, None)
+        chosen = self.models or self.layouts or ages != (None, None)
         if not chosen and not self.everything:
             raise ConfigError(
                 "nothing selects what to remove: give --model, --layout, --idle-longer-than, "
@@ -69,7 +65,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a purge removes. value_bytes: see `survey.cuts_of`; None: unknown."""
+    """What a purge removes. value_bytes: None if it is unknown."""
 
     selection: Selection
     chunks: tuple[SeenChunk, ...]
@@ -115,11 +111,11 @@ class PurgeResult:
 def choose(
     server: PrimaryServers, prefix: bytes, selection: Selection, progress: Progress = no_progress
 ) -> Plan:
-    """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
-    ``stored_longer_than_s``) and the server counts that as a use.
+    """What a purge would remove. Removes nothing. Where reading a header counts as a use, none is
+    read if idle times choose: the size is then unknown.
 
-    Raises RedisError, and ConfigError if the server keeps no idle times, or if reading headers
-    would change the idle times by which chunks are selected.
+    Raises RedisError, and ConfigError for a layout that is not known, if the server keeps no idle
+    times, or if reading headers would change the idle times by which chunks are selected.
     """
     both = None not in (selection.idle_longer_than_s, selection.stored_longer_than_s)
     if both and not server.untouched:
@@ -128,18 +124,22 @@ def choose(
             "Redis 7.2, no cluster, and +client|no-touch and +info): give --idle-longer-than or "
             "--stored-longer-than, not both"
         )
-    found = survey(server, prefix, namespaces=selection.namespaces, progress=progress)
+    found = list(survey(server, prefix, progress=progress).chunks.values())
+    known = {chunk.name.layout for chunk in found}
+    layouts = {each for text in selection.layouts for each in read_layout(text, known)}
     chunks = [
         chunk
-        for chunk in found.chunks.values()
-        if not selection.models or chunk.name.key.model_name in selection.models
+        for chunk in found
+        if (not selection.models or chunk.name.key.model_name in selection.models)
+        and (not selection.layouts or chunk.name.layout in layouts)
     ]
     chunks = list(itertools.compress(chunks, _are_idle(server, chunks, selection)))
     if selection.stored_longer_than_s is not None:
         firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         pairs = zip(chunks, firsts, strict=True)
         chunks = [chunk for chunk, first in pairs if selection.is_stored_long_enough(first)]
-    cuts = cuts_of(server, chunks)
+    may_read = server.untouched or selection.idle_longer_than_s is None
+    cuts = cuts_of(server, chunks) if may_read else {}
     sizes = [(cuts.get(chunk.form), chunk.stripes) for chunk in chunks]
     value_bytes = sum(cut.value_bytes(stripes) for cut, stripes in sizes if cut)
     return Plan(selection, tuple(chunks), value_bytes or None)
@@ -192,26 +192,24 @@ def _remove_step(
 ) -> None:
     are_idle = _are_idle(server, chunks, selection)
     result.used_again += are_idle.count(False)
-    keys: dict[bool | None, list[tuple[SeenChunk, int]]] = {True: [], False: [], None: []}
-    for chunk, is_idle in zip(chunks, are_idle, strict=True):
-        keys[is_idle] += [(chunk, index) for index in chunk.indexes]
-    # What is there without its first stripe is being stored.
-    there = exist(server, [chunk.name.stripe(index) for chunk, index in keys[None]])
-    result.stored_again += there.count(True)
-    result.vanished += there.count(False)
-    wanted = keys[True]
-    stripes = read_stripes(server, [(chunk.name, index) for chunk, index in wanted])
+    wanted = [
+        (chunk, index, is_idle)
+        for chunk, is_idle in zip(chunks, are_idle, strict=True)
+        if is_idle is not False
+        for index in chunk.indexes
+    ]
+    stripes = read_stripes(server, [(chunk.name, index) for chunk, index, _ in wanted])
     ours: list[tuple[SeenChunk, Stripe]] = []
-    for (chunk, index), stripe in zip(wanted, stripes, strict=True):
-        if stripe.own is not None:
-            if selection.is_stored_long_enough(stripe):
-                ours.append((chunk, stripe))
-            else:
-                result.stored_again += 1
-        elif stripe.state is StripeState.MISSING:
+    for (chunk, index, is_idle), stripe in zip(wanted, stripes, strict=True):
+        if stripe.state is StripeState.MISSING:
             result.vanished += 1
-        else:
+        elif stripe.own is None:
             result.leave(chunk.name.stripe(index), stripe.state.value)
+        # What is there without its first stripe is being stored.
+        elif is_idle is None or not selection.is_stored_long_enough(stripe):
+            result.stored_again += 1
+        else:
+            ours.append((chunk, stripe))
     # Two calls: on several nodes, commands of one call run in any order.
     for first in (True, False):
         _unlink(server, [pair for pair in ours if (pair[1].index == 0) is first], result)

@@ -158,9 +158,8 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         yield f"{keys} named like ours but naming no chunk, such as {example}"
     if summary.groups and not summary.headers_read:
         yield (
-            "sizes are memory usage, and store times are not shown: before Redis 7.2 and in a "
-            "cluster reading headers would count as a use; `lmcache-redis inspect KEY` reads those "
-            "of one chunk"
+            "store times are not shown: before Redis 7.2 and in a cluster reading headers would "
+            "count as a use; `lmcache-redis inspect KEY` reads those of one chunk"
         )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from redis.utils import str_if_bytes
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName, namespaces_of
@@ -70,12 +69,10 @@ class Stripe:
         return self.header.created_unix_ms / 1000 if self.header else None
 
 
-def judge(name: ChunkName, index: int, kind: str, value_bytes: int, head: bytes) -> Stripe:
-    """The stripe, judged by its value's Redis type, length and first 512 bytes."""
-    if kind == "none":
+def judge(name: ChunkName, index: int, value_bytes: int, head: bytes) -> Stripe:
+    """The stripe, judged by its value's length and first 512 bytes."""
+    if not value_bytes:
         return Stripe(index, StripeState.MISSING, StripeState.MISSING.value)
-    if kind != "string":
-        return Stripe(index, StripeState.OTHER_TYPE, f"a {kind}, which no agent writes or removes")
     try:
         header = describe_header(head)
     except FormatError as error:
@@ -127,20 +124,19 @@ def read_stripes(server: PrimaryServers, wanted: Sequence[tuple[ChunkName, int]]
     return [_stripe(*pair, *replies) for pair, replies in zip(wanted, read, strict=True)]
 
 
-def stripes_of(server: PrimaryServers, name: ChunkName, hint: int | None = None) -> list[Stripe]:
-    """Every stripe that a chunk should have.
+def stripes_of(server: PrimaryServers, name: ChunkName, asked: int = 0) -> list[Stripe]:
+    """Every stripe that a chunk should have, beside stripe 0 and the one asked for.
 
-    If no header gives their number: those that are found among the first BATCH_KEYS. hint: the
-    index of a stripe to read first, beside stripe 0. Raises RedisError.
+    If no header gives their number: those that are found among the first BATCH_KEYS. Raises
+    RedisError.
     """
-    asked = sorted({0, hint or 0})
-    known = read_stripes(server, [(name, index) for index in asked])
-    if not count_of(known):
-        others = read_stripes(server, [(name, i) for i in range(BATCH_KEYS) if i not in asked])
-        known += [stripe for stripe in others if stripe.state is not StripeState.MISSING]
-    have = {stripe.index for stripe in known}
-    known += read_stripes(server, [(name, i) for i in range(count_of(known)) if i not in have])
-    return sorted(known, key=lambda stripe: stripe.index)
+    indexes = {*range(BATCH_KEYS), asked}
+    found = read_stripes(server, [(name, index) for index in sorted(indexes)])
+    count = count_of(found)
+    found += read_stripes(server, [(name, index) for index in {*range(count)} - indexes])
+    shown = {*range(count), 0, asked}
+    found = [each for each in found if each.index in shown or each.state != StripeState.MISSING]
+    return sorted(found, key=lambda stripe: stripe.index)
 
 
 def count_of(stripes: Sequence[Stripe]) -> int:
@@ -158,12 +154,16 @@ def verify_payload(
     if stripe.state is not StripeState.WHOLE:
         return stripe
     key = name.stripe(stripe.index)
-    value = memoryview(server.get(key, stripe.value_bytes + 1))
-    if len(value) != stripe.value_bytes:
+    command: Command = ("GETRANGE", key, 0, stripe.value_bytes)
+    (reply,) = server.ask_all([(key, command)])
+    if isinstance(reply, RedisError):
+        raise reply
+    if len(reply) != stripe.value_bytes:
         # It was removed or replaced meanwhile.
         return read_stripes(server, [(name, stripe.index)])[0]
+    value = memoryview(bytearray(reply))  # it is opened in place
     header, payload = bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:]
-    again = judge(name, stripe.index, "string", len(value), header)
+    again = judge(name, stripe.index, len(value), header)
     said = again.own
     if again.state is StripeState.WHOLE and said is not None:
         checksum = xxh3_64_intdigest(payload)
@@ -198,35 +198,21 @@ def _use_of(key: bytes) -> list[Command]:
 def _questions(key: bytes) -> list[Command]:
     """The idle time comes first: reading the value resets it, unless CLIENT NO-TOUCH is on."""
     head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
-    return [*_use_of(key), ("TYPE", key), ("PTTL", key), ("STRLEN", key), head]
+    return [*_use_of(key), ("PTTL", key), ("STRLEN", key), head]
 
 
 def _stripe(
-    name: ChunkName,
-    index: int,
-    idle: Any,
-    freq: Any,
-    kind: Any,
-    ttl_ms: Any,
-    length: Any,
-    head: Any,
+    name: ChunkName, index: int, idle: Any, freq: Any, ttl_ms: Any, length: Any, head: Any
 ) -> Stripe:
     """The stripe, judged by the replies to `_questions`."""
     use = _use(idle, freq)
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
-    if isinstance(kind, RedisError):
-        if isinstance(head, RedisError):
-            return Stripe(index, StripeState.UNREADABLE, str(head), use=use)
-        # Without TYPE, the length and the head still tell a string from a missing key.
-        kind = "string" if isinstance(head, bytes) and length else "none"
-    kind = str_if_bytes(kind)
-    if kind == "string" and refused is not None:
-        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
+    if refused is not None and "WRONGTYPE" in str(refused):
+        return Stripe(index, StripeState.OTHER_TYPE, "no string: no agent writes or removes it")
     if refused is not None:
-        length, head = 0, b""
+        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
-    judged = judge(name, index, kind, length, head)
-    return replace(judged, use=use, expires_in_s=expires_in_s)
+    return replace(judge(name, index, length, head), use=use, expires_in_s=expires_in_s)
 
 
 def _use(idle: Any, frequency: Any) -> Use:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.survey import SeenChunk
@@ -60,16 +59,14 @@ def test_a_layout_goes_and_the_others_stay(
     gone = Cached(1, raw_namespace=digits == 32)
     stay = Cached(1, layout="second")
     put(client, gone, stay)
-    layouts = read_layout(gone.fingerprint.hex()[:digits])
-    assert purge(server, Selection(namespaces=layouts)).chunks == 1
+    assert purge(server, Selection(layouts=(gone.fingerprint.hex()[:digits],))).chunks == 1
     assert set(client.keys("*")) == set(stay.keys)
 
 
 def test_conditions_add_up(server: PrimaryServers, client: Any) -> None:
     chunks = [Cached(1, model=m, layout=w) for m in ("a", "b") for w in ("first", "second")]
     put(client, *chunks)
-    layouts = read_layout(chunks[0].name.layout)
-    both = Selection(models=frozenset({"a"}), namespaces=layouts)
+    both = Selection(models=frozenset({"a"}), layouts=(chunks[0].name.layout,))
     assert purge(server, both).chunks == 1
     assert set(client.keys("*")) == {key for chunk in chunks[1:] for key in chunk.keys}
 
@@ -195,7 +192,7 @@ def test_under_doubt_nothing_is_removed(
     result = purge(server, ALL)
     assert everything(redis_server) == before
     assert (result.chunks, result.stripes) == (1, 3)
-    assert sum(result.left.values()) == 6
+    assert sum(result.left.values()) == 5
     assert 0 < len(result.left_examples) <= 5
 
 
@@ -251,9 +248,7 @@ def test_a_plan_says_how_much(server: PrimaryServers, client: Any) -> None:
     plan = choose(server, b"", ALL)
     assert plan.stripes == 7
     value_bytes = sum(chunk.value_bytes for chunk in chunks)
-    assert value_bytes <= plan.value_bytes < 1.5 * value_bytes
-    server.nodes[0].untouched = True
-    assert choose(server, b"", ALL).value_bytes == value_bytes
+    assert plan.value_bytes == value_bytes
     layout = chunks[0].name.layout
     assert [tuple(group.values()) for group in plan.groups] == [
         ("org/model", layout, 2),

@@ -17,8 +17,8 @@ from tests.admin.cache import Cached, age
 CHUNK = Cached(3)
 
 
-def judged(value: bytes, chunk: Cached = CHUNK, index: int = 0, kind: str = "string") -> Any:
-    return judge(chunk.name, index, kind, len(value), value[:HEADER_BYTES])
+def judged(value: bytes, chunk: Cached = CHUNK, index: int = 0) -> Any:
+    return judge(chunk.name, index, len(value), value[:HEADER_BYTES])
 
 
 def flipped(value: bytes, at: int) -> bytes:
@@ -37,23 +37,17 @@ def flipped(value: bytes, at: int) -> bytes:
         (flipped(CHUNK.value(0), 100), StripeState.NO_STRIPE, False),
         (flipped(CHUNK.value(0), 4), StripeState.NO_STRIPE, False),
         (b"LMCR", StripeState.NO_STRIPE, False),
-        (b"", StripeState.NO_STRIPE, False),
         (b"somebody else's", StripeState.NO_STRIPE, False),
     ],
     ids=[
         "whole", "short", "long", "stripe 1", "other chunk", "other layout", "damaged",
-        "other version", "magic alone", "empty", "foreign",
+        "other version", "magic alone", "foreign",
     ],
 )  # fmt: skip
 def test_judge(value: bytes, state: StripeState, ours: bool) -> None:
     stripe = judged(value)
     assert (stripe.state, stripe.own is not None) == (state, ours)
     assert bool(stripe.detail) == (state is not StripeState.WHOLE)
-
-
-@pytest.mark.parametrize("kind", ["none", "list", "hash", "ReJSON-RL"])
-def test_other_types_are_not_ours(kind: str) -> None:
-    assert judged(b"", kind=kind).own is None
 
 
 def test_both_ways_to_write_a_namespace_are_ours() -> None:
