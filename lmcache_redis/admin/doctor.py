@@ -12,7 +12,7 @@ import itertools
 import secrets
 import statistics
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,14 +20,16 @@ from typing import Any
 from lmcache_redis.admin.facts import Facts, Need, gather
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
-from lmcache_redis.admin.sample import sample
 from lmcache_redis.admin.server import (
     CONNECT_TIMEOUT_S,
     OP_TIMEOUT_S,
     Primary,
     PrimaryServers,
 )
-from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.admin.sizes.sizing import stored_part
+from lmcache_redis.admin.stripes import read_uses
+from lmcache_redis.admin.survey import SeenChunk, Striping, headers_of, survey
+from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
@@ -54,6 +56,8 @@ _ROUNDS = 12
 _DEADLINE_S = 20.0
 # Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
+_SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
+_CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +91,16 @@ def diagnose(
     bandwidth: also write a few MiB under temporary keys and read them back. report: the STATUS of
     this node's agent, if there is one. Raises RedisError if a server cannot be reached.
     """
-    seen = sample(server, prefix, need, report)
+    need, headers, oldest_idle_s = sample(server, prefix, need, report or {})
     pool = None if report is None else report["pool"]
     facts = []
     for node in server.nodes:
         known = gather(
             server,
             node,
-            need=seen.need,
+            need=need,
             pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
-            oldest_idle_s=seen.oldest_idle_s,
+            oldest_idle_s=oldest_idle_s,
         )
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
@@ -107,7 +111,7 @@ def diagnose(
             except RedisError as error:
                 measured["bandwidth_refused"] = str(error)
         facts.append(replace(known, **measured))
-    here = None if report is None else look(report, server, seen.headers)
+    here = None if report is None else look(report, server, headers)
     return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
 
@@ -117,6 +121,64 @@ def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[
     if node is not None:
         found += [replace(finding, where=HERE) for finding in judge_node(node)]
     return tuple(sorted(found, key=lambda finding: finding.severity))
+
+
+# ------------------------------------------------------------ what is stored
+
+
+def sample(
+    server: PrimaryServers, prefix: bytes, need: Need, report: Mapping[str, Any]
+) -> tuple[Need, tuple[tuple[str, StripeHeader], ...], float | None]:
+    """The need, by the chunks that are stored unless the user has named a size; a header of each
+    layout, model and worker, with the model; and the longest time without a use. Of a few chunks;
+    nothing where that is refused.
+
+    Before Redis 7.2 reading a header counts as a use of its chunk.
+    """
+    try:
+        found = survey(server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS)
+        chunks = list(found.chunks.values())
+        uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
+        headers = headers_of(server, chunks)
+    except RedisError:
+        return need, (), None
+    if not need.is_known and headers:
+        need = _as_stored(need, [(c, headers[c.form]) for c in chunks if c.form in headers], report)
+    oldest_idle_s = max((use.idle_s for use in uses if use.idle_s is not None), default=None)
+    return need, tuple((form[1], header) for form, header in headers.items()), oldest_idle_s
+
+
+def _as_stored(
+    need: Need, chunks: Iterable[tuple[SeenChunk, StripeHeader]], report: Mapping[str, Any]
+) -> Need:
+    """The need by the mean chunk of the model with the most chunks.
+
+    Parts of one chunk have one hash: those of several groups and ranks are added up. report: of an
+    agent, which knows how many tokens a chunk has; else it is the usual number.
+    """
+    hashes: defaultdict[str, set[bytes]] = defaultdict(set)
+    sizes: Counter[tuple[str, str]] = Counter()
+    for chunk, header in chunks:
+        model = chunk.name.key.model_name
+        payload = Striping.of(header).stripe_payload_bytes
+        hashes[model].add(chunk.name.key.chunk_hash)
+        sizes[model, "payload"] += header.chunk_bytes
+        sizes[model, "memory"] += stored_part(header.chunk_bytes, payload, model).memory_bytes
+    model = max(hashes, key=lambda name: len(hashes[name]))
+    engines = [each for each in report.get("engines", ()) if each["model"] == model]
+    chunk_tokens = report.get("chunk_size_tokens", _CHUNK_TOKENS)
+    chunk_tokens = engines[0]["chunk_tokens"] if engines else chunk_tokens
+    tokens = len(hashes[model]) * chunk_tokens
+    return replace(
+        need,
+        kv_bytes_per_token=max(1, sizes[model, "payload"] // tokens),
+        memory_per_token=sizes[model, "memory"] / tokens,
+        of=f"{model}, as stored in chunks of {chunk_tokens} tokens",
+        is_known=True,
+    )
+
+
+# --------------------------------------------------------------- what is measured
 
 
 def measure_ping(node: Primary, pings: int = PINGS) -> float:

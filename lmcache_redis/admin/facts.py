@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -54,9 +53,8 @@ class Facts:
     local: on this machine. private: every address is a private one. nodes: how many servers share
     the keys. as_cluster: named as a Redis Cluster, so that agents send each key to its node.
     normal_buffer: hard limit, soft limit and soft seconds of client-output-buffer-limit. save: the
-    schedule as configured, "" for none. saved: whether a background save has been made since the
-    server started. unseen: what was refused, in words. pool_bytes: of this node's agent.
-    oldest_idle_s: of a sample of chunks, the longest time without a use.
+    schedule as configured, "" for none. unseen: what was refused, in words. pool_bytes: of this
+    node's agent. oldest_idle_s: of a sample of chunks, the longest time without a use.
     """
 
     where: str = ""
@@ -78,17 +76,11 @@ class Facts:
     fragmentation: float | None = _from("mem_fragmentation_ratio")
     evicted_keys: int | None = _from("evicted_keys")
     save: str | None = _from(setting="save")
-    saved: bool | None = None
     save_failed: bool | None = None
-    stops_writes: bool | None = _from(setting="stop-writes-on-bgsave-error")
     append_only: bool | None = _from("aof_enabled", "appendonly")
     replicas: int | None = _from("connected_slaves")
-    fork_us: int | None = _from("latest_fork_usec")
     io_threads: int | None = _from(setting="io-threads")
-    cores: int | None = None
     normal_buffer: tuple[int, int, int] | None = _from(setting="client-output-buffer-limit")
-    bulk_limit_bytes: int | None = _from(setting="proto-max-bulk-len")
-    query_buffer_bytes: int | None = _from(setting="client-query-buffer-limit")
     clients: int | None = _from("connected_clients")
     max_clients: int | None = _from("maxclients", "maxclients")
     huge_pages: str | None = None
@@ -136,7 +128,6 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
         certificate_checked=dict(endpoint.tls).get("ssl_cert_reqs", "required") == "required",
         nodes=len(server.nodes),
         as_cluster=server.is_cluster,
-        cores=os.cpu_count() if local else None,
         huge_pages=_huge_pages() if local else None,
         unseen=tuple(unseen),
         **known,
@@ -153,14 +144,12 @@ def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any)
     }
     if "io_threads" not in stated and _read("int", info.get("io_threads_active")):
         stated["io_threads"] = 2  # INFO says whether there are threads, not how many
-    save_s = _read("int", info.get("rdb_last_bgsave_time_sec"))
     save_status = info.get("rdb_last_bgsave_status")
     valkey = info.get("valkey_version")
     version = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(valkey or info.get("redis_version")))
     return Facts(
         product="valkey" if valkey else "redis",
         version=tuple(int(part) for part in version.groups() if part) if version else None,
-        saved=None if save_s is None else save_s >= 0 or bool(_read("int", info.get("rdb_saves"))),
         save_failed=None if save_status is None else save_status != "ok",
         **stated,
         **known,

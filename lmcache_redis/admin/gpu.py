@@ -7,7 +7,6 @@ GPU. That a process is a client of MPS is read from its environment.
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +20,9 @@ from lmcache_redis.errors import DriverError
 
 _CONTROL = Path("/dev/nvidiactl")
 _DRIVER_DEADLINE_S = 15.0
-_OLDEST_CUDA, _BATCHES_CUDA = 12000, 12080
+_OLDEST_CUDA = 12000
 _COMPUTE_MODES = {2: "prohibited", 3: "exclusive"}
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
-# Of these kernels a registration of more than 2 GiB fails.
-_SMALL_PINS = ((6, 11), (6, 13))
 
 # As `rules.ADVICE`.
 GPU_ADVICE: dict[str, tuple[str, ...]] = {
@@ -44,10 +41,6 @@ GPU_ADVICE: dict[str, tuple[str, ...]] = {
     "stream writes": (
         "the engine's GPU tells the agent by such a write that blocks are ready",
         "a driver from 525 on, without vGPU or WSL",
-    ),
-    "batch copies": (
-        "without cuMemcpyBatchAsync (570, CUDA 12.8) the agent enqueues copies one by one",
-        "install a newer driver",
     ),
     "MIG": (
         "a process sees one instance, and CUDA IPC does not cross to another",
@@ -82,15 +75,12 @@ class GpuFacts:
     """problem: why the driver cannot be used; empty if it can.
 
     cuda_version: as 12040. mps_clients: by process, whether it is one; those that can be told.
-    kernel: its version.
     """
 
     problem: str = ""
     cuda_version: int = 0
-    copies_in_batches: bool = False
     gpus: tuple[VisibleGpu, ...] = ()
     mps_clients: Mapping[int, bool] = field(default_factory=dict)
-    kernel: tuple[int, ...] = ()
 
 
 def look_at_gpus(pids: Iterable[int]) -> GpuFacts | None:
@@ -110,7 +100,6 @@ def _ask_driver(pids: Iterable[int]) -> GpuFacts:
         return GpuFacts(
             "",
             driver.driver_version(),
-            driver.has("cuMemcpyBatchAsync"),
             tuple(
                 VisibleGpu(
                     driver.device_uuid(each),
@@ -121,7 +110,6 @@ def _ask_driver(pids: Iterable[int]) -> GpuFacts:
                 for each in range(len(driver.device_uuids()))
             ),
             {pid: is_client for pid in pids if (is_client := uses_mps(pid)) is not None},
-            tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])),
         )
     except DriverError as error:
         return GpuFacts(str(error))
@@ -155,9 +143,6 @@ def judge_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> Iterator[Fi
         yield Finding(WARNING, "GPUs", "none is visible here")
         return
     yield Finding(OK, "GPUs", ", ".join(f"{gpu.name} ({gpu.uuid})" for gpu in facts.gpus))
-    has_them = facts.copies_in_batches and facts.cuda_version >= _BATCHES_CUDA
-    seen = f"the driver has {'them' if has_them else 'none'}"
-    yield Finding(OK if has_them else HINT, "batch copies", seen)
     for gpu in facts.gpus:
         if (mode := _COMPUTE_MODES.get(gpu.compute_mode)) is not None:
             yield Finding(CRITICAL, "compute mode", f"{gpu.uuid} is {mode}")
@@ -174,19 +159,11 @@ def judge_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> Iterator[Fi
         yield Finding(CRITICAL, "MPS", seen)
     elif inside:
         yield Finding(OK, "MPS", "agent and engines are clients: a fatal fault of one ends all")
-    yield from _pool(facts.kernel, report)
-
-
-def _pool(kernel: tuple[int, ...], report: Mapping[str, Any]) -> Iterator[Finding]:
     pool = report["pool"]
-    if "locked_bytes" not in pool:  # an agent of an older version
-        return
-    pool_bytes = pool["slots"] * pool["slot_bytes"]
-    seen = f"{shown_bytes(pool['locked_bytes'])} of {shown_bytes(pool_bytes)}"
+    seen = (
+        f"{shown_bytes(pool['locked_bytes'])} of {shown_bytes(pool['slots'] * pool['slot_bytes'])}"
+    )
     if pool["lock_failure"]:
         yield Finding(WARNING, "pinned pool", f"{seen}: {pool['lock_failure']}")
-        return
-    first, last = _SMALL_PINS
-    if first <= kernel <= last:
-        seen += f"; kernel {kernel[0]}.{kernel[1]} pins 2 GiB at once, and the agent pins less"
-    yield Finding(OK, "pinned pool", seen)
+    else:
+        yield Finding(OK, "pinned pool", seen)

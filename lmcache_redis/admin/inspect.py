@@ -145,15 +145,14 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout. value_bytes: of their stripes, headers included.
+    """Chunks of one model and layout (`names`). value_bytes: of their stripes, headers included.
 
     incomplete: chunks with missing stripes, no_first of them without stripe 0. idle_s, frequency:
     of each chunk's first stripe. stored_unix_s: if headers were read. damaged: chunks, if payloads
     were verified.
     """
 
-    model: str
-    layout: str
+    names: tuple[str, str]
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -165,6 +164,14 @@ class LayoutSummary:
     idle_s: Spread = field(default_factory=Spread)
     frequency: Spread = field(default_factory=Spread)
     stored_unix_s: Spread = field(default_factory=Spread)
+
+    @property
+    def model(self) -> str:
+        return self.names[0]
+
+    @property
+    def layout(self) -> str:
+        return self.names[1]
 
     def add(self, chunk: SeenChunk, mask: int, cut: Striping | None, first: Stripe) -> None:
         self.workers.add(chunk.name.key.kv_rank)
@@ -224,7 +231,7 @@ def summarise(
     looked_at = zip(chunks, masks, cuts, firsts, strict=True)
     for number, (chunk, mask, cut, first) in enumerate(looked_at, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, LayoutSummary(*names))
+        group = groups.setdefault(names, LayoutSummary(names))
         group.add(chunk, mask, cut, first)
         if verify:
             indexes = SeenChunk(chunk.name, mask).indexes

@@ -70,8 +70,7 @@ def look(
     report: Mapping[str, Any], server: PrimaryServers, stored: tuple[tuple[str, StripeHeader], ...]
 ) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``."""
-    # An agent of an older version, which is one of the findings, does not name them.
-    known = {engine["pid"] for engine in report["engines"] if "pid" in engine}
+    known = {engine["pid"] for engine in report["engines"]}
     pids = sorted(known | set(_engine_pids()))
     engines = map(read_process, pids)
     shm = min(filter(None, map(shm_of, pids)), key=lambda found: found[1], default=(None, None))
@@ -145,7 +144,7 @@ def _clock_ahead_s(server: PrimaryServers) -> float | None:
 OLDEST_VLLM = (0, 27)
 _DOCKER_SHM_BYTES = 64 << 20
 _FEW_FILES = 1024
-_FULL, _BADLY_FILLED = 0.05, 0.7
+_FULL = 0.05
 _CLOCK_S = 5.0
 _WHY_ONE_NAMESPACE = {
     "pid": "the agent opens the engine's memory as /proc/PID/fd, and must see the engine's end",
@@ -173,8 +172,10 @@ _ADVICE: dict[str, tuple[str, ...]] = {
         "endpoint",
     ),
     "/dev/shm": (
-        "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it",
+        "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it; without "
+        "room a process is killed with SIGBUS",
         "docker run --shm-size 16g, or an emptyDir with medium: Memory at /dev/shm",
+        "ls -l /dev/shm; rm what nothing uses",
     ),
     "open files": (
         "the agent opens a file for each tensor of an engine, and connections",
@@ -189,13 +190,6 @@ _ADVICE: dict[str, tuple[str, ...]] = {
         "or parallel sizes. Parts of several KV cache groups are normal",
         "lmcache-redis inspect; give all agents one --chunk-size-tokens",
     ),
-    "chunk size": (
-        "chunks are whole blocks: an engine whose blocks do not divide the size gets more",
-    ),
-    "slots": (
-        "the rest of these slots of the host pool is not used",
-        "another --slot-bytes or --chunk-size-tokens, the same for all agents",
-    ),
     "clocks": (
         "`inspect` and `purge --stored-longer-than` tell ages wrong by as much",
         "run an NTP client on both machines",
@@ -209,7 +203,7 @@ _ADVICE: dict[str, tuple[str, ...]] = {
 
 def judge_node(facts: NodeFacts) -> list[Finding]:
     """The findings of all rules, the most important first. Pure."""
-    rules = (_agent, _engines, _processes, _sizes, _slots_in_redis)
+    rules = (_agent, _engines, _processes, _slots_in_redis)
     found = [finding for each in rules for finding in each(facts)]
     return advised([*found, *judge_gpus(facts.gpus, facts.report)], _ADVICE)
 
@@ -219,14 +213,10 @@ def _agent(f: NodeFacts) -> Iterator[Finding]:
     if redis["up"]:
         yield Finding(OK, "Redis", f"the agent uses {redis['server']}")
     else:
-        yield Finding(
-            CRITICAL, "Redis", f"the agent cannot use {redis['server']}: {redis['reason']}"
-        )
-    if version == f.version:
-        yield Finding(OK, "versions", f"agent and package {version}")
-    else:
-        seen = f"the agent is {version}, the package here {f.version}"
-        yield Finding(WARNING, "versions", seen)
+        seen = f"the agent cannot use {redis['server']}: {redis['reason']}"
+        yield Finding(CRITICAL, "Redis", seen)
+    seen = f"the agent is {version}, the package here {f.version}"
+    yield Finding(OK if version == f.version else WARNING, "versions", seen)
     if f.vllm_version is not None:
         numbers = tuple(map(int, re.findall(r"\d+", f.vllm_version)[:2]))
         yield Finding(CRITICAL if numbers < OLDEST_VLLM else OK, "vLLM", f.vllm_version)
@@ -239,11 +229,9 @@ def _agent(f: NodeFacts) -> Iterator[Finding]:
 def _engines(f: NodeFacts) -> Iterator[Finding]:
     engines = f.report["engines"]
     waiting = [engine for engine in engines if not engine["ready"]]
-    if waiting:
+    if engines:
         seen = f"{len(waiting)} of {len(engines)} registered workers are not ready"
-        yield Finding(WARNING, "engines", seen)
-    elif engines:
-        yield Finding(OK, "engines", f"{len(engines)} workers are registered and ready")
+        yield Finding(WARNING if waiting else OK, "engines", seen)
     else:
         why = "engines connect when they start; one that runs and is not here is not cached"
         change = 'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheRedisConnector",'
@@ -254,14 +242,9 @@ def _engines(f: NodeFacts) -> Iterator[Finding]:
 def _processes(f: NodeFacts) -> Iterator[Finding]:
     size, free = f.shm_bytes, f.shm_free_bytes
     if size is not None and free is not None:
-        if free < _FULL * size and size > _DOCKER_SHM_BYTES:
-            seen = f"{shown_bytes(free)} of {shown_bytes(size)} are free"
-            why = "a process that touches a page for which there is no room is killed with SIGBUS"
-            change = "ls -l /dev/shm; rm what nothing uses"
-            yield Finding(WARNING, "/dev/shm", seen, why, (change,))
-        else:
-            severity = WARNING if size <= _DOCKER_SHM_BYTES else OK
-            yield Finding(severity, "/dev/shm", shown_bytes(size))
+        few = size <= _DOCKER_SHM_BYTES or free < _FULL * size
+        seen = f"{shown_bytes(free)} of {shown_bytes(size)} are free"
+        yield Finding(WARNING if few else OK, "/dev/shm", seen)
     if f.agent is None:
         yield Finding(HINT, "processes", "the agent's cannot be seen")
         return
@@ -285,28 +268,6 @@ def _together(agent: Process, engine: Process) -> Iterator[Finding]:
     if agent.uid not in (0, engine.uid):
         seen = f"engine process {engine.pid} runs as user {engine.uid}, the agent as {agent.uid}"
         yield Finding(CRITICAL, "users", seen)
-
-
-def _sizes(f: NodeFacts) -> Iterator[Finding]:
-    """Each engine's chunks beside its blocks and the slots; equal ones once."""
-    wanted, slot_bytes = f.report["chunk_size_tokens"], f.report["pool"]["slot_bytes"]
-    kinds = {
-        (e["model"], e["chunk_tokens"], tuple(group["part_bytes"] for group in e["groups"]))
-        for e in f.report["engines"]
-    }
-    for model, tokens, parts in sorted(kinds):
-        if tokens == wanted:
-            yield Finding(OK, "chunk size", f"{tokens} tokens for {model}")
-        else:
-            seen = f"{tokens} tokens for {model}, --chunk-size-tokens is {wanted}"
-            change = f"--chunk-size-tokens {tokens}, or another --block-size of vLLM"
-            yield Finding(HINT, "chunk size", seen, change=(change,))
-        slots = sum(-(-part // stripe_payload_bytes(part, slot_bytes)) for part in parts)
-        filled = sum(parts) / (slots * slot_bytes)
-        if filled < _BADLY_FILLED:
-            yield Finding(
-                HINT, "slots", f"chunks of {model} fill their slots to {100 * filled:.0f} %"
-            )
 
 
 def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:

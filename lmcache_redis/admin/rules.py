@@ -17,10 +17,8 @@ OLDEST_VERSION = (6, 2)
 STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES
 # An agent has one GET in flight per connection: one reply has to fit, with room to spare.
 LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
-_FEW_CORES = 2
-# Shares of the machine's memory: the safe maximum, the maximum if the server forks, what to set.
-_MOST_OF_MEMORY, _MOST_WITH_FORKS, _ADVISED_OF_MEMORY = 0.85, 0.45, 0.75
-_SLOW_FORK_US = 100_000
+# Shares of the machine's memory: the safe maximum, and what to set.
+_MOST_OF_MEMORY, _ADVISED_OF_MEMORY = 0.85, 0.75
 # A cache that holds fewer prompts, or for less long, is emptied before it helps.
 _FEW_PROMPTS, _YOUNG_S = 10, 300.0
 _LEAST_USED_BYTES = 1 << 30
@@ -55,9 +53,6 @@ def _set(name: str, value: str) -> tuple[str, str]:
     line = value.strip('"') if " " in value else value
     return f"CONFIG SET {name} {value}", f"redis.conf: {name} {line}"
 
-
-_TOO_SMALL = f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would refuse stores"
-_THP_OFF = f"as root on the server's machine: echo madvise > {HUGE_PAGES}"
 
 # Why these are no policies for a cache, by how they begin.
 _POLICIES = {
@@ -98,8 +93,6 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "the middle of loads",
         *_set("client-output-buffer-limit", '"normal 0 0 0"'),
     ),
-    "proto-max-bulk-len": (_TOO_SMALL, *_set("proto-max-bulk-len", "512mb")),
-    "client-query-buffer-limit": (_TOO_SMALL, *_set("client-query-buffer-limit", "1gb")),
     "bandwidth": ("agents get the same error",),
     "load bandwidth": ("",),
     "latency": ("", "move the server nearer, or start agents with more --get-connections"),
@@ -114,7 +107,10 @@ ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "io-threads": (
         "one core copies for all clients; with more threads the server reads and writes "
-        "sockets in parallel",
+        "sockets in parallel; with two cores or fewer leave it",
+        "redis.conf: io-threads 4",
+        "before Redis 8 also: io-threads-do-reads yes",
+        "then restart the server: not settable while it runs",
     ),
     "TLS": (
         "KV and the password cross the network unencrypted; TLS costs bandwidth",
@@ -124,7 +120,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "with them a fork copies 2 MiB for every write, and freed values leave memory that "
         "cannot be returned to the system",
         "redis.conf: disable-thp yes",
-        _THP_OFF,
+        f"as root on the server's machine: echo madvise > {HUGE_PAGES}",
     ),
     "replicas": (
         "each receives every store again, and its first synchronisation forks or buffers a "
@@ -246,39 +242,23 @@ def _limit(f: Facts, limit: int, change: tuple[str, str]) -> Finding:
 
 
 def _persistence(f: Facts) -> Iterator[Finding]:
-    if f.save_failed and f.stops_writes is not False:
+    if f.save_failed:
         yield Finding(CRITICAL, "failed save", "the last background save failed")
-    if f.save or (f.save is None and f.saved):
-        seen = f"save {f.save}" if f.save else "background saves have been made"
-        if f.fork_us and f.fork_us >= _SLOW_FORK_US:
-            seen += f"; the last fork stopped the server for {f.fork_us / 1000:.0f} ms"
-        limit, machine = f.maxmemory_bytes, f.machine_bytes or 0
-        if machine and (limit == 0 or (limit or 0) > machine * _MOST_WITH_FORKS):
-            why = f"{ADVICE['snapshots'][0]}; with this memory limit the machine has no room for "
-            yield Finding(CRITICAL, "snapshots", seen, why + "that copy")
-        else:
-            yield Finding(WARNING, "snapshots", seen)
-    elif (f.save, f.saved) != (None, None):
-        yield Finding(OK, "snapshots", "off" if f.save == "" else "none since the server started")
+    if f.save is not None:
+        yield Finding(WARNING if f.save else OK, "snapshots", f.save or "off")
     if f.append_only is not None:
         on = f.append_only
         yield Finding(WARNING if on else OK, "append-only file", "on" if on else "off")
     if f.replicas:
         yield Finding(HINT, "replicas", f"{f.replicas} attached")
-    topic = "transparent huge pages"
-    if f.disable_huge_pages:
-        yield Finding(OK, topic, "the server disables them for itself (disable-thp yes)")
-    elif f.huge_pages in ("never", "madvise"):
-        yield Finding(OK, topic, f.huge_pages)
-    elif f.huge_pages != "always":
-        look = f"on the server's machine: cat {HUGE_PAGES}"
-        yield Finding(HINT, topic, "cannot be seen from here", change=(look, _THP_OFF))
-    elif f.disable_huge_pages is None:
-        yield Finding(HINT, topic, "always; whether the server exempts itself is not seen")
-    elif f.save == "" and f.append_only is False and f.replicas == 0:
-        yield Finding(OK, topic, "in use, which speeds up first stores; nothing forks here")
-    else:
-        yield Finding(WARNING, topic, "always")
+    forks = bool(f.save or f.append_only or f.replicas)
+    if f.disable_huge_pages or (f.huge_pages is not None and f.huge_pages != "always"):
+        seen = "the server disables them for itself" if f.disable_huge_pages else f.huge_pages
+        yield Finding(OK, "transparent huge pages", seen or "")
+    elif f.huge_pages is not None and not forks:
+        yield Finding(OK, "transparent huge pages", "always; nothing forks here")
+    elif f.huge_pages is not None:
+        yield Finding(WARNING, "transparent huge pages", "always")
 
 
 def _limits(f: Facts) -> Iterator[Finding]:
@@ -288,16 +268,9 @@ def _limits(f: Facts) -> Iterator[Finding]:
         if 0 < hard < LEAST_BUFFER_BYTES:
             severity = CRITICAL
         yield Finding(severity, "client-output-buffer-limit", f"normal {hard} {soft} {soft_s}")
-    for topic, limit, least in (
-        ("proto-max-bulk-len", f.bulk_limit_bytes, STRIPE_BYTES),
-        ("client-query-buffer-limit", f.query_buffer_bytes, LEAST_BUFFER_BYTES),
-    ):
-        if limit is not None and limit < least:
-            yield Finding(CRITICAL, topic, shown_bytes(limit))
     if f.clients is not None and f.max_clients:
         severity = WARNING if f.clients >= f.max_clients * 0.8 else OK
-        files = "where that is refused: raise the server's limit of open files first (LimitNOFILE)"
-        change = (*_set("maxclients", str(max(10_000, 2 * f.max_clients))), files)
+        change = _set("maxclients", str(max(10_000, 2 * f.max_clients)))
         seen = f"{f.clients} of {f.max_clients} in use"
         yield Finding(severity, "maxclients", seen, change=change)
 
@@ -345,13 +318,7 @@ def _speed(f: Facts) -> Iterator[Finding]:
         yield Finding(severity, "store bandwidth", seen)
     if f.io_threads is not None and f.io_threads > 1:
         yield Finding(OK, "io-threads", str(f.io_threads))
-    elif f.io_threads is not None and f.cores is not None and f.cores <= _FEW_CORES:
-        yield Finding(OK, "io-threads", f"1, on {f.cores} cores shared with engines")
     elif f.io_threads is not None:
         slow = read is not None and read < need and not f.local
-        old = f.product == "redis" and f.version is not None and f.version < (8,)
-        reads = ("redis.conf: io-threads-do-reads yes",) if old else ()
-        restart = "then restart the server: not settable while it runs"
-        change = ("redis.conf: io-threads 4", *reads, restart)
-        seen = "1: one core moves every byte"
-        yield Finding(WARNING if slow else HINT, "io-threads", seen, change=change)
+        severity = WARNING if slow else HINT
+        yield Finding(severity, "io-threads", "1: one core moves every byte")

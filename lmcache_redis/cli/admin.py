@@ -234,9 +234,8 @@ def doctor(
     from lmcache_redis.admin.doctor import diagnose
     from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.rules import Severity
-    from lmcache_redis.admin.sizes.config import read_config
-    from lmcache_redis.admin.sizes.of_model import size_model
-    from lmcache_redis.admin.sizes.sizing import SizeOptions
+    from lmcache_redis.admin.sizes.families import read_config
+    from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
     from lmcache_redis.client.control import AgentUnreachable
 
     if model is not None and kv_bytes_per_token is not None:

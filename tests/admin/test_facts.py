@@ -73,7 +73,7 @@ def test_without_config_info_has_to_do(own_server: RedisServer) -> None:
     facts = seen(RedisOptions(own_server.unix_url, username="user", password="pw"))
     assert facts.has_password
     assert (facts.maxmemory_bytes, facts.policy) == (100 << 20, "volatile-lru")
-    assert (facts.append_only, facts.saved) == (False, False)
+    assert facts.append_only is False
     assert facts.max_clients
     assert facts.save is None
     assert facts.io_threads is None
@@ -92,15 +92,13 @@ def test_without_info_too_hardly_anything_is_seen(own_server: RedisServer) -> No
 @pytest.mark.parametrize(
     ("info", "known"),
     [
-        ({}, {"version": None, "saved": None, "io_threads": None, "save_failed": None}),
+        ({}, {"version": None, "io_threads": None, "save_failed": None}),
         ({"redis_version": "7.2.4"}, {"product": "redis", "version": (7, 2, 4)}),
         (
             {"redis_version": "7.2.4", "valkey_version": "8.1.0"},
             {"product": "valkey", "version": (8, 1, 0)},
         ),
         ({"redis_version": 255.255}, {"version": (255, 255)}),
-        ({"rdb_last_bgsave_time_sec": -1, "rdb_saves": 0}, {"saved": False}),
-        ({"rdb_last_bgsave_time_sec": 3}, {"saved": True}),
         ({"rdb_last_bgsave_status": "err"}, {"save_failed": True}),
         ({"rdb_last_bgsave_status": "ok"}, {"save_failed": False}),
         ({"io_threads_active": 1}, {"io_threads": 2}),

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.admin.names import shown_bytes
-from lmcache_redis.admin.sizes.of_model import size_model
-from lmcache_redis.admin.sizes.sizing import ModelSize, SizeOptions
+from lmcache_redis.admin.sizes.sizing import ModelSize, SizeOptions, size_model
 from lmcache_redis.cli.size import size
 from tests.admin.models import PUBLISHED, Published
 

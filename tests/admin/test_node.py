@@ -77,7 +77,7 @@ def test_a_node_as_it_should_be() -> None:
     assert {finding.severity for finding in found} == {OK}
     assert {finding.topic for finding in found} == {
         "Redis", "versions", "vLLM", "clocks", "engines", "/dev/shm", "open files",
-        "namespaces", "chunk size",
+        "namespaces",
     }  # fmt: skip
 
 
@@ -98,18 +98,13 @@ HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "time")))
         (replace(WELL, clock_ahead_s=-61.0), HINT, "clocks", "61.0 s behind"),
         (engine(ready=False), WARNING, "engines", "1 of 1 registered workers are not ready"),
         (reported(engines=[]), HINT, "engines", "none is registered"),
-        (replace(WELL, shm_bytes=64 << 20), WARNING, "/dev/shm", "64 MiB"),
+        (replace(WELL, shm_bytes=64 << 20), WARNING, "/dev/shm", "of 64 MiB are free"),
         (replace(WELL, shm_free_bytes=1 << 20), WARNING, "/dev/shm", "1 MiB of 16 GiB are free"),
         (replace(WELL, agent=None), HINT, "processes", "cannot be seen"),
         (replace(WELL, agent=replace(AGENT, open_files=256)), WARNING, "open files", "256"),
         (replace(WELL, engines=(OTHER_PID,)), CRITICAL, "namespaces", "20 is in another pid"),
         (replace(WELL, engines=(OTHER_TIME,)), CRITICAL, "namespaces", "another time namespace"),
         (replace(WELL, engines=(replace(ENGINE, uid=1001),)), CRITICAL, "users", "as user 1001"),
-        (
-            engine(chunk_tokens=288), HINT, "chunk size",
-            "288 tokens for org/model, --chunk-size-tokens is 256",
-        ),
-        (engine(groups=[{"part_bytes": (1 << 20) + 4096}]), HINT, "slots", "to 50 %"),
         (
             stored(4 << 20, slot_bytes=512 << 10),
             WARNING, "slot size", "chunks of org/model that were cut for another --slot-bytes",

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.sizes.config import read_config
-from lmcache_redis.admin.sizes.of_model import size_model
-from lmcache_redis.admin.sizes.sizing import SizeOptions
+from lmcache_redis.admin.sizes.families import read_config
+from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
 from lmcache_redis.cli.size import size
 from lmcache_redis.errors import ConfigError
 from tests.cli.test_admin import one_sentence, run

@@ -1,4 +1,4 @@
-"""What the fields of a config mean, for each model type that is known.
+"""What the config.json of a model says of its layers, for each model type that is known.
 
 The sizes are those of vLLM's own KV cache specs: tests/integrations/test_sizes.py builds the models
 without weights and compares. A type that is not here is an error, never a guess.
@@ -6,14 +6,24 @@ without weights and compares. A type that is not here is an error, never a guess
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lmcache_redis.admin.sizes.config import UNKNOWN, Fields
 from lmcache_redis.admin.sizes.layers import STATE_REACH, Layer
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError
 
+CONFIG_NAME = "config.json"
+# Where models for images, sound and text keep the config of the text model.
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+UNKNOWN = (
+    "start vLLM with it, and see the bytes of its chunks in `lmcache-redis inspect`, or tell "
+    "doctor by --kv-bytes-per-token"
+)
 # Words of configs for the kinds of layers.
 _FULL, _WINDOW, _LOCAL, _STATE, _NOTHING = "full", "window", "local", "state", "nothing"
 _WORDS = {
@@ -23,6 +33,77 @@ _WORDS = {
     **dict.fromkeys(("linear_attention", "mamba", "conv", "M"), _STATE),
     **dict.fromkeys(("moe", "mlp", "-", "E"), _NOTHING),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a text model's config. where: names the file in errors."""
+
+    given: Mapping[str, Any]
+    where: str
+
+    def get(self, *names: str) -> Any:
+        """The first of these fields that is there and not null; None if none is."""
+        found = (self.given[name] for name in names if self.given.get(name) is not None)
+        return next(found, None)
+
+    def need(self, *names: str) -> Any:
+        """As `get`. Raises ConfigError, which names the field, if none is there."""
+        found = self.get(*names)
+        if found is None:
+            raise ConfigError(f"{self.where} does not say {names[0]}: {UNKNOWN}")
+        return found
+
+    def number(self, *names: str) -> int:
+        """A positive whole number. Raises ConfigError."""
+        found = self.need(*names)
+        if type(found) is not int or found <= 0:
+            raise ConfigError(f"{self.where}: {names[0]} is {found!r}, not a positive whole number")
+        return found
+
+    def merged(self, other: Mapping[str, Any]) -> Fields:
+        """With the fields of another, which take precedence."""
+        return Fields({**self.given, **other}, self.where)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The config.json of a model: a directory that holds one, or the file. Raises ConfigError."""
+    path = Path(model)
+    if os.path.isdir(path):  # Path.is_dir raises where this user may not look
+        path /= CONFIG_NAME
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{model} cannot be read ({error.strerror}): name the directory of a model, or its "
+            "config.json. Nothing is downloaded"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not JSON ({error}): name the config.json of a model"
+        ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not the config of a model: it is no JSON object")
+    return config
+
+
+def text_fields(config: Mapping[str, Any], where: str) -> Fields:
+    """The fields of the text model: of the config, or of the one inside it."""
+    *outer, inner = _nested(config)
+    # What the inner one leaves out, such as the dtype, holds for the whole model.
+    dtypes = [each.get("dtype") or each.get("torch_dtype") for each in (*outer, inner)]
+    return Fields({**inner, "dtype": next(filter(None, reversed(dtypes)), None)}, where)
+
+
+def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield config
+    for name in _TEXT_CONFIGS:
+        if isinstance(config.get(name), Mapping):
+            yield from _nested(config[name])
+            return
+
+
+# --------------------------------------------------------------------- the families
 
 
 def layers_of(fields: Fields) -> list[Layer]:
@@ -41,18 +122,6 @@ def layers_of(fields: Fields) -> list[Layer]:
     return layers
 
 
-def _head_dim(fields: Fields) -> int:
-    return fields.get("head_dim") or fields.number("hidden_size", "n_embd") // _heads(fields)
-
-
-def _heads(fields: Fields) -> int:
-    return fields.number("num_attention_heads", "n_head")
-
-
-def _layer_count(fields: Fields) -> int:
-    return fields.number("num_hidden_layers", "n_layer")
-
-
 def _kinds(fields: Fields) -> list[str]:
     """The kind of each layer, as the config lists them, else as a pattern of it says."""
     words = fields.get("layer_types", "layers_block_type", "hybrid_override_pattern")
@@ -67,10 +136,13 @@ def _kinds(fields: Fields) -> list[str]:
     other = fields.get("other_layers")
     every = fields.get("sliding_window_pattern", "_sliding_window_pattern", "every")
     if other is None or every is None:
-        return [_FULL] * _layer_count(fields)
+        return [_FULL] * fields.number("num_hidden_layers")
     if isinstance(every, str):
         every = len(every)
-    return [_FULL if (at + 1) % every == 0 else other for at in range(_layer_count(fields))]
+    return [
+        _FULL if (at + 1) % every == 0 else other
+        for at in range(fields.number("num_hidden_layers"))
+    ]
 
 
 def _state(conv: int, recurrent: int, **more: Any) -> Layer:
@@ -83,8 +155,10 @@ def _attention(fields: Fields, kind: str = _FULL) -> Layer:
         reach = Reach("window", fields.number("sliding_window") + (fields.get("one_more") or 0))
     elif kind == _LOCAL:
         reach = Reach("local", fields.number("attention_chunk_size"))
-    heads, values = fields.number("num_key_value_heads"), 2 * _head_dim(fields)
-    return Layer(reach=reach, heads=heads, values=values)
+    head_dim = fields.get("head_dim")
+    if head_dim is None:
+        head_dim = fields.number("hidden_size") // fields.number("num_attention_heads")
+    return Layer(reach=reach, heads=fields.number("num_key_value_heads"), values=2 * head_dim)
 
 
 def _plain(fields: Fields) -> Iterator[Layer]:
@@ -104,20 +178,6 @@ def _per_layer(fields: Fields, count: int) -> list[Mapping[str, Any]]:
     given = fields.get("per_layer_config") or {}
     by_number = {int(number): override for number, override in given.items()}
     return [by_number.get(at, {}) for at in range(count)]
-
-
-def _all_heads(fields: Fields) -> Iterator[Layer]:
-    """Every attention head has keys and values of its own."""
-    return _plain(fields.merged({"num_key_value_heads": _heads(fields)}))
-
-
-def _falcon(fields: Fields) -> Iterator[Layer]:
-    heads = _heads(fields)
-    if fields.get("new_decoder_architecture"):
-        heads = fields.get("num_kv_heads", "n_head_kv") or heads
-    elif fields.get("multi_query"):
-        heads = 1
-    return _plain(fields.merged({"num_key_value_heads": heads}))
 
 
 def _gemma4(fields: Fields) -> Iterator[Layer]:
@@ -141,7 +201,9 @@ def _llama4(fields: Fields) -> Iterator[Layer]:
         kinds = ["chunked_attention" if each else "full_attention" for each in rotary]
         fields = fields.merged({"layer_types": kinds})
     if not fields.get("attention_chunk_size"):
-        fields = fields.merged({"layer_types": ["full_attention"] * _layer_count(fields)})
+        fields = fields.merged(
+            {"layer_types": ["full_attention"] * fields.number("num_hidden_layers")}
+        )
     for kind in _kinds(fields):
         yield _attention(fields, kind)
 
@@ -151,7 +213,7 @@ def _latent(fields: Fields) -> Iterator[Layer]:
     values = fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
     index_dim = fields.get("index_head_dim") if fields.get("index_topk") else None
     index_bytes = index_dim + index_dim // 128 * 4 if index_dim else 0
-    for at in range(_layer_count(fields)):
+    for at in range(fields.number("num_hidden_layers")):
         own = 0 if _shares_index(fields, at) else index_bytes
         yield Layer(heads=1, values=values, latent=True, extra_bytes=own)
 
@@ -181,20 +243,9 @@ def _hybrid(state: Callable[[Fields], Layer]) -> Callable[[Fields], Iterator[Lay
     return read
 
 
-def _states(state: Callable[[Fields], Layer]) -> Callable[[Fields], Iterator[Layer]]:
-    """Nothing but layers that keep a state."""
-    return lambda fields: (state(fields) for _ in range(_layer_count(fields)))
-
-
-def _jamba(fields: Fields) -> Iterator[Layer]:
-    every, offset = fields.number("attn_layer_period"), fields.need("attn_layer_offset")
-    for at in range(_layer_count(fields)):
-        yield _attention(fields) if at % every == offset else _mamba1(fields)
-
-
 def _falcon_h1(fields: Fields) -> Iterator[Layer]:
     """Both in every layer."""
-    for _ in range(_layer_count(fields)):
+    for _ in range(fields.number("num_hidden_layers")):
         yield _attention(fields)
         yield _mamba2(fields)
 
@@ -210,18 +261,18 @@ def _gated_delta(fields: Fields) -> Layer:
     )
 
 
-def _mamba1(fields: Fields) -> Layer:
-    inner = fields.get("intermediate_size") if fields.get("state_size") else None
-    inner = inner or fields.number("mamba_expand") * fields.number("hidden_size")
-    past = fields.number("conv_kernel", "mamba_d_conv") - 1
-    return _state(inner * past, inner * fields.number("state_size", "mamba_d_state"))
-
-
 def _mamba2(fields: Fields) -> Layer:
-    heads = fields.number("mamba_n_heads", "mamba_num_heads", "num_heads")
-    state = fields.number("mamba_d_state", "ssm_state_size", "state_size")
+    heads = fields.number("mamba_n_heads", "mamba_num_heads")
+    state = fields.number("mamba_d_state", "ssm_state_size")
     past = fields.number("mamba_d_conv", "conv_kernel") - 1
-    inner, head_dim = _inner(fields, heads)
+    head_dim = fields.get("mamba_d_head", "mamba_head_dim")
+    if fields.get("mamba_num_heads"):
+        inner = heads * fields.number("mamba_head_dim")
+    else:
+        expanded = fields.need("mamba_expand") * fields.number("hidden_size")
+        inner = fields.get("mamba_d_ssm") or int(expanded)
+    if head_dim in (None, "auto"):
+        head_dim = inner // heads
     return _state(
         inner * past,
         heads * head_dim * state,
@@ -229,18 +280,6 @@ def _mamba2(fields: Fields) -> Layer:
         group_conv=2 * state * past,
         recurrent_type=fields.get("mamba_ssm_cache_dtype"),
     )
-
-
-def _inner(fields: Fields, heads: int) -> tuple[int, int]:
-    """Channels of a Mamba-2 layer, and of each of its heads."""
-    head_dim = fields.get("mamba_d_head", "mamba_head_dim")
-    if fields.get("mamba_num_heads"):
-        return heads * fields.number("mamba_head_dim"), fields.number("mamba_head_dim")
-    expand = fields.need("mamba_expand", "expand")
-    inner = fields.get("mamba_d_ssm") or int(expand * fields.number("hidden_size"))
-    if head_dim is None:
-        head_dim = fields.get("head_dim")
-    return inner, inner // heads if head_dim in (None, "auto") else head_dim
 
 
 def _short_conv(fields: Fields) -> Layer:
@@ -280,16 +319,11 @@ _BY_FAMILY: list[tuple[str, Callable[[Fields], Iterator[Layer]], Mapping[str, An
     # Its windows include the token itself.
     ("cohere2", _plain, _every(4, _WINDOW, sliding_window=4096, one_more=1)),
     ("llama4_text", _llama4, _every(4, _LOCAL, head_dim=128)),
-    ("gpt2 opt gpt_neox gptj", _all_heads, {}),
-    ("falcon", _falcon, {"multi_query": True}),
     ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2", _latent, {}),
     (
         "qwen3_next qwen3_5_text qwen3_5_moe_text",
         _hybrid(_gated_delta), _every(4, _STATE, head_dim=256),
     ),
-    ("jamba", _jamba, {}),
-    ("mamba falcon_mamba", _states(_mamba1), {}),
-    ("mamba2", _states(_mamba2), {}),
     ("granitemoehybrid", _hybrid(_mamba2), {}),
     ("nemotron_h", _hybrid(_mamba2), {**_HEADS_OF_128, "mamba_ssm_cache_dtype": "float32"}),
     ("falcon_h1", _falcon_h1, {}),
