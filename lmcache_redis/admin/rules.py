@@ -21,7 +21,6 @@ LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
 _MOST_OF_MEMORY, _ADVISED_OF_MEMORY = 0.85, 0.75
 # A cache that holds fewer prompts, or for less long, is emptied before it helps.
 _FEW_PROMPTS, _YOUNG_S = 10, 300.0
-_LEAST_USED_BYTES = 1 << 30
 
 
 class Severity(enum.IntEnum):
@@ -122,19 +121,9 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "redis.conf: disable-thp yes",
         f"as root on the server's machine: echo madvise > {HUGE_PAGES}",
     ),
-    "replicas": (
-        "each receives every store again, and its first synchronisation forks or buffers a "
-        "copy of the cache; a lost cache only has to be filled again",
-        "run the cache without replicas, unless losing all of it at once is worse",
-    ),
     "version": (
         "older than 6.2, the oldest version that agents are tested with",
         "run Redis 7.2 or Valkey 8, or later",
-    ),
-    "fragmentation": (
-        "that memory could hold KV; one cause is agents with different --slot-bytes",
-        *_set("activedefrag", "yes"),
-        "where that is refused: restart the server, which also empties it",
     ),
     "not seen": (
         "this user or this service does not show it: rules that need it are skipped",
@@ -192,7 +181,7 @@ def _access(f: Facts) -> Iterator[Finding]:
 
 
 def _memory(f: Facts) -> Iterator[Finding]:
-    limit, used, ratio = f.maxmemory_bytes, f.used_bytes, f.fragmentation
+    limit = f.maxmemory_bytes
     advised_mb = int((f.machine_bytes or 0) * _ADVISED_OF_MEMORY) >> 20
     change = _set("maxmemory", f"{advised_mb}mb" if advised_mb else "SIZE")
     if limit == 0:
@@ -204,11 +193,6 @@ def _memory(f: Facts) -> Iterator[Finding]:
         why = next((why for begin, why in _POLICIES.items() if f.policy.startswith(begin)), "")
         severity = CRITICAL if f.policy == "noeviction" else WARNING if why else OK
         yield Finding(severity, "maxmemory-policy", f.policy, why)
-    if ratio is not None and used is not None and used >= _LEAST_USED_BYTES:
-        wasted = f": {shown_bytes(used * ratio)} for {shown_bytes(used)} of data"
-        high = ratio >= 1.5
-        seen = f"{ratio:.2f}" + (wasted if high else "")
-        yield Finding(HINT if high else OK, "fragmentation", seen)
 
 
 def _limit(f: Facts, limit: int, change: tuple[str, str]) -> Finding:
@@ -249,8 +233,6 @@ def _persistence(f: Facts) -> Iterator[Finding]:
     if f.append_only is not None:
         on = f.append_only
         yield Finding(WARNING if on else OK, "append-only file", "on" if on else "off")
-    if f.replicas:
-        yield Finding(HINT, "replicas", f"{f.replicas} attached")
     forks = bool(f.save or f.append_only or f.replicas)
     if f.disable_huge_pages or (f.huge_pages is not None and f.huge_pages != "always"):
         seen = "the server disables them for itself" if f.disable_huge_pages else f.huge_pages

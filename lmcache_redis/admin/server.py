@@ -26,7 +26,6 @@ from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
     RedisError,
-    RedisFull,
     RedisProtocolError,
     RedisReplyError,
     RedisUnavailable,
@@ -69,7 +68,6 @@ _SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
         exceptions.AskError, RedisReplyError,
         "{at} is one node of a cluster: write redis+cluster:// instead of redis://",
     ),
-    (exceptions.ClusterError, RedisUnavailable, "{at} cannot serve its cluster just now: {text}"),
     (
         exceptions.AuthenticationError, RedisAuthError,
         "{at} refuses the user or the password: {text}",
@@ -79,8 +77,6 @@ _SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
         "{at} does not allow it to this user ({text}): inspect and purge need +@read and "
         "+unlink on the agents' keys, and in a cluster +command and +cluster|slots",
     ),
-    (exceptions.OutOfMemoryError, RedisFull, "{at} is full and evicts nothing: {text}"),
-    (exceptions.BusyLoadingError, RedisUnavailable, "{at} is still loading its data: try again"),
     (
         exceptions.ConnectionError, RedisUnavailable,
         "the connection to {at} was lost: try again ({text})",

@@ -67,12 +67,10 @@ def _besides(found: ModelSize) -> Iterator[str]:
     loaded = found.loaded_bytes
     if found.groups[0].kind == "MLA":
         yield "MLA: one copy for all ranks"
-    for saved, what in (
-        (found.saved_by_windows, "windows"),
-        (found.saved_by_states, f"states of {shown_bytes(found.state_bytes)}"),
-    ):
-        if saved > 0:
-            yield f"{what} save {100 * saved / (saved + loaded):.0f} % of a load"
+    if found.state_bytes:
+        yield f"states of {shown_bytes(found.state_bytes)}"
+    if (saved := found.saved_by_windows) > 0:
+        yield f"windows save {100 * saved / (saved + loaded):.0f} % of a load"
 
 
 def example(directory: Path, name: str) -> str:

@@ -40,7 +40,6 @@ REPORT: Mapping[str, Any] = {
 WELL = NodeFacts(
     report=REPORT,
     version="1.0",
-    vllm_version="0.32.0",
     gpus=None,
     agent=AGENT,
     engines=(ENGINE,),
@@ -76,7 +75,7 @@ def test_a_node_as_it_should_be() -> None:
     found = judge_node(WELL)
     assert {finding.severity for finding in found} == {OK}
     assert {finding.topic for finding in found} == {
-        "Redis", "versions", "vLLM", "clocks", "engines", "/dev/shm", "open files",
+        "Redis", "versions", "clocks", "engines", "/dev/shm", "open files",
         "namespaces",
     }  # fmt: skip
 
@@ -94,7 +93,6 @@ HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "time")))
             CRITICAL, "Redis", "the agent cannot use cache:6379: refused",
         ),
         (replace(WELL, version="1.1"), WARNING, "versions", "agent is 1.0, the package here 1.1"),
-        (replace(WELL, vllm_version="0.26.1"), CRITICAL, "vLLM", "0.26.1"),
         (replace(WELL, clock_ahead_s=-61.0), HINT, "clocks", "61.0 s behind"),
         (engine(ready=False), WARNING, "engines", "1 of 1 registered workers are not ready"),
         (reported(engines=[]), HINT, "engines", "none is registered"),
@@ -129,7 +127,7 @@ def test_what_is_fine() -> None:
         replace(WELL, engines=(HIDDEN,)),
         replace(WELL, agent=replace(AGENT, uid=0)),
         replace(WELL, shm_bytes=None, shm_free_bytes=None),
-        replace(WELL, clock_ahead_s=None, vllm_version=None),
+        replace(WELL, clock_ahead_s=None),
         stored(4 << 20),
     ):
         assert {finding.severity for finding in judge_node(facts)} == {OK}

@@ -88,7 +88,6 @@ def test_states_are_kept_once_a_step() -> None:
     chunks = 65536 // found.chunk_tokens
     assert found.payload_bytes == 16 * found.state_bytes + chunks * attention.chunk_bytes
     assert found.loaded_bytes == found.state_bytes + chunks * attention.chunk_bytes
-    assert found.saved_by_states > 0
 
 
 def test_a_latent_is_stored_once_for_all_ranks() -> None:

@@ -36,7 +36,6 @@ def size_json(size: ModelSize) -> dict[str, Any]:
             "stored_bytes": size.stored_bytes,
             "loaded_bytes": size.loaded_bytes,
             "saved_by_windows_bytes": size.saved_by_windows,
-            "saved_by_states_bytes": size.saved_by_states,
         },
         "memory": {"bytes": asked.memory_bytes, "tokens": size.tokens, "prompts": size.prompts},
         "break_even": {
@@ -101,10 +100,7 @@ def size_lines(size: ModelSize) -> Iterator[str]:
         f"break-even  {gigabytes(even)}/s ({8 * even / 1e9:.1f} Gbit/s): with less, loading takes "
         f"longer than computing at {asked.prefill_tokens_per_s:,.0f} tokens/s"
     )
-    for saved, what in (
-        (size.saved_by_windows, "windows save"),
-        (size.saved_by_states, "states save"),
-    ):
-        if saved > 0:
-            share = saved / (saved + size.loaded_bytes)
-            yield f"a hit       {what} {shown_bytes(saved)} of loading, {100 * share:.0f} %"
+    saved = size.saved_by_windows
+    if saved > 0:
+        share = saved / (saved + size.loaded_bytes)
+        yield f"a hit       windows save {shown_bytes(saved)} of loading, {100 * share:.0f} %"

@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_redis.admin.sizes.families import Fields, layers_of, text_fields
-from lmcache_redis.admin.sizes.layers import (
+from lmcache_redis.admin.sizes.families import (
     DTYPE_BYTES,
     KV_DTYPES,
     PACKED_LATENT,
     ElementTypes,
+    Fields,
     Layer,
+    layers_of,
+    text_fields,
 )
 from lmcache_redis.chunks.frame import HEADER_BYTES, allocated_bytes, stripe_payload_bytes
 from lmcache_redis.chunks.keys import NAMESPACE_BYTES
@@ -181,18 +183,6 @@ class ModelSize:
             for group in self.groups
             if group.reach.tokens
         )
-
-    @property
-    def saved_by_states(self) -> int:
-        """As `saved_by_windows`, had recurrent layers as large keys as the attention layers."""
-        states = [group for group in self.groups if group.state_bytes]
-        state_layers = sum(group.layers for group in states)
-        layers = sum(group.layers for group in self.groups) - state_layers
-        if not layers or not states:
-            return 0
-        as_attention = state_layers * self.bytes_per_token / layers
-        loaded = sum(group.loaded_bytes(self.chunks, self.chunk_tokens) for group in states)
-        return int(as_attention * self.chunks * self.chunk_tokens) - loaded
 
 
 def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> ModelSize:
