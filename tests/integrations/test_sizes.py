@@ -87,8 +87,6 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("Qwen3NextConfig", "Qwen3NextForCausalLM", SMALL),
     ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM",
      {**SMALL, **MAMBA, "layer_types": ["linear_attention"] * 7 + ["full_attention"]}),
-    ("FalconH1Config", "FalconH1ForCausalLM",
-     {**SMALL, **MAMBA, "mamba_d_ssm": 2048}),
     ("NemotronHConfig", "NemotronHForCausalLM",
      {**SMALL, "mamba_num_heads": 32, "ssm_state_size": 64, "mlp_hidden_act": "silu",
       "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 2}),

@@ -322,13 +322,6 @@ def _hybrid(state: Callable[[Fields], Layer]) -> Callable[[Fields], Iterator[Lay
     return read
 
 
-def _falcon_h1(fields: Fields) -> Iterator[Layer]:
-    """Both in every layer."""
-    for _ in range(fields.number("num_hidden_layers")):
-        yield _attention(fields)
-        yield _mamba2(fields)
-
-
 def _gated_delta(fields: Fields) -> Layer:
     keys = fields.number("linear_num_key_heads") * fields.number("linear_key_head_dim")
     values = fields.number("linear_num_value_heads") * fields.number("linear_value_head_dim")
@@ -345,15 +338,10 @@ def _mamba2(fields: Fields) -> Layer:
     state = fields.number("mamba_d_state", "ssm_state_size")
     past = fields.number("mamba_d_conv", "conv_kernel") - 1
     head_dim = fields.get("mamba_d_head", "mamba_head_dim")
-    if fields.get("mamba_num_heads"):
-        inner = heads * fields.number("mamba_head_dim")
-    else:
-        expanded = fields.need("mamba_expand") * fields.number("hidden_size")
-        inner = fields.get("mamba_d_ssm") or int(expanded)
     if head_dim in (None, "auto"):
-        head_dim = inner // heads
+        head_dim = fields.number("mamba_expand") * fields.number("hidden_size") // heads
     return _state(
-        inner * past,
+        heads * head_dim * past,
         heads * head_dim * state,
         groups=fields.number("mamba_n_groups", "n_groups"),
         group_conv=2 * state * past,
@@ -405,7 +393,6 @@ _BY_FAMILY: list[tuple[str, Callable[[Fields], Iterator[Layer]], Mapping[str, An
     ),
     ("granitemoehybrid", _hybrid(_mamba2), {}),
     ("nemotron_h", _hybrid(_mamba2), {**_HEADS_OF_128, "mamba_ssm_cache_dtype": "float32"}),
-    ("falcon_h1", _falcon_h1, {}),
     ("lfm2 lfm2_moe", _hybrid(_short_conv), {}),
 ]  # fmt: skip
 FAMILIES = {name: (read, more) for names, read, more in _BY_FAMILY for name in names.split()}

@@ -82,7 +82,8 @@ class SizedGroup:
 
     kind: attention, MLA or state. bytes_per_token: of keys and values, each counted once, and
     engine_bytes_per_token: in all ranks. state_bytes: of one state in all ranks. shards: how many
-    parts a chunk has, of ranks that hold different bytes. part: one of them.
+    parts a chunk has, of ranks that hold different bytes. part: one of them. stored_chunks,
+    loaded_chunks: of the prompt; a state is kept once a step, and a hit loads the end of a window.
     """
 
     kind: str
@@ -93,15 +94,13 @@ class SizedGroup:
     state_bytes: int
     shards: int
     part: StoredPart
+    stored_chunks: int
+    loaded_chunks: int
 
     @property
     def chunk_bytes(self) -> int:
         """The payload that each chunk has of it."""
         return self.shards * self.part.part_bytes
-
-    def loaded_bytes(self, chunks: int, chunk_tokens: int) -> int:
-        """What a hit of so many chunks loads."""
-        return (chunks - self.reach.first_chunk(chunks, chunk_tokens)) * self.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +136,17 @@ class ModelSize:
     @property
     def payload_bytes(self) -> int:
         """Keys, values and states of the prompt, as stored."""
-        return sum(self._parts(group) * group.part.part_bytes for group in self.groups)
+        return sum(group.stored_chunks * group.chunk_bytes for group in self.groups)
 
     @property
     def stored_bytes(self) -> int:
         """The server's memory for the prompt: its payload, and headers, keys and rounding."""
-        return sum(self._parts(group) * group.part.memory_bytes for group in self.groups)
-
-    def _parts(self, group: SizedGroup) -> int:
-        """How many parts of the group the prompt has; a state is kept once a step."""
-        steps = -(-self.options.prompt_tokens // self.options.step_tokens)
-        return group.shards * (min(self.chunks, steps) if group.state_bytes else self.chunks)
+        return sum(g.stored_chunks * g.shards * g.part.memory_bytes for g in self.groups)
 
     @property
     def loaded_bytes(self) -> int:
         """What a hit of the whole prompt loads."""
-        return sum(group.loaded_bytes(self.chunks, self.chunk_tokens) for group in self.groups)
+        return sum(group.loaded_chunks * group.chunk_bytes for group in self.groups)
 
     @property
     def prompts(self) -> int:
@@ -178,11 +172,8 @@ class ModelSize:
     def saved_by_windows(self) -> int:
         """Bytes that a hit of the prompt need not load, because windows end."""
         tokens = self.chunks * self.chunk_tokens
-        return sum(
-            group.bytes_per_token * tokens - group.loaded_bytes(self.chunks, self.chunk_tokens)
-            for group in self.groups
-            if group.reach.tokens
-        )
+        ended = [group for group in self.groups if group.reach.tokens]
+        return sum(g.bytes_per_token * tokens - g.loaded_chunks * g.chunk_bytes for g in ended)
 
 
 def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> ModelSize:
@@ -213,6 +204,8 @@ def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> Mo
     alike: dict[Reach, list[Layer]] = {}
     for layer in layers:
         alike.setdefault(layer.reach, []).append(layer)
+    chunks = options.prompt_tokens // chunk_tokens
+    steps = -(-options.prompt_tokens // options.step_tokens)
     groups = []
     for reach, some in alike.items():
         blocks = reach.blocks_per_part(chunk_tokens // block_tokens, block_tokens)
@@ -232,6 +225,8 @@ def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> Mo
                 state_bytes=state_bytes,
                 shards=options.tp // (math.gcd(*copies) if shares else 1),
                 part=stored_part(part_bytes, options.slot_bytes, name),
+                stored_chunks=min(chunks, steps) if state_bytes else chunks,
+                loaded_chunks=chunks - reach.first_chunk(chunks, chunk_tokens),
             )
         )
     return ModelSize(name, model_type, types, options, chunk_tokens, tuple(groups))
