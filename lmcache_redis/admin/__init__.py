@@ -2,8 +2,7 @@
 
 server      redis-py's clients of the servers that a URL names, and a sentence for each error
 names       keys, layouts, sizes and ages as text
-stripes     reads the values of stripe keys and judges them by their headers
-survey      which chunks a server holds, by SCAN, and how large they are
+stripes     which chunks a server holds, by SCAN, and what their stripes are, by headers
 inspect     explains one key, or summarises the cache by model and layout
 purge       selects chunks and removes them
 facts       reads the settings and the state of a server

@@ -27,8 +27,7 @@ from lmcache_redis.admin.server import (
     PrimaryServers,
 )
 from lmcache_redis.admin.sizes.sizing import stored_part
-from lmcache_redis.admin.stripes import read_uses
-from lmcache_redis.admin.survey import SeenChunk, Striping, headers_of, survey
+from lmcache_redis.admin.stripes import SeenChunk, Striping, headers_of, read_uses, survey
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES

@@ -140,8 +140,6 @@ def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any)
         for text in (info.get(f.metadata["info"]), settings.get(f.metadata["setting"]))
         if (value := _read(str(f.type), text)) is not None
     }
-    if "io_threads" not in stated and _read("int", info.get("io_threads_active")):
-        stated["io_threads"] = 2  # INFO says whether there are threads, not how many
     save_status = info.get("rdb_last_bgsave_status")
     valkey = info.get("valkey_version")
     version = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(valkey or info.get("redis_version")))

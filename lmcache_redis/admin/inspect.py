@@ -14,23 +14,21 @@ from redis.utils import str_if_bytes
 from lmcache_redis.admin.names import ChunkName, find_name, show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
+    Progress,
+    SeenChunk,
     Stripe,
     StripeState,
+    Striping,
+    Survey,
     count_of,
+    headers_of,
+    no_progress,
+    present_of,
     read_stripes,
     read_uses,
     stripes_of,
-    verify_payload,
-)
-from lmcache_redis.admin.survey import (
-    Progress,
-    SeenChunk,
-    Striping,
-    Survey,
-    cuts_of,
-    no_progress,
-    present_of,
     survey,
+    verify_payload,
 )
 from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import FormatError, RedisError
@@ -221,11 +219,10 @@ def summarise(
         uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
         firsts = [Stripe(0, StripeState.UNREADABLE, use=use) for use in uses]
     pairs = sorted(zip(firsts, chunks, strict=True), key=lambda pair: pair[0].use.idle_s or 0)
-    of_form = cuts_of(server, [chunk for _, chunk in pairs])
-    cuts = [
-        Striping.of(first.own) if first.own else of_form.get(chunk.form)
-        for chunk, first in zip(chunks, firsts, strict=True)
-    ]
+    of_form = headers_of(server, [chunk for _, chunk in pairs])
+    both = zip(chunks, firsts, strict=True)
+    headers = [first.own or of_form.get(chunk.form) for chunk, first in both]
+    cuts = [Striping.of(header) if header else None for header in headers]
     masks = present_of(server, list(zip(chunks, cuts, strict=True)))
     groups: dict[tuple[str, str], LayoutSummary] = {}
     looked_at = zip(chunks, masks, cuts, firsts, strict=True)

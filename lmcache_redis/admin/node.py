@@ -20,7 +20,7 @@ from lmcache_redis.admin.gpu import GPU_ADVICE, GpuFacts, judge_gpus, look_at_gp
 from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.survey import Striping
+from lmcache_redis.admin.stripes import Striping
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.errors import RedisError
 
@@ -150,8 +150,8 @@ _ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "engines": (
         "an engine hits only when its scheduler and all its ranks are connected",
-        "see the engines' logs for lines of lmcache_redis; all ranks of a node need the same "
-        "endpoint",
+        "start vLLM with --kv-transfer-config, all ranks of a node with the same endpoint",
+        "see the engines' logs for lines of lmcache_redis",
     ),
     "/dev/shm": (
         "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it; without "
@@ -166,6 +166,7 @@ _ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "slot size": (
         "agents of different --slot-bytes share nothing: each takes the other's for misses",
+        "give all agents of this Redis one --slot-bytes",
     ),
     "chunk sizes": (
         "agents of different --chunk-size-tokens share nothing; nor do engines of different dtypes "
@@ -208,14 +209,9 @@ def _agent(f: NodeFacts) -> Iterator[Finding]:
 def _engines(f: NodeFacts) -> Iterator[Finding]:
     engines = f.report["engines"]
     waiting = [engine for engine in engines if not engine["ready"]]
-    if engines:
-        seen = f"{len(waiting)} of {len(engines)} registered workers are not ready"
-        yield Finding(WARNING if waiting else OK, "engines", seen)
-    else:
-        why = "engines connect when they start; one that runs and is not here is not cached"
-        change = 'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheRedisConnector",'
-        change += '"kv_role":"kv_both"}\'; its log says why it does not register'
-        yield Finding(HINT, "engines", "none is registered", why, (change,))
+    severity = WARNING if waiting else OK if engines else HINT
+    seen = f"{len(waiting)} of {len(engines)} registered workers are not ready"
+    yield Finding(severity, "engines", seen if engines else "none is registered")
 
 
 def _processes(f: NodeFacts) -> Iterator[Finding]:
@@ -260,9 +256,8 @@ def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
         if Striping.of(header).stripe_payload_bytes != ours:
             cut.add(model)
     for model in sorted(cut):
-        seen = f"Redis has chunks of {model} that were cut for another --slot-bytes"
-        change = f"give all agents of this Redis one --slot-bytes; here it is {slot_bytes}"
-        yield Finding(WARNING, "slot size", seen, change=(change,))
+        seen = f"Redis has chunks of {model} cut for another --slot-bytes than {slot_bytes}"
+        yield Finding(WARNING, "slot size", seen)
     for model, found in sorted(sizes.items()):
         if len(found) > 1:
             shown = ", ".join(shown_bytes(size) for size in sorted(found))

@@ -19,11 +19,22 @@ from typing import Any
 
 from lmcache_redis.admin.names import read_layout, show_key
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import Stripe, StripeState, ask_each, read_stripes, read_uses
-from lmcache_redis.admin.survey import Progress, SeenChunk, cuts_of, no_progress, survey
+from lmcache_redis.admin.stripes import (
+    Progress,
+    SeenChunk,
+    Stripe,
+    StripeState,
+    Striping,
+    ask_each,
+    headers_of,
+    no_progress,
+    read_stripes,
+    read_uses,
+    survey,
+)
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
 
-# Maximum keys of a step: their headers are read, then they are removed.
+# Keys of a step: their headers are read, then they are removed.
 _STEP_KEYS = 100
 _EXAMPLES = 5
 _CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --idle-longer-than"
@@ -139,9 +150,9 @@ def choose(
         pairs = zip(chunks, firsts, strict=True)
         chunks = [chunk for chunk, first in pairs if selection.is_stored_long_enough(first)]
     may_read = server.untouched or selection.idle_longer_than_s is None
-    cuts = cuts_of(server, chunks) if may_read else {}
-    sizes = [(cuts.get(chunk.form), chunk.stripes) for chunk in chunks]
-    value_bytes = sum(cut.value_bytes(stripes) for cut, stripes in sizes if cut)
+    headers = headers_of(server, chunks) if may_read else {}
+    sizes = [(headers.get(chunk.form), chunk.stripes) for chunk in chunks]
+    value_bytes = sum(Striping.of(header).value_bytes(some) for header, some in sizes if header)
     return Plan(selection, tuple(chunks), value_bytes or None)
 
 
@@ -176,13 +187,11 @@ def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[li
     # Ten steps a second, so that a slow purge proceeds evenly too.
     most_keys = max(1, min(_STEP_KEYS, int(keys_per_second / 10)))
     step: list[SeenChunk] = []
-    keys = 0
     for chunk in chunks:
-        if step and keys + chunk.count > most_keys:
-            yield step
-            step, keys = [], 0
         step.append(chunk)
-        keys += chunk.count
+        if sum(each.count for each in step) >= most_keys:
+            yield step
+            step = []
     if step:
         yield step
 

@@ -93,13 +93,20 @@ ADVICE: dict[str, tuple[str, ...]] = {
         *_set("client-output-buffer-limit", '"normal 0 0 0"'),
     ),
     "bandwidth": ("agents get the same error",),
-    "load bandwidth": ("",),
+    "load bandwidth": (
+        "users notice a hit that is twice as fast as computing the tokens again",
+        "give the server cores of its own, a faster network or more io-threads, or use more",
+        "see what your model needs: --model and --prefill-tokens-per-s",
+    ),
     "latency": ("", "move the server nearer, or start agents with more --get-connections"),
     "append-only file": (
         "every store goes to disk as well, and each rewrite forks; KV can be computed again",
         *_set("appendonly", "no"),
     ),
-    "maxclients": ("an agent that gets no connection treats the server as down",),
+    "maxclients": (
+        "an agent that gets no connection treats the server as down",
+        *_set("maxclients", "NUMBER"),
+    ),
     "store bandwidth": (
         "what cannot be stored in time is dropped and computed again; engines do not wait",
         "accept it if most prompts repeat; else a faster network, or more servers",
@@ -233,28 +240,22 @@ def _persistence(f: Facts) -> Iterator[Finding]:
     if f.append_only is not None:
         on = f.append_only
         yield Finding(WARNING if on else OK, "append-only file", "on" if on else "off")
-    forks = bool(f.save or f.append_only or f.replicas)
-    if f.disable_huge_pages or (f.huge_pages is not None and f.huge_pages != "always"):
-        seen = "the server disables them for itself" if f.disable_huge_pages else f.huge_pages
-        yield Finding(OK, "transparent huge pages", seen or "")
-    elif f.huge_pages is not None and not forks:
-        yield Finding(OK, "transparent huge pages", "always; nothing forks here")
-    elif f.huge_pages is not None:
-        yield Finding(WARNING, "transparent huge pages", "always")
+    if f.huge_pages is not None:
+        has_them = f.huge_pages == "always" and not f.disable_huge_pages
+        forks = f.save or f.append_only or f.replicas
+        seen = f"{'on' if has_them else 'off'}; {'the server forks' if forks else 'nothing forks'}"
+        yield Finding(WARNING if has_them and forks else OK, "transparent huge pages", seen)
 
 
 def _limits(f: Facts) -> Iterator[Finding]:
     if f.normal_buffer is not None:
         hard, soft, soft_s = f.normal_buffer
-        severity = WARNING if 0 < soft < LEAST_BUFFER_BYTES else OK
-        if 0 < hard < LEAST_BUFFER_BYTES:
-            severity = CRITICAL
-        yield Finding(severity, "client-output-buffer-limit", f"normal {hard} {soft} {soft_s}")
+        is_low = any(0 < limit < LEAST_BUFFER_BYTES for limit in (hard, soft))
+        seen = f"normal {hard} {soft} {soft_s}"
+        yield Finding(CRITICAL if is_low else OK, "client-output-buffer-limit", seen)
     if f.clients is not None and f.max_clients:
         severity = WARNING if f.clients >= f.max_clients * 0.8 else OK
-        change = _set("maxclients", str(max(10_000, 2 * f.max_clients)))
-        seen = f"{f.clients} of {f.max_clients} in use"
-        yield Finding(severity, "maxclients", seen, change=change)
+        yield Finding(severity, "maxclients", f"{f.clients} of {f.max_clients} in use")
 
 
 def _speed(f: Facts) -> Iterator[Finding]:
@@ -280,20 +281,11 @@ def _speed(f: Facts) -> Iterator[Finding]:
         ratio = read / need
         seen = (
             f"loads {gigabytes(read)}/s; {shown_bytes(token_bytes)} of KV a token x {rate:,.0f} "
-            f"tokens/s of prefill = {gigabytes(token_bytes * rate)}/s{split}"
-        )
-        change = (
-            "give the server cores of its own"
-            if f.local
-            else "give the server a faster network or more io-threads, or use more servers",
-            "see what your model needs: --model and --prefill-tokens-per-s",
+            f"tokens/s of prefill = {gigabytes(token_bytes * rate)}/s{split}: a hit is {ratio:.1f} "
+            "times as fast"
         )
         severity = OK if ratio >= 2 else WARNING if ratio >= 1 else CRITICAL
-        seen += f": a hit is {ratio:.1f} times as fast" if severity is OK else ""
-        why = "a hit takes longer than computing the tokens again"
-        if ratio >= 1:
-            why = f"a hit is only {ratio:.1f} times as fast as computing the tokens again"
-        yield Finding(severity, "load bandwidth", seen, why, change)
+        yield Finding(severity, "load bandwidth", seen)
     if write is not None:
         severity = OK if write >= made else HINT if write >= made / 4 else WARNING
         seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(made)}/s{split}"

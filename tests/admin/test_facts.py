@@ -101,8 +101,6 @@ def test_without_info_too_hardly_anything_is_seen(own_server: RedisServer) -> No
         ({"redis_version": 255.255}, {"version": (255, 255)}),
         ({"rdb_last_bgsave_status": "err"}, {"save_failed": True}),
         ({"rdb_last_bgsave_status": "ok"}, {"save_failed": False}),
-        ({"io_threads_active": 1}, {"io_threads": 2}),
-        ({"io_threads_active": 0}, {"io_threads": None}),
         ({"role": "slave", "connected_slaves": 2}, {"role": "slave", "replicas": 2}),
         ({"connected_slaves": "?"}, {"replicas": None}),
     ],

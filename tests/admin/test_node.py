@@ -105,7 +105,7 @@ HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "time")))
         (replace(WELL, engines=(replace(ENGINE, uid=1001),)), CRITICAL, "users", "as user 1001"),
         (
             stored(4 << 20, slot_bytes=512 << 10),
-            WARNING, "slot size", "chunks of org/model that were cut for another --slot-bytes",
+            WARNING, "slot size", "chunks of org/model cut for another --slot-bytes",
         ),
         (
             stored(4 << 20, 1 << 20),

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import StripeState, read_uses, stripes_of
-from lmcache_redis.admin.survey import SeenChunk, Striping, cuts_of, present_of, survey
+from lmcache_redis.admin.stripes import (
+    SeenChunk,
+    StripeState,
+    Striping,
+    headers_of,
+    present_of,
+    read_uses,
+    stripes_of,
+    survey,
+)
 from lmcache_redis.chunks.frame import describe_header
 from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 
@@ -93,8 +101,8 @@ def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any)
     Cached(5).put(client)
     client.set(Cached(1, model="broken").keys[0], "no header")
     chunks = list(survey(server, b"").chunks.values())
-    cuts = cuts_of(server, chunks)
-    assert list(cuts.values()) == [Striping(Cached().chunk_bytes, PAYLOAD_BYTES, 3)]
+    cuts = [Striping.of(header) for header in headers_of(server, chunks).values()]
+    assert cuts == [Striping(Cached().chunk_bytes, PAYLOAD_BYTES, 3)]
 
 
 def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:
