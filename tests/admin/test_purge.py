@@ -257,14 +257,14 @@ def test_a_plan_says_how_much(server: PrimaryServers, client: Any) -> None:
 
 
 def test_many_chunks_in_many_steps(server: PrimaryServers, client: Any) -> None:
-    put(client, *(Cached(number, stripe_count=7) for number in range(200)))
-    assert purge(server, ALL).chunks == 200
+    put(client, *(Cached(number, stripe_count=7) for number in range(60)))
+    assert purge(server, ALL).chunks == 60
     assert client.dbsize() == 0
 
 
 def test_a_chunk_of_more_stripes_than_a_step(server: PrimaryServers, client: Any) -> None:
-    Cached(1, stripe_count=700).put(client)
-    assert purge(server, ALL).stripes == 700
+    Cached(1, stripe_count=150).put(client)
+    assert purge(server, ALL).stripes == 150
     assert client.dbsize() == 0
 
 

@@ -116,12 +116,12 @@ def test_an_unserved_slot_and_nodes_that_hang_or_have_ended(
     with ExitStack() as stack:
         own = Cluster(tmp_path, stack)
         first, hanging = own.nodes[0], own.nodes[2]
+        keys = [key for key in chunk.keys if own.node_of(key) is hanging]
         served = next(key for key in chunk.keys if own.node_of(key) is first)
         first.command("CLUSTER", "DELSLOTS", slot_of(served))
         with open_server(RedisOptions(own.url)) as server:
             with pytest.raises(RedisUnavailable, match="has the slot of this key"):
                 explain(server, served, b"", False)
-            keys = [key for key in chunk.keys if own.node_of(key) is hanging]
             hanging.stop()
             began_s = time.monotonic()
             with pytest.raises(RedisTimeout, match=f"{hanging.port} does not answer"):
