@@ -1,8 +1,4 @@
-"""Reads the facts of a server: INFO, CONFIG GET if allowed, and /sys if the server is local.
-
-Managed services forbid CONFIG, and a user may lack the right to call INFO. A fact that is refused
-is None, and `Facts.unseen` says what was refused.
-"""
+"""Reads the facts of a server: INFO, CONFIG GET, and /sys if local. What is refused is None."""
 
 from __future__ import annotations
 

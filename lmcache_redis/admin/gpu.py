@@ -1,7 +1,6 @@
 """The GPUs of this node as its driver shows them, and what an agent needs of them.
 
-The driver is asked by this process, which sees what its container sees, and makes no context on a
-GPU. That a process is a client of MPS is read from its environment.
+The driver is asked by this process, which sees what its container sees. No context is made.
 """
 
 from __future__ import annotations
@@ -38,10 +37,6 @@ GPU_ADVICE: dict[str, tuple[str, ...]] = {
         "only one process may use such a GPU: the agent cannot map what the engine has there",
         "as root: nvidia-smi --compute-mode=DEFAULT",
     ),
-    "stream writes": (
-        "the engine's GPU tells the agent by such a write that blocks are ready",
-        "a driver from 525 on, without vGPU or WSL",
-    ),
     "MIG": (
         "a process sees one instance, and CUDA IPC does not cross to another",
         "run one agent for each instance, with the CUDA_VISIBLE_DEVICES of its engines and an "
@@ -62,19 +57,17 @@ GPU_ADVICE: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpu:
-    """compute_mode: 0 is the default. writes_values: cuStreamWriteValue64 works."""
+    """compute_mode: 0 is the default."""
 
     uuid: str
     name: str
     compute_mode: int
-    writes_values: bool
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """problem: why the driver cannot be used; empty if it can.
-
-    cuda_version: as 12040. mps_clients: by process, whether it is one; those that can be told.
+    """problem: why the driver cannot be used. cuda_version: as 12040. mps_clients: whether each
+    process is one, if that can be told.
     """
 
     problem: str = ""
@@ -105,7 +98,6 @@ def _ask_driver(pids: Iterable[int]) -> GpuFacts:
                     driver.device_uuid(each),
                     driver.device_name(each),
                     driver.device_attribute(each, driver.Attribute.COMPUTE_MODE),
-                    bool(driver.device_attribute(each, driver.Attribute.WRITES_64_BIT_VALUES)),
                 )
                 for each in range(len(driver.device_uuids()))
             ),
@@ -146,8 +138,6 @@ def judge_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> Iterator[Fi
     for gpu in facts.gpus:
         if (mode := _COMPUTE_MODES.get(gpu.compute_mode)) is not None:
             yield Finding(CRITICAL, "compute mode", f"{gpu.uuid} is {mode}")
-        if not gpu.writes_values:
-            yield Finding(CRITICAL, "stream writes", f"{gpu.uuid} does not write 64-bit values")
         if " MIG " in gpu.name:
             yield Finding(HINT, "MIG", f"{gpu.uuid} is an instance of a GPU: {gpu.name}")
     inside, outside = (
@@ -160,10 +150,7 @@ def judge_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> Iterator[Fi
     elif inside:
         yield Finding(OK, "MPS", "agent and engines are clients: a fatal fault of one ends all")
     pool = report["pool"]
-    seen = (
-        f"{shown_bytes(pool['locked_bytes'])} of {shown_bytes(pool['slots'] * pool['slot_bytes'])}"
-    )
-    if pool["lock_failure"]:
-        yield Finding(WARNING, "pinned pool", f"{seen}: {pool['lock_failure']}")
-    else:
-        yield Finding(OK, "pinned pool", seen)
+    locked, failure = shown_bytes(pool["locked_bytes"]), pool["lock_failure"]
+    seen = f"{locked} of {shown_bytes(pool['slots'] * pool['slot_bytes'])}"
+    seen += f": {failure}" if failure else ""
+    yield Finding(WARNING if failure else OK, "pinned pool", seen)

@@ -1,7 +1,4 @@
-"""Explains one key, or summarises the cache by model and layout.
-
-Reads headers, and payloads only to verify them. Removes nothing.
-"""
+"""Explains one key, or summarises the cache by model and layout. Removes nothing."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ class ChunkVerdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """A chunk and its stripes, sorted by index.
-
-    verified: payloads were compared with their checksums. opened: and opened, as sealed ones.
-    """
+    """A chunk and its stripes, sorted by index. verified, opened: their payloads were."""
 
     name: ChunkName
     stripe_asked: int | None
@@ -113,9 +107,8 @@ class OtherKey:
 def explain(
     server: PrimaryServers, key: bytes, prefix: bytes, verify: bool, keys: SealKeys | None = None
 ) -> ChunkReport | OtherKey:
-    """Explains the key of a stripe, or of a chunk (without the stripe index), with any prefix.
-
-    prefix: is tried first. keys: to verify sealed payloads with. Raises RedisError.
+    """Explains the key of a stripe or a chunk, with any prefix; ``prefix`` is tried first. Raises
+    RedisError. keys: to verify sealed payloads with.
     """
     try:
         name, index = find_name(key, prefix)
@@ -143,11 +136,8 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). value_bytes: of their stripes, headers included.
-
-    incomplete: chunks with missing stripes, no_first of them without stripe 0. idle_s, frequency:
-    of each chunk's first stripe. stored_unix_s: if headers were read. damaged: chunks, if payloads
-    were verified.
+    """Chunks of one model and layout (`names`). no_first: those without stripe 0, which are among
+    the incomplete. idle_s, frequency: of each chunk's first stripe. damaged: if verified.
     """
 
     names: tuple[str, str]

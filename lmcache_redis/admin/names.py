@@ -47,10 +47,7 @@ class ChunkName:
 
     @property
     def layout(self) -> str:
-        """The namespace: as text if it is one of an agent, as `status` shows it; else in hex.
-
-        What is stored about layouts has a name in brackets.
-        """
+        """The namespace as `status` shows it, or in hex; in brackets: of no layout."""
         if self.namespace == _DESCRIPTIONS:
             return "(descriptions)"
         is_text = _TEXT_NAMESPACE.fullmatch(self.namespace)
@@ -70,10 +67,7 @@ class ChunkName:
 
 
 def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """The chunk and the stripe that a key names; None for a key without a stripe index.
-
-    Raises FormatError for any other key.
-    """
+    """The chunk and the stripe that a key names; None for a chunk key. Raises FormatError."""
     try:
         namespace, key, index = parse_stripe_key(data, prefix)
         return ChunkName(prefix, namespace, key), index
@@ -90,10 +84,7 @@ def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """`parse_name` for a key with any prefix; ``prefix`` is tried first.
-
-    Raises FormatError if the key names neither a stripe nor a chunk.
-    """
+    """`parse_name` for a key with any prefix; ``prefix`` is tried first. Raises FormatError."""
     others = (data[: at.start()] for at in re.finditer(re.escape(KEY_MAGIC), data))
     for candidate in (prefix, *others):
         with contextlib.suppress(FormatError):
@@ -105,10 +96,7 @@ def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def read_key(text: str) -> bytes:
-    """A key as a user types it: in hex, with escapes such as \\xNN, or as redis-cli prints it.
-
-    Raises ConfigError for an escape that redis-cli does not print.
-    """
+    """A key in hex, with escapes such as \\xNN, or as redis-cli prints it. Raises ConfigError."""
     text = _LIST_NUMBER.sub("", text).strip()
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)

@@ -1,7 +1,4 @@
-"""Reads the facts of this node, and judges them: its agent's status, processes, memory and clock.
-
-A process of another PID namespace, or of another user, may be invisible: its facts are None.
-"""
+"""Reads the facts of this node and judges them: its agent's status, processes, memory, clock."""
 
 from __future__ import annotations
 
@@ -31,14 +28,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the cache. namespaces: the identity of each.
-
-    open_files: its soft limit; -1 without a limit, None if it cannot be read.
-    """
+    """One process of the cache. open_files: its soft limit, -1 for none; None: it is hidden."""
 
     pid: int
     uid: int
-    namespaces: Mapping[str, str | None]
+    pid_namespace: str | None
     open_files: int | None
 
 
@@ -89,10 +83,8 @@ def read_process(pid: int) -> Process | None:
     if found is None:
         return None
     files = _unless_hidden(resource.prlimit, pid, resource.RLIMIT_NOFILE)
-    namespaces = {
-        name: _unless_hidden(os.readlink, f"/proc/{pid}/ns/{name}") for name in _WHY_ONE_NAMESPACE
-    }
-    return Process(pid, found.st_uid, namespaces, None if files is None else files[0])
+    namespace = _unless_hidden(os.readlink, f"/proc/{pid}/ns/pid")
+    return Process(pid, found.st_uid, namespace, None if files is None else files[0])
 
 
 def shm_of(pid: int) -> tuple[int, int] | None:
@@ -132,17 +124,16 @@ _DOCKER_SHM_BYTES = 64 << 20
 _FEW_FILES = 1024
 _FULL = 0.05
 _CLOCK_S = 5.0
-_WHY_ONE_NAMESPACE = {
-    "pid": "the agent opens the engine's memory as /proc/PID/fd, and must see the engine's end",
-    "time": "leases on blocks are times of CLOCK_MONOTONIC, which both have to read alike",
-}
 # As `rules.ADVICE`.
 _ADVICE: dict[str, tuple[str, ...]] = {
     "Redis": (
         "only the host pool serves hits, and nothing is kept for other nodes",
         "see the findings of the server",
     ),
-    "namespaces": ("",),
+    "namespaces": (
+        "the agent opens the engine's memory as /proc/PID/fd, and must see the engine's end",
+        "containers: pid: host, or the pid namespace of one container for both",
+    ),
     "users": ("only the same user, or root, can open the engine's memory", "run both as one user"),
     "versions": (
         "an agent keeps running what it was started from",
@@ -234,12 +225,10 @@ def _processes(f: NodeFacts) -> Iterator[Finding]:
 
 
 def _together(agent: Process, engine: Process) -> Iterator[Finding]:
-    for name, why in _WHY_ONE_NAMESPACE.items():
-        ours, theirs = agent.namespaces.get(name), engine.namespaces.get(name)
-        if ours is not None and theirs is not None and ours != theirs:
-            seen = f"engine process {engine.pid} is in another {name} namespace than the agent"
-            change = f"containers: {name}: host, or the {name} namespace of one container for both"
-            yield Finding(CRITICAL, "namespaces", seen, why, (change,))
+    known = {agent.pid_namespace, engine.pid_namespace} - {None}
+    if len(known) > 1:
+        seen = f"engine process {engine.pid} is in another pid namespace than the agent"
+        yield Finding(CRITICAL, "namespaces", seen)
     if agent.uid not in (0, engine.uid):
         seen = f"engine process {engine.pid} runs as user {engine.uid}, the agent as {agent.uid}"
         yield Finding(CRITICAL, "users", seen)

@@ -1,11 +1,9 @@
 """Removes chunks, selected by name and by age, at a bounded rate.
 
-The first pass selects by key name and idle time. It reads headers, which may change idle times,
-only if chunks are selected by store time. The second pass reads the header of each key just before
-it removes the key, and leaves every value that is not certainly a stripe of the chunk that the key
-names. It removes stripe 0 first: without it no reader sees the others. Agents may run meanwhile: a
-removed chunk is a miss, and so is a chunk that is stored again during its removal and loses
-stripes.
+The first pass selects. The second reads the header of each key just before it removes the key, and
+leaves every value that is not certainly a stripe of the chunk that the key names. It removes stripe
+0 first: without it no reader sees the others. Agents may run meanwhile: a chunk that loses stripes
+is a miss.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ _CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --i
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which chunks to remove: those that meet every condition given.
-
-    layouts: as they are typed (`read_layout`).
-    """
+    """Chunks that meet every condition given. layouts: as they are typed (`read_layout`)."""
 
     models: frozenset[str] = frozenset()
     layouts: tuple[str, ...] = ()
@@ -122,11 +117,10 @@ class PurgeResult:
 def choose(
     server: PrimaryServers, prefix: bytes, selection: Selection, progress: Progress = no_progress
 ) -> Plan:
-    """What a purge would remove. Removes nothing. Where reading a header counts as a use, none is
-    read if idle times choose: the size is then unknown.
+    """What a purge would remove. Its size is unknown if idle times choose, and reading a header
+    would change them.
 
-    Raises RedisError, and ConfigError for a layout that is not known, if the server keeps no idle
-    times, or if reading headers would change the idle times by which chunks are selected.
+    Raises RedisError, and ConfigError for what the server cannot tell or a layout that is unknown.
     """
     both = None not in (selection.idle_longer_than_s, selection.stored_longer_than_s)
     if both and not server.untouched:
@@ -163,10 +157,7 @@ def remove(
     result: PurgeResult,
     progress: Progress = no_progress,
 ) -> None:
-    """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
-
-    If idle chunks were selected, those used since then stay. progress: called after each step.
-    """
+    """Removes the chunks of a plan and counts them in `result`. Raises RedisError."""
     started_s = due_s = time.monotonic()
     done = 0
     try:

@@ -1,7 +1,6 @@
 """The reports of the admin tools, as JSON and as lines of text.
 
-Sizes in bytes, times in seconds. Names come from keys that any client may have written: control
-characters are escaped, and nothing is truncated.
+Names come from keys that any client may have written: control characters are escaped.
 """
 
 from __future__ import annotations

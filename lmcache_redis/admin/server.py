@@ -69,6 +69,10 @@ _SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
         "{at} is one node of a cluster: write redis+cluster:// instead of redis://",
     ),
     (
+        exceptions.SlotNotCoveredError, RedisUnavailable,
+        "no server of the cluster has the slot of this key: see `redis-cli --cluster check`",
+    ),
+    (
         exceptions.AuthenticationError, RedisAuthError,
         "{at} refuses the user or the password: {text}",
     ),
@@ -90,9 +94,8 @@ Command = tuple[bytes | str | int, ...]
 class Primary:
     """One server that holds keys, and redis-py's client of it.
 
-    untouched: reading a value does not count as a use (CLIENT NO-TOUCH, Redis 7.2): inspection
-    changes neither idle times nor the order of eviction. Never on a node of a cluster: it ends a
-    Redis 8.2 that is asked for a key of a slot that is being moved.
+    untouched: reading is no use (CLIENT NO-TOUCH, Redis 7.2): it changes neither idle times nor the
+    order of eviction. Never in a cluster: Redis 8.2 ends if asked so for a key that is being moved.
     """
 
     def __init__(self, endpoint: Endpoint, client: redis.Redis) -> None:
@@ -168,13 +171,8 @@ class PrimaryServers:
         """The server that has `key`. Raises RedisUnavailable if none has."""
         if self._cluster is None:
             return self.nodes[0]
-        try:
+        with one_sentence(self.nodes[0].endpoint):
             found = self._cluster.get_node_from_key(key)
-        except _FAILURES:
-            raise RedisUnavailable(
-                f"no server of the cluster at {self.where} has the slot of this key: see "
-                "`redis-cli --cluster check`"
-            ) from None
         address = found.host, found.port
         if address not in self._by_address:
             client = self._cluster.get_redis_connection(found)
@@ -211,8 +209,7 @@ class PrimaryServers:
 def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
     """The servers that `options` name, connected; closed on exit.
 
-    Raises ConfigError if the URL is invalid, and RedisError, which says what to change, if a server
-    cannot be reached or refuses the connection.
+    Raises ConfigError or RedisError, which say what to change.
     """
     deployment = parse_deployment(options)
     server = deployment.server

@@ -53,10 +53,8 @@ class StripeState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """When a key was last used: idle_s or frequency, or neither if the server keeps none.
-
-    idle_s: seconds since then. frequency: the counter of an LFU policy, 0 to 255. refused:
-    this user may not read it.
+    """When a key was last used: seconds ago, or the counter of an LFU policy, or neither if the
+    server keeps none. refused: this user may not read it.
     """
 
     idle_s: int | None = None
@@ -142,10 +140,8 @@ def read_stripes(server: PrimaryServers, wanted: Sequence[tuple[ChunkName, int]]
 
 
 def stripes_of(server: PrimaryServers, name: ChunkName, asked: int = 0) -> list[Stripe]:
-    """Every stripe that a chunk should have, beside stripe 0 and the one asked for.
-
-    If no header gives their number: those that are found among the first BATCH_KEYS. Raises
-    RedisError.
+    """Every stripe that a chunk should have, stripe 0 and the one asked for; without a header those
+    that are found among the first BATCH_KEYS. Raises RedisError.
     """
     indexes = {*range(BATCH_KEYS), asked}
     found = read_stripes(server, [(name, index) for index in sorted(indexes)])
@@ -164,9 +160,8 @@ def count_of(stripes: Sequence[Stripe]) -> int:
 def verify_payload(
     server: PrimaryServers, name: ChunkName, stripe: Stripe, keys: SealKeys | None = None
 ) -> Stripe:
-    """The stripe with its payload read and compared with its checksum. Raises RedisError.
-
-    keys: payloads must be sealed, and are opened as well.
+    """The stripe with its payload read, compared with its checksum, and with keys opened. Raises
+    RedisError.
     """
     if stripe.state is not StripeState.WHOLE:
         return stripe

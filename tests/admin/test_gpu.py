@@ -27,7 +27,7 @@ from tests import cuda_driver
 from tests.servers import wait_until
 
 MIB = 1 << 20
-H100 = VisibleGpu("b0c5", "NVIDIA H100 80GB HBM3", 0, True)
+H100 = VisibleGpu("b0c5", "NVIDIA H100 80GB HBM3", 0)
 WELL = GpuFacts("", 12080, (H100,), {10: False, 20: False})
 POOL: Mapping[str, Any] = {
     "slots": 64, "slot_bytes": MIB, "locked_bytes": 64 * MIB, "lock_failure": "",
@@ -59,7 +59,6 @@ def test_gpus_as_they_should_be() -> None:
         (replace(WELL, gpus=()), WARNING, "GPUs", "none is visible here"),
         (with_gpu(compute_mode=3), CRITICAL, "compute mode", "b0c5 is exclusive"),
         (with_gpu(compute_mode=2), CRITICAL, "compute mode", "b0c5 is prohibited"),
-        (with_gpu(writes_values=False), CRITICAL, "stream writes", "does not write 64-bit values"),
         (with_gpu(name="NVIDIA H100 MIG 1g.10gb"), HINT, "MIG", "an instance of a GPU"),
         (
             replace(WELL, mps_clients={10: True, 20: False}),
@@ -104,17 +103,16 @@ def stub() -> Iterator[None]:
 def test_facts_of_the_driver() -> None:
     cuda_driver.set("driver_version", 12040)
     cuda_driver.set("compute_mode", 3)
-    cuda_driver.set("write_values", 0)
     found = look_at_gpus([os.getpid()])
     assert found is not None
     assert (found.problem, found.cuda_version) == ("", 12040)
     (seen,) = found.gpus
-    assert (seen.compute_mode, seen.writes_values) == (3, False)
+    assert seen.compute_mode == 3
     assert len(seen.uuid) == 36
     assert found.mps_clients == {os.getpid(): False}
     assert cuda_driver.counts() == {}, "doctor takes nothing of a GPU"
     topics = {each.topic for each in judge_gpus(found, pooled()) if each.severity is CRITICAL}
-    assert topics == {"compute mode", "stream writes"}
+    assert topics == {"compute mode"}
 
 
 @pytest.mark.usefixtures("stub")

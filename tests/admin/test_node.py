@@ -19,7 +19,7 @@ from lmcache_redis.chunks.names import opaque_pages
 from tests.harness import wait_until
 
 GIB = 1 << 30
-AGENT = Process(10, 1000, {"pid": "p", "time": "t"}, 65536)
+AGENT = Process(10, 1000, "p", 65536)
 ENGINE = replace(AGENT, pid=20)
 REPORT: Mapping[str, Any] = {
     "version": "1.0",
@@ -80,9 +80,8 @@ def test_a_node_as_it_should_be() -> None:
     }  # fmt: skip
 
 
-OTHER_PID = replace(ENGINE, namespaces={**ENGINE.namespaces, "pid": "x"})
-OTHER_TIME = replace(ENGINE, namespaces={**ENGINE.namespaces, "time": "x"})
-HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "time")))
+OTHER_PID = replace(ENGINE, pid_namespace="x")
+HIDDEN = replace(ENGINE, pid_namespace=None)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,6 @@ HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "time")))
         (replace(WELL, agent=None), HINT, "processes", "cannot be seen"),
         (replace(WELL, agent=replace(AGENT, open_files=256)), WARNING, "open files", "256"),
         (replace(WELL, engines=(OTHER_PID,)), CRITICAL, "namespaces", "20 is in another pid"),
-        (replace(WELL, engines=(OTHER_TIME,)), CRITICAL, "namespaces", "another time namespace"),
         (replace(WELL, engines=(replace(ENGINE, uid=1001),)), CRITICAL, "users", "as user 1001"),
         (
             stored(4 << 20, slot_bytes=512 << 10),
@@ -138,7 +136,7 @@ def test_processes_are_read() -> None:
     ours = read_process(os.getpid())
     assert ours is not None
     assert ours.uid == os.getuid()
-    assert ours.namespaces["pid"] == os.readlink("/proc/self/ns/pid")
+    assert ours.pid_namespace == os.readlink("/proc/self/ns/pid")
     assert ours.open_files
     words = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c")
     small = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec sleep 60"
@@ -163,7 +161,6 @@ def test_processes_are_read() -> None:
         finally:
             parent.kill()
     assert other is not None
-    assert other.namespaces["pid"] != ours.namespaces["pid"]
-    assert other.namespaces["time"] == ours.namespaces["time"]
+    assert other.pid_namespace != ours.pid_namespace
     assert shm == (1 << 20, 1 << 20), "what the engine sees, not this process"
     assert read_process(parent.pid) is None

@@ -70,7 +70,6 @@ class SizeOptions:
     state_dtype: str = "auto"
     step_tokens: int = 8192
     chunk_size_tokens: int = 256
-    slot_bytes: int = DEFAULT_SLOT_BYTES
     memory_bytes: int = 64 << 30
     prompt_tokens: int = 8192
     prefill_tokens_per_s: float = 8000.0
@@ -179,8 +178,7 @@ class ModelSize:
 def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> ModelSize:
     """The size of a model by its config. name: of the model, in keys and errors.
 
-    Raises ConfigError for a model or a type of elements that is not known, and if prompts are
-    shorter than what is stored.
+    Raises ConfigError for a model that is not known, and if prompts are shorter than a chunk.
     """
     fields = text_fields(config, name)
     model_type = str(fields.get("model_type"))
@@ -224,7 +222,7 @@ def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> Mo
                 engine_bytes_per_token=on_ranks,
                 state_bytes=state_bytes,
                 shards=options.tp // (math.gcd(*copies) if shares else 1),
-                part=stored_part(part_bytes, options.slot_bytes, name),
+                part=stored_part(part_bytes, DEFAULT_SLOT_BYTES, name),
                 stored_chunks=min(chunks, steps) if state_bytes else chunks,
                 loaded_chunks=chunks - reach.first_chunk(chunks, chunk_tokens),
             )
