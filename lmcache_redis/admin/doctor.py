@@ -196,7 +196,7 @@ def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: Tr
 
 
 def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> tuple[float, float]:
-    """Bytes per second of reads and of writes, over connections as of an agent. Raises RedisError."""
+    """Bytes per second of reads and of writes, over an agent's connections. Raises RedisError."""
     keys = probe_keys(prefix, lambda key: server.node_of(key) is node)
     deadline = time.monotonic() + _DEADLINE_S
     connector = Connector(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Reads the facts of a server: INFO, CONFIG GET, and /sys if local. What is refused is None."""
+"""Reads the facts of a server: INFO, and CONFIG GET. What is refused is None."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import dataclasses
 import ipaddress
 import re
 import socket
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lmcache_redis.admin.server import Primary, PrimaryServers
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +70,8 @@ class Facts:
     save: str | None = _from(setting="save")
     save_failed: bool | None = None
     append_only: bool | None = _from("aof_enabled", "appendonly")
-    replicas: int | None = _from("connected_slaves")
     io_threads: int | None = _from(setting="io-threads")
     normal_buffer: tuple[int, int, int] | None = _from(setting="client-output-buffer-limit")
-    clients: int | None = _from("connected_clients")
-    max_clients: int | None = _from("maxclients", "maxclients")
-    huge_pages: str | None = None
-    disable_huge_pages: bool | None = _from(setting="disable-thp")
     unseen: tuple[str, ...] = ()
     ping_s: float | None = None
     read_bytes_per_s: float | None = None
@@ -101,19 +94,14 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
     if isinstance(info, RedisError):
         unseen.append("INFO is refused: memory, persistence, version and connections")
     # One CONFIG GET per setting: before Redis 7 the command takes only one.
-    replies = node.ask_all([("CONFIG", "GET", name) for name in SETTINGS])
+    replies = node.ask_all([("CONFIG GET", name) for name in SETTINGS])
     if any(isinstance(reply, RedisError) for reply in replies):
-        only = "save, client-output-buffer-limit, io-threads, disable-thp"
-        unseen.append(f"CONFIG is refused: {only}")
+        unseen.append("CONFIG is refused: save, client-output-buffer-limit, io-threads")
     endpoint = node.endpoint
     local, private = _place(endpoint)
     return facts_of(
         info if isinstance(info, dict) else {},
-        {
-            name: reply[1].decode("utf-8", "replace")
-            for name, reply in zip(SETTINGS, replies, strict=True)
-            if isinstance(reply, list) and len(reply) == 2
-        },
+        dict(ChainMap(*(reply for reply in replies if isinstance(reply, dict)))),
         where=node.where,
         transport=endpoint.transport,
         local=local,
@@ -122,7 +110,6 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
         certificate_checked=dict(endpoint.tls).get("ssl_cert_reqs", "required") == "required",
         nodes=len(server.nodes),
         as_cluster=server.is_cluster,
-        huge_pages=_huge_pages() if local else None,
         unseen=tuple(unseen),
         **known,
     )
@@ -178,11 +165,3 @@ def _place(endpoint: Endpoint) -> tuple[bool, bool]:
         addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
         return all(a.is_loopback for a in addresses), all(a.is_private for a in addresses)
     return False, False
-
-
-def _huge_pages() -> str | None:
-    """The active mode, which the kernel puts in brackets: always, madvise or never."""
-    with contextlib.suppress(OSError):
-        if match := re.search(r"\[(\w+)\]", HUGE_PAGES.read_text()):
-            return match.group(1)
-    return None

@@ -68,19 +68,15 @@ class ChunkName:
 
 def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
     """The chunk and the stripe that a key names; None for a chunk key. Raises FormatError."""
-    try:
+    with contextlib.suppress(FormatError):
         namespace, key, index = parse_stripe_key(data, prefix)
         return ChunkName(prefix, namespace, key), index
-    except FormatError as not_a_stripe:
-        # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
-        at = len(prefix) + len(KEY_MAGIC)
-        if not data.startswith(prefix + KEY_MAGIC):
-            raise
-        try:
-            key = ObjectKey.from_bytes(data[at + NAMESPACE_BYTES :])
-        except FormatError:
-            raise not_a_stripe from None
-        return ChunkName(prefix, data[at : at + NAMESPACE_BYTES], key), None
+    # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
+    if not data.startswith(prefix + KEY_MAGIC):
+        raise FormatError("a key of another prefix")
+    named = data[len(prefix) + len(KEY_MAGIC) :]
+    key = ObjectKey.from_bytes(named[NAMESPACE_BYTES:])
+    return ChunkName(prefix, named[:NAMESPACE_BYTES], key), None
 
 
 def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +27,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the cache. open_files: its soft limit, -1 for none; None: it is hidden."""
+    """One process of the cache. pid_namespace: None if it is hidden."""
 
     pid: int
     uid: int
     pid_namespace: str | None
-    open_files: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +80,7 @@ def read_process(pid: int) -> Process | None:
     found = _unless_hidden(os.stat, f"/proc/{pid}")
     if found is None:
         return None
-    files = _unless_hidden(resource.prlimit, pid, resource.RLIMIT_NOFILE)
-    namespace = _unless_hidden(os.readlink, f"/proc/{pid}/ns/pid")
-    return Process(pid, found.st_uid, namespace, None if files is None else files[0])
+    return Process(pid, found.st_uid, _unless_hidden(os.readlink, f"/proc/{pid}/ns/pid"))
 
 
 def shm_of(pid: int) -> tuple[int, int] | None:
@@ -121,7 +117,6 @@ def _clock_ahead_s(server: PrimaryServers) -> float | None:
 # --------------------------------------------------------------------- the rules
 
 _DOCKER_SHM_BYTES = 64 << 20
-_FEW_FILES = 1024
 _FULL = 0.05
 _CLOCK_S = 5.0
 # As `rules.ADVICE`.
@@ -149,11 +144,6 @@ _ADVICE: dict[str, tuple[str, ...]] = {
         "room a process is killed with SIGBUS",
         "docker run --shm-size 16g, or an emptyDir with medium: Memory at /dev/shm",
         "ls -l /dev/shm; rm what nothing uses",
-    ),
-    "open files": (
-        "the agent opens a file for each tensor of an engine, and connections",
-        "ulimit -n 65536",
-        "systemd: LimitNOFILE=65536",
     ),
     "slot size": (
         "agents of different --slot-bytes share nothing: each takes the other's for misses",
@@ -214,10 +204,6 @@ def _processes(f: NodeFacts) -> Iterator[Finding]:
     if f.agent is None:
         yield Finding(HINT, "processes", "the agent's cannot be seen")
         return
-    if (limit := f.agent.open_files) is not None:
-        few = 0 <= limit < _FEW_FILES
-        seen = "no limit" if limit < 0 else f"{limit:,}"
-        yield Finding(WARNING if few else OK, "open files", seen)
     apart = [finding for engine in f.engines for finding in _together(f.agent, engine)]
     yield from apart
     if f.engines and not apart:

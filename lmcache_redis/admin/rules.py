@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from lmcache_redis.admin.facts import HUGE_PAGES, Facts
+from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
@@ -80,7 +80,8 @@ ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "snapshots": (
         "each save forks: the server stops while page tables are copied, and until the save "
-        "ends every store costs a second copy of the memory it overwrites",
+        "ends every store costs a second copy of the memory it overwrites (of 2 MiB with huge "
+        "pages)",
         *_set("save", '""'),
     ),
     "password": (
@@ -103,10 +104,6 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "every store goes to disk as well, and each rewrite forks; KV can be computed again",
         *_set("appendonly", "no"),
     ),
-    "maxclients": (
-        "an agent that gets no connection treats the server as down",
-        *_set("maxclients", "NUMBER"),
-    ),
     "store bandwidth": (
         "what cannot be stored in time is dropped and computed again; engines do not wait",
         "accept it if most prompts repeat; else a faster network, or more servers",
@@ -122,12 +119,6 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "KV and the password cross the network unencrypted; TLS costs bandwidth",
         "redis.conf: tls-port 6380, tls-cert-file, tls-key-file; then --redis-url rediss://...",
     ),
-    "transparent huge pages": (
-        "with them a fork copies 2 MiB for every write, and freed values leave memory that "
-        "cannot be returned to the system",
-        "redis.conf: disable-thp yes",
-        f"as root on the server's machine: echo madvise > {HUGE_PAGES}",
-    ),
     "version": (
         "older than 6.2, the oldest version that agents are tested with",
         "run Redis 7.2 or Valkey 8, or later",
@@ -141,7 +132,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
 
 def judge(facts: Facts) -> list[Finding]:
     """The findings of all rules, the most important first."""
-    rules = (_access, _memory, _persistence, _limits, _speed)
+    rules = (_access, _memory, _settings, _speed)
     return advised((finding for each in rules for finding in each(facts)), ADVICE)
 
 
@@ -232,7 +223,7 @@ def _limit(f: Facts, limit: int, change: tuple[str, str]) -> Finding:
     return Finding(WARNING if why else OK, "maxmemory", seen, why, more)
 
 
-def _persistence(f: Facts) -> Iterator[Finding]:
+def _settings(f: Facts) -> Iterator[Finding]:
     if f.save_failed:
         yield Finding(CRITICAL, "failed save", "the last background save failed")
     if f.save is not None:
@@ -240,22 +231,11 @@ def _persistence(f: Facts) -> Iterator[Finding]:
     if f.append_only is not None:
         on = f.append_only
         yield Finding(WARNING if on else OK, "append-only file", "on" if on else "off")
-    if f.huge_pages is not None:
-        has_them = f.huge_pages == "always" and not f.disable_huge_pages
-        forks = f.save or f.append_only or f.replicas
-        seen = f"{'on' if has_them else 'off'}; {'the server forks' if forks else 'nothing forks'}"
-        yield Finding(WARNING if has_them and forks else OK, "transparent huge pages", seen)
-
-
-def _limits(f: Facts) -> Iterator[Finding]:
     if f.normal_buffer is not None:
         hard, soft, soft_s = f.normal_buffer
         is_low = any(0 < limit < LEAST_BUFFER_BYTES for limit in (hard, soft))
         seen = f"normal {hard} {soft} {soft_s}"
         yield Finding(CRITICAL if is_low else OK, "client-output-buffer-limit", seen)
-    if f.clients is not None and f.max_clients:
-        severity = WARNING if f.clients >= f.max_clients * 0.8 else OK
-        yield Finding(severity, "maxclients", f"{f.clients} of {f.max_clients} in use")
 
 
 def _speed(f: Facts) -> Iterator[Finding]:
