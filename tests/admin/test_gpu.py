@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin import gpu
-from lmcache_redis.admin.gpu import (
-    GPU_ADVICE,
+from lmcache_redis.admin import node
+from lmcache_redis.admin.node import (
+    ADVICE,
     GpuFacts,
     VisibleGpu,
     judge_gpus,
@@ -74,7 +74,7 @@ def assert_finding(found: Iterator[Any], severity: Severity, topic: str, seen: s
     first, *others = sorted(found, key=lambda each: each.severity)
     assert (first.severity, first.topic) == (severity, topic)
     assert seen in first.seen
-    why, *change = GPU_ADVICE[topic]
+    why, *change = ADVICE[topic]
     assert why
     assert change
     assert {each.severity for each in others} <= {OK}
@@ -119,7 +119,7 @@ def test_facts_of_the_driver() -> None:
 def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It may be installed on a node that has none, where nothing is wrong."""
     cuda_driver.fail("cuInit", 100, times=0)
-    monkeypatch.setattr(gpu, "_CONTROL", tmp_path / "nvidiactl")
+    monkeypatch.setattr(node, "_CONTROL", tmp_path / "nvidiactl")
     assert look_at_gpus([]) is None
     (tmp_path / "nvidiactl").touch()
     found = look_at_gpus([])
@@ -130,7 +130,7 @@ def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.usefixtures("stub")
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, before = threading.Event(), threading.active_count()
-    monkeypatch.setattr(gpu, "_DRIVER_DEADLINE_S", 0.05)
+    monkeypatch.setattr(node, "_DRIVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(driver, "driver_version", lambda: answer.wait(10))
     found = look_at_gpus([])
     answer.set()

@@ -5,12 +5,14 @@ Redis holds a part of a chunk as stripes, with headers, keys, and the server's s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache_redis.admin.names import gigabytes, shown_bytes, table
 from lmcache_redis.admin.sizes.families import (
     DTYPE_BYTES,
     KV_DTYPES,
@@ -27,6 +29,12 @@ from lmcache_redis.chunks.names import Reach, key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 
+_REACHES = {
+    "all": "full",
+    "window": "window of {:,} tokens",
+    "local": "chunks of {:,} tokens",
+    "state": "one state",
+}
 # vLLM's smallest block on a GPU; beside the states of recurrent layers blocks are larger.
 _BLOCK_TOKENS = 16
 # vLLM's block hashes are SHA-256.
@@ -278,3 +286,95 @@ def _of_checkpoint(config: Mapping[str, Any], where: str) -> str | None:
         f"{where}: its checkpoint stores keys and values as {scheme!r}, whose size is not known: "
         "give --kv-cache-dtype"
     )
+
+
+# ------------------------------------------------------------------ as it is shown
+
+
+def size_json(size: ModelSize) -> dict[str, Any]:
+    """Sizes in bytes, as docs/how-much-redis.md describes them."""
+    asked = size.options
+    return {
+        "model": size.model,
+        "model_type": size.model_type,
+        "kv_cache_dtype": size.types.kv,
+        "tp": asked.tp,
+        "bytes_per_token": size.bytes_per_token,
+        "engine_bytes_per_token": size.engine_bytes_per_token,
+        "state_bytes": size.state_bytes,
+        "chunk_tokens": size.chunk_tokens,
+        "groups": [_group_json(group) for group in size.groups],
+        "prompt": {
+            "tokens": asked.prompt_tokens,
+            "payload_bytes": size.payload_bytes,
+            "stored_bytes": size.stored_bytes,
+            "loaded_bytes": size.loaded_bytes,
+            "saved_by_windows_bytes": size.saved_by_windows,
+        },
+        "memory": {"bytes": asked.memory_bytes, "tokens": size.tokens, "prompts": size.prompts},
+        "break_even": {
+            "prefill_tokens_per_s": asked.prefill_tokens_per_s,
+            "bytes_per_s": size.break_even_bytes_per_s,
+        },
+    }
+
+
+def _group_json(group: SizedGroup) -> dict[str, Any]:
+    return {
+        "kind": group.kind,
+        "reach": group.reach.kind,
+        "reach_tokens": group.reach.tokens,
+        "layers": group.layers,
+        "bytes_per_token": group.bytes_per_token,
+        "engine_bytes_per_token": group.engine_bytes_per_token,
+        "state_bytes": group.state_bytes,
+        "parts_per_chunk": group.shards,
+        "part": dataclasses.asdict(group.part),
+    }
+
+
+def size_lines(size: ModelSize) -> Iterator[str]:
+    """`size`."""
+    asked, tokens = size.options, size.options.prompt_tokens
+    yield f"{size.model}: {size.model_type}, keys and values of {size.types.kv}"
+    rows = [["layers", "", "a token", f"a chunk of {size.chunk_tokens} tokens"]]
+    for group in size.groups:
+        reach = _REACHES[group.reach.kind].format(group.reach.tokens)
+        kind = reach if group.kind == "state" else f"{group.kind}, {reach}"
+        token = shown_bytes(group.bytes_per_token) if group.bytes_per_token else "-"
+        rows.append([str(group.layers), kind, token, shown_bytes(group.chunk_bytes)])
+    total = shown_bytes(sum(group.chunk_bytes for group in size.groups))
+    rows.append(["all", "", shown_bytes(size.bytes_per_token), total])
+    yield from (f"  {line}" for line in table(rows))
+    if size.state_bytes:
+        yield (
+            f"states      {shown_bytes(size.state_bytes)}, kept after each step of up to "
+            f"{asked.step_tokens:,} tokens (--max-num-batched-tokens)"
+        )
+    if asked.tp > 1:
+        ratio = size.engine_bytes_per_token / max(1, size.bytes_per_token)
+        more = f", {ratio:.1f} times as much: several hold the same heads" if ratio > 1 else ""
+        parts = sum(group.shards for group in size.groups)
+        yield (
+            f"ranks       {asked.tp} ranks hold {shown_bytes(size.engine_bytes_per_token)} a token"
+            f"{more}; a chunk is stored in {parts} parts, each once"
+        )
+    overhead = size.stored_bytes / size.payload_bytes - 1
+    yield (
+        f"a prompt    of {tokens:,} tokens takes {shown_bytes(size.stored_bytes)} of Redis: "
+        f"{shown_bytes(size.payload_bytes)}, and {100 * overhead:.1f} % for headers, keys and "
+        "rounding"
+    )
+    yield (
+        f"memory      {shown_bytes(asked.memory_bytes)} hold {size.tokens:,} tokens: "
+        f"{size.prompts:,} prompts of {tokens:,} that share no prefix"
+    )
+    even = size.break_even_bytes_per_s
+    yield (
+        f"break-even  {gigabytes(even)}/s ({8 * even / 1e9:.1f} Gbit/s): with less, loading takes "
+        f"longer than computing at {asked.prefill_tokens_per_s:,.0f} tokens/s"
+    )
+    saved = size.saved_by_windows
+    if saved > 0:
+        share = saved / (saved + size.loaded_bytes)
+        yield f"a hit       windows save {shown_bytes(saved)} of loading, {100 * share:.0f} %"
