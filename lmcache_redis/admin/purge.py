@@ -30,12 +30,11 @@ from lmcache_redis.admin.stripes import (
     read_uses,
     survey,
 )
-from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
+from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError
 
 # Keys of a step: their headers are read, then they are removed.
 _STEP_KEYS = 100
 _EXAMPLES = 5
-_CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --idle-longer-than"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +242,9 @@ def _are_idle(
         return [True] * len(chunks)
     uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
     if any(use.refused for use in uses):
-        raise RedisAuthError(
-            f"{server.where} does not tell this user when keys were used: allow it +object, or "
-            f"{_CHOOSE_BY}"
-        )
-    if any(use.idle_s is None and use.frequency is not None for use in uses):
         raise ConfigError(
-            f"{server.where} keeps no idle times, its maxmemory-policy counts uses (LFU): "
-            f"{_CHOOSE_BY}"
+            f"{server.where} does not tell when keys were used (its maxmemory-policy counts uses, "
+            "or this user needs +object): choose by --model, --layout or --stored-longer-than "
+            "instead of --idle-longer-than"
         )
     return [None if use.idle_s is None else use.idle_s > least_s for use in uses]

@@ -137,13 +137,14 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     else:
         rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
         rows += map(_row, summary.groups)
+        more = []
         if summary.headers_read:
             now_s = time.time()
             ages = [_ages([max(0.0, now_s - s) for s in g.stored_unix_s]) for g in summary.groups]
-            rows = [[*row, cell] for row, cell in zip(rows, ["stored", *ages], strict=True)]
+            more.append(["stored", *ages])
         if summary.verified:
-            damaged = [str(group.damaged) for group in summary.groups]
-            rows = [[*row, cell] for row, cell in zip(rows, ["damaged", *damaged], strict=True)]
+            more.append(["damaged", *(str(group.damaged) for group in summary.groups)])
+        rows = [[*row, *cells] for row, *cells in zip(rows, *more, strict=True)]
         yield from table(rows)
     if not found.whole:
         share = found.looked_at / max(1, found.database_keys)

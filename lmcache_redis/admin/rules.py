@@ -270,9 +270,7 @@ def _speed(f: Facts) -> Iterator[Finding]:
         severity = OK if write >= made else HINT if write >= made / 4 else WARNING
         seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(made)}/s{split}"
         yield Finding(severity, "store bandwidth", seen)
-    if f.io_threads is not None and f.io_threads > 1:
-        yield Finding(OK, "io-threads", str(f.io_threads))
-    elif f.io_threads is not None:
-        slow = read is not None and read < need and not f.local
-        severity = WARNING if slow else HINT
-        yield Finding(severity, "io-threads", "1: one core moves every byte")
+    if f.io_threads is not None:
+        is_slow = read is not None and read < need and not f.local
+        severity = OK if f.io_threads > 1 else WARNING if is_slow else HINT
+        yield Finding(severity, "io-threads", str(f.io_threads))

@@ -19,7 +19,7 @@ from lmcache_redis.admin.names import ChunkName, namespaces_of, parse_name
 from lmcache_redis.admin.server import Command, Primary, PrimaryServers, one_sentence
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
-from lmcache_redis.errors import FormatError, RedisAuthError, RedisError
+from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
@@ -54,7 +54,7 @@ class StripeState(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Use:
     """When a key was last used: seconds ago, or the counter of an LFU policy, or neither if the
-    server keeps none. refused: this user may not read it.
+    server keeps none. refused: the server does not tell when.
     """
 
     idle_s: int | None = None
@@ -120,11 +120,6 @@ def ask_each(
         asked = [(key, questions(key)) for key in keys[start : start + BATCH_KEYS]]
         replies = iter(server.ask_all([(key, command) for key, some in asked for command in some]))
         yield from (list(islice(replies, len(some))) for _, some in asked)
-
-
-def exist(server: PrimaryServers, keys: Sequence[bytes]) -> list[bool]:
-    """Which keys exist. Does not count as a use. Raises RedisError."""
-    return [reply == 1 for (reply,) in ask_each(server, keys, lambda key: [("EXISTS", key)])]
 
 
 def read_uses(server: PrimaryServers, keys: Sequence[bytes]) -> list[Use]:
@@ -231,7 +226,7 @@ def _use(idle: Any, frequency: Any) -> Use:
     return Use(
         idle if isinstance(idle, int) else None,
         frequency if isinstance(frequency, int) else None,
-        isinstance(idle, RedisAuthError),
+        isinstance(idle, RedisError),
     )
 
 
@@ -383,7 +378,8 @@ def present_of(
         for at, (chunk, cut) in enumerate(chunks)
         for index in (cut.missing(chunk.stripes) if cut else ())
     ]
-    there = exist(server, [chunks[at][0].name.stripe(index) for at, index in asked])
-    for (at, index), is_there in zip(asked, there, strict=True):
-        masks[at] |= is_there << index
+    keys = [chunks[at][0].name.stripe(index) for at, index in asked]
+    there = ask_each(server, keys, lambda key: [("EXISTS", key)])
+    for (at, index), (is_there,) in zip(asked, there, strict=True):
+        masks[at] |= (is_there == 1) << index
     return masks

@@ -113,7 +113,7 @@ def test_without_idle_times_it_is_said_what_to_choose_by(own_server: RedisServer
     own_server.config_set("maxmemory-policy", "allkeys-lfu")
     with own_server.client() as client, open_server(RedisOptions(own_server.unix_url)) as server:
         Cached(1).put(client)
-        with pytest.raises(ConfigError, match=r"counts uses \(LFU\): choose by --model"):
+        with pytest.raises(ConfigError, match=r"counts uses.*: choose by --model"):
             choose(server, b"", Selection(idle_longer_than_s=1.0))
         assert len(client.keys("*")) == 3
 
@@ -284,7 +284,7 @@ def test_a_user_who_may_not_see_idle_times(own_server: RedisServer) -> None:
     options = RedisOptions(own_server.unix_url, username="some", password="pw")
     with own_server.client() as client, open_server(options) as server:
         Cached(1).put(client)
-        with pytest.raises(RedisAuthError, match=r"allow it \+object"):
+        with pytest.raises(ConfigError, match=r"needs \+object"):
             choose(server, b"", Selection(idle_longer_than_s=1.0))
         assert purge(server, of_model("org/model")).chunks == 1
 

@@ -157,12 +157,10 @@ def read_config(model: str) -> dict[str, Any]:
             f"{model} cannot be read ({error.strerror}): name the directory of a model, or its "
             "config.json. Nothing is downloaded"
         ) from None
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON ({error}): name the config.json of a model"
-        ) from None
+    except ValueError:
+        config = None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not the config of a model: it is no JSON object")
+        raise ConfigError(f"{path} is not the config of a model, which is a JSON object")
     return config
 
 

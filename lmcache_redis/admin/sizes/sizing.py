@@ -303,7 +303,20 @@ def size_json(size: ModelSize) -> dict[str, Any]:
         "engine_bytes_per_token": size.engine_bytes_per_token,
         "state_bytes": size.state_bytes,
         "chunk_tokens": size.chunk_tokens,
-        "groups": [_group_json(group) for group in size.groups],
+        "groups": [
+            {
+                "kind": group.kind,
+                "reach": group.reach.kind,
+                "reach_tokens": group.reach.tokens,
+                "layers": group.layers,
+                "bytes_per_token": group.bytes_per_token,
+                "engine_bytes_per_token": group.engine_bytes_per_token,
+                "state_bytes": group.state_bytes,
+                "parts_per_chunk": group.shards,
+                "part": dataclasses.asdict(group.part),
+            }
+            for group in size.groups
+        ],
         "prompt": {
             "tokens": asked.prompt_tokens,
             "payload_bytes": size.payload_bytes,
@@ -316,20 +329,6 @@ def size_json(size: ModelSize) -> dict[str, Any]:
             "prefill_tokens_per_s": asked.prefill_tokens_per_s,
             "bytes_per_s": size.break_even_bytes_per_s,
         },
-    }
-
-
-def _group_json(group: SizedGroup) -> dict[str, Any]:
-    return {
-        "kind": group.kind,
-        "reach": group.reach.kind,
-        "reach_tokens": group.reach.tokens,
-        "layers": group.layers,
-        "bytes_per_token": group.bytes_per_token,
-        "engine_bytes_per_token": group.engine_bytes_per_token,
-        "state_bytes": group.state_bytes,
-        "parts_per_chunk": group.shards,
-        "part": dataclasses.asdict(group.part),
     }
 
 
