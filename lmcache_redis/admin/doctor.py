@@ -26,7 +26,7 @@ from lmcache_redis.admin.server import (
     PrimaryServers,
 )
 from lmcache_redis.admin.sizes.sizing import stored_part
-from lmcache_redis.admin.stripes import SeenChunk, Striping, headers_of, read_uses, survey
+from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_uses, survey
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
@@ -151,7 +151,7 @@ def _as_stored(
     sizes: Counter[tuple[str, str]] = Counter()
     for chunk, header in chunks:
         model = chunk.name.key.model_name
-        payload = Striping.of(header).stripe_payload_bytes
+        payload = payload_of(header)
         hashes[model].add(chunk.name.key.chunk_hash)
         sizes[model, "payload"] += header.chunk_bytes
         sizes[model, "memory"] += stored_part(header.chunk_bytes, payload, model).memory_bytes

@@ -15,14 +15,15 @@ from lmcache_redis.admin.stripes import (
     SeenChunk,
     Stripe,
     StripeState,
-    Striping,
     Survey,
     count_of,
+    find_missing,
     headers_of,
+    missing,
     no_progress,
-    present_of,
     read_stripes,
     read_uses,
+    size_of,
     stripes_of,
     survey,
     verify_payload,
@@ -161,14 +162,15 @@ class LayoutSummary:
     def layout(self) -> str:
         return self.names[1]
 
-    def add(self, chunk: SeenChunk, mask: int, cut: Striping | None, first: Stripe) -> None:
+    def add(self, chunk: SeenChunk, header: StripeHeader | None, first: Stripe) -> None:
+        """header: of a chunk of its form."""
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
-        self.stripes += mask.bit_count()
-        self.value_bytes += cut.value_bytes(mask) if cut else 0
-        self.unknown_size += cut is None
-        self.no_first += not mask & 1
-        self.incomplete += not mask & 1 or bool(cut and cut.missing(mask))
+        self.stripes += chunk.count
+        self.value_bytes += size_of(header, chunk.stripes) if header else 0
+        self.unknown_size += header is None
+        self.no_first += not chunk.stripes & 1
+        self.incomplete += not chunk.stripes & 1 or bool(header and missing(header, chunk.stripes))
         self.idle_s.add(first.use.idle_s)
         self.frequency.add(first.use.frequency)
         self.stored_unix_s.add(first.stored_unix_s if first.own else None)
@@ -212,17 +214,15 @@ def summarise(
     of_form = headers_of(server, [chunk for _, chunk in pairs])
     both = zip(chunks, firsts, strict=True)
     headers = [first.own or of_form.get(chunk.form) for chunk, first in both]
-    cuts = [Striping.of(header) if header else None for header in headers]
-    masks = present_of(server, list(zip(chunks, cuts, strict=True)))
+    find_missing(server, zip(chunks, headers, strict=True))
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    looked_at = zip(chunks, masks, cuts, firsts, strict=True)
-    for number, (chunk, mask, cut, first) in enumerate(looked_at, start=1):
+    looked_at = zip(chunks, headers, firsts, strict=True)
+    for number, (chunk, header, first) in enumerate(looked_at, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(names))
-        group.add(chunk, mask, cut, first)
+        group.add(chunk, header, first)
         if verify:
-            indexes = SeenChunk(chunk.name, mask).indexes
-            stripes = read_stripes(server, [(chunk.name, index) for index in indexes])
+            stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
             states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}
             is_damaged = not states <= {StripeState.WHOLE, StripeState.MISSING}
             group.damaged = (group.damaged or 0) + is_damaged

@@ -19,7 +19,7 @@ from lmcache_redis import __version__
 from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import Striping
+from lmcache_redis.admin.stripes import payload_of
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.device import driver
 from lmcache_redis.errors import DriverError, RedisError
@@ -327,7 +327,7 @@ def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
     for model, header in f.stored:
         sizes.setdefault(model, set()).add(header.chunk_bytes)
         ours = stripe_payload_bytes(header.chunk_bytes, slot_bytes)
-        if Striping.of(header).stripe_payload_bytes != ours:
+        if payload_of(header) != ours:
             cut.add(model)
     for model in sorted(cut):
         seen = f"Redis has chunks of {model} cut for another --slot-bytes than {slot_bytes}"

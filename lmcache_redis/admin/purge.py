@@ -22,12 +22,12 @@ from lmcache_redis.admin.stripes import (
     SeenChunk,
     Stripe,
     StripeState,
-    Striping,
     ask_each,
     headers_of,
     no_progress,
     read_stripes,
     read_uses,
+    size_of,
     survey,
 )
 from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError
@@ -145,7 +145,7 @@ def choose(
     may_read = server.untouched or selection.idle_longer_than_s is None
     headers = headers_of(server, chunks) if may_read else {}
     sizes = [(headers.get(chunk.form), chunk.stripes) for chunk in chunks]
-    value_bytes = sum(Striping.of(header).value_bytes(some) for header, some in sizes if header)
+    value_bytes = sum(size_of(header, some) for header, some in sizes if header)
     return Plan(selection, tuple(chunks), value_bytes or None)
 
 

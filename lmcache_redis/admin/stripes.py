@@ -322,32 +322,25 @@ def _scan(node: Primary, prefix: bytes) -> Iterator[tuple[list[bytes], bool]]:
         yield keys, cursor == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Striping:
-    """How a chunk is cut into stripes."""
+def payload_of(header: StripeHeader) -> int:
+    """The payload of each stripe of the chunk, but of the last, which may have less."""
+    if header.stripe_index and header.stripe_index == header.stripe_count - 1:
+        return header.payload_offset // header.stripe_index
+    return header.payload_bytes
 
-    chunk_bytes: int
-    stripe_payload_bytes: int
-    stripe_count: int
 
-    @staticmethod
-    def of(header: StripeHeader) -> Striping:
-        payload = header.payload_bytes
-        if header.stripe_index and header.stripe_index == header.stripe_count - 1:
-            payload = header.payload_offset // header.stripe_index
-        return Striping(header.chunk_bytes, payload, header.stripe_count)
+def size_of(header: StripeHeader, stripes: int) -> int:
+    """Size of the values of these stripes (a bitmask) of the chunk, headers included."""
+    payload, inside = payload_of(header), stripes & ((1 << header.stripe_count) - 1)
+    total = inside.bit_count() * (HEADER_BYTES + payload)
+    if inside >> (header.stripe_count - 1):
+        total -= header.stripe_count * payload - header.chunk_bytes
+    return total
 
-    def value_bytes(self, stripes: int) -> int:
-        """Size of the values of these stripes (a bitmask), headers included."""
-        inside = stripes & ((1 << self.stripe_count) - 1)
-        total = inside.bit_count() * (HEADER_BYTES + self.stripe_payload_bytes)
-        if inside >> (self.stripe_count - 1):
-            total -= self.stripe_count * self.stripe_payload_bytes - self.chunk_bytes
-        return total
 
-    def missing(self, stripes: int) -> list[int]:
-        """Indexes of the stripes that this bitmask lacks."""
-        return [i for i in range(self.stripe_count) if not stripes >> i & 1]
+def missing(header: StripeHeader, stripes: int) -> list[int]:
+    """Indexes of the stripes of the chunk that this bitmask lacks."""
+    return [index for index in range(header.stripe_count) if not stripes >> index & 1]
 
 
 def headers_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form, StripeHeader]:
@@ -368,18 +361,16 @@ def headers_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form
     return headers
 
 
-def present_of(
-    server: PrimaryServers, chunks: Sequence[tuple[SeenChunk, Striping | None]]
-) -> list[int]:
-    """The stripes of each chunk that exist, a bitmask: those seen, and those found by EXISTS."""
-    masks = [chunk.stripes for chunk, _ in chunks]
+def find_missing(
+    server: PrimaryServers, chunks: Iterable[tuple[SeenChunk, StripeHeader | None]]
+) -> None:
+    """Adds to each chunk the stripes that exist and were not seen. Raises RedisError."""
     asked = [
-        (at, index)
-        for at, (chunk, cut) in enumerate(chunks)
-        for index in (cut.missing(chunk.stripes) if cut else ())
+        (chunk, index)
+        for chunk, header in chunks
+        for index in (missing(header, chunk.stripes) if header else ())
     ]
-    keys = [chunks[at][0].name.stripe(index) for at, index in asked]
+    keys = [chunk.name.stripe(index) for chunk, index in asked]
     there = ask_each(server, keys, lambda key: [("EXISTS", key)])
-    for (at, index), (is_there,) in zip(asked, there, strict=True):
-        masks[at] |= (is_there == 1) << index
-    return masks
+    for (chunk, index), (is_there,) in zip(asked, there, strict=True):
+        chunk.stripes |= (is_there == 1) << index

@@ -13,12 +13,14 @@ from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     SeenChunk,
     StripeState,
-    Striping,
+    find_missing,
     headers_of,
     judge,
-    present_of,
+    missing,
+    payload_of,
     read_stripes,
     read_uses,
+    size_of,
     stripes_of,
     survey,
     verify_payload,
@@ -175,27 +177,28 @@ def test_looking_is_no_use(server: PrimaryServers, client: Any) -> None:
     for key in chunk.keys:
         age(client, key, 5000)
     chunks = list(survey(server, b"").chunks.values())
-    present_of(server, [(seen, Striping(0, 0, 4)) for seen in chunks])
+    header = describe_header(Cached(1, stripe_count=4).value(0))
+    find_missing(server, [(seen, header) for seen in chunks])
     assert all((use.idle_s or 0) >= 5000 for use in read_uses(server, chunk.keys))
 
 
 @pytest.mark.parametrize("index", range(3))
 def test_any_stripe_tells_how_its_chunk_is_cut(index: int) -> None:
     chunk = Cached(1)
-    cut = Striping.of(describe_header(chunk.value(index)))
-    assert cut == Striping(chunk.chunk_bytes, PAYLOAD_BYTES, 3)
-    assert cut.value_bytes(0b111) == chunk.value_bytes
+    header = describe_header(chunk.value(index))
+    assert payload_of(header) == PAYLOAD_BYTES
+    assert size_of(header, 0b111) == chunk.value_bytes
     for only in range(3):
-        assert cut.value_bytes(1 << only) == len(chunk.value(only))
-    assert cut.value_bytes(0b11000) == 0
-    assert cut.missing(0b101) == [1]
+        assert size_of(header, 1 << only) == len(chunk.value(only))
+    assert size_of(header, 0b11000) == 0
+    assert missing(header, 0b101) == [1]
 
 
 def test_a_chunk_of_one_stripe() -> None:
     chunk = Cached(1, stripe_count=1)
-    cut = Striping.of(describe_header(chunk.value(0)))
-    assert cut == Striping(100, 100, 1)
-    assert cut.value_bytes(1) == chunk.value_bytes == 612
+    header = describe_header(chunk.value(0))
+    assert payload_of(header) == 100
+    assert size_of(header, 1) == chunk.value_bytes == 612
 
 
 def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any) -> None:
@@ -205,8 +208,8 @@ def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any)
     Cached(5).put(client)
     client.set(Cached(1, model="broken").keys[0], "no header")
     chunks = list(survey(server, b"").chunks.values())
-    cuts = [Striping.of(header) for header in headers_of(server, chunks).values()]
-    assert cuts == [Striping(Cached().chunk_bytes, PAYLOAD_BYTES, 3)]
+    (header,) = headers_of(server, chunks).values()
+    assert (header.chunk_bytes, payload_of(header)) == (Cached().chunk_bytes, PAYLOAD_BYTES)
 
 
 def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:
@@ -214,5 +217,7 @@ def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client:
     chunk.put(client)
     client.delete(chunk.keys[2])
     seen = SeenChunk(chunk.name, 0b001)
-    assert present_of(server, [(seen, Striping(chunk.chunk_bytes, PAYLOAD_BYTES, 3))]) == [0b011]
-    assert present_of(server, [(seen, None)]) == [0b001]
+    find_missing(server, [(seen, None)])
+    assert seen.stripes == 0b001
+    find_missing(server, [(seen, describe_header(chunk.value(0)))])
+    assert seen.stripes == 0b011
