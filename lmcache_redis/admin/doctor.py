@@ -48,9 +48,8 @@ PINGS = 51
 STRIPES = 8
 VALUE_BYTES = HEADER_BYTES + DEFAULT_SLOT_BYTES
 EXPIRES_S = 60
-# Each direction is measured for this long, writes for at most this many rounds.
+# Each direction is measured for this long.
 _MEASURE_S = 0.6
-_ROUNDS = 12
 _DEADLINE_S = 20.0
 # Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
@@ -216,7 +215,7 @@ def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
     heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
     tail = end_of_command(EXPIRES_S)
     with contextlib.closing(connector.open(_CLIENT_NAME)) as connection:
-        for rounds in range(_ROUNDS + 1):
+        for rounds in itertools.count():
             connection.arm(deadline)
             for head in heads:
                 connection.send_all((head, value, tail))

@@ -230,10 +230,6 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "`inspect` and `purge --stored-longer-than` tell ages wrong by as much",
         "run an NTP client on both machines",
     ),
-    "processes": (
-        "it is in another PID namespace: its user and namespace are not checked",
-        "run doctor beside the agent, in its container",
-    ),
     "GPU driver": (
         "the agent maps KV caches on GPUs through the driver, and needs 525 (CUDA 12.0) or newer",
         "install a newer driver; containers: --gpus all, or the runtime class nvidia",
@@ -301,7 +297,6 @@ def _processes(f: NodeFacts) -> Iterator[Finding]:
         seen = f"{shown_bytes(free)} of {shown_bytes(size)} are free"
         yield Finding(WARNING if few else OK, "/dev/shm", seen)
     if f.agent is None:
-        yield Finding(HINT, "processes", "the agent's cannot be seen")
         return
     apart = [finding for engine in f.engines for finding in _together(f.agent, engine)]
     yield from apart

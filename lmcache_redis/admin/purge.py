@@ -49,15 +49,11 @@ class Selection:
 
     def __post_init__(self) -> None:
         ages = (self.idle_longer_than_s, self.stored_longer_than_s)
-        chosen = self.models or self.layouts or ages != (None, None)
-        if not chosen and not self.everything:
+        has_conditions = bool(self.models or self.layouts or ages != (None, None))
+        if has_conditions == self.everything:
             raise ConfigError(
-                "nothing selects what to remove: give --model, --layout, --idle-longer-than, "
-                "--stored-longer-than, or --everything"
-            )
-        if chosen and self.everything:
-            raise ConfigError(
-                "--everything cannot be combined with other conditions: give it alone"
+                "select what to remove: give --model, --layout, --idle-longer-than, "
+                "--stored-longer-than, or --everything alone"
             )
 
     def is_stored_long_enough(self, stripe: Stripe) -> bool:

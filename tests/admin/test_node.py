@@ -97,7 +97,6 @@ HIDDEN = replace(ENGINE, pid_namespace=None)
         (reported(engines=[]), HINT, "engines", "none is registered"),
         (replace(WELL, shm_bytes=64 << 20), WARNING, "/dev/shm", "of 64 MiB are free"),
         (replace(WELL, shm_free_bytes=1 << 20), WARNING, "/dev/shm", "1 MiB of 16 GiB are free"),
-        (replace(WELL, agent=None), HINT, "processes", "cannot be seen"),
         (replace(WELL, engines=(OTHER_PID,)), CRITICAL, "namespaces", "20 is in another pid"),
         (replace(WELL, engines=(replace(ENGINE, uid=1001),)), CRITICAL, "users", "as user 1001"),
         (
@@ -122,6 +121,7 @@ def test_findings(facts: NodeFacts, severity: Severity, topic: str, seen: str) -
 def test_what_is_fine() -> None:
     for facts in (
         replace(WELL, engines=(HIDDEN,)),
+        replace(WELL, agent=None),
         replace(WELL, agent=replace(AGENT, uid=0)),
         replace(WELL, shm_bytes=None, shm_free_bytes=None),
         replace(WELL, clock_ahead_s=None),
