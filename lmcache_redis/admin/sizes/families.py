@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,31 +246,24 @@ def _plain(fields: Fields) -> Iterator[Layer]:
         # vLLM then has one window for all layers, whatever they are called.
         has_window = fields.get("sliding_window") and fields.get("use_sliding_window") is not False
         kinds = [_WINDOW if has_window else _FULL] * len(kinds)
-    overrides = _per_layer(fields, len(kinds))
-    for kind, override in zip(kinds, overrides, strict=True):
-        yield _attention(fields.merged(override), kind)
-
-
-def _per_layer(fields: Fields, count: int) -> list[Mapping[str, Any]]:
-    """What the config says of single layers."""
-    given = fields.get("per_layer_config") or {}
-    by_number = {int(number): override for number, override in given.items()}
-    return [by_number.get(at, {}) for at in range(count)]
+    overrides = fields.get("per_layer_config") or {}
+    of_layer = {int(number): override for number, override in overrides.items()}
+    for at, kind in enumerate(kinds):
+        yield _attention(fields.merged(of_layer.get(at, {})), kind)
 
 
 def _gemma4(fields: Fields) -> Iterator[Layer]:
     """Full layers have larger heads, and the last layers use the keys of those before."""
     fields.need("layer_types")
     kinds = _kinds(fields)
-    overrides = _per_layer(fields, len(kinds))
     if not fields.get("per_layer_config"):
         full = {"head_dim": fields.get("global_head_dim") or 512}
         if fields.get("attention_k_eq_v") and (heads := fields.get("num_global_key_value_heads")):
             full["num_key_value_heads"] = heads
-        overrides = [full if kind == _FULL else {} for kind in kinds]
+        of_layer = {at: full for at, kind in enumerate(kinds) if kind == _FULL}
+        fields = fields.merged({"per_layer_config": of_layer})
     own = len(kinds) - (fields.get("num_kv_shared_layers") or 0)
-    for kind, override in list(zip(kinds, overrides, strict=True))[:own]:
-        yield _attention(fields.merged(override), kind)
+    yield from islice(_plain(fields), own)
 
 
 def _llama4(fields: Fields) -> Iterator[Layer]:
@@ -277,12 +271,9 @@ def _llama4(fields: Fields) -> Iterator[Layer]:
     if rotary and not fields.get("layer_types"):
         kinds = ["chunked_attention" if each else "full_attention" for each in rotary]
         fields = fields.merged({"layer_types": kinds})
-    if not fields.get("attention_chunk_size"):
-        fields = fields.merged(
-            {"layer_types": ["full_attention"] * fields.number("num_hidden_layers")}
-        )
+    has_chunks = fields.get("attention_chunk_size")
     for kind in _kinds(fields):
-        yield _attention(fields, kind)
+        yield _attention(fields, kind if has_chunks else _FULL)
 
 
 def _latent(fields: Fields) -> Iterator[Layer]:
