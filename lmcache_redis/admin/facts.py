@@ -102,7 +102,7 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
     return facts_of(
         info if isinstance(info, dict) else {},
         dict(ChainMap(*(reply for reply in replies if isinstance(reply, dict)))),
-        where=node.where,
+        where=endpoint.where,
         transport=endpoint.transport,
         local=local,
         private=private,

@@ -103,10 +103,6 @@ class Primary:
         self.client = client
         self.untouched = False
 
-    @property
-    def where(self) -> str:
-        return self.endpoint.where
-
     def check_access(self) -> None:
         """Raises RedisError, which says what to change, unless the server can be used."""
         with one_sentence(self.endpoint):
@@ -161,7 +157,7 @@ class PrimaryServers:
 
     @property
     def where(self) -> str:
-        return ", ".join(node.where for node in self.nodes)
+        return ", ".join(node.endpoint.where for node in self.nodes)
 
     @property
     def untouched(self) -> bool:
@@ -219,8 +215,8 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
         elif deployment.topology is Topology.SENTINEL:
             servers = PrimaryServers(deployment, [_master(deployment, stack)])
         else:
-            address = {"host": server.host, "port": server.port}
-            client = redis.Redis(**address, unix_socket_path=server.path or None, **_of_one(server))
+            path = server.path or None
+            client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
             servers = PrimaryServers(deployment, [_primary(server, client, stack)])
         for node in servers.nodes:
             node.check_access()
