@@ -131,7 +131,12 @@ class Primary:
         for command in (*before, *commands):
             pipeline.execute_command(*command)
         with one_sentence(self.endpoint):
-            replies: list[Any] = pipeline.execute(raise_on_error=False)[len(before) :]
+            try:
+                replies: list[Any] = pipeline.execute(raise_on_error=False)[len(before) :]
+            except BaseException:
+                # Out of step: a late reply would answer the next request.
+                self.client.connection_pool.disconnect()
+                raise
             for index, reply in enumerate(replies):
                 if follow is not None and isinstance(reply, _REDIRECTIONS):
                     replies[index] = reply = follow(commands[index])
