@@ -46,7 +46,7 @@ STRANGERS = {
 }
 
 # Doctor asks NVIDIA's driver what it can do.
-MEETINGS = {("lmcache_redis.admin.gpu", "lmcache_redis.device.driver")}
+MEETINGS = {("lmcache_redis.admin.node", "lmcache_redis.device.driver")}
 
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"} | {
     "multiprocessing"

@@ -1,16 +1,13 @@
 """Tools for the operators of the Redis behind the cache: inspect, purge, doctor.
 
-server      redis-py's clients of the servers that a URL names
-sentences   one sentence for each error of redis-py
+server      redis-py's clients of the servers that a URL names, and a sentence for each error
 names       keys, layouts, sizes and ages as text
-stripes     reads the values of stripe keys and judges them by their headers
-survey      which chunks a server holds, by SCAN, and how large they are
+stripes     which chunks a server holds, by SCAN, and what their stripes are, by headers
 inspect     explains one key, or summarises the cache by model and layout
 purge       selects chunks and removes them
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why
-gpu         reads the facts of this node's GPUs, and judges them
-node        reads the facts of this node, its agent and its engines, and judges them
+node        reads the facts of this node, its agent, engines and GPUs, and judges them
 doctor      facts, measurements and rules together
 report      every report as JSON and as text
 """

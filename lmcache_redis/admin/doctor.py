@@ -1,8 +1,7 @@
 """Diagnoses the servers behind a cache: reads facts, measures, and applies the rules.
 
-Latency and bandwidth are measured as an agent moves stripes: a few values of the usual size,
-under keys that name no stripe. They are removed at the end, and expire if this process is killed.
-A full server evicts the same amount to make room for them.
+Measured is as an agent moves stripes: a few values of the usual size, under keys that name no
+stripe. They are removed at the end, and expire. A full server evicts as much to make room.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import itertools
 import secrets
 import statistics
 import time
-from collections import deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +19,15 @@ from typing import Any
 from lmcache_redis.admin.facts import Facts, Need, gather
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
-from lmcache_redis.admin.sample import sample
 from lmcache_redis.admin.server import (
-    CLIENT_NAME,
     CONNECT_TIMEOUT_S,
     OP_TIMEOUT_S,
     Primary,
     PrimaryServers,
 )
-from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.admin.sizes.sizing import stored_part
+from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_uses, survey
+from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
@@ -38,31 +37,29 @@ from lmcache_redis.resp.net.wire import (
     ErrorReply,
     end_of_command,
     error_of,
-    error_reply,
     get_command,
     set_prefix,
     value_head,
 )
 
 HERE = "this node"
+_CLIENT_NAME = "lmcache-redis-doctor"
 PINGS = 51
 STRIPES = 8
 VALUE_BYTES = HEADER_BYTES + DEFAULT_SLOT_BYTES
 EXPIRES_S = 60
-# Each direction is measured for this long, writes for at most this many rounds.
+# Each direction is measured for this long.
 _MEASURE_S = 0.6
-_ROUNDS = 12
 _DEADLINE_S = 20.0
 # Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
+_SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
+_CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings of all servers and of the node, the most important first.
-
-    node: None if no agent answered.
-    """
+    """Findings of all servers and of the node (None: no agent answered), the worst first."""
 
     facts: tuple[Facts, ...]
     findings: tuple[Finding, ...]
@@ -85,19 +82,18 @@ def diagnose(
 ) -> Diagnosis:
     """Examines, measures and judges every server, and this node. Changes no setting.
 
-    bandwidth: also write a few MiB under temporary keys and read them back. report: the STATUS of
-    this node's agent, if there is one. Raises RedisError if a server cannot be reached.
+    report: the STATUS of this node's agent. Raises RedisError if a server cannot be reached.
     """
-    seen = sample(server, prefix, need, report)
+    need, headers, oldest_idle_s = sample(server, prefix, need, report or {})
     pool = None if report is None else report["pool"]
     facts = []
     for node in server.nodes:
         known = gather(
             server,
             node,
-            need=seen.need,
+            need=need,
             pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
-            oldest_idle_s=seen.oldest_idle_s,
+            oldest_idle_s=oldest_idle_s,
         )
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
@@ -108,7 +104,7 @@ def diagnose(
             except RedisError as error:
                 measured["bandwidth_refused"] = str(error)
         facts.append(replace(known, **measured))
-    here = None if report is None else look(report, server, seen.headers)
+    here = None if report is None else look(report, server, headers)
     return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
 
@@ -118,6 +114,61 @@ def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[
     if node is not None:
         found += [replace(finding, where=HERE) for finding in judge_node(node)]
     return tuple(sorted(found, key=lambda finding: finding.severity))
+
+
+# ------------------------------------------------------------ what is stored
+
+
+def sample(
+    server: PrimaryServers, prefix: bytes, need: Need, report: Mapping[str, Any]
+) -> tuple[Need, tuple[tuple[str, StripeHeader], ...], float | None]:
+    """The need by what is stored, unless the user has named a size; a header of each form, with its
+    model; and the longest time without a use. Of a few chunks; nothing where that is refused.
+    """
+    try:
+        found = survey(server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS)
+        chunks = list(found.chunks.values())
+        uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
+        headers = headers_of(server, chunks)
+    except RedisError:
+        return need, (), None
+    if not need.is_known and headers:
+        need = _as_stored(need, [(c, headers[c.form]) for c in chunks if c.form in headers], report)
+    oldest_idle_s = max((use.idle_s for use in uses if use.idle_s is not None), default=None)
+    return need, tuple((form[1], header) for form, header in headers.items()), oldest_idle_s
+
+
+def _as_stored(
+    need: Need, chunks: Iterable[tuple[SeenChunk, StripeHeader]], report: Mapping[str, Any]
+) -> Need:
+    """The need by the mean chunk of the model with the most chunks.
+
+    Parts of one chunk have one hash: those of several groups and ranks are added up. report: of an
+    agent, which knows how many tokens a chunk has; else it is the usual number.
+    """
+    hashes: defaultdict[str, set[bytes]] = defaultdict(set)
+    sizes: Counter[tuple[str, str]] = Counter()
+    for chunk, header in chunks:
+        model = chunk.name.key.model_name
+        payload = payload_of(header)
+        hashes[model].add(chunk.name.key.chunk_hash)
+        sizes[model, "payload"] += header.chunk_bytes
+        sizes[model, "memory"] += stored_part(header.chunk_bytes, payload, model).memory_bytes
+    model = max(hashes, key=lambda name: len(hashes[name]))
+    engines = [each for each in report.get("engines", ()) if each["model"] == model]
+    chunk_tokens = report.get("chunk_size_tokens", _CHUNK_TOKENS)
+    chunk_tokens = engines[0]["chunk_tokens"] if engines else chunk_tokens
+    tokens = len(hashes[model]) * chunk_tokens
+    return replace(
+        need,
+        kv_bytes_per_token=max(1, sizes[model, "payload"] // tokens),
+        memory_per_token=sizes[model, "memory"] / tokens,
+        of=f"{model}, as stored in chunks of {chunk_tokens} tokens",
+        is_known=True,
+    )
+
+
+# --------------------------------------------------------------- what is measured
 
 
 def measure_ping(node: Primary, pings: int = PINGS) -> float:
@@ -133,8 +184,7 @@ def measure_ping(node: Primary, pings: int = PINGS) -> float:
 def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: True) -> list[bytes]:
     """Keys that the ACL rights of agents cover (prefix and `lmcr1:`) and that name no stripe.
 
-    is_there: whether the measured node owns the key. Raises RedisUnavailable if it owns too few of
-    the keys tried.
+    is_there: whether the measured node owns the key. Raises RedisUnavailable if it owns too few.
     """
     base = prefix + KEY_MAGIC + b"doctor:"
     tried = (b"%b%b" % (base, secrets.token_hex(16).encode()) for _ in range(_ATTEMPTS))
@@ -145,10 +195,7 @@ def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: Tr
 
 
 def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> tuple[float, float]:
-    """Bytes per second: reads over as many connections as an agent has, writes over one.
-
-    Raises RedisError if the server refuses, or takes longer than 20 s.
-    """
+    """Bytes per second of reads and of writes, over an agent's connections. Raises RedisError."""
     keys = probe_keys(prefix, lambda key: server.node_of(key) is node)
     deadline = time.monotonic() + _DEADLINE_S
     connector = Connector(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
@@ -162,63 +209,54 @@ def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> t
 
 
 def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
-    """Bytes per second, the median of some rounds; each sends all stripes, then reads replies."""
+    """Bytes per second, in rounds; each sends all stripes, then reads the replies."""
     # Not zeros: some networks compress.
     value = memoryview(secrets.token_bytes(VALUE_BYTES))
     heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
     tail = end_of_command(EXPIRES_S)
-
-    def one_round(connection: Connection) -> float:
-        started = time.perf_counter()
-        connection.arm(deadline)
-        for head in heads:
-            connection.send_all((head, value, tail))
-        for reply in connection.receive(deadline, len(keys), len(keys)):
-            if isinstance(reply, ErrorReply):
-                raise error_of(reply)
-        return time.perf_counter() - started
-
-    with contextlib.closing(connector.open(CLIENT_NAME)) as connection:
-        one_round(connection)  # not counted: the server allocates memory
-        until = time.perf_counter() + _MEASURE_S
-        times = [one_round(connection)]
-        while len(times) < _ROUNDS and time.perf_counter() < until:
-            times.append(one_round(connection))
-    return STRIPES * VALUE_BYTES / statistics.median(times)
+    with contextlib.closing(connector.open(_CLIENT_NAME)) as connection:
+        for rounds in itertools.count():
+            connection.arm(deadline)
+            for head in heads:
+                connection.send_all((head, value, tail))
+            for reply in connection.receive(deadline, len(keys), len(keys)):
+                if isinstance(reply, ErrorReply):
+                    raise error_of(reply)
+            if rounds == 0:  # not counted: the server allocates memory
+                started = time.perf_counter()
+            elif time.perf_counter() - started >= _MEASURE_S:
+                break
+        return rounds * len(keys) * VALUE_BYTES / (time.perf_counter() - started)
 
 
 def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
     """Bytes per second, by one thread with one GET in flight on each of an agent's connections."""
     commands = itertools.cycle([get_command(key) for key in keys])
     room = bytearray(len(value_head(VALUE_BYTES)) + VALUE_BYTES + len(CRLF))
-    received_bytes = 0
     with contextlib.ExitStack() as stack:
-        asked: deque[Connection] = deque()
-        for _ in range(DEFAULT_GET_CONNECTIONS):
-            asked.append(stack.enter_context(contextlib.closing(connector.open(CLIENT_NAME))))
+        connections = [
+            stack.enter_context(contextlib.closing(connector.open(_CLIENT_NAME)))
+            for _ in range(DEFAULT_GET_CONNECTIONS)
+        ]
         started = time.perf_counter()
-        for connection in asked:
+        for connection in connections:
             connection.send((next(commands),), deadline)
-        while asked:
-            connection = asked.popleft()
+        received_bytes = 0
+        for connection in itertools.cycle(connections):
             _receive_value(connection, room, deadline)
             received_bytes += VALUE_BYTES
-            if time.perf_counter() < started + _MEASURE_S:
-                connection.send((next(commands),), deadline)
-                asked.append(connection)
-        return received_bytes / (time.perf_counter() - started)
+            took_s = time.perf_counter() - started
+            if took_s >= _MEASURE_S:
+                break
+            connection.send((next(commands),), deadline)
+    return received_bytes / took_s
 
 
 def _receive_value(connection: Connection, room: bytearray, deadline: float) -> None:
     """Receive the whole reply to a GET into a buffer of its size. Raises RedisError."""
-    head, got = value_head(VALUE_BYTES), 0
+    got = 0
     connection.arm(deadline)
     while got < len(room):
         got += connection.receive_some(memoryview(room)[got:])
-        if not head.startswith(room[: min(got, len(head))]):
-            line = bytes(room[:got]).partition(CRLF)[0].decode("utf-8", "replace")
-            if line.startswith("-"):
-                raise error_of(error_reply(line[1:]))
-            raise RedisProtocolError(
-                "a value written a moment ago is gone: the server's memory is too small"
-            )
+    if not room.startswith(value_head(VALUE_BYTES)):
+        raise RedisProtocolError("what was read is not what was written a moment ago")

@@ -1,27 +1,20 @@
-"""Reads the facts of a server: INFO, CONFIG GET if allowed, and /sys if the server is local.
-
-Managed services forbid CONFIG, and a user may lack the right to call INFO. A fact that is refused
-is None, and `Facts.unseen` says what was refused.
-"""
+"""Reads the facts of a server: INFO, and CONFIG GET. What is refused is None."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import ipaddress
-import os
 import re
 import socket
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lmcache_redis.admin.server import Primary, PrimaryServers
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +47,8 @@ class Facts:
     local: on this machine. private: every address is a private one. nodes: how many servers share
     the keys. as_cluster: named as a Redis Cluster, so that agents send each key to its node.
     normal_buffer: hard limit, soft limit and soft seconds of client-output-buffer-limit. save: the
-    schedule as configured, "" for none. saved: whether a background save has been made since the
-    server started. unseen: what was refused, in words. pool_bytes: of this node's agent.
-    oldest_idle_s: of a sample of chunks, the longest time without a use.
+    schedule as configured, "" for none. unseen: what was refused, in words. pool_bytes: of this
+    node's agent. oldest_idle_s: of a sample of chunks, the longest time without a use.
     """
 
     where: str = ""
@@ -72,27 +64,14 @@ class Facts:
     role: str | None = _from("role")
     cluster_enabled: bool | None = _from("cluster_enabled")
     machine_bytes: int | None = _from("total_system_memory")
-    used_bytes: int | None = _from("used_memory")
     maxmemory_bytes: int | None = _from("maxmemory", "maxmemory")
     policy: str | None = _from("maxmemory_policy", "maxmemory-policy")
-    fragmentation: float | None = _from("mem_fragmentation_ratio")
     evicted_keys: int | None = _from("evicted_keys")
     save: str | None = _from(setting="save")
-    saved: bool | None = None
     save_failed: bool | None = None
-    stops_writes: bool | None = _from(setting="stop-writes-on-bgsave-error")
     append_only: bool | None = _from("aof_enabled", "appendonly")
-    replicas: int | None = _from("connected_slaves")
-    fork_us: int | None = _from("latest_fork_usec")
     io_threads: int | None = _from(setting="io-threads")
-    cores: int | None = None
     normal_buffer: tuple[int, int, int] | None = _from(setting="client-output-buffer-limit")
-    bulk_limit_bytes: int | None = _from(setting="proto-max-bulk-len")
-    query_buffer_bytes: int | None = _from(setting="client-query-buffer-limit")
-    clients: int | None = _from("connected_clients")
-    max_clients: int | None = _from("maxclients", "maxclients")
-    huge_pages: str | None = None
-    disable_huge_pages: bool | None = _from(setting="disable-thp")
     unseen: tuple[str, ...] = ()
     ping_s: float | None = None
     read_bytes_per_s: float | None = None
@@ -115,20 +94,15 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
     if isinstance(info, RedisError):
         unseen.append("INFO is refused: memory, persistence, version and connections")
     # One CONFIG GET per setting: before Redis 7 the command takes only one.
-    replies = node.ask_all([("CONFIG", "GET", name) for name in SETTINGS])
+    replies = node.ask_all([("CONFIG GET", name) for name in SETTINGS])
     if any(isinstance(reply, RedisError) for reply in replies):
-        only = "save, client-output-buffer-limit, io-threads, disable-thp"
-        unseen.append(f"CONFIG is refused: {only}")
+        unseen.append("CONFIG is refused: save, client-output-buffer-limit, io-threads")
     endpoint = node.endpoint
     local, private = _place(endpoint)
     return facts_of(
         info if isinstance(info, dict) else {},
-        {
-            name: reply[1].decode("utf-8", "replace")
-            for name, reply in zip(SETTINGS, replies, strict=True)
-            if isinstance(reply, list) and len(reply) == 2
-        },
-        where=node.where,
+        dict(ChainMap(*(reply for reply in replies if isinstance(reply, dict)))),
+        where=endpoint.where,
         transport=endpoint.transport,
         local=local,
         private=private,
@@ -136,8 +110,6 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
         certificate_checked=dict(endpoint.tls).get("ssl_cert_reqs", "required") == "required",
         nodes=len(server.nodes),
         as_cluster=server.is_cluster,
-        cores=os.cpu_count() if local else None,
-        huge_pages=_huge_pages() if local else None,
         unseen=tuple(unseen),
         **known,
     )
@@ -151,16 +123,12 @@ def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any)
         for text in (info.get(f.metadata["info"]), settings.get(f.metadata["setting"]))
         if (value := _read(str(f.type), text)) is not None
     }
-    if "io_threads" not in stated and _read("int", info.get("io_threads_active")):
-        stated["io_threads"] = 2  # INFO says whether there are threads, not how many
-    save_s = _read("int", info.get("rdb_last_bgsave_time_sec"))
     save_status = info.get("rdb_last_bgsave_status")
     valkey = info.get("valkey_version")
     version = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(valkey or info.get("redis_version")))
     return Facts(
         product="valkey" if valkey else "redis",
         version=tuple(int(part) for part in version.groups() if part) if version else None,
-        saved=None if save_s is None else save_s >= 0 or bool(_read("int", info.get("rdb_saves"))),
         save_failed=None if save_status is None else save_status != "ok",
         **stated,
         **known,
@@ -175,7 +143,6 @@ def _normal_buffer(text: str) -> tuple[int, int, int] | None:
 _READERS: dict[str, Callable[[Any], Any]] = {
     "str": str,
     "int": lambda text: int(float(text)),
-    "float": float,
     "bool": lambda text: text == "yes" or (text != "no" and float(text) != 0),
     "tuple[int, int, int]": _normal_buffer,
 }
@@ -198,11 +165,3 @@ def _place(endpoint: Endpoint) -> tuple[bool, bool]:
         addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
         return all(a.is_loopback for a in addresses), all(a.is_private for a in addresses)
     return False, False
-
-
-def _huge_pages() -> str | None:
-    """The active mode, which the kernel puts in brackets: always, madvise or never."""
-    with contextlib.suppress(OSError):
-        if match := re.search(r"\[(\w+)\]", HUGE_PAGES.read_text()):
-            return match.group(1)
-    return None

@@ -1,7 +1,4 @@
-"""Explains one key, or summarises the cache by model and layout.
-
-Reads headers, and payloads only to verify them. Removes nothing.
-"""
+"""Explains one key, or summarises the cache by model and layout. Removes nothing."""
 
 from __future__ import annotations
 
@@ -14,23 +11,22 @@ from redis.utils import str_if_bytes
 from lmcache_redis.admin.names import ChunkName, find_name, show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
-    Stripe,
-    StripeState,
-    count_of,
-    read_stripes,
-    read_uses,
-    stripes_of,
-    verify_payload,
-)
-from lmcache_redis.admin.survey import (
     Progress,
     SeenChunk,
-    Striping,
+    Stripe,
+    StripeState,
     Survey,
-    cuts_of,
+    count_of,
+    find_missing,
+    headers_of,
+    missing,
     no_progress,
-    present_of,
+    read_stripes,
+    read_uses,
+    size_of,
+    stripes_of,
     survey,
+    verify_payload,
 )
 from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import FormatError, RedisError
@@ -54,10 +50,7 @@ class ChunkVerdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """A chunk and its stripes, sorted by index.
-
-    verified: payloads were compared with their checksums. opened: and opened, as sealed ones.
-    """
+    """A chunk and its stripes, sorted by index. verified, opened: their payloads were."""
 
     name: ChunkName
     stripe_asked: int | None
@@ -115,9 +108,8 @@ class OtherKey:
 def explain(
     server: PrimaryServers, key: bytes, prefix: bytes, verify: bool, keys: SealKeys | None = None
 ) -> ChunkReport | OtherKey:
-    """Explains the key of a stripe, or of a chunk (without the stripe index), with any prefix.
-
-    prefix: is tried first. keys: to verify sealed payloads with. Raises RedisError.
+    """Explains the key of a stripe or a chunk, with any prefix; ``prefix`` is tried first. Raises
+    RedisError. keys: to verify sealed payloads with.
     """
     try:
         name, index = find_name(key, prefix)
@@ -128,7 +120,7 @@ def explain(
         kind = str_if_bytes(kind)
         length = length if kind == "string" and isinstance(length, int) else None
         return OtherKey(show_key(key), str(error), kind, length)
-    found = stripes_of(server, name, index)
+    found = stripes_of(server, name, index or 0)
     if verify:
         found = [verify_payload(server, name, stripe, keys) for stripe in found]
     opened = verify and keys is not None
@@ -145,11 +137,8 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). value_bytes: of their stripes, headers included.
-
-    incomplete: chunks with missing stripes, no_first of them without stripe 0. idle_s, frequency:
-    of each chunk's first stripe. stored_unix_s: if headers were read. damaged: chunks, if payloads
-    were verified.
+    """Chunks of one model and layout (`names`). no_first: those without stripe 0, which are among
+    the incomplete. idle_s, frequency: of each chunk's first stripe. damaged: if verified.
     """
 
     names: tuple[str, str]
@@ -173,14 +162,15 @@ class LayoutSummary:
     def layout(self) -> str:
         return self.names[1]
 
-    def add(self, chunk: SeenChunk, mask: int, cut: Striping | None, first: Stripe) -> None:
+    def add(self, chunk: SeenChunk, header: StripeHeader | None, first: Stripe) -> None:
+        """header: of a chunk of its form."""
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
-        self.stripes += mask.bit_count()
-        self.value_bytes += cut.value_bytes(mask) if cut else 0
-        self.unknown_size += not (cut and cut.chunk_bytes)
-        self.no_first += not mask & 1
-        self.incomplete += not mask & 1 or bool(cut and cut.missing(mask))
+        self.stripes += chunk.count
+        self.value_bytes += size_of(header, chunk.stripes) if header else 0
+        self.unknown_size += header is None
+        self.no_first += not chunk.stripes & 1
+        self.incomplete += not chunk.stripes & 1 or bool(header and missing(header, chunk.stripes))
         self.idle_s.add(first.use.idle_s)
         self.frequency.add(first.use.frequency)
         self.stored_unix_s.add(first.stored_unix_s if first.own else None)
@@ -207,9 +197,10 @@ def summarise(
 ) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    One header of each chunk is read if that is no use (``server.untouched``). Otherwise store times
-    are unknown, and sizes are memory usage. verify: also reads every payload, which counts as a use
-    if reading headers does. keys: to verify sealed payloads with. Raises RedisError.
+    Where reading a header is no use (``server.untouched``), that of each chunk is read. Otherwise
+    store times are unknown, and one header of each form is read, of the chunk that was used last:
+    that changes no order of eviction. verify: also reads every payload. keys: to verify sealed
+    payloads with. Raises RedisError.
     """
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
     found = survey(server, prefix, most_chunks=most[0], most_keys=most[1], progress=progress)
@@ -219,21 +210,19 @@ def summarise(
     else:
         uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
         firsts = [Stripe(0, StripeState.UNREADABLE, use=use) for use in uses]
-    of_form = cuts_of(server, chunks)
-    cuts = [
-        Striping.of(first.own) if first.own else of_form.get(chunk.form)
-        for chunk, first in zip(chunks, firsts, strict=True)
-    ]
-    masks = present_of(server, list(zip(chunks, cuts, strict=True)))
+    pairs = sorted(zip(firsts, chunks, strict=True), key=lambda pair: pair[0].use.idle_s or 0)
+    of_form = headers_of(server, [chunk for _, chunk in pairs])
+    both = zip(chunks, firsts, strict=True)
+    headers = [first.own or of_form.get(chunk.form) for chunk, first in both]
+    find_missing(server, zip(chunks, headers, strict=True))
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    looked_at = zip(chunks, masks, cuts, firsts, strict=True)
-    for number, (chunk, mask, cut, first) in enumerate(looked_at, start=1):
+    looked_at = zip(chunks, headers, firsts, strict=True)
+    for number, (chunk, header, first) in enumerate(looked_at, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(names))
-        group.add(chunk, mask, cut, first)
+        group.add(chunk, header, first)
         if verify:
-            indexes = SeenChunk(chunk.name, mask).indexes
-            stripes = read_stripes(server, [(chunk.name, index) for index in indexes])
+            stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
             states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}
             is_damaged = not states <= {StripeState.WHOLE, StripeState.MISSING}
             group.damaged = (group.damaged or 0) + is_damaged

@@ -13,13 +13,8 @@ from lmcache_redis.chunks.names import DESCRIPTIONS, parse_stripe_key, stripe_ke
 from lmcache_redis.errors import ConfigError, FormatError
 
 _HEX = re.compile(r"(?:[0-9A-Fa-f]{2})+")
-_ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|.)", re.DOTALL)
 _LAYOUT_DIGITS = re.compile(r"[0-9a-f]{1,64}")
-_LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b"}
-_SHOWN = {ord(v): "\\" + k.decode() for k, v in _LETTERS.items()} | {34: '\\"', 92: "\\\\"}
-# A key in quotes of one kind, and a quote at the end that no backslash escapes.
-_IN_QUOTES = re.compile(r"""(["'])(?:[^\\]|\\.)*\1""", re.DOTALL)
-_LAST_QUOTE = re.compile(r"""(?<!\\)(?:\\\\)*["']\Z""")
+_SHOWN = {7: "\\a", 8: "\\b", 9: "\\t", 10: "\\n", 13: "\\r", 34: '\\"', 92: "\\\\"}
 # What redis-cli prints before each element of a list.
 _LIST_NUMBER = re.compile(r"^\s*\d+\)\s+")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
@@ -52,10 +47,7 @@ class ChunkName:
 
     @property
     def layout(self) -> str:
-        """The namespace: as text if it is one of an agent, as `status` shows it; else in hex.
-
-        What is stored about layouts has a name in brackets.
-        """
+        """The namespace as `status` shows it, or in hex; in brackets: of no layout."""
         if self.namespace == _DESCRIPTIONS:
             return "(descriptions)"
         is_text = _TEXT_NAMESPACE.fullmatch(self.namespace)
@@ -75,30 +67,20 @@ class ChunkName:
 
 
 def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """The chunk and the stripe that a key names; None for a key without a stripe index.
-
-    Raises FormatError for any other key.
-    """
-    try:
+    """The chunk and the stripe that a key names; None for a chunk key. Raises FormatError."""
+    with contextlib.suppress(FormatError):
         namespace, key, index = parse_stripe_key(data, prefix)
         return ChunkName(prefix, namespace, key), index
-    except FormatError as not_a_stripe:
-        # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
-        at = len(prefix) + len(KEY_MAGIC)
-        if not data.startswith(prefix + KEY_MAGIC):
-            raise
-        try:
-            key = ObjectKey.from_bytes(data[at + NAMESPACE_BYTES :])
-        except FormatError:
-            raise not_a_stripe from None
-        return ChunkName(prefix, data[at : at + NAMESPACE_BYTES], key), None
+    # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
+    if not data.startswith(prefix + KEY_MAGIC):
+        raise FormatError("a key of another prefix")
+    named = data[len(prefix) + len(KEY_MAGIC) :]
+    key = ObjectKey.from_bytes(named[NAMESPACE_BYTES:])
+    return ChunkName(prefix, named[:NAMESPACE_BYTES], key), None
 
 
 def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """`parse_name` for a key with any prefix; ``prefix`` is tried first.
-
-    Raises FormatError if the key names neither a stripe nor a chunk.
-    """
+    """`parse_name` for a key with any prefix; ``prefix`` is tried first. Raises FormatError."""
     others = (data[: at.start()] for at in re.finditer(re.escape(KEY_MAGIC), data))
     for candidate in (prefix, *others):
         with contextlib.suppress(FormatError):
@@ -110,30 +92,17 @@ def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def read_key(text: str) -> bytes:
-    """A key as a user types it: in hex, with escapes such as \\xNN, or as redis-cli prints it.
-
-    Raises ConfigError if a quote was lost.
-    """
+    """A key in hex, with escapes such as \\xNN, or as redis-cli prints it. Raises ConfigError."""
     text = _LIST_NUMBER.sub("", text).strip()
-    is_quoted = text[:1] in ("'", '"')
-    if not _IN_QUOTES.fullmatch(text) if is_quoted else _LAST_QUOTE.search(text):
-        raise ConfigError(
-            f"the key {text:.40}... has a quote at one end only: copy it whole, and put it in "
-            "quotes of the other kind for the shell"
-        )
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
-    raw = text.encode("utf-8", "surrogateescape")
-    return _ESCAPE.sub(_unescaped, raw)
-
-
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    said = match.group(1)
-    if len(said) == 3:
-        return bytes.fromhex(said[1:].decode())
-    return _LETTERS.get(said, said)
+    try:
+        raw = text.encode("utf-8", "surrogateescape")
+        return raw.decode("unicode_escape").encode("latin-1")
+    except UnicodeError:
+        raise ConfigError(f"the key {text:.40}... has a wrong escape: copy it whole") from None
 
 
 def show_key(data: bytes) -> str:
@@ -147,13 +116,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def read_layout(text: str, known: Iterable[str] | None = None) -> frozenset[bytes] | None:
-    """The namespaces that a layout may have in keys.
+def read_layout(text: str, known: Iterable[str]) -> frozenset[str]:
+    """Those of the known layouts that a layout, its first digits or a fingerprint stands for.
 
-    16 hex digits: as `status` and `inspect` show it. 32: the 16 bytes of a namespace. 64: a
-    whole fingerprint. Any other number of digits: the first ones of the only layout among ``known``
-    that begins with them; None without ``known``. Raises ConfigError if it is no layout, or begins
-    none or several.
+    Raises ConfigError for what is no layout, and for a few digits that begin none or several.
     """
     digits = text.strip().lower()
     if not _LAYOUT_DIGITS.fullmatch(digits):
@@ -161,22 +127,15 @@ def read_layout(text: str, known: Iterable[str] | None = None) -> frozenset[byte
             f"--layout {text!r} is not a layout: give the hex digits that `lmcache-redis inspect` "
             "shows, or the first of them"
         )
-    if len(digits) == NAMESPACE_BYTES:
-        return frozenset({digits.encode()})
-    if len(digits) == 2 * NAMESPACE_BYTES:
-        return frozenset({bytes.fromhex(digits)})
-    if len(digits) == 4 * NAMESPACE_BYTES:
-        return namespaces_of(bytes.fromhex(digits))
-    if known is None:
-        return None
     found = sorted({n for n in known if n.startswith(digits) or digits.startswith(n)})
-    if len({each[:NAMESPACE_BYTES] for each in found}) != 1:
+    is_whole = not found and len(digits) >= NAMESPACE_BYTES
+    if len({each[:NAMESPACE_BYTES] for each in found}) != 1 and not is_whole:
         begins = f"begins {len(found)}: {', '.join(found)}" if found else "begins none there"
         raise ConfigError(
             f"--layout {text!r} {begins}; give more of the digits that `lmcache-redis inspect` "
             "shows"
         )
-    return frozenset().union(*(read_layout(each) or () for each in found))
+    return frozenset(found)
 
 
 def namespaces_of(fingerprint: bytes) -> frozenset[bytes]:

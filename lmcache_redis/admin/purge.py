@@ -1,11 +1,9 @@
 """Removes chunks, selected by name and by age, at a bounded rate.
 
-The first pass selects by key name and idle time. It reads headers, which may change idle times,
-only if chunks are selected by store time. The second pass reads the header of each key just before
-it removes the key, and leaves every value that is not certainly a stripe of the chunk that the key
-names. It removes stripe 0 first: without it no reader sees the others. Agents may run meanwhile: a
-removed chunk is a miss, and so is a chunk that is stored again during its removal and loses
-stripes.
+The first pass selects. The second reads the header of each key just before it removes the key, and
+leaves every value that is not certainly a stripe of the chunk that the key names. It removes stripe
+0 first: without it no reader sees the others. Agents may run meanwhile: a chunk that loses stripes
+is a miss.
 """
 
 from __future__ import annotations
@@ -17,46 +15,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_redis.admin.names import show_key
+from lmcache_redis.admin.names import read_layout, show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
+    Progress,
+    SeenChunk,
     Stripe,
     StripeState,
     ask_each,
-    exist,
+    headers_of,
+    no_progress,
     read_stripes,
     read_uses,
+    size_of,
+    survey,
 )
-from lmcache_redis.admin.survey import Progress, SeenChunk, cuts_of, no_progress, survey
-from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
+from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError
 
-# Maximum keys of a step: their headers are read, then they are removed.
+# Keys of a step: their headers are read, then they are removed.
 _STEP_KEYS = 100
 _EXAMPLES = 5
-_CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --idle-longer-than"
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which chunks to remove: those that meet every condition given."""
+    """Chunks that meet every condition given. layouts: as they are typed (`read_layout`)."""
 
     models: frozenset[str] = frozenset()
-    namespaces: frozenset[bytes] | None = None
+    layouts: tuple[str, ...] = ()
     idle_longer_than_s: float | None = None
     stored_longer_than_s: float | None = None
     everything: bool = False
 
     def __post_init__(self) -> None:
         ages = (self.idle_longer_than_s, self.stored_longer_than_s)
-        chosen = self.models or self.namespaces is not None or ages != (None, None)
-        if not chosen and not self.everything:
+        has_conditions = bool(self.models or self.layouts or ages != (None, None))
+        if has_conditions == self.everything:
             raise ConfigError(
-                "nothing selects what to remove: give --model, --layout, --idle-longer-than, "
-                "--stored-longer-than, or --everything"
-            )
-        if chosen and self.everything:
-            raise ConfigError(
-                "--everything cannot be combined with other conditions: give it alone"
+                "select what to remove: give --model, --layout, --idle-longer-than, "
+                "--stored-longer-than, or --everything alone"
             )
 
     def is_stored_long_enough(self, stripe: Stripe) -> bool:
@@ -69,7 +66,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a purge removes. value_bytes: see `survey.cuts_of`; None: unknown."""
+    """What a purge removes. value_bytes: None if it is unknown."""
 
     selection: Selection
     chunks: tuple[SeenChunk, ...]
@@ -115,11 +112,10 @@ class PurgeResult:
 def choose(
     server: PrimaryServers, prefix: bytes, selection: Selection, progress: Progress = no_progress
 ) -> Plan:
-    """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
-    ``stored_longer_than_s``) and the server counts that as a use.
+    """What a purge would remove. Its size is unknown if idle times choose, and reading a header
+    would change them.
 
-    Raises RedisError, and ConfigError if the server keeps no idle times, or if reading headers
-    would change the idle times by which chunks are selected.
+    Raises RedisError, and ConfigError for what the server cannot tell or a layout that is unknown.
     """
     both = None not in (selection.idle_longer_than_s, selection.stored_longer_than_s)
     if both and not server.untouched:
@@ -128,20 +124,24 @@ def choose(
             "Redis 7.2, no cluster, and +client|no-touch and +info): give --idle-longer-than or "
             "--stored-longer-than, not both"
         )
-    found = survey(server, prefix, namespaces=selection.namespaces, progress=progress)
+    found = list(survey(server, prefix, progress=progress).chunks.values())
+    known = {chunk.name.layout for chunk in found}
+    layouts = {each for text in selection.layouts for each in read_layout(text, known)}
     chunks = [
         chunk
-        for chunk in found.chunks.values()
-        if not selection.models or chunk.name.key.model_name in selection.models
+        for chunk in found
+        if (not selection.models or chunk.name.key.model_name in selection.models)
+        and (not selection.layouts or chunk.name.layout in layouts)
     ]
     chunks = list(itertools.compress(chunks, _are_idle(server, chunks, selection)))
     if selection.stored_longer_than_s is not None:
         firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         pairs = zip(chunks, firsts, strict=True)
         chunks = [chunk for chunk, first in pairs if selection.is_stored_long_enough(first)]
-    cuts = cuts_of(server, chunks)
-    sizes = [(cuts.get(chunk.form), chunk.stripes) for chunk in chunks]
-    value_bytes = sum(cut.value_bytes(stripes) for cut, stripes in sizes if cut)
+    may_read = server.untouched or selection.idle_longer_than_s is None
+    headers = headers_of(server, chunks) if may_read else {}
+    sizes = [(headers.get(chunk.form), chunk.stripes) for chunk in chunks]
+    value_bytes = sum(size_of(header, some) for header, some in sizes if header)
     return Plan(selection, tuple(chunks), value_bytes or None)
 
 
@@ -152,10 +152,7 @@ def remove(
     result: PurgeResult,
     progress: Progress = no_progress,
 ) -> None:
-    """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
-
-    If idle chunks were selected, those used since then stay. progress: called after each step.
-    """
+    """Removes the chunks of a plan and counts them in `result`. Raises RedisError."""
     started_s = due_s = time.monotonic()
     done = 0
     try:
@@ -176,13 +173,11 @@ def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[li
     # Ten steps a second, so that a slow purge proceeds evenly too.
     most_keys = max(1, min(_STEP_KEYS, int(keys_per_second / 10)))
     step: list[SeenChunk] = []
-    keys = 0
     for chunk in chunks:
-        if step and keys + chunk.count > most_keys:
-            yield step
-            step, keys = [], 0
         step.append(chunk)
-        keys += chunk.count
+        if sum(each.count for each in step) >= most_keys:
+            yield step
+            step = []
     if step:
         yield step
 
@@ -192,26 +187,24 @@ def _remove_step(
 ) -> None:
     are_idle = _are_idle(server, chunks, selection)
     result.used_again += are_idle.count(False)
-    keys: dict[bool | None, list[tuple[SeenChunk, int]]] = {True: [], False: [], None: []}
-    for chunk, is_idle in zip(chunks, are_idle, strict=True):
-        keys[is_idle] += [(chunk, index) for index in chunk.indexes]
-    # What is there without its first stripe is being stored.
-    there = exist(server, [chunk.name.stripe(index) for chunk, index in keys[None]])
-    result.stored_again += there.count(True)
-    result.vanished += there.count(False)
-    wanted = keys[True]
-    stripes = read_stripes(server, [(chunk.name, index) for chunk, index in wanted])
+    wanted = [
+        (chunk, index, is_idle)
+        for chunk, is_idle in zip(chunks, are_idle, strict=True)
+        if is_idle is not False
+        for index in chunk.indexes
+    ]
+    stripes = read_stripes(server, [(chunk.name, index) for chunk, index, _ in wanted])
     ours: list[tuple[SeenChunk, Stripe]] = []
-    for (chunk, index), stripe in zip(wanted, stripes, strict=True):
-        if stripe.own is not None:
-            if selection.is_stored_long_enough(stripe):
-                ours.append((chunk, stripe))
-            else:
-                result.stored_again += 1
-        elif stripe.state is StripeState.MISSING:
+    for (chunk, index, is_idle), stripe in zip(wanted, stripes, strict=True):
+        if stripe.state is StripeState.MISSING:
             result.vanished += 1
-        else:
+        elif stripe.own is None:
             result.leave(chunk.name.stripe(index), stripe.state.value)
+        # What is there without its first stripe is being stored.
+        elif is_idle is None or not selection.is_stored_long_enough(stripe):
+            result.stored_again += 1
+        else:
+            ours.append((chunk, stripe))
     # Two calls: on several nodes, commands of one call run in any order.
     for first in (True, False):
         _unlink(server, [pair for pair in ours if (pair[1].index == 0) is first], result)
@@ -245,13 +238,9 @@ def _are_idle(
         return [True] * len(chunks)
     uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
     if any(use.refused for use in uses):
-        raise RedisAuthError(
-            f"{server.where} does not tell this user when keys were used: allow it +object, or "
-            f"{_CHOOSE_BY}"
-        )
-    if any(use.idle_s is None and use.frequency is not None for use in uses):
         raise ConfigError(
-            f"{server.where} keeps no idle times, its maxmemory-policy counts uses (LFU): "
-            f"{_CHOOSE_BY}"
+            f"{server.where} does not tell when keys were used (its maxmemory-policy counts uses, "
+            "or this user needs +object): choose by --model, --layout or --stored-longer-than "
+            "instead of --idle-longer-than"
         )
     return [None if use.idle_s is None else use.idle_s > least_s for use in uses]

@@ -1,7 +1,6 @@
 """The reports of the admin tools, as JSON and as lines of text.
 
-Sizes in bytes, times in seconds. Names come from keys that any client may have written: control
-characters are escaped, and nothing is truncated.
+Names come from keys that any client may have written: control characters are escaped.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _FIELDS: dict[type, str] = {
     "frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
-    NodeFacts: "version vllm_version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
+    NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
 }
 
 
@@ -138,13 +137,14 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     else:
         rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
         rows += map(_row, summary.groups)
+        more = []
         if summary.headers_read:
             now_s = time.time()
             ages = [_ages([max(0.0, now_s - s) for s in g.stored_unix_s]) for g in summary.groups]
-            rows = [[*row, cell] for row, cell in zip(rows, ["stored", *ages], strict=True)]
+            more.append(["stored", *ages])
         if summary.verified:
-            damaged = [str(group.damaged) for group in summary.groups]
-            rows = [[*row, cell] for row, cell in zip(rows, ["damaged", *damaged], strict=True)]
+            more.append(["damaged", *(str(group.damaged) for group in summary.groups)])
+        rows = [[*row, *cells] for row, *cells in zip(rows, *more, strict=True)]
         yield from table(rows)
     if not found.whole:
         share = found.looked_at / max(1, found.database_keys)
@@ -158,9 +158,8 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         yield f"{keys} named like ours but naming no chunk, such as {example}"
     if summary.groups and not summary.headers_read:
         yield (
-            "sizes are memory usage, and store times are not shown: before Redis 7.2 and in a "
-            "cluster reading headers would count as a use; `lmcache-redis inspect KEY` reads those "
-            "of one chunk"
+            "store times are not shown: before Redis 7.2 and in a cluster reading headers would "
+            "count as a use; `lmcache-redis inspect KEY` reads those of one chunk"
         )
 
 

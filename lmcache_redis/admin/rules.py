@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from lmcache_redis.admin.facts import HUGE_PAGES, Facts
+from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
@@ -17,13 +17,10 @@ OLDEST_VERSION = (6, 2)
 STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES
 # An agent has one GET in flight per connection: one reply has to fit, with room to spare.
 LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
-_FEW_CORES = 2
-# Shares of the machine's memory: the safe maximum, the maximum if the server forks, what to set.
-_MOST_OF_MEMORY, _MOST_WITH_FORKS, _ADVISED_OF_MEMORY = 0.85, 0.45, 0.75
-_SLOW_FORK_US = 100_000
+# Shares of the machine's memory: the safe maximum, and what to set.
+_MOST_OF_MEMORY, _ADVISED_OF_MEMORY = 0.85, 0.75
 # A cache that holds fewer prompts, or for less long, is emptied before it helps.
 _FEW_PROMPTS, _YOUNG_S = 10, 300.0
-_LEAST_USED_BYTES = 1 << 30
 
 
 class Severity(enum.IntEnum):
@@ -56,9 +53,6 @@ def _set(name: str, value: str) -> tuple[str, str]:
     return f"CONFIG SET {name} {value}", f"redis.conf: {name} {line}"
 
 
-_TOO_SMALL = f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would refuse stores"
-_THP_OFF = f"as root on the server's machine: echo madvise > {HUGE_PAGES}"
-
 # Why these are no policies for a cache, by how they begin.
 _POLICIES = {
     "noeviction": "a full server refuses every store: the cache keeps its oldest content forever",
@@ -86,7 +80,8 @@ ADVICE: dict[str, tuple[str, ...]] = {
     ),
     "snapshots": (
         "each save forks: the server stops while page tables are copied, and until the save "
-        "ends every store costs a second copy of the memory it overwrites",
+        "ends every store costs a second copy of the memory it overwrites (of 2 MiB with huge "
+        "pages)",
         *_set("save", '""'),
     ),
     "password": (
@@ -98,47 +93,35 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "the middle of loads",
         *_set("client-output-buffer-limit", '"normal 0 0 0"'),
     ),
-    "proto-max-bulk-len": (_TOO_SMALL, *_set("proto-max-bulk-len", "512mb")),
-    "client-query-buffer-limit": (_TOO_SMALL, *_set("client-query-buffer-limit", "1gb")),
     "bandwidth": ("agents get the same error",),
-    "load bandwidth": ("",),
+    "load bandwidth": (
+        "users notice a hit that is twice as fast as computing the tokens again",
+        "give the server cores of its own, a faster network or more io-threads, or use more",
+        "see what your model needs: --model and --prefill-tokens-per-s",
+    ),
     "latency": ("", "move the server nearer, or start agents with more --get-connections"),
     "append-only file": (
         "every store goes to disk as well, and each rewrite forks; KV can be computed again",
         *_set("appendonly", "no"),
     ),
-    "maxclients": ("an agent that gets no connection treats the server as down",),
     "store bandwidth": (
         "what cannot be stored in time is dropped and computed again; engines do not wait",
         "accept it if most prompts repeat; else a faster network, or more servers",
     ),
     "io-threads": (
         "one core copies for all clients; with more threads the server reads and writes "
-        "sockets in parallel",
+        "sockets in parallel; with two cores or fewer leave it",
+        "redis.conf: io-threads 4",
+        "before Redis 8 also: io-threads-do-reads yes",
+        "then restart the server: not settable while it runs",
     ),
     "TLS": (
         "KV and the password cross the network unencrypted; TLS costs bandwidth",
         "redis.conf: tls-port 6380, tls-cert-file, tls-key-file; then --redis-url rediss://...",
     ),
-    "transparent huge pages": (
-        "with them a fork copies 2 MiB for every write, and freed values leave memory that "
-        "cannot be returned to the system",
-        "redis.conf: disable-thp yes",
-        _THP_OFF,
-    ),
-    "replicas": (
-        "each receives every store again, and its first synchronisation forks or buffers a "
-        "copy of the cache; a lost cache only has to be filled again",
-        "run the cache without replicas, unless losing all of it at once is worse",
-    ),
     "version": (
         "older than 6.2, the oldest version that agents are tested with",
         "run Redis 7.2 or Valkey 8, or later",
-    ),
-    "fragmentation": (
-        "that memory could hold KV; one cause is agents with different --slot-bytes",
-        *_set("activedefrag", "yes"),
-        "where that is refused: restart the server, which also empties it",
     ),
     "not seen": (
         "this user or this service does not show it: rules that need it are skipped",
@@ -149,7 +132,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
 
 def judge(facts: Facts) -> list[Finding]:
     """The findings of all rules, the most important first."""
-    rules = (_access, _memory, _persistence, _limits, _speed)
+    rules = (_access, _memory, _settings, _speed)
     return advised((finding for each in rules for finding in each(facts)), ADVICE)
 
 
@@ -196,7 +179,7 @@ def _access(f: Facts) -> Iterator[Finding]:
 
 
 def _memory(f: Facts) -> Iterator[Finding]:
-    limit, used, ratio = f.maxmemory_bytes, f.used_bytes, f.fragmentation
+    limit = f.maxmemory_bytes
     advised_mb = int((f.machine_bytes or 0) * _ADVISED_OF_MEMORY) >> 20
     change = _set("maxmemory", f"{advised_mb}mb" if advised_mb else "SIZE")
     if limit == 0:
@@ -208,11 +191,6 @@ def _memory(f: Facts) -> Iterator[Finding]:
         why = next((why for begin, why in _POLICIES.items() if f.policy.startswith(begin)), "")
         severity = CRITICAL if f.policy == "noeviction" else WARNING if why else OK
         yield Finding(severity, "maxmemory-policy", f.policy, why)
-    if ratio is not None and used is not None and used >= _LEAST_USED_BYTES:
-        wasted = f": {shown_bytes(used * ratio)} for {shown_bytes(used)} of data"
-        high = ratio >= 1.5
-        seen = f"{ratio:.2f}" + (wasted if high else "")
-        yield Finding(HINT if high else OK, "fragmentation", seen)
 
 
 def _limit(f: Facts, limit: int, change: tuple[str, str]) -> Finding:
@@ -245,61 +223,19 @@ def _limit(f: Facts, limit: int, change: tuple[str, str]) -> Finding:
     return Finding(WARNING if why else OK, "maxmemory", seen, why, more)
 
 
-def _persistence(f: Facts) -> Iterator[Finding]:
-    if f.save_failed and f.stops_writes is not False:
+def _settings(f: Facts) -> Iterator[Finding]:
+    if f.save_failed:
         yield Finding(CRITICAL, "failed save", "the last background save failed")
-    if f.save or (f.save is None and f.saved):
-        seen = f"save {f.save}" if f.save else "background saves have been made"
-        if f.fork_us and f.fork_us >= _SLOW_FORK_US:
-            seen += f"; the last fork stopped the server for {f.fork_us / 1000:.0f} ms"
-        limit, machine = f.maxmemory_bytes, f.machine_bytes or 0
-        if machine and (limit == 0 or (limit or 0) > machine * _MOST_WITH_FORKS):
-            why = f"{ADVICE['snapshots'][0]}; with this memory limit the machine has no room for "
-            yield Finding(CRITICAL, "snapshots", seen, why + "that copy")
-        else:
-            yield Finding(WARNING, "snapshots", seen)
-    elif (f.save, f.saved) != (None, None):
-        yield Finding(OK, "snapshots", "off" if f.save == "" else "none since the server started")
+    if f.save is not None:
+        yield Finding(WARNING if f.save else OK, "snapshots", f.save or "off")
     if f.append_only is not None:
         on = f.append_only
         yield Finding(WARNING if on else OK, "append-only file", "on" if on else "off")
-    if f.replicas:
-        yield Finding(HINT, "replicas", f"{f.replicas} attached")
-    topic = "transparent huge pages"
-    if f.disable_huge_pages:
-        yield Finding(OK, topic, "the server disables them for itself (disable-thp yes)")
-    elif f.huge_pages in ("never", "madvise"):
-        yield Finding(OK, topic, f.huge_pages)
-    elif f.huge_pages != "always":
-        look = f"on the server's machine: cat {HUGE_PAGES}"
-        yield Finding(HINT, topic, "cannot be seen from here", change=(look, _THP_OFF))
-    elif f.disable_huge_pages is None:
-        yield Finding(HINT, topic, "always; whether the server exempts itself is not seen")
-    elif f.save == "" and f.append_only is False and f.replicas == 0:
-        yield Finding(OK, topic, "in use, which speeds up first stores; nothing forks here")
-    else:
-        yield Finding(WARNING, topic, "always")
-
-
-def _limits(f: Facts) -> Iterator[Finding]:
     if f.normal_buffer is not None:
         hard, soft, soft_s = f.normal_buffer
-        severity = WARNING if 0 < soft < LEAST_BUFFER_BYTES else OK
-        if 0 < hard < LEAST_BUFFER_BYTES:
-            severity = CRITICAL
-        yield Finding(severity, "client-output-buffer-limit", f"normal {hard} {soft} {soft_s}")
-    for topic, limit, least in (
-        ("proto-max-bulk-len", f.bulk_limit_bytes, STRIPE_BYTES),
-        ("client-query-buffer-limit", f.query_buffer_bytes, LEAST_BUFFER_BYTES),
-    ):
-        if limit is not None and limit < least:
-            yield Finding(CRITICAL, topic, shown_bytes(limit))
-    if f.clients is not None and f.max_clients:
-        severity = WARNING if f.clients >= f.max_clients * 0.8 else OK
-        files = "where that is refused: raise the server's limit of open files first (LimitNOFILE)"
-        change = (*_set("maxclients", str(max(10_000, 2 * f.max_clients))), files)
-        seen = f"{f.clients} of {f.max_clients} in use"
-        yield Finding(severity, "maxclients", seen, change=change)
+        is_low = any(0 < limit < LEAST_BUFFER_BYTES for limit in (hard, soft))
+        seen = f"normal {hard} {soft} {soft_s}"
+        yield Finding(CRITICAL if is_low else OK, "client-output-buffer-limit", seen)
 
 
 def _speed(f: Facts) -> Iterator[Finding]:
@@ -325,33 +261,16 @@ def _speed(f: Facts) -> Iterator[Finding]:
         ratio = read / need
         seen = (
             f"loads {gigabytes(read)}/s; {shown_bytes(token_bytes)} of KV a token x {rate:,.0f} "
-            f"tokens/s of prefill = {gigabytes(token_bytes * rate)}/s{split}"
-        )
-        change = (
-            "give the server cores of its own"
-            if f.local
-            else "give the server a faster network or more io-threads, or use more servers",
-            "see what your model needs: --model and --prefill-tokens-per-s",
+            f"tokens/s of prefill = {gigabytes(token_bytes * rate)}/s{split}: a hit is {ratio:.1f} "
+            "times as fast"
         )
         severity = OK if ratio >= 2 else WARNING if ratio >= 1 else CRITICAL
-        seen += f": a hit is {ratio:.1f} times as fast" if severity is OK else ""
-        why = "a hit takes longer than computing the tokens again"
-        if ratio >= 1:
-            why = f"a hit is only {ratio:.1f} times as fast as computing the tokens again"
-        yield Finding(severity, "load bandwidth", seen, why, change)
+        yield Finding(severity, "load bandwidth", seen)
     if write is not None:
         severity = OK if write >= made else HINT if write >= made / 4 else WARNING
         seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(made)}/s{split}"
         yield Finding(severity, "store bandwidth", seen)
-    if f.io_threads is not None and f.io_threads > 1:
-        yield Finding(OK, "io-threads", str(f.io_threads))
-    elif f.io_threads is not None and f.cores is not None and f.cores <= _FEW_CORES:
-        yield Finding(OK, "io-threads", f"1, on {f.cores} cores shared with engines")
-    elif f.io_threads is not None:
-        slow = read is not None and read < need and not f.local
-        old = f.product == "redis" and f.version is not None and f.version < (8,)
-        reads = ("redis.conf: io-threads-do-reads yes",) if old else ()
-        restart = "then restart the server: not settable while it runs"
-        change = ("redis.conf: io-threads 4", *reads, restart)
-        seen = "1: one core moves every byte"
-        yield Finding(WARNING if slow else HINT, "io-threads", seen, change=change)
+    if f.io_threads is not None:
+        is_slow = read is not None and read < need and not f.local
+        severity = OK if f.io_threads > 1 else WARNING if is_slow else HINT
+        yield Finding(severity, "io-threads", str(f.io_threads))

@@ -1,16 +1,13 @@
 """The servers that a URL names, asked with redis-py's clients for one server, Sentinel and Cluster.
 
 redis-py connects, authenticates, repeats what a lost connection took, asks Sentinels for the master
-and follows the redirections of a cluster. Added are one sentence for each of its errors, and two
-bounds that it lacks: on the time of all replies to a request, however slowly they arrive, and on
-their size. No error message contains a secret. Not thread-safe.
+and follows the redirections of a cluster. Added is one sentence for each of its errors, which says
+what to change and contains no secret. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from socket import socket
 from ssl import SSLSocket
@@ -25,22 +22,37 @@ from redis.credentials import CredentialProvider
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from lmcache_redis.admin.sentences import sentence_of
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport, auth_command
+from lmcache_redis.errors import (
+    ConfigError,
+    RedisAuthError,
+    RedisError,
+    RedisProtocolError,
+    RedisReplyError,
+    RedisUnavailable,
+)
+from lmcache_redis.resp.net.endpoint import (
+    NO_PASSWORD,
+    NO_SENTINEL,
+    Endpoint,
+    Transport,
+    auth_command,
+    has_no_password,
+    is_no_sentinel,
+    translated,
+)
 from lmcache_redis.resp.net.tls import TlsParameters, tls_context
-from lmcache_redis.resp.options import Deployment, RedisOptions, Topology, parse_deployment
+from lmcache_redis.resp.options import (
+    Deployment,
+    PasswordFile,
+    RedisOptions,
+    StaticPassword,
+    Topology,
+    parse_deployment,
+)
 
-CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
 # For a SCAN step or a pipeline of a thousand small commands, on a busy server.
 OP_TIMEOUT_S = 10.0
-# All replies to one request. The headers of 500 keys are 250 KiB.
-MAX_REPLY_BYTES = 8 << 20
-# Of a value, what is read at once.
-PIECE_BYTES = 4 << 20
-# A SCAN has a step for many keys; for few where the table of keys was large once.
-SPARE_STEPS, _LEAST_KEYS_A_STEP = 100_000, 10
 # For a lost connection. A time-out is not waited for again.
 _RETRY = Retry(ExponentialWithJitterBackoff(0.2, 0.05), 2, (exceptions.ConnectionError,))
 _NO_TOUCH = ("CLIENT", "NO-TOUCH", "ON")
@@ -50,94 +62,61 @@ _FAILURES = (
     exceptions.RedisError, exceptions.RedisClusterException, RedisError, OSError,
     TypeError, ValueError, LookupError, AttributeError,
 )  # fmt: skip
+# In this order: a class before those that it is one of.
+_SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
+    (
+        exceptions.AskError, RedisReplyError,
+        "{at} is one node of a cluster: write redis+cluster:// instead of redis://",
+    ),
+    (
+        exceptions.SlotNotCoveredError, RedisUnavailable,
+        "no server of the cluster has the slot of this key: see `redis-cli --cluster check`",
+    ),
+    (
+        exceptions.AuthenticationError, RedisAuthError,
+        "{at} refuses the user or the password: {text}",
+    ),
+    (
+        exceptions.NoPermissionError, RedisAuthError,
+        "{at} does not allow it to this user ({text}): inspect and purge need +@read and "
+        "+unlink on the agents' keys, and in a cluster +command and +cluster|slots",
+    ),
+    (
+        exceptions.ConnectionError, RedisUnavailable,
+        "the connection to {at} was lost: try again ({text})",
+    ),
+    (exceptions.ResponseError, RedisReplyError, "{at} says: {text}"),
+)  # fmt: skip
 
 Command = tuple[bytes | str | int, ...]
-
-
-class BoundedSocket:
-    """A connection's socket. Time and size of what it receives count from the last request."""
-
-    def __init__(self, connected: socket) -> None:
-        self._socket = connected
-        self._timeout_s = OP_TIMEOUT_S
-        self._allow()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
-
-    def settimeout(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-
-    def sendall(self, data: bytes) -> None:
-        self._socket.settimeout(OP_TIMEOUT_S)
-        self._socket.sendall(data)
-        self._allow()
-
-    def recv_into(self, buffer: bytearray) -> int:
-        left_s = max(0.001, self._until_s - time.monotonic())
-        self._socket.settimeout(min(left_s, self._timeout_s))
-        received = self._socket.recv_into(buffer)
-        self._left_bytes -= received
-        if self._left_bytes < 0:
-            raise RedisProtocolError(f"a reply of more than {MAX_REPLY_BYTES:,} bytes")
-        return received
-
-    def _allow(self) -> None:
-        self._until_s = time.monotonic() + OP_TIMEOUT_S
-        self._left_bytes = MAX_REPLY_BYTES
-
-
-class _BoundedConnection:
-    """What is ours in a connection of redis-py: its socket, and what TLS trusts."""
-
-    host: str
-    tls: TlsParameters
-
-    def _connect(self) -> BoundedSocket:
-        return BoundedSocket(super()._connect())  # type: ignore[misc]
-
-    def _wrap_socket_with_ssl(self, connected: socket) -> SSLSocket:
-        # redis-py would trust the system's CAs beside those that are named.
-        return tls_context(self.tls).wrap_socket(connected, server_hostname=self.host)
-
-
-@functools.cache
-def _bounded(connection_class: type, tls: TlsParameters) -> type:
-    name = f"Bounded{connection_class.__name__}"
-    return type(name, (_BoundedConnection, connection_class), {"tls": tls})
 
 
 class Primary:
     """One server that holds keys, and redis-py's client of it.
 
-    untouched: reading a value does not count as a use (CLIENT NO-TOUCH, Redis 7.2): inspection
-    changes neither idle times nor the order of eviction. Never on a node of a cluster: it ends a
-    Redis 8.2 that is asked for a key of a slot that is being moved.
+    untouched: reading is no use (CLIENT NO-TOUCH, Redis 7.2): it changes neither idle times nor the
+    order of eviction. Never in a cluster: Redis 8.2 ends if asked so for a key that is being moved.
     """
 
     def __init__(self, endpoint: Endpoint, client: redis.Redis) -> None:
         self.endpoint = endpoint
+        self.client = client
         self.untouched = False
-        self._client = client
-        pool = client.connection_pool
-        if not issubclass(pool.connection_class, _BoundedConnection):
-            pool.connection_class = _bounded(pool.connection_class, endpoint.tls)
-
-    @property
-    def where(self) -> str:
-        return self.endpoint.where
 
     def check_access(self) -> None:
         """Raises RedisError, which says what to change, unless the server can be used."""
-        with self.errors(opening=True):
-            self._client.ping()
+        with one_sentence(self.endpoint):
+            self.client.ping()
         (info,) = self.ask_all([("INFO", "cluster")])
         if isinstance(info, dict) and info.get("cluster_enabled") == 0:
             self.untouched = not isinstance(self.ask_all([_NO_TOUCH])[0], RedisError)
 
     def ask(self, *command: bytes | str | int) -> Any:
         """The reply to one command, as redis-py reads it. Raises RedisError."""
-        return _unless_error(self.ask_all([command])[0])
+        (reply,) = self.ask_all([command])
+        if isinstance(reply, RedisError):
+            raise reply
+        return reply
 
     def ask_all(
         self, commands: Sequence[Command], follow: Callable[[Command], Any] | None = None
@@ -147,49 +126,23 @@ class Primary:
         follow: repeats a command that a cluster redirects. Raises RedisError if the connection
         fails.
         """
-        pipeline = self._client.pipeline(transaction=False)
+        pipeline = self.client.pipeline(transaction=False)
         before = [_NO_TOUCH] if self.untouched else []
         for command in (*before, *commands):
             pipeline.execute_command(*command)
-        with self.errors():
-            replies: list[Any] = pipeline.execute(raise_on_error=False)[len(before) :]
+        with one_sentence(self.endpoint):
+            try:
+                replies: list[Any] = pipeline.execute(raise_on_error=False)[len(before) :]
+            except BaseException:
+                # Out of step: a late reply would answer the next request.
+                self.client.connection_pool.disconnect()
+                raise
             for index, reply in enumerate(replies):
                 if follow is not None and isinstance(reply, _REDIRECTIONS):
                     replies[index] = reply = follow(commands[index])
                 if isinstance(reply, Exception):
                     replies[index] = sentence_of(reply, self.endpoint)
         return replies
-
-    def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
-        """The string keys of each SCAN step, and whether it was the last.
-
-        Raises RedisError, also for a SCAN that does not end: redis-py's iterator would wait for the
-        next key for ever.
-        """
-        cursor, keys = 0, int(self.ask("DBSIZE"))
-        most_steps = SPARE_STEPS + keys // _LEAST_KEYS_A_STEP
-        for _ in range(most_steps):
-            with self.errors():
-                cursor, found = self._client.scan(cursor, pattern, step_keys, _type="string")
-            yield found, not cursor
-            if not cursor:
-                return
-        raise RedisProtocolError(
-            f"the SCAN of Redis at {self.where} does not end: {most_steps:,} steps for {keys:,} "
-            "keys"
-        )
-
-    @contextlib.contextmanager
-    def errors(self, opening: bool = False) -> Iterator[None]:
-        """Raises a RedisError of one sentence instead of an error of redis-py."""
-        try:
-            yield
-        except BaseException as error:
-            # Interrupted or out of step: a late reply would answer the next request.
-            self._client.connection_pool.disconnect()
-            if not isinstance(error, _FAILURES):
-                raise
-            raise sentence_of(error, self.endpoint, opening) from None
 
 
 class PrimaryServers:
@@ -209,7 +162,7 @@ class PrimaryServers:
 
     @property
     def where(self) -> str:
-        return ", ".join(node.where for node in self.nodes)
+        return ", ".join(node.endpoint.where for node in self.nodes)
 
     @property
     def untouched(self) -> bool:
@@ -219,13 +172,8 @@ class PrimaryServers:
         """The server that has `key`. Raises RedisUnavailable if none has."""
         if self._cluster is None:
             return self.nodes[0]
-        try:
+        with one_sentence(self.nodes[0].endpoint):
             found = self._cluster.get_node_from_key(key)
-        except _FAILURES:
-            raise RedisUnavailable(
-                f"no server of the cluster at {self.where} has the slot of this key: see "
-                "`redis-cli --cluster check`"
-            ) from None
         address = found.host, found.port
         if address not in self._by_address:
             client = self._cluster.get_redis_connection(found)
@@ -248,18 +196,6 @@ class PrimaryServers:
                 replies[index] = reply
         return replies
 
-    def get(self, key: bytes, most_bytes: int) -> bytearray:
-        """The beginning of a string, empty if there is none. Raises RedisError."""
-        value = bytearray()
-        while len(value) < most_bytes:
-            last = min(len(value) + PIECE_BYTES, most_bytes) - 1
-            command: Command = ("GETRANGE", key, len(value), last)
-            piece = _unless_error(self.ask_all([(key, command)])[0])
-            if not piece:
-                break
-            value += piece
-        return value
-
     def _follow(self, command: Command) -> Any:
         """By one, redis-py follows redirections. In its cluster pipelines a time-out of one server
         is waited for again with each command."""
@@ -274,30 +210,39 @@ class PrimaryServers:
 def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
     """The servers that `options` name, connected; closed on exit.
 
-    Raises ConfigError if the URL is invalid, and RedisError, which says what to change, if a server
-    cannot be reached or refuses the connection.
+    Raises ConfigError or RedisError, which say what to change.
     """
     deployment = parse_deployment(options)
+    server = deployment.server
     with contextlib.ExitStack() as stack:
-        servers = _CLIENTS_OF[deployment.topology](deployment, stack)
+        if deployment.topology is Topology.CLUSTER:
+            servers = _cluster(deployment, stack)
+        elif deployment.topology is Topology.SENTINEL:
+            servers = PrimaryServers(deployment, [_master(deployment, stack)])
+        else:
+            path = server.path or None
+            client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
+            servers = PrimaryServers(deployment, [_primary(server, client, stack)])
         for node in servers.nodes:
             node.check_access()
         yield servers
 
 
-def _single(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServers:
-    server = deployment.server
-    address = {"host": server.host, "port": server.port, "unix_socket_path": server.path or None}
-    client = redis.Redis(**address, **_of_one(server, stack))
-    return PrimaryServers(deployment, [Primary(server, client)])
+def _primary(endpoint: Endpoint, client: redis.Redis, stack: contextlib.ExitStack) -> Primary:
+    stack.callback(client.close)
+    pool = client.connection_pool
+    if endpoint.transport is Transport.TLS:
+        pool.connection_class = _trusting(pool.connection_class, endpoint.tls)
+    return Primary(endpoint, client)
 
 
-def _master(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServers:
+def _master(deployment: Deployment, stack: contextlib.ExitStack) -> Primary:
     addresses = [(seed.host, seed.port) for seed in deployment.seeds]
-    sentinel = Sentinel(addresses, sentinel_kwargs=_of_one(deployment.seeds[0], stack))
-    sentinels = [Primary(*each) for each in zip(deployment.seeds, sentinel.sentinels, strict=True)]
-    client = sentinel.master_for(deployment.service, **_of_one(deployment.server, stack))
-    with sentinels[0].errors(opening=True):
+    sentinel = Sentinel(addresses, sentinel_kwargs=_of_one(deployment.seeds[0]))
+    pairs = zip(deployment.seeds, sentinel.sentinels, strict=True)
+    sentinels = [_primary(*pair, stack) for pair in pairs]
+    client = sentinel.master_for(deployment.service, **_of_one(deployment.server))
+    with one_sentence(deployment.seeds[0]):
         try:
             master = deployment.at(*sentinel.discover_master(deployment.service))
         except MasterNotFoundError:
@@ -306,25 +251,22 @@ def _master(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServe
                 f"{deployment.where}: there is no master named {deployment.service} that is up: "
                 "correct the name in the Redis URL, or try again"
             ) from None
-    return PrimaryServers(deployment, [Primary(master, client)])
+    return _primary(master, client, stack)
 
 
 def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServers:
     first, *others = deployment.seeds
     is_tls = first.transport is Transport.TLS
-    try:
+    with one_sentence(first):
         cluster = RedisCluster(
             # With a host instead of a URL it ignores the class of connections.
             url=f"redis://{first.where}",
             startup_nodes=[ClusterNode(seed.host, seed.port) for seed in others],
-            connection_class=_bounded(SSLConnection if is_tls else Connection, first.tls),
+            connection_class=_trusting(SSLConnection, first.tls) if is_tls else Connection,
             require_full_coverage=False,
-            retry=_RETRY,
-            redis_connect_func=functools.partial(_introduce, stack),
             **_of_all(first),
         )
-    except _FAILURES as error:
-        raise sentence_of(error, first, opening=True) from None
+    stack.callback(cluster.disconnect_connection_pools)
     nodes = [
         Primary(deployment.at(node.host, node.port), cluster.get_redis_connection(node))
         for node in cluster.get_primaries()
@@ -332,7 +274,21 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
     return PrimaryServers(deployment, nodes, cluster)
 
 
-_CLIENTS_OF = {Topology.STANDALONE: _single, Topology.SENTINEL: _master, Topology.CLUSTER: _cluster}
+def _of_all(endpoint: Endpoint) -> dict[str, Any]:
+    """Options of connections by their names in redis-py."""
+    return {
+        "credential_provider": _CheckedCredentials(endpoint) if endpoint.credentials else None,
+        "protocol": 2,  # replies of RESP3 have other types
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": OP_TIMEOUT_S,
+        "encoding_errors": "replace",
+        "retry": _RETRY,
+    }
+
+
+def _of_one(endpoint: Endpoint) -> dict[str, Any]:
+    """As `_of_all`, and those that a cluster does not have."""
+    return {"db": endpoint.db, "ssl": endpoint.transport is Transport.TLS, **_of_all(endpoint)}
 
 
 class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]
@@ -345,37 +301,62 @@ class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]
         return (auth_command(self._endpoint.credentials) or ())[1:]
 
 
-def _of_all(endpoint: Endpoint) -> dict[str, Any]:
-    """Options of connections by their names in redis-py."""
-    return {
-        "credential_provider": _CheckedCredentials(endpoint) if endpoint.credentials else None,
-        "protocol": 2,  # replies of RESP3 have other types
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": OP_TIMEOUT_S,
-        "encoding_errors": "replace",
-    }
+def _trusting(connection_class: type, tls: TlsParameters) -> type:
+    """redis-py would trust the system's CAs beside those that are named."""
+
+    def wrap(connection: Any, connected: socket) -> SSLSocket:
+        return tls_context(tls).wrap_socket(connected, server_hostname=connection.host)
+
+    return type("TlsConnection", (connection_class,), {"_wrap_socket_with_ssl": wrap})
 
 
-def _of_one(endpoint: Endpoint, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """As `_of_all`, and those that a cluster does not have."""
-
-    def greet(connection: Any) -> None:
-        connection.on_connect()
-        _introduce(stack, connection)
-
-    own = {"db": endpoint.db, "ssl": endpoint.transport is Transport.TLS, "retry": _RETRY}
-    return {**own, "redis_connect_func": greet, **_of_all(endpoint)}
+# ------------------------------------------------------------------ its errors
 
 
-def _introduce(stack: contextlib.ExitStack, connection: Any) -> None:
-    """Names a new connection, which may be forbidden."""
-    stack.callback(connection.disconnect)
-    connection.send_command("CLIENT", "SETNAME", CLIENT_NAME, check_health=False)
-    with contextlib.suppress(exceptions.ResponseError):
-        connection.read_response()
+@contextlib.contextmanager
+def one_sentence(endpoint: Endpoint) -> Iterator[None]:
+    """Raises an error of one sentence instead of one of redis-py."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise sentence_of(error, endpoint) from None
 
 
-def _unless_error(reply: Any) -> Any:
-    if isinstance(reply, RedisError):
-        raise reply
-    return reply
+def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | ConfigError:
+    at = f"Redis at {endpoint.where}"
+    text = _without_secrets(" ".join(str(error).split()), endpoint)[:160]
+    reason = error.__cause__ or error.__context__
+    if isinstance(error, RedisError):
+        return error
+    if isinstance(error, exceptions.RedisClusterException) and reason is not None:
+        return sentence_of(reason, endpoint)
+    if isinstance(error, exceptions.TimeoutError):
+        return translated(TimeoutError(), endpoint)
+    if isinstance(error, exceptions.AuthenticationError) and endpoint.credentials is None:
+        return RedisAuthError(
+            f"{at} wants a password: put one into the Redis URL, or LMCACHE_REDIS_PASSWORD"
+        )
+    if has_no_password(text):
+        return RedisAuthError(f"{at} {NO_PASSWORD}")
+    if is_no_sentinel(text):
+        return RedisUnavailable(f"{at} {NO_SENTINEL}")
+    if "max number of clients" in text:
+        return RedisUnavailable(f"{at} has no connection left: raise its maxclients")
+    if "cluster support disabled" in text:
+        return RedisUnavailable(f"{at} is no cluster: write redis:// instead of redis+cluster://")
+    if isinstance(reason, OSError):
+        return translated(reason, endpoint)
+    for kind, ours, sentence in _SENTENCES:
+        if isinstance(error, kind):
+            return ours(sentence.format(at=at, text=text))
+    return translated(RedisProtocolError(), endpoint)
+
+
+def _without_secrets(text: str, endpoint: Endpoint) -> str:
+    """A server may repeat what it was asked."""
+    credentials = endpoint.credentials
+    if isinstance(credentials, StaticPassword | PasswordFile):
+        with contextlib.suppress(RedisAuthError):
+            return text.replace(credentials.get_credentials()[-1], "***")
+    # A provider is not asked for this: its next token may be another one.
+    return "(not shown)" if credentials is not None and "AUTH" in text else text

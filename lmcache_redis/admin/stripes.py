@@ -1,24 +1,40 @@
-"""The values of stripe keys, read without their payloads and judged by their headers."""
+"""Which chunks a server holds, by SCAN and key names, and what their stripes are, by headers.
+
+SCAN returns every key that exists from its start to its end at least once; keys that are added or
+removed meanwhile may be missed. Chunks of one form (layout, model, worker) are cut alike, and any
+header says how.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from redis.utils import str_if_bytes
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.admin.names import ChunkName, namespaces_of
-from lmcache_redis.admin.server import Command, PrimaryServers
+from lmcache_redis.admin.names import ChunkName, namespaces_of, parse_name
+from lmcache_redis.admin.server import Command, Primary, PrimaryServers, one_sentence
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
-from lmcache_redis.errors import FormatError, RedisAuthError, RedisError
+from lmcache_redis.chunks.keys import KEY_MAGIC
+from lmcache_redis.errors import FormatError, RedisError
+from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
-# Keys in one pipeline: their headers are 250 KiB.
+# Keys in one pipeline: their headers are 250 KiB. COUNT of one SCAN.
 BATCH_KEYS = 500
+# Headers that are read for a form; the first valid one says how its chunks are cut.
+_ATTEMPTS = 16
+
+Form = tuple[bytes, str, int]
+# What is done, how many of them, of how many.
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Shows nothing."""
 
 
 class StripeState(enum.Enum):
@@ -37,10 +53,8 @@ class StripeState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """When a key was last used: idle_s or frequency, or neither if the server keeps none.
-
-    idle_s: seconds since then. frequency: the counter of an LFU policy, 0 to 255. refused:
-    this user may not read it.
+    """When a key was last used: seconds ago, or the counter of an LFU policy, or neither if the
+    server keeps none. refused: the server does not tell when.
     """
 
     idle_s: int | None = None
@@ -70,12 +84,10 @@ class Stripe:
         return self.header.created_unix_ms / 1000 if self.header else None
 
 
-def judge(name: ChunkName, index: int, kind: str, value_bytes: int, head: bytes) -> Stripe:
-    """The stripe, judged by its value's Redis type, length and first 512 bytes."""
-    if kind == "none":
+def judge(name: ChunkName, index: int, value_bytes: int, head: bytes) -> Stripe:
+    """The stripe, judged by its value's length and first 512 bytes."""
+    if not value_bytes:
         return Stripe(index, StripeState.MISSING, StripeState.MISSING.value)
-    if kind != "string":
-        return Stripe(index, StripeState.OTHER_TYPE, f"a {kind}, which no agent writes or removes")
     try:
         header = describe_header(head)
     except FormatError as error:
@@ -110,11 +122,6 @@ def ask_each(
         yield from (list(islice(replies, len(some))) for _, some in asked)
 
 
-def exist(server: PrimaryServers, keys: Sequence[bytes]) -> list[bool]:
-    """Which keys exist. Does not count as a use. Raises RedisError."""
-    return [reply == 1 for (reply,) in ask_each(server, keys, lambda key: [("EXISTS", key)])]
-
-
 def read_uses(server: PrimaryServers, keys: Sequence[bytes]) -> list[Use]:
     """When keys were last used. Reads no values. Raises RedisError."""
     return [_use(*replies) for replies in ask_each(server, keys, _use_of)]
@@ -127,20 +134,17 @@ def read_stripes(server: PrimaryServers, wanted: Sequence[tuple[ChunkName, int]]
     return [_stripe(*pair, *replies) for pair, replies in zip(wanted, read, strict=True)]
 
 
-def stripes_of(server: PrimaryServers, name: ChunkName, hint: int | None = None) -> list[Stripe]:
-    """Every stripe that a chunk should have.
-
-    If no header gives their number: those that are found among the first BATCH_KEYS. hint: the
-    index of a stripe to read first, beside stripe 0. Raises RedisError.
+def stripes_of(server: PrimaryServers, name: ChunkName, asked: int = 0) -> list[Stripe]:
+    """Every stripe that a chunk should have, stripe 0 and the one asked for; without a header those
+    that are found among the first BATCH_KEYS. Raises RedisError.
     """
-    asked = sorted({0, hint or 0})
-    known = read_stripes(server, [(name, index) for index in asked])
-    if not count_of(known):
-        others = read_stripes(server, [(name, i) for i in range(BATCH_KEYS) if i not in asked])
-        known += [stripe for stripe in others if stripe.state is not StripeState.MISSING]
-    have = {stripe.index for stripe in known}
-    known += read_stripes(server, [(name, i) for i in range(count_of(known)) if i not in have])
-    return sorted(known, key=lambda stripe: stripe.index)
+    indexes = {*range(BATCH_KEYS), asked}
+    found = read_stripes(server, [(name, index) for index in sorted(indexes)])
+    count = count_of(found)
+    found += read_stripes(server, [(name, index) for index in {*range(count)} - indexes])
+    shown = {*range(count), 0, asked}
+    found = [each for each in found if each.index in shown or each.state != StripeState.MISSING]
+    return sorted(found, key=lambda stripe: stripe.index)
 
 
 def count_of(stripes: Sequence[Stripe]) -> int:
@@ -151,19 +155,22 @@ def count_of(stripes: Sequence[Stripe]) -> int:
 def verify_payload(
     server: PrimaryServers, name: ChunkName, stripe: Stripe, keys: SealKeys | None = None
 ) -> Stripe:
-    """The stripe with its payload read and compared with its checksum. Raises RedisError.
-
-    keys: payloads must be sealed, and are opened as well.
+    """The stripe with its payload read, compared with its checksum, and with keys opened. Raises
+    RedisError.
     """
     if stripe.state is not StripeState.WHOLE:
         return stripe
     key = name.stripe(stripe.index)
-    value = memoryview(server.get(key, stripe.value_bytes + 1))
-    if len(value) != stripe.value_bytes:
+    command: Command = ("GETRANGE", key, 0, stripe.value_bytes)
+    (reply,) = server.ask_all([(key, command)])
+    if isinstance(reply, RedisError):
+        raise reply
+    if len(reply) != stripe.value_bytes:
         # It was removed or replaced meanwhile.
         return read_stripes(server, [(name, stripe.index)])[0]
+    value = memoryview(bytearray(reply))  # it is opened in place
     header, payload = bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:]
-    again = judge(name, stripe.index, "string", len(value), header)
+    again = judge(name, stripe.index, len(value), header)
     said = again.own
     if again.state is StripeState.WHOLE and said is not None:
         checksum = xxh3_64_intdigest(payload)
@@ -198,40 +205,172 @@ def _use_of(key: bytes) -> list[Command]:
 def _questions(key: bytes) -> list[Command]:
     """The idle time comes first: reading the value resets it, unless CLIENT NO-TOUCH is on."""
     head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
-    return [*_use_of(key), ("TYPE", key), ("PTTL", key), ("STRLEN", key), head]
+    return [*_use_of(key), ("PTTL", key), ("STRLEN", key), head]
 
 
 def _stripe(
-    name: ChunkName,
-    index: int,
-    idle: Any,
-    freq: Any,
-    kind: Any,
-    ttl_ms: Any,
-    length: Any,
-    head: Any,
+    name: ChunkName, index: int, idle: Any, freq: Any, ttl_ms: Any, length: Any, head: Any
 ) -> Stripe:
     """The stripe, judged by the replies to `_questions`."""
     use = _use(idle, freq)
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
-    if isinstance(kind, RedisError):
-        if isinstance(head, RedisError):
-            return Stripe(index, StripeState.UNREADABLE, str(head), use=use)
-        # Without TYPE, the length and the head still tell a string from a missing key.
-        kind = "string" if isinstance(head, bytes) and length else "none"
-    kind = str_if_bytes(kind)
-    if kind == "string" and refused is not None:
-        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
+    if refused is not None and "WRONGTYPE" in str(refused):
+        return Stripe(index, StripeState.OTHER_TYPE, "no string: no agent writes or removes it")
     if refused is not None:
-        length, head = 0, b""
+        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
-    judged = judge(name, index, kind, length, head)
-    return replace(judged, use=use, expires_in_s=expires_in_s)
+    return replace(judge(name, index, length, head), use=use, expires_in_s=expires_in_s)
 
 
 def _use(idle: Any, frequency: Any) -> Use:
     return Use(
         idle if isinstance(idle, int) else None,
         frequency if isinstance(frequency, int) else None,
-        isinstance(idle, RedisAuthError),
+        isinstance(idle, RedisError),
     )
+
+
+# ------------------------------------------------------------------- all chunks
+
+
+@dataclass(slots=True)
+class SeenChunk:
+    """A chunk and the stripes seen of it: bit i of ``stripes`` is stripe i."""
+
+    name: ChunkName
+    stripes: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.stripes.bit_count()
+
+    @property
+    def first(self) -> int:
+        """The lowest stripe index seen."""
+        return (self.stripes & -self.stripes).bit_length() - 1
+
+    @property
+    def indexes(self) -> list[int]:
+        return [i for i in range(self.stripes.bit_length()) if self.stripes >> i & 1]
+
+    @property
+    def form(self) -> Form:
+        """Namespace, model and rank, which chunks of one size share."""
+        return self.name.namespace, self.name.key.model_name, self.name.key.kv_rank
+
+
+@dataclass(slots=True)
+class Survey:
+    """Chunks by chunk key. other_keys: keys with our magic that name no stripe. whole: whether all
+    keys were scanned; otherwise about ``looked_at`` of ``database_keys``."""
+
+    chunks: dict[bytes, SeenChunk] = field(default_factory=dict)
+    other_keys: set[bytes] = field(default_factory=set)
+    looked_at: int = 0
+    database_keys: int = 0
+    whole: bool = True
+
+    def add(self, key: bytes, prefix: bytes) -> None:
+        try:
+            name, index = parse_name(key, prefix)
+        except FormatError:
+            index = None
+        if index is None:
+            self.other_keys.add(key)
+        else:
+            self.chunks.setdefault(name.chunk_key, SeenChunk(name)).stripes |= 1 << index
+
+
+def survey(
+    server: PrimaryServers,
+    prefix: bytes,
+    *,
+    most_chunks: int | None = None,
+    most_keys: int | None = None,
+    progress: Progress = no_progress,
+) -> Survey:
+    """The chunks on all nodes, or a sample of about ``most_chunks``, spread over the nodes.
+
+    most_keys: the number of keys after which the sample of a node ends. Raises RedisError.
+    """
+    total_keys = sum(int(node.ask("DBSIZE")) for node in server.nodes)
+    found = Survey(database_keys=total_keys)
+    for number, node in enumerate(server.nodes, start=1):
+        enough = most_chunks and -(-most_chunks * number // len(server.nodes))
+        until_keys = most_keys and found.looked_at + most_keys
+        for keys, is_last in _scan(node, prefix):
+            for key in keys:
+                found.add(key, prefix)
+            found.looked_at = min(found.looked_at + BATCH_KEYS, total_keys)
+            progress("keys scanned", found.looked_at, total_keys)
+            is_full = enough is not None and len(found.chunks) >= enough
+            is_tired = until_keys is not None and found.looked_at >= until_keys
+            if not is_last and (is_full or is_tired):
+                found.whole = False
+                break
+    if found.whole:
+        found.looked_at = total_keys
+    return found
+
+
+def _scan(node: Primary, prefix: bytes) -> Iterator[tuple[list[bytes], bool]]:
+    """The string keys of each SCAN step, and whether it was the last."""
+    cursor, pattern = None, escape_pattern(prefix + KEY_MAGIC) + b"*"
+    while cursor != 0:
+        with one_sentence(node.endpoint):
+            cursor, keys = node.client.scan(cursor or 0, pattern, BATCH_KEYS, _type="string")
+        yield keys, cursor == 0
+
+
+def payload_of(header: StripeHeader) -> int:
+    """The payload of each stripe of the chunk, but of the last, which may have less."""
+    if header.stripe_index and header.stripe_index == header.stripe_count - 1:
+        return header.payload_offset // header.stripe_index
+    return header.payload_bytes
+
+
+def size_of(header: StripeHeader, stripes: int) -> int:
+    """Size of the values of these stripes (a bitmask) of the chunk, headers included."""
+    payload, inside = payload_of(header), stripes & ((1 << header.stripe_count) - 1)
+    total = inside.bit_count() * (HEADER_BYTES + payload)
+    if inside >> (header.stripe_count - 1):
+        total -= header.stripe_count * payload - header.chunk_bytes
+    return total
+
+
+def missing(header: StripeHeader, stripes: int) -> list[int]:
+    """Indexes of the stripes of the chunk that this bitmask lacks."""
+    return [index for index in range(header.stripe_count) if not stripes >> index & 1]
+
+
+def headers_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form, StripeHeader]:
+    """A valid header of each form, of the first chunk that has one; a form without is left out.
+
+    Counts as a use of the chunks that are read, unless ``server.untouched``. Raises RedisError.
+    """
+    by_form: dict[Form, list[SeenChunk]] = {}
+    for chunk in chunks:
+        by_form.setdefault(chunk.form, []).append(chunk)
+    headers: dict[Form, StripeHeader] = {}
+    for form, some in by_form.items():
+        for chunk in some[:_ATTEMPTS]:
+            (stripe,) = read_stripes(server, [(chunk.name, chunk.first)])
+            if stripe.own is not None:
+                headers[form] = stripe.own
+                break
+    return headers
+
+
+def find_missing(
+    server: PrimaryServers, chunks: Iterable[tuple[SeenChunk, StripeHeader | None]]
+) -> None:
+    """Adds to each chunk the stripes that exist and were not seen. Raises RedisError."""
+    asked = [
+        (chunk, index)
+        for chunk, header in chunks
+        for index in (missing(header, chunk.stripes) if header else ())
+    ]
+    keys = [chunk.name.stripe(index) for chunk, index in asked]
+    there = ask_each(server, keys, lambda key: [("EXISTS", key)])
+    for (chunk, index), (is_there,) in zip(asked, there, strict=True):
+        chunk.stripes |= (is_there == 1) << index

@@ -153,15 +153,12 @@ def purge(
       lmcache-redis purge --idle-longer-than 7d --yes
     """
     from lmcache_redis.admin import report
-    from lmcache_redis.admin.names import read_age, read_layout
+    from lmcache_redis.admin.names import read_age
     from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
-    from lmcache_redis.admin.survey import survey
 
-    wanted = layout or []
-    has_beginnings = None in [read_layout(each) for each in wanted]
     selection = Selection(
         models=frozenset(model or ()),
-        namespaces=frozenset() if wanted else None,  # those that are wanted: below
+        layouts=tuple(layout or ()),
         idle_longer_than_s=read_age("--idle-longer-than", idle_longer_than),
         stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
@@ -175,11 +172,6 @@ def purge(
             "there is no terminal to ask on: give --yes to remove without asking, or --dry-run"
         )
     with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
-        if wanted:
-            chunks = survey(server, prefix).chunks.values() if has_beginnings else ()
-            known = {chunk.name.layout for chunk in chunks}
-            namespaces = [read_layout(each, known) or () for each in wanted]
-            selection = replace(selection, namespaces=frozenset().union(*namespaces))
         plan = choose(server, prefix, selection, shown_progress())
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:
@@ -246,9 +238,8 @@ def doctor(
     from lmcache_redis.admin.doctor import diagnose
     from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.rules import Severity
-    from lmcache_redis.admin.sizes.config import read_config
-    from lmcache_redis.admin.sizes.of_model import size_model
-    from lmcache_redis.admin.sizes.sizing import SizeOptions
+    from lmcache_redis.admin.sizes.families import read_config
+    from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
     from lmcache_redis.client.control import AgentUnreachable
 
     if model is not None and kv_bytes_per_token is not None:

@@ -56,10 +56,8 @@ def size(
 
       lmcache-redis size config.json --memory 256GiB --tp 8
     """
-    from lmcache_redis.admin.sizes.config import read_config
-    from lmcache_redis.admin.sizes.of_model import size_model
-    from lmcache_redis.admin.sizes.shown import size_json, size_lines
-    from lmcache_redis.admin.sizes.sizing import SizeOptions
+    from lmcache_redis.admin.sizes.families import read_config
+    from lmcache_redis.admin.sizes.sizing import SizeOptions, size_json, size_lines, size_model
 
     options = SizeOptions(
         tp=tp,

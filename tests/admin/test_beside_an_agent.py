@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis import __version__
+from lmcache_redis import __version__ as version
 from lmcache_redis.admin.inspect import Summary, summarise
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.server import PrimaryServers, open_server
@@ -80,7 +80,7 @@ def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None
         assert found["node"]["agent"]["pid"] == agent.pid
         here = {f["topic"]: f for f in found["findings"] if f["where"] == "this node"}
         assert here["Redis"]["severity"] == here["engines"]["severity"] == "ok"
-        assert here["versions"]["seen"] == f"agent and package {__version__}"
+        assert here["versions"]["seen"] == f"the agent is {version}, the package here {version}"
         assert here["namespaces"]["severity"] == "ok"
         # Another agent of other sizes on the same Redis.
         other = {"slot_bytes": 32 << 10, "chunk_size_tokens": 32}

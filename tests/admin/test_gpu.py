@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin import gpu
-from lmcache_redis.admin.gpu import (
-    GPU_ADVICE,
+from lmcache_redis.admin import node
+from lmcache_redis.admin.node import (
+    ADVICE,
     GpuFacts,
     VisibleGpu,
     judge_gpus,
@@ -27,8 +27,8 @@ from tests import cuda_driver
 from tests.servers import wait_until
 
 MIB = 1 << 20
-H100 = VisibleGpu("b0c5", "NVIDIA H100 80GB HBM3", 0, True)
-WELL = GpuFacts("", 12080, True, (H100,), {10: False, 20: False}, (6, 8))
+H100 = VisibleGpu("b0c5", "NVIDIA H100 80GB HBM3", 0)
+WELL = GpuFacts("", 12080, (H100,), {10: False, 20: False})
 POOL: Mapping[str, Any] = {
     "slots": 64, "slot_bytes": MIB, "locked_bytes": 64 * MIB, "lock_failure": "",
 }  # fmt: skip
@@ -45,15 +45,13 @@ def with_gpu(**changed: Any) -> GpuFacts:
 def test_gpus_as_they_should_be() -> None:
     found = [*judge_gpus(WELL, pooled())]
     assert {each.severity for each in found} == {OK}
-    assert [each.topic for each in found] == ["GPU driver", "GPUs", "batch copies", "pinned pool"]
+    assert [each.topic for each in found] == ["GPU driver", "GPUs", "pinned pool"]
     assert [*judge_gpus(None, {})] == [], "no GPU node"
     small = [*judge_gpus(replace(WELL, kernel=(6, 12)), pooled())][-1]
     assert (small.severity, small.topic) == (OK, "pinned pool")
     assert "kernel 6.12 pins 2 GiB at once" in small.seen
     both = [*judge_gpus(replace(WELL, mps_clients={10: True, 20: True}), pooled())]
     assert (OK, "MPS") in [(each.severity, each.topic) for each in both]
-    old_agent = [*judge_gpus(WELL, {"pool": {"slots": 1, "slot_bytes": 1}})]
-    assert "pinned pool" not in [each.topic for each in old_agent]
 
 
 @pytest.mark.parametrize(
@@ -62,11 +60,8 @@ def test_gpus_as_they_should_be() -> None:
         (GpuFacts("there is no NVIDIA driver here"), CRITICAL, "GPU driver", "no NVIDIA driver"),
         (replace(WELL, cuda_version=11080), CRITICAL, "GPU driver", "serves CUDA 11.8"),
         (replace(WELL, gpus=()), WARNING, "GPUs", "none is visible here"),
-        (replace(WELL, copies_in_batches=False), HINT, "batch copies", "has none"),
-        (replace(WELL, cuda_version=12040), HINT, "batch copies", "has none"),
         (with_gpu(compute_mode=3), CRITICAL, "compute mode", "b0c5 is exclusive"),
         (with_gpu(compute_mode=2), CRITICAL, "compute mode", "b0c5 is prohibited"),
-        (with_gpu(writes_values=False), CRITICAL, "stream writes", "does not write 64-bit values"),
         (with_gpu(name="NVIDIA H100 MIG 1g.10gb"), HINT, "MIG", "an instance of a GPU"),
         (
             replace(WELL, mps_clients={10: True, 20: False}),
@@ -82,10 +77,10 @@ def assert_finding(found: Iterator[Any], severity: Severity, topic: str, seen: s
     first, *others = sorted(found, key=lambda each: each.severity)
     assert (first.severity, first.topic) == (severity, topic)
     assert seen in first.seen
-    why, *change = GPU_ADVICE[topic]
+    why, *change = ADVICE[topic]
     assert why
     assert change
-    assert {each.severity for each in others} <= {OK, HINT if topic == "GPU driver" else OK}
+    assert {each.severity for each in others} <= {OK}
 
 
 def test_a_pool_that_is_not_pinned_says_why() -> None:
@@ -111,25 +106,24 @@ def stub() -> Iterator[None]:
 def test_facts_of_the_driver() -> None:
     cuda_driver.set("driver_version", 12040)
     cuda_driver.set("compute_mode", 3)
-    cuda_driver.set("write_values", 0)
     found = look_at_gpus([os.getpid()])
     assert found is not None
-    assert (found.problem, found.cuda_version, found.copies_in_batches) == ("", 12040, True)
+    assert (found.problem, found.cuda_version) == ("", 12040)
     (seen,) = found.gpus
-    assert (seen.compute_mode, seen.writes_values) == (3, False)
+    assert seen.compute_mode == 3
     assert len(seen.uuid) == 36
     assert found.mps_clients == {os.getpid(): False}
     assert found.kernel >= (3, 0)
     assert cuda_driver.counts() == {}, "doctor takes nothing of a GPU"
     topics = {each.topic for each in judge_gpus(found, pooled()) if each.severity is CRITICAL}
-    assert topics == {"compute mode", "stream writes"}
+    assert topics == {"compute mode"}
 
 
 @pytest.mark.usefixtures("stub")
 def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It may be installed on a node that has none, where nothing is wrong."""
     cuda_driver.fail("cuInit", 100, times=0)
-    monkeypatch.setattr(gpu, "_CONTROL", tmp_path / "nvidiactl")
+    monkeypatch.setattr(node, "_CONTROL", tmp_path / "nvidiactl")
     assert look_at_gpus([]) is None
     (tmp_path / "nvidiactl").touch()
     found = look_at_gpus([])
@@ -140,7 +134,7 @@ def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.usefixtures("stub")
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, before = threading.Event(), threading.active_count()
-    monkeypatch.setattr(gpu, "_DRIVER_DEADLINE_S", 0.05)
+    monkeypatch.setattr(node, "_DRIVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(driver, "driver_version", lambda: answer.wait(10))
     found = look_at_gpus([])
     answer.set()

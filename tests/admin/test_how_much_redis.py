@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.admin.names import shown_bytes
-from lmcache_redis.admin.sizes.of_model import size_model
-from lmcache_redis.admin.sizes.sizing import ModelSize, SizeOptions
+from lmcache_redis.admin.sizes.sizing import ModelSize, SizeOptions, size_model
 from lmcache_redis.cli.size import size
 from tests.admin.models import PUBLISHED, Published
 
@@ -68,12 +67,10 @@ def _besides(found: ModelSize) -> Iterator[str]:
     loaded = found.loaded_bytes
     if found.groups[0].kind == "MLA":
         yield "MLA: one copy for all ranks"
-    for saved, what in (
-        (found.saved_by_windows, "windows"),
-        (found.saved_by_states, f"states of {shown_bytes(found.state_bytes)}"),
-    ):
-        if saved > 0:
-            yield f"{what} save {100 * saved / (saved + loaded):.0f} % of a load"
+    if found.state_bytes:
+        yield f"states of {shown_bytes(found.state_bytes)}"
+    if (saved := found.saved_by_windows) > 0:
+        yield f"windows save {100 * saved / (saved + loaded):.0f} % of a load"
 
 
 def example(directory: Path, name: str) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
 from lmcache_redis.admin.server import PrimaryServers, open_server
-from lmcache_redis.admin.survey import SeenChunk
+from lmcache_redis.admin.stripes import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import RedisOptions
 from tests.admin.cache import Cached, age, everything
@@ -60,16 +59,14 @@ def test_a_layout_goes_and_the_others_stay(
     gone = Cached(1, raw_namespace=digits == 32)
     stay = Cached(1, layout="second")
     put(client, gone, stay)
-    layouts = read_layout(gone.fingerprint.hex()[:digits])
-    assert purge(server, Selection(namespaces=layouts)).chunks == 1
+    assert purge(server, Selection(layouts=(gone.fingerprint.hex()[:digits],))).chunks == 1
     assert set(client.keys("*")) == set(stay.keys)
 
 
 def test_conditions_add_up(server: PrimaryServers, client: Any) -> None:
     chunks = [Cached(1, model=m, layout=w) for m in ("a", "b") for w in ("first", "second")]
     put(client, *chunks)
-    layouts = read_layout(chunks[0].name.layout)
-    both = Selection(models=frozenset({"a"}), namespaces=layouts)
+    both = Selection(models=frozenset({"a"}), layouts=(chunks[0].name.layout,))
     assert purge(server, both).chunks == 1
     assert set(client.keys("*")) == {key for chunk in chunks[1:] for key in chunk.keys}
 
@@ -116,7 +113,7 @@ def test_without_idle_times_it_is_said_what_to_choose_by(own_server: RedisServer
     own_server.config_set("maxmemory-policy", "allkeys-lfu")
     with own_server.client() as client, open_server(RedisOptions(own_server.unix_url)) as server:
         Cached(1).put(client)
-        with pytest.raises(ConfigError, match=r"counts uses \(LFU\): choose by --model"):
+        with pytest.raises(ConfigError, match=r"counts uses.*: choose by --model"):
             choose(server, b"", Selection(idle_longer_than_s=1.0))
         assert len(client.keys("*")) == 3
 
@@ -195,7 +192,7 @@ def test_under_doubt_nothing_is_removed(
     result = purge(server, ALL)
     assert everything(redis_server) == before
     assert (result.chunks, result.stripes) == (1, 3)
-    assert sum(result.left.values()) == 6
+    assert sum(result.left.values()) == 5
     assert 0 < len(result.left_examples) <= 5
 
 
@@ -251,9 +248,7 @@ def test_a_plan_says_how_much(server: PrimaryServers, client: Any) -> None:
     plan = choose(server, b"", ALL)
     assert plan.stripes == 7
     value_bytes = sum(chunk.value_bytes for chunk in chunks)
-    assert value_bytes <= plan.value_bytes < 1.5 * value_bytes
-    server.nodes[0].untouched = True
-    assert choose(server, b"", ALL).value_bytes == value_bytes
+    assert plan.value_bytes == value_bytes
     layout = chunks[0].name.layout
     assert [tuple(group.values()) for group in plan.groups] == [
         ("org/model", layout, 2),
@@ -262,14 +257,14 @@ def test_a_plan_says_how_much(server: PrimaryServers, client: Any) -> None:
 
 
 def test_many_chunks_in_many_steps(server: PrimaryServers, client: Any) -> None:
-    put(client, *(Cached(number, stripe_count=7) for number in range(200)))
-    assert purge(server, ALL).chunks == 200
+    put(client, *(Cached(number, stripe_count=7) for number in range(60)))
+    assert purge(server, ALL).chunks == 60
     assert client.dbsize() == 0
 
 
 def test_a_chunk_of_more_stripes_than_a_step(server: PrimaryServers, client: Any) -> None:
-    Cached(1, stripe_count=700).put(client)
-    assert purge(server, ALL).stripes == 700
+    Cached(1, stripe_count=150).put(client)
+    assert purge(server, ALL).stripes == 150
     assert client.dbsize() == 0
 
 
@@ -289,19 +284,19 @@ def test_a_user_who_may_not_see_idle_times(own_server: RedisServer) -> None:
     options = RedisOptions(own_server.unix_url, username="some", password="pw")
     with own_server.client() as client, open_server(options) as server:
         Cached(1).put(client)
-        with pytest.raises(RedisAuthError, match=r"allow it \+object"):
+        with pytest.raises(ConfigError, match=r"needs \+object"):
             choose(server, b"", Selection(idle_longer_than_s=1.0))
         assert purge(server, of_model("org/model")).chunks == 1
 
 
 def test_something_must_be_chosen() -> None:
-    with pytest.raises(ConfigError, match="nothing selects what to remove"):
+    with pytest.raises(ConfigError, match="select what to remove"):
         Selection()
-    with pytest.raises(ConfigError, match="--everything cannot be combined"):
+    with pytest.raises(ConfigError, match="or --everything alone"):
         Selection(models=frozenset({"m"}), everything=True)
 
 
-@pytest.mark.parametrize(("rate", "most"), [(1, 3), (100, 9), (1e6, 99)])
+@pytest.mark.parametrize(("rate", "most"), [(1, 3), (100, 12), (1e6, 102)])
 def test_a_step_has_whole_chunks(rate: float, most: int) -> None:
     chunks = [SeenChunk(Cached(n).name, 0b111) for n in range(70)]
     steps = list(steps_of(chunks, rate))

@@ -106,7 +106,7 @@ def test_a_forbidden_command_says_what_to_allow(own_server: RedisServer) -> None
 def test_a_server_that_ends_meanwhile(own_server: RedisServer) -> None:
     with open_server(RedisOptions(own_server.unix_url)) as server:
         own_server.kill()
-        with pytest.raises(RedisUnavailable, match="was lost: try again"):
+        with pytest.raises(RedisUnavailable, match="refuses connections"):
             server.nodes[0].ask("PING")
 
 
@@ -116,7 +116,7 @@ def test_a_server_that_stops_answering(
     monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.5)
     with open_server(RedisOptions(own_server.unix_url)) as server:
         own_server.stop()
-        with pytest.raises(RedisTimeout, match="did not answer within"):
+        with pytest.raises(RedisTimeout, match="does not answer"):
             server.nodes[0].ask("PING")
 
 
@@ -125,18 +125,6 @@ def test_reading_is_no_use_where_the_server_can_do_that(redis_server: RedisServe
         info = server.nodes[0].ask("INFO")
         version = tuple(map(int, str(info["redis_version"]).split(".")))
         assert server.untouched == (version >= (7, 2))
-
-
-def test_a_value_is_read_in_pieces(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmcache_redis.admin.server.PIECE_BYTES", 1000)
-    with redis_server.client() as client:
-        client.set("key", bytes(range(256)) * 10)
-    with open_server(RedisOptions(redis_server.unix_url)) as server:
-        assert server.get(b"key", 5000) == bytes(range(256)) * 10
-        assert server.get(b"key", 2000) == (bytes(range(256)) * 10)[:2000]
-        assert server.get(b"none", 10) == b""
 
 
 def test_no_password_in_what_a_server_echoes(tmp_path: Path) -> None:
@@ -178,8 +166,6 @@ def test_a_restarted_server_is_asked_again(own_server: RedisServer) -> None:
         own_server.kill()
         own_server.start()
         assert server.nodes[0].ask("DBSIZE") == 0
-        # The new connection too.
-        assert "lmcache-redis-admin" in own_server.command("CLIENT", "LIST").decode()
 
 
 def test_a_user_without_rights_to_name_itself(own_server: RedisServer) -> None:

@@ -1,4 +1,4 @@
-"""What a value is called, and that nothing but a whole header of its key counts as ours."""
+"""Which chunks are found, what their stripes are, and that looking changes nothing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.admin.server import PrimaryServers
-from lmcache_redis.admin.stripes import StripeState, judge, read_stripes, read_uses, verify_payload
-from lmcache_redis.chunks.frame import HEADER_BYTES
-from tests.admin.cache import Cached, age
+from lmcache_redis.admin.stripes import (
+    SeenChunk,
+    StripeState,
+    find_missing,
+    headers_of,
+    judge,
+    missing,
+    payload_of,
+    read_stripes,
+    read_uses,
+    size_of,
+    stripes_of,
+    survey,
+    verify_payload,
+)
+from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
+from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 
 CHUNK = Cached(3)
 
 
-def judged(value: bytes, chunk: Cached = CHUNK, index: int = 0, kind: str = "string") -> Any:
-    return judge(chunk.name, index, kind, len(value), value[:HEADER_BYTES])
+def judged(value: bytes, chunk: Cached = CHUNK, index: int = 0) -> Any:
+    return judge(chunk.name, index, len(value), value[:HEADER_BYTES])
 
 
 def flipped(value: bytes, at: int) -> bytes:
@@ -37,23 +51,17 @@ def flipped(value: bytes, at: int) -> bytes:
         (flipped(CHUNK.value(0), 100), StripeState.NO_STRIPE, False),
         (flipped(CHUNK.value(0), 4), StripeState.NO_STRIPE, False),
         (b"LMCR", StripeState.NO_STRIPE, False),
-        (b"", StripeState.NO_STRIPE, False),
         (b"somebody else's", StripeState.NO_STRIPE, False),
     ],
     ids=[
         "whole", "short", "long", "stripe 1", "other chunk", "other layout", "damaged",
-        "other version", "magic alone", "empty", "foreign",
+        "other version", "magic alone", "foreign",
     ],
 )  # fmt: skip
 def test_judge(value: bytes, state: StripeState, ours: bool) -> None:
     stripe = judged(value)
     assert (stripe.state, stripe.own is not None) == (state, ours)
     assert bool(stripe.detail) == (state is not StripeState.WHOLE)
-
-
-@pytest.mark.parametrize("kind", ["none", "list", "hash", "ReJSON-RL"])
-def test_other_types_are_not_ours(kind: str) -> None:
-    assert judged(b"", kind=kind).own is None
 
 
 def test_both_ways_to_write_a_namespace_are_ours() -> None:
@@ -114,3 +122,102 @@ def test_a_damaged_payload_is_found_by_its_checksum(server: PrimaryServers, clie
     assert verify_payload(server, CHUNK.name, found[2]).state is StripeState.MISSING
     faulty = dataclasses.replace(found[0], state=StripeState.NO_STRIPE)
     assert verify_payload(server, CHUNK.name, faulty) is faulty
+
+
+# ------------------------------------------------------------------- all chunks
+
+
+def test_every_chunk_is_found_once(server: PrimaryServers, client: Any) -> None:
+    chunks = {c.name.chunk_key: c for c in (Cached(n, rank=n % 2) for n in range(300))}
+    for chunk in chunks.values():
+        chunk.put(client)
+    client.set("lmcr1:other", "x")
+    client.set("unrelated", "x")
+    found = survey(server, b"")
+    assert found.chunks.keys() == chunks.keys()
+    assert all(seen.indexes == [0, 1, 2] for seen in found.chunks.values())
+    assert all(seen.name == chunks[key].name for key, seen in found.chunks.items())
+    assert found.other_keys == {b"lmcr1:other"}
+    assert found.whole
+    assert found.looked_at == found.database_keys == 902
+
+
+def test_a_sample_is_bounded(server: PrimaryServers, client: Any) -> None:
+    for number in range(10):
+        Cached(number).put(client)
+    assert survey(server, b"", most_chunks=10).whole, "enough only with the very last step"
+    for number in range(10, 600):
+        Cached(number).put(client)
+    some = survey(server, b"", most_chunks=50)
+    assert 50 <= len(some.chunks) < 600
+    assert not some.whole
+    assert 0 < some.looked_at < some.database_keys
+    assert survey(server, b"", most_chunks=601).whole
+    few = survey(server, b"nobody:", most_keys=500)
+    assert (few.chunks, few.whole, few.looked_at) == ({}, False, 500)
+
+
+def test_all_stripes_of_a_chunk(server: PrimaryServers, client: Any) -> None:
+    chunk = Cached(1, stripe_count=5)
+    chunk.put(client, 0, 1, 4)
+    missing, whole = StripeState.MISSING, StripeState.WHOLE
+    states = [stripe.state for stripe in stripes_of(server, chunk.name)]
+    assert states == [whole, whole, missing, missing, whole]
+    client.delete(chunk.keys[0], chunk.keys[1])
+    # Nothing tells how many but stripe 4, which is looked for.
+    states = [stripe.state for stripe in stripes_of(server, chunk.name)]
+    assert states == [missing, missing, missing, missing, whole]
+    client.delete(chunk.keys[4])
+    assert [stripe.state for stripe in stripes_of(server, chunk.name, 3)] == [missing, missing]
+
+
+def test_looking_is_no_use(server: PrimaryServers, client: Any) -> None:
+    chunk = Cached(1)
+    chunk.put(client)
+    for key in chunk.keys:
+        age(client, key, 5000)
+    chunks = list(survey(server, b"").chunks.values())
+    header = describe_header(Cached(1, stripe_count=4).value(0))
+    find_missing(server, [(seen, header) for seen in chunks])
+    assert all((use.idle_s or 0) >= 5000 for use in read_uses(server, chunk.keys))
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_any_stripe_tells_how_its_chunk_is_cut(index: int) -> None:
+    chunk = Cached(1)
+    header = describe_header(chunk.value(index))
+    assert payload_of(header) == PAYLOAD_BYTES
+    assert size_of(header, 0b111) == chunk.value_bytes
+    for only in range(3):
+        assert size_of(header, 1 << only) == len(chunk.value(only))
+    assert size_of(header, 0b11000) == 0
+    assert missing(header, 0b101) == [1]
+
+
+def test_a_chunk_of_one_stripe() -> None:
+    chunk = Cached(1, stripe_count=1)
+    header = describe_header(chunk.value(0))
+    assert payload_of(header) == 100
+    assert size_of(header, 1) == chunk.value_bytes == 612
+
+
+def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any) -> None:
+    server.nodes[0].untouched = True
+    for number in range(4):
+        client.set(Cached(number).keys[0], "no header")
+    Cached(5).put(client)
+    client.set(Cached(1, model="broken").keys[0], "no header")
+    chunks = list(survey(server, b"").chunks.values())
+    (header,) = headers_of(server, chunks).values()
+    assert (header.chunk_bytes, payload_of(header)) == (Cached().chunk_bytes, PAYLOAD_BYTES)
+
+
+def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:
+    chunk = Cached(1)
+    chunk.put(client)
+    client.delete(chunk.keys[2])
+    seen = SeenChunk(chunk.name, 0b001)
+    find_missing(server, [(seen, None)])
+    assert seen.stripes == 0b001
+    find_missing(server, [(seen, describe_header(chunk.value(0)))])
+    assert seen.stripes == 0b011

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.sizes.config import read_config
-from lmcache_redis.admin.sizes.of_model import size_model
-from lmcache_redis.admin.sizes.sizing import SizeOptions
+from lmcache_redis.admin.sizes.families import read_config
+from lmcache_redis.admin.sizes.sizing import SizeOptions, size_model
 from lmcache_redis.cli.size import size
 from lmcache_redis.errors import ConfigError
 from tests.cli.test_admin import one_sentence, run
@@ -176,7 +175,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     assert "windows save 284 MiB of loading, 49 %" in done.stdout
     assert "Nothing is downloaded" in one_sentence(run("size", "org/model"), 2)
     (tmp_path / "m" / "config.json").write_text("{")
-    assert "is not JSON" in one_sentence(run("size", path), 2)
+    assert "is not the config of a model" in one_sentence(run("size", path), 2)
     short = write(tmp_path / "m", GPT_OSS)
     words = ("size", short, "--prompt-tokens", "100")
     assert "in chunks of 256 tokens" in one_sentence(run(*words), 2)

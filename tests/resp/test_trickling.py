@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import ssl
 import threading
@@ -15,15 +14,12 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.server import open_server
-from lmcache_redis.admin.survey import survey
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import PythonMover
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import get_command, set_prefix, value_head
 from lmcache_redis.resp.options import parse_deployment
-from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     PATIENCE_S,
@@ -514,58 +510,3 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
             assert describe(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
         else:
             assert remove(plane, chunk).outcome is CallOutcome.UNAVAILABLE
-
-
-# --------------------------------------------------- others with the same reader
-
-
-def test_the_tools_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", DEADLINE_S)
-    answers: dict[bytes, Answer] = dict.fromkeys((b"STRLEN", b"GETRANGE"), ENDLESS[3])
-    answers[b"DBSIZE"] = Trickle(LINE)
-    with (
-        LyingServer(lambda words: answers.get(words[0])) as server,
-        open_server(RedisOptions(server.url)) as opened,
-    ):
-        (node,) = opened.nodes
-        with over_in_time(), pytest.raises(RedisTimeout, match="did not answer within"):
-            node.ask("DBSIZE")
-        # On a new connection.
-        assert node.ask("PING")
-        with in_bounded_memory(), pytest.raises(RedisProtocolError, match="a reply of more than"):
-            node.ask("STRLEN", "k")
-        with in_bounded_memory(), pytest.raises(RedisProtocolError, match="a reply of more than"):
-            opened.get(b"k", 1 << 40)
-
-
-def test_a_scan_of_the_tools_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_redis.admin.server.SPARE_STEPS", 50)
-    nothing = b"*2\r\n$1\r\n7\r\n*0\r\n"
-    answers = {b"SCAN": nothing, b"DBSIZE": b":10\r\n"}
-    with (
-        LyingServer(lambda words: answers.get(words[0])) as server,
-        open_server(RedisOptions(server.url)) as opened,
-        pytest.raises(RedisProtocolError, match="does not end: 51 steps for 10 keys"),
-    ):
-        survey(opened, b"")
-
-
-def test_the_tools_hold_so_many_chunks_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_redis.admin.survey.MOST_CHUNKS", 1000)
-    numbers = itertools.count()
-
-    def answer(words: list[bytes]) -> Answer:
-        if words[0] == b"DBSIZE":
-            return b":1000000000000\r\n"
-        if words[0] != b"SCAN":
-            return None
-        keys = [Cached(next(numbers)).keys[0] for _ in range(100)]
-        said = b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in keys)
-        return b"*2\r\n$1\r\n7\r\n*%d\r\n%b" % (len(keys), said)
-
-    with (
-        LyingServer(answer) as server,
-        open_server(RedisOptions(server.url)) as opened,
-        pytest.raises(RedisProtocolError, match="more than 1,000 chunks, or its SCAN does not end"),
-    ):
-        survey(opened, b"")

@@ -1,19 +1,37 @@
-"""What the fields of a config mean, for each model type that is known.
+"""What the config.json of a model says of its layers, for each model type that is known.
 
 The sizes are those of vLLM's own KV cache specs: tests/integrations/test_sizes.py builds the models
 without weights and compares. A type that is not here is an error, never a guess.
+
+Attention keeps keys and values of each token, or one latent vector (MLA), which every rank of
+tensor parallelism holds whole. A recurrent layer keeps a state, however long the prompt is.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from lmcache_redis.admin.sizes.config import UNKNOWN, Fields
-from lmcache_redis.admin.sizes.layers import STATE_REACH, Layer
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError
 
+STATE_REACH = Reach("state")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+# An 8-bit latent of 512 with scales, and a bfloat16 rotary part of 64 (FlashMLA).
+PACKED_LATENT, _PACKED_BYTES, _PACKED_VALUES = "fp8_ds_mla", 656, 576
+KV_DTYPES = ("auto", *DTYPE_BYTES, PACKED_LATENT)
+CONFIG_NAME = "config.json"
+# Where models for images, sound and text keep the config of the text model.
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+UNKNOWN = (
+    "start vLLM with it, and see the bytes of its chunks in `lmcache-redis inspect`, or tell "
+    "doctor by --kv-bytes-per-token"
+)
 # Words of configs for the kinds of layers.
 _FULL, _WINDOW, _LOCAL, _STATE, _NOTHING = "full", "window", "local", "state", "nothing"
 _WORDS = {
@@ -23,6 +41,147 @@ _WORDS = {
     **dict.fromkeys(("linear_attention", "mamba", "conv", "M"), _STATE),
     **dict.fromkeys(("moe", "mlp", "-", "E"), _NOTHING),
 }
+
+
+class ElementTypes(NamedTuple):
+    """The types of what is kept: of keys and values, of a convolution's and of other states."""
+
+    kv: str
+    conv: str
+    recurrent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """heads: KV heads, 0 for a state. values: elements of a token and head, keys and values.
+
+    latent: MLA, one vector for all heads. extra_bytes: of a token, of a fixed type (an indexer).
+    conv, recurrent: elements of a recurrent layer's two states over all ranks. groups, group_conv:
+    elements of the convolution for each group of heads; ranks that share a group hold it several
+    times. recurrent_type: if the config names one.
+    """
+
+    reach: Reach = FULL_REACH
+    heads: int = 0
+    values: int = 0
+    latent: bool = False
+    extra_bytes: int = 0
+    conv: int = 0
+    recurrent: int = 0
+    groups: int = 0
+    group_conv: int = 0
+    recurrent_type: str | None = None
+
+    def token_bytes(self, types: ElementTypes) -> int:
+        """Of a token, each byte counted once, however many ranks hold it. Raises ConfigError."""
+        if not self.heads:
+            return 0
+        if types.kv != PACKED_LATENT:
+            own = self.heads * self.values * DTYPE_BYTES[types.kv]
+        elif self.latent and self.values == _PACKED_VALUES:
+            own = _PACKED_BYTES
+        else:
+            raise ConfigError(
+                f"--kv-cache-dtype {PACKED_LATENT} is of models with MLA and a latent of "
+                f"{_PACKED_VALUES}: give another one of {', '.join(KV_DTYPES)}"
+            )
+        return own + self.extra_bytes
+
+    def copies(self, ranks: int) -> int:
+        """How many ranks hold the same bytes. Raises ConfigError if they cannot share the heads."""
+        if self.latent:
+            return ranks
+        if not self.heads:
+            return 1
+        more, fewer = max(self.heads, ranks), min(self.heads, ranks)
+        if more % fewer:
+            raise ConfigError(
+                f"--tp {ranks}: vLLM cannot share {self.heads} KV heads among so many ranks"
+            )
+        return ranks // fewer
+
+    def state_bytes(self, types: ElementTypes, ranks: int) -> int:
+        """The state on all ranks together. Raises ConfigError if they cannot share it."""
+        groups = self.groups if self.groups % ranks == 0 else ranks
+        conv = self.conv + groups * self.group_conv
+        if conv % ranks or self.recurrent % ranks:
+            raise ConfigError(f"--tp {ranks}: vLLM cannot share the states among so many ranks")
+        recurrent_type = types.recurrent
+        if recurrent_type == "auto":
+            recurrent_type = self.recurrent_type or types.conv
+        return conv * DTYPE_BYTES[types.conv] + self.recurrent * DTYPE_BYTES[recurrent_type]
+
+
+# ------------------------------------------------------------------- the config
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a text model's config. where: names the file in errors."""
+
+    given: Mapping[str, Any]
+    where: str
+
+    def get(self, *names: str) -> Any:
+        """The first of these fields that is there and not null; None if none is."""
+        found = (self.given[name] for name in names if self.given.get(name) is not None)
+        return next(found, None)
+
+    def need(self, *names: str) -> Any:
+        """As `get`. Raises ConfigError, which names the field, if none is there."""
+        found = self.get(*names)
+        if found is None:
+            raise ConfigError(f"{self.where} does not say {names[0]}: {UNKNOWN}")
+        return found
+
+    def number(self, *names: str) -> int:
+        """A positive whole number. Raises ConfigError."""
+        found = self.need(*names)
+        if type(found) is not int or found <= 0:
+            raise ConfigError(f"{self.where}: {names[0]} is {found!r}, not a positive whole number")
+        return found
+
+    def merged(self, other: Mapping[str, Any]) -> Fields:
+        """With the fields of another, which take precedence."""
+        return Fields({**self.given, **other}, self.where)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The config.json of a model: a directory that holds one, or the file. Raises ConfigError."""
+    path = Path(model)
+    if os.path.isdir(path):  # Path.is_dir raises where this user may not look
+        path /= CONFIG_NAME
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{model} cannot be read ({error.strerror}): name the directory of a model, or its "
+            "config.json. Nothing is downloaded"
+        ) from None
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not the config of a model, which is a JSON object")
+    return config
+
+
+def text_fields(config: Mapping[str, Any], where: str) -> Fields:
+    """The fields of the text model: of the config, or of the one inside it."""
+    *outer, inner = _nested(config)
+    # What the inner one leaves out, such as the dtype, holds for the whole model.
+    dtypes = [each.get("dtype") or each.get("torch_dtype") for each in (*outer, inner)]
+    return Fields({**inner, "dtype": next(filter(None, reversed(dtypes)), None)}, where)
+
+
+def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield config
+    for name in _TEXT_CONFIGS:
+        if isinstance(config.get(name), Mapping):
+            yield from _nested(config[name])
+            return
+
+
+# --------------------------------------------------------------------- the families
 
 
 def layers_of(fields: Fields) -> list[Layer]:
@@ -41,18 +200,6 @@ def layers_of(fields: Fields) -> list[Layer]:
     return layers
 
 
-def _head_dim(fields: Fields) -> int:
-    return fields.get("head_dim") or fields.number("hidden_size", "n_embd") // _heads(fields)
-
-
-def _heads(fields: Fields) -> int:
-    return fields.number("num_attention_heads", "n_head")
-
-
-def _layer_count(fields: Fields) -> int:
-    return fields.number("num_hidden_layers", "n_layer")
-
-
 def _kinds(fields: Fields) -> list[str]:
     """The kind of each layer, as the config lists them, else as a pattern of it says."""
     words = fields.get("layer_types", "layers_block_type", "hybrid_override_pattern")
@@ -67,10 +214,13 @@ def _kinds(fields: Fields) -> list[str]:
     other = fields.get("other_layers")
     every = fields.get("sliding_window_pattern", "_sliding_window_pattern", "every")
     if other is None or every is None:
-        return [_FULL] * _layer_count(fields)
+        return [_FULL] * fields.number("num_hidden_layers")
     if isinstance(every, str):
         every = len(every)
-    return [_FULL if (at + 1) % every == 0 else other for at in range(_layer_count(fields))]
+    return [
+        _FULL if (at + 1) % every == 0 else other
+        for at in range(fields.number("num_hidden_layers"))
+    ]
 
 
 def _state(conv: int, recurrent: int, **more: Any) -> Layer:
@@ -83,8 +233,10 @@ def _attention(fields: Fields, kind: str = _FULL) -> Layer:
         reach = Reach("window", fields.number("sliding_window") + (fields.get("one_more") or 0))
     elif kind == _LOCAL:
         reach = Reach("local", fields.number("attention_chunk_size"))
-    heads, values = fields.number("num_key_value_heads"), 2 * _head_dim(fields)
-    return Layer(reach=reach, heads=heads, values=values)
+    head_dim = fields.get("head_dim")
+    if head_dim is None:
+        head_dim = fields.number("hidden_size") // fields.number("num_attention_heads")
+    return Layer(reach=reach, heads=fields.number("num_key_value_heads"), values=2 * head_dim)
 
 
 def _plain(fields: Fields) -> Iterator[Layer]:
@@ -94,45 +246,24 @@ def _plain(fields: Fields) -> Iterator[Layer]:
         # vLLM then has one window for all layers, whatever they are called.
         has_window = fields.get("sliding_window") and fields.get("use_sliding_window") is not False
         kinds = [_WINDOW if has_window else _FULL] * len(kinds)
-    overrides = _per_layer(fields, len(kinds))
-    for kind, override in zip(kinds, overrides, strict=True):
-        yield _attention(fields.merged(override), kind)
-
-
-def _per_layer(fields: Fields, count: int) -> list[Mapping[str, Any]]:
-    """What the config says of single layers."""
-    given = fields.get("per_layer_config") or {}
-    by_number = {int(number): override for number, override in given.items()}
-    return [by_number.get(at, {}) for at in range(count)]
-
-
-def _all_heads(fields: Fields) -> Iterator[Layer]:
-    """Every attention head has keys and values of its own."""
-    return _plain(fields.merged({"num_key_value_heads": _heads(fields)}))
-
-
-def _falcon(fields: Fields) -> Iterator[Layer]:
-    heads = _heads(fields)
-    if fields.get("new_decoder_architecture"):
-        heads = fields.get("num_kv_heads", "n_head_kv") or heads
-    elif fields.get("multi_query"):
-        heads = 1
-    return _plain(fields.merged({"num_key_value_heads": heads}))
+    overrides = fields.get("per_layer_config") or {}
+    of_layer = {int(number): override for number, override in overrides.items()}
+    for at, kind in enumerate(kinds):
+        yield _attention(fields.merged(of_layer.get(at, {})), kind)
 
 
 def _gemma4(fields: Fields) -> Iterator[Layer]:
     """Full layers have larger heads, and the last layers use the keys of those before."""
     fields.need("layer_types")
     kinds = _kinds(fields)
-    overrides = _per_layer(fields, len(kinds))
     if not fields.get("per_layer_config"):
         full = {"head_dim": fields.get("global_head_dim") or 512}
         if fields.get("attention_k_eq_v") and (heads := fields.get("num_global_key_value_heads")):
             full["num_key_value_heads"] = heads
-        overrides = [full if kind == _FULL else {} for kind in kinds]
+        of_layer = {at: full for at, kind in enumerate(kinds) if kind == _FULL}
+        fields = fields.merged({"per_layer_config": of_layer})
     own = len(kinds) - (fields.get("num_kv_shared_layers") or 0)
-    for kind, override in list(zip(kinds, overrides, strict=True))[:own]:
-        yield _attention(fields.merged(override), kind)
+    yield from islice(_plain(fields), own)
 
 
 def _llama4(fields: Fields) -> Iterator[Layer]:
@@ -140,10 +271,9 @@ def _llama4(fields: Fields) -> Iterator[Layer]:
     if rotary and not fields.get("layer_types"):
         kinds = ["chunked_attention" if each else "full_attention" for each in rotary]
         fields = fields.merged({"layer_types": kinds})
-    if not fields.get("attention_chunk_size"):
-        fields = fields.merged({"layer_types": ["full_attention"] * _layer_count(fields)})
+    has_chunks = fields.get("attention_chunk_size")
     for kind in _kinds(fields):
-        yield _attention(fields, kind)
+        yield _attention(fields, kind if has_chunks else _FULL)
 
 
 def _latent(fields: Fields) -> Iterator[Layer]:
@@ -151,7 +281,7 @@ def _latent(fields: Fields) -> Iterator[Layer]:
     values = fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
     index_dim = fields.get("index_head_dim") if fields.get("index_topk") else None
     index_bytes = index_dim + index_dim // 128 * 4 if index_dim else 0
-    for at in range(_layer_count(fields)):
+    for at in range(fields.number("num_hidden_layers")):
         own = 0 if _shares_index(fields, at) else index_bytes
         yield Layer(heads=1, values=values, latent=True, extra_bytes=own)
 
@@ -181,20 +311,9 @@ def _hybrid(state: Callable[[Fields], Layer]) -> Callable[[Fields], Iterator[Lay
     return read
 
 
-def _states(state: Callable[[Fields], Layer]) -> Callable[[Fields], Iterator[Layer]]:
-    """Nothing but layers that keep a state."""
-    return lambda fields: (state(fields) for _ in range(_layer_count(fields)))
-
-
-def _jamba(fields: Fields) -> Iterator[Layer]:
-    every, offset = fields.number("attn_layer_period"), fields.need("attn_layer_offset")
-    for at in range(_layer_count(fields)):
-        yield _attention(fields) if at % every == offset else _mamba1(fields)
-
-
 def _falcon_h1(fields: Fields) -> Iterator[Layer]:
     """Both in every layer."""
-    for _ in range(_layer_count(fields)):
+    for _ in range(fields.number("num_hidden_layers")):
         yield _attention(fields)
         yield _mamba2(fields)
 
@@ -210,37 +329,20 @@ def _gated_delta(fields: Fields) -> Layer:
     )
 
 
-def _mamba1(fields: Fields) -> Layer:
-    inner = fields.get("intermediate_size") if fields.get("state_size") else None
-    inner = inner or fields.number("mamba_expand") * fields.number("hidden_size")
-    past = fields.number("conv_kernel", "mamba_d_conv") - 1
-    return _state(inner * past, inner * fields.number("state_size", "mamba_d_state"))
-
-
 def _mamba2(fields: Fields) -> Layer:
-    heads = fields.number("mamba_n_heads", "mamba_num_heads", "num_heads")
-    state = fields.number("mamba_d_state", "ssm_state_size", "state_size")
+    heads = fields.number("mamba_n_heads", "mamba_num_heads")
+    state = fields.number("mamba_d_state", "ssm_state_size")
     past = fields.number("mamba_d_conv", "conv_kernel") - 1
-    inner, head_dim = _inner(fields, heads)
+    head_dim, inner = fields.get("mamba_d_head", "mamba_head_dim"), fields.get("mamba_d_ssm")
+    if head_dim in (None, "auto"):
+        head_dim = (inner or fields.number("mamba_expand") * fields.number("hidden_size")) // heads
     return _state(
-        inner * past,
+        (inner or heads * head_dim) * past,
         heads * head_dim * state,
         groups=fields.number("mamba_n_groups", "n_groups"),
         group_conv=2 * state * past,
         recurrent_type=fields.get("mamba_ssm_cache_dtype"),
     )
-
-
-def _inner(fields: Fields, heads: int) -> tuple[int, int]:
-    """Channels of a Mamba-2 layer, and of each of its heads."""
-    head_dim = fields.get("mamba_d_head", "mamba_head_dim")
-    if fields.get("mamba_num_heads"):
-        return heads * fields.number("mamba_head_dim"), fields.number("mamba_head_dim")
-    expand = fields.need("mamba_expand", "expand")
-    inner = fields.get("mamba_d_ssm") or int(expand * fields.number("hidden_size"))
-    if head_dim is None:
-        head_dim = fields.get("head_dim")
-    return inner, inner // heads if head_dim in (None, "auto") else head_dim
 
 
 def _short_conv(fields: Fields) -> Layer:
@@ -280,19 +382,14 @@ _BY_FAMILY: list[tuple[str, Callable[[Fields], Iterator[Layer]], Mapping[str, An
     # Its windows include the token itself.
     ("cohere2", _plain, _every(4, _WINDOW, sliding_window=4096, one_more=1)),
     ("llama4_text", _llama4, _every(4, _LOCAL, head_dim=128)),
-    ("gpt2 opt gpt_neox gptj", _all_heads, {}),
-    ("falcon", _falcon, {"multi_query": True}),
     ("deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2", _latent, {}),
     (
         "qwen3_next qwen3_5_text qwen3_5_moe_text",
         _hybrid(_gated_delta), _every(4, _STATE, head_dim=256),
     ),
-    ("jamba", _jamba, {}),
-    ("mamba falcon_mamba", _states(_mamba1), {}),
-    ("mamba2", _states(_mamba2), {}),
     ("granitemoehybrid", _hybrid(_mamba2), {}),
-    ("nemotron_h", _hybrid(_mamba2), {**_HEADS_OF_128, "mamba_ssm_cache_dtype": "float32"}),
     ("falcon_h1", _falcon_h1, {}),
+    ("nemotron_h", _hybrid(_mamba2), {**_HEADS_OF_128, "mamba_ssm_cache_dtype": "float32"}),
     ("lfm2 lfm2_moe", _hybrid(_short_conv), {}),
 ]  # fmt: skip
 FAMILIES = {name: (read, more) for names, read, more in _BY_FAMILY for name in names.split()}

@@ -5,14 +5,38 @@ Redis holds a part of a chunk as stripes, with headers, keys, and the server's s
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lmcache_redis.admin.sizes.layers import ElementTypes
+from lmcache_redis.admin.names import gigabytes, shown_bytes, table
+from lmcache_redis.admin.sizes.families import (
+    DTYPE_BYTES,
+    KV_DTYPES,
+    PACKED_LATENT,
+    ElementTypes,
+    Fields,
+    Layer,
+    layers_of,
+    text_fields,
+)
 from lmcache_redis.chunks.frame import HEADER_BYTES, allocated_bytes, stripe_payload_bytes
 from lmcache_redis.chunks.keys import NAMESPACE_BYTES
 from lmcache_redis.chunks.names import Reach, key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.errors import ConfigError
 
+_REACHES = {
+    "all": "full",
+    "window": "window of {:,} tokens",
+    "local": "chunks of {:,} tokens",
+    "state": "one state",
+}
+# vLLM's smallest block on a GPU; beside the states of recurrent layers blocks are larger.
+_BLOCK_TOKENS = 16
 # vLLM's block hashes are SHA-256.
 _HASH = bytes(32)
 # Of a key: its entry in the table of keys, its object, and the heads of two strings.
@@ -54,7 +78,6 @@ class SizeOptions:
     state_dtype: str = "auto"
     step_tokens: int = 8192
     chunk_size_tokens: int = 256
-    slot_bytes: int = DEFAULT_SLOT_BYTES
     memory_bytes: int = 64 << 30
     prompt_tokens: int = 8192
     prefill_tokens_per_s: float = 8000.0
@@ -66,7 +89,8 @@ class SizedGroup:
 
     kind: attention, MLA or state. bytes_per_token: of keys and values, each counted once, and
     engine_bytes_per_token: in all ranks. state_bytes: of one state in all ranks. shards: how many
-    parts a chunk has, of ranks that hold different bytes. part: one of them.
+    parts a chunk has, of ranks that hold different bytes. part: one of them. stored_chunks,
+    loaded_chunks: of the prompt; a state is kept once a step, and a hit loads the end of a window.
     """
 
     kind: str
@@ -77,15 +101,13 @@ class SizedGroup:
     state_bytes: int
     shards: int
     part: StoredPart
+    stored_chunks: int
+    loaded_chunks: int
 
     @property
     def chunk_bytes(self) -> int:
         """The payload that each chunk has of it."""
         return self.shards * self.part.part_bytes
-
-    def loaded_bytes(self, chunks: int, chunk_tokens: int) -> int:
-        """What a hit of so many chunks loads."""
-        return (chunks - self.reach.first_chunk(chunks, chunk_tokens)) * self.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +143,17 @@ class ModelSize:
     @property
     def payload_bytes(self) -> int:
         """Keys, values and states of the prompt, as stored."""
-        return sum(self._parts(group) * group.part.part_bytes for group in self.groups)
+        return sum(group.stored_chunks * group.chunk_bytes for group in self.groups)
 
     @property
     def stored_bytes(self) -> int:
         """The server's memory for the prompt: its payload, and headers, keys and rounding."""
-        return sum(self._parts(group) * group.part.memory_bytes for group in self.groups)
-
-    def _parts(self, group: SizedGroup) -> int:
-        """How many parts of the group the prompt has; a state is kept once a step."""
-        steps = -(-self.options.prompt_tokens // self.options.step_tokens)
-        return group.shards * (min(self.chunks, steps) if group.state_bytes else self.chunks)
+        return sum(g.stored_chunks * g.shards * g.part.memory_bytes for g in self.groups)
 
     @property
     def loaded_bytes(self) -> int:
         """What a hit of the whole prompt loads."""
-        return sum(group.loaded_bytes(self.chunks, self.chunk_tokens) for group in self.groups)
+        return sum(group.loaded_chunks * group.chunk_bytes for group in self.groups)
 
     @property
     def prompts(self) -> int:
@@ -162,20 +179,211 @@ class ModelSize:
     def saved_by_windows(self) -> int:
         """Bytes that a hit of the prompt need not load, because windows end."""
         tokens = self.chunks * self.chunk_tokens
-        return sum(
-            group.bytes_per_token * tokens - group.loaded_bytes(self.chunks, self.chunk_tokens)
-            for group in self.groups
-            if group.reach.tokens
-        )
+        ended = [group for group in self.groups if group.reach.tokens]
+        return sum(g.bytes_per_token * tokens - g.loaded_chunks * g.chunk_bytes for g in ended)
 
     @property
     def saved_by_states(self) -> int:
         """As `saved_by_windows`, had recurrent layers as large keys as the attention layers."""
         states = [group for group in self.groups if group.state_bytes]
-        state_layers = sum(group.layers for group in states)
-        layers = sum(group.layers for group in self.groups) - state_layers
-        if not layers or not states:
-            return 0
-        as_attention = state_layers * self.bytes_per_token / layers
-        loaded = sum(group.loaded_bytes(self.chunks, self.chunk_tokens) for group in states)
-        return int(as_attention * self.chunks * self.chunk_tokens) - loaded
+        attention = sum(group.layers for group in self.groups if not group.state_bytes)
+        as_attention = sum(g.layers for g in states) * self.bytes_per_token // max(1, attention)
+        loaded = sum(group.loaded_chunks * group.chunk_bytes for group in states)
+        return max(0, as_attention * self.chunks * self.chunk_tokens - loaded)
+
+
+def size_model(config: Mapping[str, Any], name: str, options: SizeOptions) -> ModelSize:
+    """The size of a model by its config. name: of the model, in keys and errors.
+
+    Raises ConfigError for a model that is not known, and if prompts are shorter than a chunk.
+    """
+    fields = text_fields(config, name)
+    model_type = str(fields.get("model_type"))
+    layers = layers_of(fields)
+    types = _element_types(fields, config, options)
+    packed = types.kv == PACKED_LATENT or not types.kv.startswith("fp8")
+    if not packed and any(layer.extra_bytes for layer in layers):
+        raise ConfigError(
+            f"--kv-cache-dtype {types.kv}: vLLM's layout for {model_type} depends on the GPU: give "
+            f"{PACKED_LATENT}, or bfloat16"
+        )
+    block_tokens = _block_tokens(layers, types, options.tp)
+    chunk_tokens = -(-options.chunk_size_tokens // block_tokens) * block_tokens
+    if options.prompt_tokens < chunk_tokens:
+        raise ConfigError(
+            f"--prompt-tokens {options.prompt_tokens}: prompts are stored in chunks of "
+            f"{chunk_tokens} tokens, and a shorter one is never a hit: give more"
+        )
+    # Ranks that hold the same bytes store them once; if layers differ in that, each its own.
+    shares = len({layer.heads for layer in layers if layer.heads}) == 1
+    alike: dict[Reach, list[Layer]] = {}
+    for layer in layers:
+        alike.setdefault(layer.reach, []).append(layer)
+    chunks = options.prompt_tokens // chunk_tokens
+    steps = -(-options.prompt_tokens // options.step_tokens)
+    groups = []
+    for reach, some in alike.items():
+        blocks = reach.blocks_per_part(chunk_tokens // block_tokens, block_tokens)
+        token_bytes = [layer.token_bytes(types) for layer in some]
+        copies = [layer.copies(options.tp) for layer in some]
+        on_ranks = sum(map(operator.mul, token_bytes, copies))
+        state_bytes = sum(layer.state_bytes(types, options.tp) for layer in some)
+        part_bytes = (on_ranks * blocks * block_tokens or state_bytes) // options.tp
+        is_latent = all(layer.latent for layer in some)
+        groups.append(
+            SizedGroup(
+                kind="state" if state_bytes else "MLA" if is_latent else "attention",
+                reach=reach,
+                layers=len(some),
+                bytes_per_token=sum(token_bytes),
+                engine_bytes_per_token=on_ranks,
+                state_bytes=state_bytes,
+                shards=options.tp // (math.gcd(*copies) if shares else 1),
+                part=stored_part(part_bytes, DEFAULT_SLOT_BYTES, name),
+                stored_chunks=min(chunks, steps) if state_bytes else chunks,
+                loaded_chunks=chunks - reach.first_chunk(chunks, chunk_tokens),
+            )
+        )
+    return ModelSize(name, model_type, types, options, chunk_tokens, tuple(groups))
+
+
+def _block_tokens(layers: Sequence[Layer], types: ElementTypes, ranks: int) -> int:
+    """vLLM makes blocks so large that the keys of one layer's block take the room of a state."""
+    state_bytes = max(layer.state_bytes(types, ranks) for layer in layers)
+    token_bytes = [layer.token_bytes(types) * layer.copies(ranks) for layer in layers]
+    if not state_bytes or not any(token_bytes):
+        return _BLOCK_TOKENS
+    first = next(filter(None, token_bytes))
+    return -(-state_bytes // (_BLOCK_TOKENS * first)) * _BLOCK_TOKENS
+
+
+def _element_types(fields: Fields, config: Mapping[str, Any], options: SizeOptions) -> ElementTypes:
+    """As vLLM chooses them with its --dtype auto, which makes float32 two bytes wide."""
+    if options.kv_cache_dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype {options.kv_cache_dtype!r}: give one of {', '.join(KV_DTYPES)}"
+        )
+    dtype = str(fields.get("dtype") or "bfloat16").removeprefix("torch.")
+    if dtype == "float32":
+        dtype = "bfloat16"
+    if dtype not in ("bfloat16", "float16"):
+        raise ConfigError(f"{fields.where}: the dtype {dtype!r} is not one that vLLM runs")
+    kv = options.kv_cache_dtype
+    if kv == "auto":
+        kv = _of_checkpoint(config, fields.where) or dtype
+    conv = "float32" if kv == "float32" else dtype
+    if options.state_dtype not in ("auto", *DTYPE_BYTES):
+        raise ConfigError(
+            f"--mamba-ssm-cache-dtype {options.state_dtype!r}: give auto, float32, bfloat16 or "
+            "float16"
+        )
+    return ElementTypes(kv, conv, options.state_dtype)
+
+
+def _of_checkpoint(config: Mapping[str, Any], where: str) -> str | None:
+    """The type of keys and values that a quantized checkpoint names, which vLLM then uses."""
+    quantized = config.get("quantization_config") or {}
+    inner = quantized.get("quantization") or quantized
+    scheme = inner.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
+    if scheme is None:
+        return None
+    if isinstance(scheme, Mapping):
+        scheme = f"{scheme.get('type')}{scheme.get('num_bits')}"
+    if str(scheme).lower() in ("fp8", "float8"):
+        return "fp8"
+    raise ConfigError(
+        f"{where}: its checkpoint stores keys and values as {scheme!r}, whose size is not known: "
+        "give --kv-cache-dtype"
+    )
+
+
+# ------------------------------------------------------------------ as it is shown
+
+
+def size_json(size: ModelSize) -> dict[str, Any]:
+    """Sizes in bytes, as docs/how-much-redis.md describes them."""
+    asked = size.options
+    return {
+        "model": size.model,
+        "model_type": size.model_type,
+        "kv_cache_dtype": size.types.kv,
+        "tp": asked.tp,
+        "bytes_per_token": size.bytes_per_token,
+        "engine_bytes_per_token": size.engine_bytes_per_token,
+        "state_bytes": size.state_bytes,
+        "chunk_tokens": size.chunk_tokens,
+        "groups": [
+            {
+                "kind": group.kind,
+                "reach": group.reach.kind,
+                "reach_tokens": group.reach.tokens,
+                "layers": group.layers,
+                "bytes_per_token": group.bytes_per_token,
+                "engine_bytes_per_token": group.engine_bytes_per_token,
+                "state_bytes": group.state_bytes,
+                "parts_per_chunk": group.shards,
+                "part": dataclasses.asdict(group.part),
+            }
+            for group in size.groups
+        ],
+        "prompt": {
+            "tokens": asked.prompt_tokens,
+            "payload_bytes": size.payload_bytes,
+            "stored_bytes": size.stored_bytes,
+            "loaded_bytes": size.loaded_bytes,
+            "saved_by_windows_bytes": size.saved_by_windows,
+            "saved_by_states_bytes": size.saved_by_states,
+        },
+        "memory": {"bytes": asked.memory_bytes, "tokens": size.tokens, "prompts": size.prompts},
+        "break_even": {
+            "prefill_tokens_per_s": asked.prefill_tokens_per_s,
+            "bytes_per_s": size.break_even_bytes_per_s,
+        },
+    }
+
+
+def size_lines(size: ModelSize) -> Iterator[str]:
+    """`size`."""
+    asked, tokens = size.options, size.options.prompt_tokens
+    yield f"{size.model}: {size.model_type}, keys and values of {size.types.kv}"
+    rows = [["layers", "", "a token", f"a chunk of {size.chunk_tokens} tokens"]]
+    for group in size.groups:
+        reach = _REACHES[group.reach.kind].format(group.reach.tokens)
+        kind = reach if group.kind == "state" else f"{group.kind}, {reach}"
+        token = shown_bytes(group.bytes_per_token) if group.bytes_per_token else "-"
+        rows.append([str(group.layers), kind, token, shown_bytes(group.chunk_bytes)])
+    total = shown_bytes(sum(group.chunk_bytes for group in size.groups))
+    rows.append(["all", "", shown_bytes(size.bytes_per_token), total])
+    yield from (f"  {line}" for line in table(rows))
+    if size.state_bytes:
+        yield (
+            f"states      {shown_bytes(size.state_bytes)}, kept after each step of up to "
+            f"{asked.step_tokens:,} tokens (--max-num-batched-tokens)"
+        )
+    if asked.tp > 1:
+        ratio = size.engine_bytes_per_token / max(1, size.bytes_per_token)
+        more = f", {ratio:.1f} times as much: several hold the same heads" if ratio > 1 else ""
+        parts = sum(group.shards for group in size.groups)
+        yield (
+            f"ranks       {asked.tp} ranks hold {shown_bytes(size.engine_bytes_per_token)} a token"
+            f"{more}; a chunk is stored in {parts} parts, each once"
+        )
+    overhead = size.stored_bytes / size.payload_bytes - 1
+    yield (
+        f"a prompt    of {tokens:,} tokens takes {shown_bytes(size.stored_bytes)} of Redis: "
+        f"{shown_bytes(size.payload_bytes)}, and {100 * overhead:.1f} % for headers, keys and "
+        "rounding"
+    )
+    yield (
+        f"memory      {shown_bytes(asked.memory_bytes)} hold {size.tokens:,} tokens: "
+        f"{size.prompts:,} prompts of {tokens:,} that share no prefix"
+    )
+    even = size.break_even_bytes_per_s
+    yield (
+        f"break-even  {gigabytes(even)}/s ({8 * even / 1e9:.1f} Gbit/s): with less, loading takes "
+        f"longer than computing at {asked.prefill_tokens_per_s:,.0f} tokens/s"
+    )
+    for what, saved in (("windows", size.saved_by_windows), ("states", size.saved_by_states)):
+        if saved > 0:
+            share = saved / (saved + size.loaded_bytes)
+            yield f"a hit       {what} save {shown_bytes(saved)} of loading, {100 * share:.0f} %"
