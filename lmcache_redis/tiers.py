@@ -248,6 +248,5 @@ class Tier(Protocol):
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove every chunk whose key begins with `key_prefix`, in the background.
 
-        A tier that is down answers UNAVAILABLE. If its chunks survive the outage (a disk), it
-        removes them before they can be found again.
+        A tier that is down answers UNAVAILABLE, and keeps them.
         """

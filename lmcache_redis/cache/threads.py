@@ -211,26 +211,22 @@ class WorkerThreads:
 
 
 class HangDetector:
-    """Makes calls that may never return. Thread-safe; a thread of its own watches them.
+    """Makes calls that may never return, and runs actions at their times. Thread-safe.
 
     Once a call has been in flight for longer than its limit, `reason` says so and no call is
     started until all calls in flight have returned.
 
     what: the name of the called system in log lines. on_hang: called on the detector's thread.
-    on_return: asked, under a lock, after the last call has returned, repeatedly, for the next
-    action to run before calls are started again; None: no more.
     """
 
-    def __init__(self, what: str, on_hang: Action, on_return: Callable[[], Action | None]) -> None:
+    def __init__(self, what: str, on_hang: Action) -> None:
         self._what = what
         self._on_hang = on_hang
-        self._on_return = on_return
         self._changed = threading.Condition()
         self._calls: set[object] = set()  # in flight
         self._due: dict[object, tuple[float, Action]] = {}
         self._wake_s = math.inf  # not later than any of these
         self._closed = False
-        self._hangs = False
         self.reason = ""
         self.since_s = time.monotonic()  # when the present state began
         self._thread = threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True)
@@ -260,25 +256,6 @@ class HangDetector:
         with self._changed:
             self._due.pop(name, None)
 
-    def hold_down(self, reason: str) -> Action:
-        """Start no call until the returned action is called, once, on any thread."""
-        me = object()
-        with self._changed:
-            self._calls.add(me)
-            self.reason, self.since_s = reason, time.monotonic()
-        return partial(self._returned, me)
-
-    def stay_down(self, reason: str) -> None:
-        """Instead of the action that `hold_down` returned: no call is ever started."""
-        with self._changed:
-            self._calls.clear()
-            self.reason = reason
-
-    def is_hung(self) -> bool:
-        """Whether a call hangs. If so, `on_return` will be asked after this returns."""
-        with self._changed:
-            return bool(self.reason)
-
     def close(self, timeout_s: float) -> bool:
         """Start no more calls and wait for those in flight; return whether all have returned.
 
@@ -286,7 +263,7 @@ class HangDetector:
         """
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self._hangs or not self._calls, timeout_s)
+            self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)
             ended = not self._calls
             self._wake_by(-math.inf)
         self._thread.join()
@@ -303,24 +280,10 @@ class HangDetector:
             self._due.pop(me, None)
             if self._closed:
                 self._changed.notify_all()
-            action = self._next_action()
-        while action is not None:
-            action()
-            with self._changed:
-                action = self._next_action()
-
-    def _next_action(self) -> Action | None:
-        """The next action of `on_return`. None: calls may start, or some are in flight."""
-        if self._calls or not self.reason:
-            return None
-        action = self._on_return()
-        if action is None:
-            now_s = time.monotonic()
-            how = "back" if self._hangs else "up"
-            level = logging.WARNING if self._hangs else logging.INFO
-            logger.log(level, "the %s is %s after %.1f s", self._what, how, now_s - self.since_s)
-            self.reason, self.since_s, self._hangs = "", now_s, False
-        return action
+            if self.reason and not self._calls:
+                now_s = time.monotonic()
+                logger.warning("the %s is back after %.1f s", self._what, now_s - self.since_s)
+                self.reason, self.since_s = "", now_s
 
     def _watch(self) -> None:
         while True:
@@ -340,7 +303,7 @@ class HangDetector:
         with self._changed:
             if self.reason or me not in self._calls:
                 return
-            self.reason, self.since_s, self._hangs = reason, time.monotonic(), True
+            self.reason, self.since_s = reason, time.monotonic()
             logger.warning("the %s is down: %s", self._what, self.reason)
             self._changed.notify_all()
         self._on_hang()

@@ -1,13 +1,8 @@
 """The files of the disk tier: written whole or not at all, read into the caller's buffers, and
 found again after a restart.
 
-A file is written under a temporary name in its final folder, then renamed. The policy `sync`
-decides what survives a power failure:
-
-    none        nothing is forced to disk. After a power failure, files may be missing or damaged;
-                reads detect damage by checksum
-    file        a file is on disk before it is renamed
-    directory   its name too is on disk before the write is answered
+A file is written under a temporary name in its final folder, then renamed. Nothing is forced to
+disk: after a power failure files may be missing or damaged, and reads detect damage by checksum.
 
 I/O is buffered, with preadv and pwritev on the caller's buffers: a chunk that is read again comes
 from the page cache (6 to 7 GB/s). Direct I/O was measured (ext4 on a virtual disk) and is no faster
@@ -29,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from lmcache_redis.cache.disk.format import (
     FANOUT_NAME,
@@ -51,17 +46,12 @@ from lmcache_redis.errors import ConfigError, FormatError, StartError
 
 logger = logging.getLogger(__name__)
 
-Sync: TypeAlias = Literal["none", "file", "directory"]
-SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")
-
 LOCK_NAME = "lmcr.lock"
 # What a new file system has.
 _NO_ONES = ("lost+found",)
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-# Another tier that still runs holds its lock for longer.
-_LOCK_WITHIN_S = 1.0
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 _Buffer: TypeAlias = "bytearray | memoryview"
@@ -81,7 +71,7 @@ def lock_directory(directory: Path) -> int:
             raise ConfigError(f"the directory for chunks is not safe: {unsafe}, or choose another")
         _refuse_others(directory)
         fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
-        _lock(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if fd is not None:
             os.close(fd)
@@ -109,25 +99,11 @@ def _refuse_others(directory: Path) -> None:
         )
 
 
-def _lock(fd: int) -> None:
-    """Locks the file. Retries for a moment: a lock outlives its tier in a process being forked."""
-    deadline_s = time.monotonic() + _LOCK_WITHIN_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-        time.sleep(0.01)
-
-
 class ChunkFiles:
     """Files by key and sequence, in one directory. Stateless, so thread-safe."""
 
-    def __init__(self, directory: Path, sync: Sync) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = os.fspath(directory)
-        self._sync = sync
 
     def path(self, key: bytes, sequence: int) -> str:
         return f"{self.directory}/{file_path(key, sequence)}"
@@ -141,24 +117,16 @@ class ChunkFiles:
         page = pack_page(key, frame, payload_checksum(views))
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder_name, 0o700)
-            if self._sync == "directory":
-                with _opened(self.directory) as directory:
-                    os.fsync(directory)
         with _opened(folder_name) as folder:
             fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
             try:
                 with os.fdopen(fd, "wb", buffering=0):
                     _move(os.pwritev, fd, [page, *views])
                     touch(fd)
-                    if self._sync != "none":
-                        os.fsync(fd)
                 os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                if self._sync == "directory":
-                    os.fsync(folder)
             except OSError:
-                for partial in (temporary, name):
-                    with contextlib.suppress(OSError):
-                        os.unlink(partial, dir_fd=folder)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
                 raise
 
     def remove(self, key: bytes, sequence: int) -> None:

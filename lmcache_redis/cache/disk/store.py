@@ -179,12 +179,6 @@ class DiskStore:
             self._unlink([file], file.nbytes)
         return file is not None
 
-    def forget(self) -> None:
-        """Empty the index; the files stay."""
-        with self._lock:
-            self._entries.clear()
-            self.used_bytes = self._reserved_bytes
-
     # Under the lock.
 
     def _reserve(self, nbytes: int) -> list[StoredFile] | None:

@@ -6,9 +6,8 @@ is copied from them first. So a job whose time is up, or that is cancelled, ends
 the disk does: a read is then dropped, and a write does not become visible.
 
 A call that exceeds its patience takes the tier down: nothing is found, and every job is answered
-UNAVAILABLE. The tier comes back when all calls have returned. Clears requested meanwhile are
-carried out before anything is found again. A tier that is closed while a call hangs keeps its
-directory locked, because the call may still change it.
+UNAVAILABLE. The tier comes back when all calls have returned. A tier that is closed while a call
+hangs keeps its directory locked, because the call may still change it.
 """
 
 from __future__ import annotations
@@ -26,15 +25,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.cache.disk.files import (
-    SYNC_POLICIES,
-    ChunkFiles,
-    Scan,
-    Sync,
-    lock_directory,
-)
+from lmcache_redis.cache.disk.files import ChunkFiles, Scan, lock_directory
 from lmcache_redis.cache.disk.store import DiskStore
-from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads
+from lmcache_redis.cache.threads import HangDetector, WorkerThreads
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -67,7 +60,6 @@ _JOIN_S = 0.25
 # A larger buffer is not kept.
 _KEPT_BUFFER_BYTES = 64 << 20
 
-
 # A read's outcome, and what it has read.
 _Read: TypeAlias = tuple[ReadOutcome, memoryview]
 
@@ -77,9 +69,9 @@ class DiskTier:
 
     Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
 
-    limit_bytes: see `store`. sync: see `files`. read_patience_s: how long a read may be in flight;
-    write_patience_s: the same for a write or a removal. write_nice: see `nice(2)`. in_background:
-    the files that are there are read on a thread, and the tier is down until that has ended.
+    limit_bytes: see `store`. read_patience_s: how long a read may be in flight; write_patience_s:
+    the same for a write or a removal. write_nice: see `nice(2)`. in_background: the files that are
+    there are read on a thread, and the tier is down until that has ended.
 
     Raises ConfigError if a value is invalid, or if the directory cannot be used or is in use by
     another tier, of this process or another.
@@ -91,7 +83,6 @@ class DiskTier:
         self,
         directory: str | os.PathLike[str],
         limit_bytes: int,
-        sync: Sync = "none",
         *,
         read_patience_s: float = DEFAULT_PATIENCE_S,
         write_patience_s: float = DEFAULT_PATIENCE_S,
@@ -100,41 +91,32 @@ class DiskTier:
         write_nice: int = 10,
         in_background: bool = False,
     ) -> None:
-        if sync not in SYNC_POLICIES:
-            raise ConfigError(f"sync is {sync!r}; it is one of {', '.join(SYNC_POLICIES)}")
         path = Path(directory)
         self.directory = os.fspath(path)
-        self.store = DiskStore(ChunkFiles(path, sync), limit_bytes)
+        self.store = DiskStore(ChunkFiles(path), limit_bytes)
         writing_s = write_patience_s
         self._patience_s = {READ: read_patience_s, WRITE: writing_s, REMOVAL: writing_s}
         self._lock_fd = lock_directory(path)
-        try:
-            if in_background:
-                os.scandir(path).close()
-            else:
-                self.store.take_over(Scan(path).found)
-        except OSError as error:
-            os.close(self._lock_fd)
-            raise ConfigError(
-                f"the directory {path} cannot be read ({error.strerror}): make it readable or "
-                "choose another"
-            ) from error
+        self._unread = "its files are being read"  # why the index is not complete
         # Jobs that have not ended, with what answers them with the outcome of a name. Whoever takes
         # one out answers it.
         self._pending: dict[object, Callable[[str], None]] = {}
         self._buffers = threading.local()
-        self._uncleared: dict[object, bytes] = {}
         self._has_ended: bool | None = None  # None: not closed
         self._reads = WorkerThreads("disk-read", read_threads)
         self._writes = WorkerThreads("disk-write", write_threads, write_nice)
-        self._detector = HangDetector("disk tier", self._end_all, self._next_clear)
+        self._detector = HangDetector("disk tier", self._end_all)
         if in_background:
-            up = self._detector.hold_down("its files are being read")
-            self._writes.put(partial(self._read_directory, path, up), dropped=up)
+            self._writes.put(partial(self._read_directory, path), dropped=lambda: None)
+            return
+        self._read_directory(path)
+        if self._unread:
+            self.close(0.0)
+            raise ConfigError(f"{self._unread}: make it readable or choose another")
 
     @property
     def state(self) -> PlaneState:
-        reason = self._detector.reason
+        reason = self._unread or self._detector.reason
         return PlaneState(not reason, True, reason, self._detector.since_s)
 
     # ----------------------------------------------------------- the contract
@@ -190,13 +172,13 @@ class DiskTier:
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """See the contract. Goes on after its deadline: each file's removal has its patience."""
-        me = object()
-        self._uncleared[me] = key_prefix
-        if self._detector.is_hung():
-            done(RemoveResult(CallOutcome.UNAVAILABLE))
-        else:
-            clear = partial(self._clear, me, key_prefix)
-            self._begin(self._reads, me, deadline, clear, done, _not_removed)
+
+        def clear() -> RemoveResult:
+            removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
+            removed = sum(self._call(REMOVAL, each) or False for each in removals)
+            return RemoveResult(self._answer_now, removed)
+
+        self._begin(self._reads, object(), deadline, clear, done, _not_removed)
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Queued writes have half of the time, calls in flight the rest."""
@@ -212,7 +194,6 @@ class DiskTier:
         self._end_all()
         self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
         if self._has_ended:
-            self.store.forget()
             os.close(self._lock_fd)
         else:
             # A file may still be renamed into the directory.
@@ -221,7 +202,7 @@ class DiskTier:
 
     @property
     def _is_up(self) -> bool:
-        return not self._detector.reason
+        return not (self._unread or self._detector.reason)
 
     @property
     def _answer_now(self) -> CallOutcome:
@@ -229,17 +210,17 @@ class DiskTier:
 
     # ------------------------------------------------------------ on the threads
 
-    def _read_directory(self, path: Path, up: Action) -> None:
+    def _read_directory(self, path: Path) -> None:
         try:
             scan = Scan(path, is_stopped=lambda: self._has_ended is not None)
-            if self._has_ended is None:
-                self.store.take_over(scan.found)
         except OSError as error:
-            reason = f"the directory {path} cannot be read ({error.strerror})"
-            logger.error("the disk tier stays down: %s", reason)
-            self._detector.stay_down(reason)
-        else:
-            up()
+            self._unread = f"the directory {path} cannot be read ({error.strerror})"
+            logger.error("the disk tier stays down: %s", self._unread)
+            return
+        if self._has_ended is None:
+            self.store.take_over(scan.found)
+            logger.info("the disk tier is up: it has %d chunks", len(scan.found))
+            self._unread = ""
 
     def _load(self, io: ChunkIO) -> _Read | None:
         buffer = self._buffer(io.frame.chunk_bytes)
@@ -255,13 +236,6 @@ class DiskTier:
             self.store.write, io.key, io.frame, [buffer], lambda: io not in self._pending
         )
         return self._call(WRITE, write)
-
-    def _clear(self, me: object, prefix: bytes) -> RemoveResult:
-        removals = (partial(self.store.remove, key) for key in self.store.keys(prefix))
-        removed = sum(self._call(REMOVAL, each) or False for each in removals)
-        if self._is_up:
-            self._uncleared.pop(me, None)
-        return RemoveResult(self._answer_now, removed)
 
     def _call(self, what: str, call: Callable[[], T]) -> T | None:
         """Makes a blocking call to the store; None: another hangs, or the tier is closed."""
@@ -318,16 +292,6 @@ class DiskTier:
     def _end_all(self) -> None:
         for name in self._pending.copy():
             self._end(name)
-
-    def _next_clear(self) -> Action | None:
-        """Before the tier comes back: the next clear to carry out, or None."""
-        pending = list(self._uncleared.items())
-        return partial(self._clear_now, *pending[0]) if pending else None
-
-    def _clear_now(self, me: object, prefix: bytes) -> None:
-        for key in self.store.keys(prefix):
-            self.store.remove(key)
-        self._uncleared.pop(me, None)
 
 
 def _not_loaded(outcome: str) -> _Read:

@@ -49,7 +49,7 @@ def file_of(key: ObjectKey, sequence: int) -> str:
 def path(directory: Path) -> Path:
     """A file of KEY, with no tier open."""
     directory.mkdir()
-    ChunkFiles(directory, "none").write(CHUNK_KEY, 5, FRAME, [memoryview(PAYLOAD)])
+    ChunkFiles(directory).write(CHUNK_KEY, 5, FRAME, [memoryview(PAYLOAD)])
     (path,) = files_in(directory)
     return path
 
@@ -107,7 +107,7 @@ def test_a_file_of_another_version_is_removed(
 @pytest.mark.parametrize("nbytes", [3568, 3569])
 def test_a_key_fits_or_is_refused(directory: Path, nbytes: int) -> None:
     frame = ChunkFrame(TENSORS, b"h" * 32, 8, 8, metadata_of(8).serialize())
-    files = ChunkFiles(directory, "none")
+    files = ChunkFiles(directory)
     directory.mkdir()
     key = b"k" * (nbytes - 32) + b"h" * 32
     if nbytes == 3569:
@@ -208,7 +208,7 @@ def test_of_two_files_of_a_chunk_the_later_counts(
     open_tier: Callable[..., Disk], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory.mkdir()
-    files = ChunkFiles(directory, "none")
+    files = ChunkFiles(directory)
     for sequence in (7, 300, 12):
         payload = memoryview(struct.pack("<Q", sequence))
         files.write(CHUNK_KEY, sequence, NAMES.frame(KEY, metadata_of(8), 8), [payload])
@@ -346,7 +346,7 @@ def test_a_file_that_may_not_be_opened_now_is_kept(
     assert open_tier().get(key_of(1)) == payload_of(1, 100)
 
 
-@pytest.mark.parametrize("call", ["pwritev", "fsync", "rename", "utime"])
+@pytest.mark.parametrize("call", ["pwritev", "rename", "utime"])
 def test_a_write_that_fails_stores_nothing(
     open_tier: Callable[..., Disk],
     directory: Path,
@@ -354,7 +354,7 @@ def test_a_write_that_fails_stores_nothing(
     caplog: pytest.LogCaptureFixture,
     call: str,
 ) -> None:
-    tier = open_tier(sync="directory")
+    tier = open_tier()
     fill(tier, [1])
     with monkeypatch.context() as patch:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -173,41 +172,3 @@ def test_what_was_removed_stays_away(open_tier: Callable[..., Disk]) -> None:
 def test_a_limit_is_positive(open_tier: Callable[..., Disk], limit_bytes: int) -> None:
     with pytest.raises(ConfigError, match="limit_bytes"):
         open_tier(limit_bytes)
-
-
-def test_sync_is_a_policy(open_tier: Callable[..., Disk]) -> None:
-    with pytest.raises(ConfigError, match="none, file, directory"):
-        open_tier(sync="always")
-
-
-@pytest.mark.parametrize(("sync", "file", "directories"), [("none", 0, 0), ("file", 1, 0)])
-def test_what_is_forced_to_the_disk(
-    open_tier: Callable[..., Disk],
-    monkeypatch: pytest.MonkeyPatch,
-    sync: str,
-    file: int,
-    directories: int,
-) -> None:
-    assert forced(open_tier, monkeypatch, sync) == [(file, directories)] * 2
-
-
-def test_names_are_forced_too(
-    open_tier: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first put of a digest creates a directory, whose name is forced too."""
-    assert forced(open_tier, monkeypatch, "directory") == [(1, 2), (1, 1)]
-
-
-def forced(
-    open_tier: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch, sync: str
-) -> list[tuple[int, int]]:
-    """The files and directories that each of two puts of one key forces to disk."""
-    tier = open_tier(sync=sync)
-    synced: list[bool] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.path.isdir(f"/proc/self/fd/{fd}")))
-    counts = []
-    for _ in range(2):
-        fill(tier, [1])
-        counts.append((synced.count(False), synced.count(True)))
-        synced.clear()
-    return counts

@@ -33,7 +33,7 @@ class Store:
     def __init__(self, directory: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         directory.mkdir(exist_ok=True)
         self.directory = directory
-        self.store = DiskStore(ChunkFiles(directory, "none"), limit_bytes)
+        self.store = DiskStore(ChunkFiles(directory), limit_bytes)
         self.store.take_over(Scan(directory).found)
 
     @property
@@ -98,7 +98,8 @@ def test_bytes_after_a_restart(store: Store) -> None:
     assert len(files_in(store.directory)) == 3
     assert again.load(2) is ReadOutcome.LOADED
     again.takes_all()
-    store.store.forget()
+    for key in store.store.keys():
+        store.store.remove(key)
     for path in files_in(store.directory):
         path.unlink()
 
@@ -245,14 +246,3 @@ def test_the_time_of_use_is_written_once_in_a_while(store: Store) -> None:
         os.utime(path, ns=(1, 1))
         assert again.load(1) is ReadOutcome.LOADED
         assert (path.stat().st_mtime_ns > 1) == touched
-
-
-def test_what_is_forgotten_stays_on_disk(store: Store) -> None:
-    for number in range(3):
-        store.write(number)
-    store.store.forget()
-    assert store.has()
-    assert (store.used_bytes, len(files_in(store.directory))) == (0, 3)
-    assert Store(store.directory).has(0, 1, 2)
-    for path in files_in(store.directory):
-        path.unlink()
