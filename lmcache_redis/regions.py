@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lmcache_redis.cache.backing import DOUBTFUL, REDIS_COUNTERS
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
@@ -41,6 +40,8 @@ from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.options import load_provider
 from lmcache_redis.seal import read_seal_keys
 from lmcache_redis.tiers import (
+    DOUBTFUL,
+    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ExistsResult,

@@ -250,3 +250,88 @@ class Tier(Protocol):
 
         A tier that is down answers UNAVAILABLE, and keeps them.
         """
+
+
+# Reads that found something else than the chunk, which a tier may take for it.
+DOUBTFUL = frozenset(
+    {
+        ReadOutcome.INCOMPLETE,
+        ReadOutcome.TORN,
+        ReadOutcome.CORRUPT,
+        ReadOutcome.FOREIGN,
+        ReadOutcome.NOT_OPENED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounters:
+    """Names of counters, and of the histograms of loads: a chunk's time, and the tier's rate.
+
+    misses, drops: by the outcome of a read or write. is_remote: chunks that the tier already had
+    and cleared keys are counted too; drops and failed clears are logged.
+    """
+
+    loaded_chunks: str
+    loaded_bytes: str
+    load_seconds: str
+    load_rate: str
+    stored_chunks: str
+    stored_bytes: str
+    misses: Mapping[ReadOutcome, str]
+    drops: Mapping[WriteOutcome, str]
+    queue_full: str
+    is_remote: bool
+
+
+REDIS_COUNTERS = TierCounters(
+    "loaded_chunks",
+    "loaded_bytes",
+    "redis_load_seconds",
+    "redis_load_rate",
+    "stored_chunks",
+    "stored_bytes",
+    misses={
+        ReadOutcome.MISSING: "miss_absent",
+        ReadOutcome.INCOMPLETE: "miss_incomplete",
+        ReadOutcome.TORN: "miss_mixed_stores",
+        ReadOutcome.FOREIGN: "miss_foreign",
+        ReadOutcome.CORRUPT: "miss_corrupt",
+        ReadOutcome.NOT_OPENED: "miss_sealed",
+        ReadOutcome.TIMED_OUT: "miss_deadline",
+        ReadOutcome.UNAVAILABLE: "miss_redis_error",
+        ReadOutcome.CANCELLED: "miss_deadline",
+    },
+    drops=dict.fromkeys(WriteOutcome, "drop_redis_error")
+    | {WriteOutcome.FULL: "drop_redis_full", WriteOutcome.CANCELLED: "drop_shutdown"},
+    queue_full="drop_queue_full",
+    is_remote=True,
+)
+
+DISK_COUNTERS = TierCounters(
+    "disk_loaded_chunks",
+    "disk_loaded_bytes",
+    "disk_load_seconds",
+    "disk_load_rate",
+    "disk_stored_chunks",
+    "disk_stored_bytes",
+    misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},
+    drops=dict.fromkeys(WriteOutcome, "drop_disk"),
+    queue_full="drop_disk",
+    is_remote=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """A tier of a cache.
+
+    write_limit_bytes: of its queue. ask_timeout_s: of one `refresh`. refresh_every_s: how often at
+    most the tier is told to keep a chunk that lookups find in the host pool.
+    """
+
+    tier: Tier
+    counters: TierCounters
+    write_limit_bytes: int
+    ask_timeout_s: float = 1.0
+    refresh_every_s: float = 60.0

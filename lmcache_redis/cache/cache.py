@@ -8,24 +8,36 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
-from lmcache_redis.cache.backing import DOUBTFUL, Backing, PooledChunk, Refresher
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
-from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner
-from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
+from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, PooledChunk, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
+from lmcache_redis.tiers import (
+    DOUBTFUL,
+    Backing,
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    ReadOutcome,
+    RemoveResult,
+)
 
 logger = logging.getLogger(__name__)
 
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 _PROBE_DEADLINE_S = 30.0
+# Of a refresh, and of all that wait for one.
+_BATCH_CHUNKS = 256
+_MOST_WAITING = 16384
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -40,6 +52,48 @@ class Load(ChunkIO):
     level: int
     begun_s: float = 0.0
     outcome: ReadOutcome | None = None
+
+
+class Refresher:
+    """Tells one tier to keep what the host pool serves, which it would evict or expire otherwise.
+
+    lacked: told of READY chunks that the tier lacks.
+    """
+
+    def __init__(
+        self, backing: Backing, owner: Owner, lacked: Callable[[PooledChunk], None]
+    ) -> None:
+        self._backing = backing
+        self._owner = owner
+        self._lacked = lacked
+        self._waiting: deque[PooledChunk] = deque()
+        self._is_asking = False
+
+    def add(self, chunks: Iterable[PooledChunk]) -> None:
+        """Chunks of a lookup. Pins nothing: what is evicted meanwhile is not written again."""
+        if self._backing.tier.state.up:
+            self._waiting.extend(islice(chunks, _MOST_WAITING - len(self._waiting)))
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._is_asking or not self._waiting:
+            return
+        count = min(_BATCH_CHUNKS, len(self._waiting))
+        chunks = [self._waiting.popleft() for _ in range(count)]
+        self._backing.tier.refresh(
+            [(entry.key, form.stripe_count) for form, _, entry in chunks],
+            time.monotonic() + self._backing.ask_timeout_s,
+            lambda result: self._owner.post(partial(self._asked, chunks, result)),
+        )
+        self._is_asking = True
+
+    def _asked(self, chunks: list[PooledChunk], result: ExistsResult) -> None:
+        self._is_asking = False
+        if result.outcome is CallOutcome.DONE:
+            for chunk, present in zip(chunks, result.present, strict=True):
+                if not present and chunk[-1].state is EntryState.READY:
+                    self._lacked(chunk)
+        self._ask()
 
 
 class Cache:
@@ -72,7 +126,6 @@ class Cache:
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
             for level, backing in enumerate(backings)
         )
-        self.pool.on_wanted = self._wanted
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
         self._refreshers = tuple(
             Refresher(backing, owner, queue.lacked)
@@ -142,10 +195,6 @@ class Cache:
             entry.refreshed_s = now_s
         for refresher in self._refreshers:
             refresher.add(chunks)
-
-    def _wanted(self, entry: Entry) -> None:
-        for queue in self.queues:
-            queue.wanted(entry)
 
     @property
     def backlog(self) -> int:

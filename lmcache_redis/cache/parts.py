@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from lmcache_redis.cache.backing import PooledChunk
 from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import Action
+from lmcache_redis.cache.writebehind import PooledChunk
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.

@@ -163,7 +163,6 @@ class Entry:
         block: of the pool's memory, ``units`` large.
         stored_in: bit n: the chunk was in tier n when it was last heard of.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
-        wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
@@ -177,7 +176,6 @@ class Entry:
     state: EntryState = EntryState.FILLING
     stored_in: int = 0
     refreshed_s: float = 0.0
-    wanted: bool = False
     position: int = 0
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
@@ -201,7 +199,6 @@ class HostPool:
     Attributes:
         free, idle: units; idle ones are of READY entries without pins.
         on_room: called when the last pin of an entry is released.
-        on_wanted: called when a lookup first holds a READY entry that has pins.
         on_change: called with a key, a place (None: the pool; n: tier n) and whether the chunk is
             there: when that changes in the pool, and when it turns out of a tier (`seen`).
     """
@@ -212,7 +209,6 @@ class HostPool:
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None
-        self.on_wanted: Callable[[Entry], None] = lambda entry: None
         self.on_change: Change | None = None
         self.free = self.capacity
         self._index: dict[bytes, Entry] = {}
@@ -403,10 +399,6 @@ class HostPool:
             del self._idle[key]
             self.idle -= entry.units
         entry.pins += 1
-        if not entry.wanted:
-            entry.wanted = True
-            if entry.pins > 1 and entry.state is EntryState.READY:
-                self.on_wanted(entry)
         return entry
 
     def unpin(self, entry: Entry) -> None:

@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from lmcache_redis.cache.backing import Backing, PooledChunk
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler, rank_of
+from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
 from lmcache_redis.cache.threads import OneTimer, Owner
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
+    Backing,
     CallOutcome,
     ChunkIO,
     Done,
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 # For a chunk to wait in a queue and to be written, in total.
 WRITE_DEADLINE_S = 30.0
 _MOST_DISTRUSTED = 4096
+
+# A chunk in the host pool, with what it takes to write it: its form, its hash, its entry.
+PooledChunk = tuple[ChunkForm, bytes, Entry]
 
 
 @dataclass(slots=True, eq=False)
@@ -154,11 +158,6 @@ class WriteBehind:
                 self._end(write, WriteOutcome.CANCELLED)
             else:
                 self._backing.tier.cancel(write)
-
-    def wanted(self, entry: Entry) -> None:
-        """A lookup has asked for the chunk: it is written before others."""
-        if (write := self._writes.get(entry)) is not None:
-            self.schedule.rank_again(write)
 
     def begin_all(self) -> None:
         """Starts all writes now, because the owner is stopping."""
@@ -331,7 +330,7 @@ class WriteBehind:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
         lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
-        later = self.schedule.after(rank_of(entry)) if entry is not None else iter(())
+        later = iter(()) if entry is None else self.schedule.after(entry.position)
         dropped = []
         while lacking > 0:
             write = next(later, None)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from lmcache_redis.cache import parts
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
 from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ExistsResult,

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Part, PrefixNeeds
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
-from lmcache_redis.tiers import CallOutcome
+from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, CallOutcome
 from tests.cache.played import World
 from tests.cache.test_hybrid_lookup import StoredTier, forms_of
 from tests.harness import block_hashes

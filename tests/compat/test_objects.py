@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
@@ -17,6 +16,9 @@ from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import Found, HeldChunk, Listing, ObjectCache
 from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
+    Backing,
     CallOutcome,
     ExistsResult,
     FramesResult,

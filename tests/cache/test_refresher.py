@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.cache import backing
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
+from lmcache_redis.cache import cache as cache_module
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
+    CallOutcome,
+    ExistsResult,
+    ReadOutcome,
+    WriteOutcome,
+)
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 
 CHUNKS = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
@@ -138,35 +143,9 @@ def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     hot.loop.run_posted()
 
 
-def test_what_a_tier_loses_again_and_again_is_looked_at_later(hot: Hot) -> None:
-    """Else a tier smaller than all host pools would be written to without end."""
-    waits = []
-    for present in (False, False, False, True, False):
-        hot.age()
-        hot.look_up()
-        hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [present] * len(CHUNKS)))
-        waits.append(hot.entries[0].refreshed_s - time.monotonic())
-        if not present:
-            assert written_again(hot) == hot.entries
-            hot.redis.written.clear()
-    every_s = 60.0
-    assert [round(wait_s / every_s) for wait_s in waits] == [0, 2, 6, 0, 0]
-
-
-def test_few_losses_are_counted(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_MOST_COUNTED", 2)
-    for _ in range(2):
-        hot.age()
-        hot.look_up()
-        hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [False] * len(CHUNKS)))
-        assert written_again(hot) == hot.entries
-        hot.redis.written.clear()
-    assert len(hot.cache._refreshers[1]._losses) == 2
-
-
 def test_one_batch_is_asked_about_at_a_time(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_BATCH_CHUNKS", 2)
-    monkeypatch.setattr(backing, "_MOST_WAITING", 4)
+    monkeypatch.setattr(cache_module, "_BATCH_CHUNKS", 2)
+    monkeypatch.setattr(cache_module, "_MOST_WAITING", 4)
     hot.look_up()
     hot.cache.keep([])
     for batch in (CHUNKS[:2], CHUNKS[2:4]):
