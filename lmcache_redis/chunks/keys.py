@@ -7,16 +7,13 @@ Encoded, integers big-endian: kv_rank u32 | model length u16 | model utf-8 | has
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import struct
 import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, ClassVar
-
-import msgspec
 
 from lmcache_redis.errors import FormatError, check_int
 
@@ -32,33 +29,8 @@ _HASH_PERSON = b"lmcr1.tokens"
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 
 
-class DataclassFields:
-    """The fields of a key as `dataclasses` looks for them."""
-
-    def __get__(self, key: object, kind: type[msgspec.Struct]) -> dict[str, dataclasses.Field[Any]]:
-        return _dataclass_fields(kind)
-
-
-@functools.cache
-def _dataclass_fields(kind: type[msgspec.Struct]) -> dict[str, dataclasses.Field[Any]]:
-    """Those of a dataclass like ``kind``. Takes milliseconds, so not before somebody asks."""
-    twin = dataclasses.make_dataclass(
-        kind.__name__,
-        [
-            (each.name, each.type, dataclasses.field(default=_default(each.default)))
-            for each in msgspec.structs.fields(kind)
-        ],
-    )
-    return {each.name: each for each in dataclasses.fields(twin)}
-
-
-def _default(default: Any) -> Any:
-    return dataclasses.MISSING if default is msgspec.NODEFAULT else default
-
-
-class ObjectKey(
-    msgspec.Struct, frozen=True, order=True, gc=False, array_like=True, forbid_unknown_fields=True
-):
+@dataclass(frozen=True, order=True, slots=True)
+class ObjectKey:
     """The name of one worker's chunk: hashable, ordered, immutable.
 
     chunk_hash has 1 to 63 bytes, model_name 1 to 1,024 bytes of UTF-8, kv_rank 32 bits
@@ -68,8 +40,6 @@ class ObjectKey(
     chunk_hash: bytes
     model_name: str
     kv_rank: int
-    # As in LMCache: replace, asdict and fields take it.
-    __dataclass_fields__: ClassVar = DataclassFields()
 
     def __post_init__(self) -> None:
         check_hash(self.chunk_hash)
