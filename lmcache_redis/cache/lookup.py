@@ -32,7 +32,7 @@ The counters of reads (``loaded_chunks``, and misses of reads that fail) are par
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -51,7 +51,6 @@ _LONGEST_WAIT_S = 60.0
 
 
 class _Stage(Enum):
-    SEARCHING = "not all of the prompt was looked for in the host pool yet"
     ASKING = "a tier has not answered yet"
     SETTLING = "the prefix may change, or waits for room or for the rate of a tier"
     LOADING = "every part that the prefix needs is held, and some may be being filled"
@@ -88,7 +87,7 @@ class PrefixLookup:
         self._request = request
         self._done = done
         self.parts = LookupParts(cache, request, self._filled)
-        self._state = _Stage.SEARCHING
+        self._state = _Stage.SETTLING
         self._questions = 0  # that `_ask` may leave out: 1: the scan; 2: all is known
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         engine, self._worth = request.computing, None
@@ -99,15 +98,7 @@ class PrefixLookup:
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        self._search(self.parts.hold_first())
-
-    def _search(self, turns: Iterator[None]) -> None:
-        if self._state is not _Stage.SEARCHING:
-            return
-        for _ in turns:
-            self._cache.owner.post(partial(self._search, turns))
-            return
-        self._state = _Stage.SETTLING
+        self.parts.hold_first()
         bounded, worth, now_s = self.parts.needs.bounded, self._worth, time.monotonic()
         wanted = [each for each in self.parts.missing() if each.part[1] not in bounded]
         if worth is not None:
@@ -212,7 +203,6 @@ class PrefixLookup:
         Loads that are being cancelled still take theirs.
         """
         pool, waiting, parts = self._cache.pool, self._cache.waiting, self.parts
-        urgent = self._request.urgent
         missing = parts.missing()
         parts.hold_pooled(missing)
         while True:
@@ -244,7 +234,7 @@ class PrefixLookup:
                 return
             elif self._decide(awaited):
                 pass
-            elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self, urgent)):
+            elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self)):
                 self._wait_for_room()
                 return
             elif self._load(awaited):
@@ -322,7 +312,7 @@ class PrefixLookup:
         if self.parts.release_all():
             self._questions = min(self._questions, 1)
         nbytes = sum(self.parts.bytes_left())
-        self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
+        self._cache.waiting.wait(self, nbytes, self._check)
         if self._worth is not None:
             self._wake_in(self._worth.compute_s(self.bound, time.monotonic()), self._give_up)
 
@@ -391,9 +381,8 @@ class PrefixLookup:
             return
         self._cache.metrics.count(event)
         self.end.reasons.add(reason)
-        limit = 0 if self._state is _Stage.SEARCHING else self.bound
         self._state = _Stage.SETTLING
-        self._ends_at(self.parts.needs.longest(limit, self.parts.is_ready), miss)
+        self._ends_at(self.parts.needs.longest(self.bound, self.parts.is_ready), miss)
         self._check()
 
     def _wake_in(self, wait_s: float, action: Action) -> None:

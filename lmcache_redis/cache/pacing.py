@@ -325,14 +325,8 @@ class PrefixNeeds:
         return length
 
 
-class _WaitingLookup(NamedTuple):
-    again: Action
-    nbytes: int
-    urgent: bool
-
-
 class WaitQueue:
-    """Lookups that wait for room in the host pool: the urgent before the others, in their order.
+    """Lookups that wait for room in the host pool, in their order.
 
     They hold no pins while they wait, so no two wait for each other's memory.
     """
@@ -340,31 +334,27 @@ class WaitQueue:
     def __init__(self, owner: Owner, pool: HostPool) -> None:
         self._owner = owner
         pool.on_room = self._wake
-        self._waiting: dict[Hashable, _WaitingLookup] = {}  # in the order of their turns
+        self._waiting: dict[Hashable, tuple[Action, int]] = {}
         self._is_posted = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def is_turn_of(self, who: Hashable, urgent: bool = False) -> bool:
+    def is_turn_of(self, who: Hashable) -> bool:
         """Whether ``who``, in the queue or not yet, would be the next one."""
-        first = next(iter(self._waiting), who)
-        return first == who or (urgent and not self._waiting[first].urgent)
+        return next(iter(self._waiting), who) == who
 
     def bytes_before(self, who: Hashable) -> int:
         """The bytes that all before ``who`` want to load."""
         before = takewhile(lambda each: each != who, self._waiting)
-        return sum(self._waiting[each].nbytes for each in before)
+        return sum(self._waiting[each][1] for each in before)
 
-    def wait(self, who: Hashable, nbytes: int, again: Action, urgent: bool = False) -> None:
+    def wait(self, who: Hashable, nbytes: int, again: Action) -> None:
         """Enters the queue, or keeps its place. The first one is told of more room by ``again``.
 
         nbytes: what it wants to load.
         """
-        is_new = who not in self._waiting
-        self._waiting[who] = _WaitingLookup(again, nbytes, urgent)
-        if urgent and is_new:
-            self._waiting = dict(sorted(self._waiting.items(), key=lambda each: not each[1].urgent))
+        self._waiting[who] = again, nbytes
 
     def leave(self, who: Hashable) -> None:
         """Leaves the queue, if it is in it."""
@@ -379,4 +369,4 @@ class WaitQueue:
     def _serve(self) -> None:
         self._is_posted = False
         if self._waiting:
-            next(iter(self._waiting.values())).again()  # if it leaves, the next is served
+            next(iter(self._waiting.values()))[0]()  # if it leaves, the next is served

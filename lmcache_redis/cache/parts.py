@@ -18,10 +18,8 @@ from lmcache_redis.chunks.names import ChunkForm, PartNames
 _BATCH_STRIPES = 32
 # Of prompts with more chunks, not every prefix is compared.
 _MOST_PREFIXES = 512
-# After so many parts others of the owner's actions have a turn: a lookup may have tens of
-# thousands. To begin a load takes longer than to hold a part.
+# After the loads of so many parts others of the owner's actions have a turn.
 _SOME_PARTS = 512
-_SOME_HELD = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,7 @@ class LookupRequest:
     forms: one per row of this node. deadline_s: `time.monotonic()`. first_chunk: the number in the
     prompt of the first chunk. chunk_tokens: the tokens of a chunk; may be 0 if every row needs all
     chunks. remote: further rows, whose parts must exist in the last tier and are not loaded.
-    computing: of the engine; None: everything is worth loading. urgent: waits for room before those
-    that are not: the engine holds blocks for its chunks.
+    computing: of the engine; None: everything is worth loading.
     """
 
     forms: Sequence[ChunkForm]
@@ -42,7 +39,6 @@ class LookupRequest:
     chunk_tokens: int = 0
     remote: Sequence[PartNames] = ()
     computing: Computing | None = None
-    urgent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -151,15 +147,12 @@ class LookupParts:
 
     # ------------------------------------------------------------- the pool
 
-    def hold_first(self) -> Iterator[None]:
-        """Holds what the pool has of the rows that need all chunks. Yields between turns."""
+    def hold_first(self) -> None:
+        """Holds what the pool has of the rows that need all chunks."""
         hold, pooled, ready = self._cache.pool.hold, self._pooled, EntryState.READY
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
-        chunks_per_turn = max(1, _SOME_HELD // len(self._stems))
         for chunk, chunk_hash in enumerate(self._request.hashes):
-            if chunk and chunk % chunks_per_turn == 0:
-                yield
             for row, stem in rows:
                 entry = hold(stem + chunk_hash) if row < local else None
                 if entry is not None and entry.state is ready:

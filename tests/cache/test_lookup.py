@@ -47,7 +47,6 @@ class Tiers(World):
         within_s: float = 60.0,
         hashes: Sequence[bytes] = HASHES,
         computing: Computing | None = None,
-        urgent: bool = False,
     ) -> PrefixLookup:
         def done(lookup: PrefixLookup) -> None:
             self.found.append((lookup.bound, loaded_from(lookup)))
@@ -56,7 +55,7 @@ class Tiers(World):
         deadline_s = time.monotonic() + within_s
         request = LookupRequest(
             forms or (FORM,), hashes, deadline_s,
-            chunk_tokens=16, computing=computing, urgent=urgent,
+            chunk_tokens=16, computing=computing,
         )  # fmt: skip
         lookup = PrefixLookup(self.cache, request, done)
         lookup.start()
@@ -356,21 +355,6 @@ def test_a_full_pool_is_a_queue(make: Callable[..., Tiers]) -> None:
     assert tiers.counted("miss_") == {}
 
 
-def test_the_urgent_come_first_in_the_line(make: Callable[..., Tiers]) -> None:
-    tiers = make(15)
-    tiers.disk.is_up = False
-    names = ("first", "waits", "urgent", "urgent too")
-    for name in names:
-        tiers.look_up(hashes=block_hashes(name, 5), urgent=name.startswith("urgent"))
-        tiers.answer_scan(5)
-    for name in (names[0], *names[2:], names[1]):
-        assert tiers.redis.read[0].key == FORM.key(block_hashes(name, 5)[0])
-        tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-        tiers.give_back()
-        for _ in range(2):
-            tiers.loop.run_posted()
-
-
 def test_a_waiting_lookup_holds_nothing(
     make: Callable[..., Tiers],
 ) -> None:
@@ -436,34 +420,6 @@ def test_many_parts_begin_in_slices(
     assert [job.key for job in tiers.redis.read] == KEYS[4:]
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
-
-
-@pytest.fixture
-def slow(make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch) -> Tiers:
-    """All chunks are in the pool, which is searched two at a time."""
-    monkeypatch.setattr(parts, "_SOME_HELD", 2)
-    tiers = make()
-    for name in HASHES:
-        tiers.hold(name)
-    return tiers
-
-
-def test_the_pool_is_searched_in_turns(slow: Tiers) -> None:
-    slow.look_up()
-    for pinned in (2, 4):
-        assert (slow.cache.pool.pinned, slow.found) == (pinned * FORM.stripe_count, [])
-        slow.loop.run_posted()
-    assert slow.found == [(5, {"disk": 0, "Redis": 0})]
-
-
-@pytest.mark.parametrize("ends", ["cancel", "_expire"])
-def test_a_lookup_that_ends_in_the_search_promises_nothing(slow: Tiers, ends: str) -> None:
-    lookup = slow.look_up()
-    getattr(lookup, ends)()
-    assert slow.cache.pool.pinned == 0
-    slow.loop.run_posted()
-    assert slow.found == ([(0, {"disk": 0, "Redis": 0})] if ends == "_expire" else [])
-    assert slow.cache.pool.pinned == 0
 
 
 def test_a_part_that_another_lookup_loads_meanwhile_is_shared(
