@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
-from lmcache_redis.cache.pool import Entry, EntryState, HostPool, PoolMemory
+from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, PooledChunk, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
@@ -25,7 +23,6 @@ from lmcache_redis.tiers import (
     Backing,
     CallOutcome,
     ChunkIO,
-    ExistsResult,
     ReadOutcome,
     RemoveResult,
 )
@@ -35,9 +32,6 @@ logger = logging.getLogger(__name__)
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 _PROBE_DEADLINE_S = 30.0
-# Of a refresh, and of all that wait for one.
-_BATCH_CHUNKS = 256
-_MOST_WAITING = 16384
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -52,48 +46,6 @@ class Load(ChunkIO):
     level: int
     begun_s: float = 0.0
     outcome: ReadOutcome | None = None
-
-
-class Refresher:
-    """Tells one tier to keep what the host pool serves, which it would evict or expire otherwise.
-
-    lacked: told of READY chunks that the tier lacks.
-    """
-
-    def __init__(
-        self, backing: Backing, owner: Owner, lacked: Callable[[PooledChunk], None]
-    ) -> None:
-        self._backing = backing
-        self._owner = owner
-        self._lacked = lacked
-        self._waiting: deque[PooledChunk] = deque()
-        self._is_asking = False
-
-    def add(self, chunks: Iterable[PooledChunk]) -> None:
-        """Chunks of a lookup. Pins nothing: what is evicted meanwhile is not written again."""
-        if self._backing.tier.state.up:
-            self._waiting.extend(islice(chunks, _MOST_WAITING - len(self._waiting)))
-            self._ask()
-
-    def _ask(self) -> None:
-        if self._is_asking or not self._waiting:
-            return
-        count = min(_BATCH_CHUNKS, len(self._waiting))
-        chunks = [self._waiting.popleft() for _ in range(count)]
-        self._backing.tier.refresh(
-            [(entry.key, form.stripe_count) for form, _, entry in chunks],
-            time.monotonic() + self._backing.ask_timeout_s,
-            lambda result: self._owner.post(partial(self._asked, chunks, result)),
-        )
-        self._is_asking = True
-
-    def _asked(self, chunks: list[PooledChunk], result: ExistsResult) -> None:
-        self._is_asking = False
-        if result.outcome is CallOutcome.DONE:
-            for chunk, present in zip(chunks, result.present, strict=True):
-                if not present and chunk[-1].state is EntryState.READY:
-                    self._lacked(chunk)
-        self._ask()
 
 
 class Cache:
@@ -127,10 +79,6 @@ class Cache:
             for level, backing in enumerate(backings)
         )
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
-        self._refreshers = tuple(
-            Refresher(backing, owner, queue.lacked)
-            for backing, queue in zip(backings, self.queues, strict=True)
-        )
 
     def close(self, deadline_s: float) -> bool:
         """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
@@ -193,8 +141,8 @@ class Cache:
         now_s = time.monotonic()
         for _, _, entry in chunks:
             entry.refreshed_s = now_s
-        for refresher in self._refreshers:
-            refresher.add(chunks)
+        for queue in self.queues:
+            queue.keep(chunks)
 
     @property
     def backlog(self) -> int:
@@ -208,12 +156,12 @@ class Cache:
 
     # ---------------------------------------------------------------- loads
 
-    def level_of(self, key: bytes, first: int = 0, end: int | None = None) -> int | None:
-        """The number of the first tier, from ``first`` to ``end``, that has or may have the chunk.
+    def level_of(self, key: bytes, first: int = 0) -> int | None:
+        """The number of the first tier, from ``first`` on, that has or may have the chunk.
 
         Skips tiers that the chunk is being removed from.
         """
-        for level in range(first, len(self.tiers) if end is None else end):
+        for level in range(first, len(self.tiers)):
             may_have_it = self.tiers[level].lookup(key) is not False
             if may_have_it and not self.queues[level].is_removing(key):
                 return level

@@ -16,8 +16,6 @@ from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
-# Of prompts with more chunks, not every prefix is compared.
-_MOST_PREFIXES = 512
 # After the loads of so many parts others of the owner's actions have a turn.
 _SOME_PARTS = 512
 
@@ -379,7 +377,7 @@ class LookupParts:
             (chunk, row), level = state.part, self.level_of(state)
             if chunk >= next_chunk:
                 yield chunk, load_s()
-                next_chunk = chunk + 1 + bound // _MOST_PREFIXES
+                next_chunk = chunk + 1
             used.add(level)
             if state.watcher is None:
                 nbytes[level] += forms[row].chunk_bytes

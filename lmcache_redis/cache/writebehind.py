@@ -10,6 +10,9 @@ expires and loses chunks; if so, it is not written again. If the tier does not a
 of the write says why. A chunk whose read found doubtful bytes is *distrusted*: its next write is
 made without asking.
 
+Requests for a chunk in the host pool do not reach the tiers, which would evict or expire exactly
+the hottest chunks. So after a lookup they are told to keep its chunks.
+
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls. A write whose
 entry is discarded before it begins is skipped.
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 # For a chunk to wait in a queue and to be written, in total.
 WRITE_DEADLINE_S = 30.0
 _MOST_DISTRUSTED = 4096
+# That a tier is told to keep at a time.
+_BATCH_CHUNKS = 256
 
 # A chunk in the host pool, with what it takes to write it: its form, its hash, its entry.
 PooledChunk = tuple[ChunkForm, bytes, Entry]
@@ -117,10 +122,29 @@ class WriteBehind:
             self.schedule.add(write)
             self._timer.fire_by(write.due_s)
 
-    def lacked(self, chunk: PooledChunk) -> None:
-        """The tier does not have a READY chunk."""
-        self._pool.seen(self._index, (chunk[-1].key,), there=False)
-        self.enqueue(chunk)
+    def keep(self, chunks: Sequence[PooledChunk]) -> None:
+        """Tells the tier to keep chunks that the host pool serves, and enqueues what it lacks.
+
+        Pins nothing: what is evicted meanwhile is not written.
+        """
+        some, others = chunks[:_BATCH_CHUNKS], chunks[_BATCH_CHUNKS:]
+        if some and self._backing.tier.state.up:
+            self._backing.tier.refresh(
+                [(entry.key, form.stripe_count) for form, _, entry in some],
+                time.monotonic() + self._backing.ask_timeout_s,
+                lambda result: self._owner.post(partial(self._kept, some, others, result)),
+            )
+
+    def _kept(
+        self, some: Sequence[PooledChunk], others: Sequence[PooledChunk], result: ExistsResult
+    ) -> None:
+        if result.outcome is CallOutcome.DONE:
+            for chunk, present in zip(some, result.present, strict=True):
+                entry = chunk[-1]
+                if not present and entry.state is EntryState.READY:
+                    self._pool.seen(self._index, (entry.key,), there=False)
+                    self.enqueue(chunk)
+        self.keep(others)
 
     def write(
         self, chunk: PooledChunk, timeout_s: float, done: Callable[[WriteOutcome], None]
