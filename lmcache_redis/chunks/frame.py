@@ -70,10 +70,7 @@ class Verdict(enum.Enum):
     BAD_MAGIC = "not a stripe"
     BAD_VERSION = "of an unknown version"
     CORRUPT_HEADER = "a damaged header"
-    FOREIGN_LAYOUT = "of another layout"
-    FOREIGN_CHUNK = "of another chunk"
-    WRONG_STRIPE = "another stripe of the chunk"
-    WRONG_SIZE = "a chunk cut into stripes otherwise"
+    FOREIGN = "of another layout, chunk or stripe"
     SEALED = "the expected one, but sealed"
     NOT_SEALED = "the expected one, but not sealed"
 
@@ -206,23 +203,12 @@ class ChunkFrame:
         fault = _own_fault(raw)
         if fault is not None:
             return fault
-        _, _, place, _, layout_and_chunk, _, _, metadata = _PARTS.unpack(raw)
-        found_index, _, flags, _, _, chunk_bytes = _PLACE.unpack(place)
-        if flags & SEALED:
-            metadata = _without_seal(metadata)
-        if layout_and_chunk[:FINGERPRINT_BYTES] != self.fingerprint:
-            return Verdict.FOREIGN_LAYOUT
-        if layout_and_chunk != self._layout_and_chunk:
-            return Verdict.FOREIGN_CHUNK
-        if chunk_bytes != self.chunk_bytes:
-            return Verdict.WRONG_SIZE
-        if metadata != self._padded_metadata:
-            return Verdict.FOREIGN_LAYOUT
-        if found_index != index:
-            return Verdict.WRONG_STRIPE
-        if index >= self.stripe_count or place != self._place(index, flags):
-            return Verdict.WRONG_SIZE
-        return Verdict.SEALED if flags & SEALED else Verdict.NOT_SEALED
+        is_sealed = bool(raw[FLAGS_AT] & SEALED)
+        if 0 <= index < self.stripe_count and is_expected(
+            raw, self.bare_header(index, is_sealed=is_sealed)
+        ):
+            return Verdict.SEALED if is_sealed else Verdict.NOT_SEALED
+        return Verdict.FOREIGN
 
 
 @dataclass(frozen=True, slots=True)

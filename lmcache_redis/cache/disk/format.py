@@ -32,12 +32,11 @@ import os
 import re
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame, describe_header
 from lmcache_redis.errors import FormatError
@@ -111,15 +110,6 @@ def key_digest(key: bytes) -> str:
 def disk_bytes(payload_bytes: int) -> int:
     """The bytes that a file takes in a file system whose blocks are pages."""
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def payload_checksum(views: Sequence[memoryview]) -> int:
-    if len(views) == 1:
-        return xxh3_64_intdigest(views[0])
-    state = xxh3_64()
-    for view in views:
-        state.update(view)
-    return state.intdigest()
 
 
 def pack_page(key: bytes, frame: ChunkFrame, checksum: int) -> bytearray:

@@ -93,7 +93,7 @@ class DiskStore:
         self,
         key: bytes,
         frame: ChunkFrame,
-        views: Sequence[memoryview],
+        payload: memoryview,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> WriteOutcome:
         """Write a file and index it in place of an earlier one, unless the write is cancelled."""
@@ -110,7 +110,7 @@ class DiskStore:
             self.on_evicted([each.key for each in evicted])
         self._unlink(evicted, surplus_bytes)
         try:
-            self._files.write(key, file.sequence, frame, views)
+            self._files.write(key, file.sequence, frame, payload)
         except BaseException as error:
             with self._lock:
                 self._hold(-file.nbytes)
@@ -127,8 +127,8 @@ class DiskStore:
             self._unlink([removed], removed.nbytes)
         return WriteOutcome.CANCELLED if cancelled else WriteOutcome.STORED
 
-    def load(self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> ReadOutcome:
-        """Fill the views with the chunk described by the frame, and make it the most recently used.
+    def load(self, key: bytes, frame: ChunkFrame, payload: memoryview) -> ReadOutcome:
+        """Fill the payload with the chunk of the frame, and make it the most recently used.
 
         The chunk may be cut into stripes of another size.
         """
@@ -149,14 +149,14 @@ class DiskStore:
                 return ReadOutcome.MISSING
             else:
                 try:
-                    return self._read(fd, file, views)
+                    return self._read(fd, file, payload)
                 finally:
                     os.close(fd)
         return ReadOutcome.MISSING
 
-    def _read(self, fd: int, file: StoredFile, views: Sequence[memoryview]) -> ReadOutcome:
+    def _read(self, fd: int, file: StoredFile, payload: memoryview) -> ReadOutcome:
         try:
-            read_chunk(fd, file.key, file.cut.frame(file.key), views)
+            read_chunk(fd, file.key, file.cut.frame(file.key), payload)
         except FormatError as error:
             path = self._files.path(file.key, file.sequence)
             logger.warning("%s is removed: %s", path, error)

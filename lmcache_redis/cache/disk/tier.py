@@ -224,7 +224,7 @@ class DiskTier:
 
     def _load(self, io: ChunkIO) -> _Read | None:
         buffer = self._buffer(io.frame.chunk_bytes)
-        outcome = self._call(READ, partial(self.store.load, io.key, io.frame, [buffer]))
+        outcome = self._call(READ, partial(self.store.load, io.key, io.frame, buffer))
         return None if outcome is None else (outcome, buffer)
 
     def _store(self, io: ChunkIO) -> WriteOutcome | None:
@@ -232,9 +232,7 @@ class DiskTier:
         for slot, piece in _pieces(io, buffer):
             np.copyto(piece, slot)
         # If it ends while its slots are copied, they may change meanwhile: it is not visible then.
-        write = partial(
-            self.store.write, io.key, io.frame, [buffer], lambda: io not in self._pending
-        )
+        write = partial(self.store.write, io.key, io.frame, buffer, lambda: io not in self._pending)
         return self._call(WRITE, write)
 
     def _call(self, what: str, call: Callable[[], T]) -> T | None:

@@ -42,13 +42,13 @@ class Store:
 
     def write(self, number: int, nbytes: int = 100, **more: Any) -> WriteOutcome:
         frame = NAMES.frame(key_of(number), metadata_of(nbytes), nbytes)
-        views = [memoryview(payload_of(number, nbytes))]
-        return self.store.write(self.key(number), frame, views, **more)
+        payload = memoryview(payload_of(number, nbytes))
+        return self.store.write(self.key(number), frame, payload, **more)
 
     def load(self, number: int, nbytes: int = 100) -> ReadOutcome:
         payload = bytearray(nbytes)
         frame = NAMES.frame(key_of(number), metadata_of(nbytes), nbytes)
-        outcome = self.store.load(self.key(number), frame, [memoryview(payload)])
+        outcome = self.store.load(self.key(number), frame, memoryview(payload))
         assert (outcome is ReadOutcome.LOADED) == (payload == payload_of(number, nbytes))
         return outcome
 
