@@ -26,9 +26,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.metadata import RemoteMetadata
@@ -57,15 +58,16 @@ _DIGEST_BYTES = 32
 _MOST_DISTRUSTED = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class DoorSettings:
+_Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=3600)]
+
+
+class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What users may set in a door's configuration; see docs/guides/doors.md.
 
-    Times are seconds: of a lookup, and of all chunks of a load or a store together. Raises
-    ConfigError, which names the setting, for an impossible value.
+    Times are seconds: of a lookup, and of all chunks of a load or a store together.
     """
 
-    url: str = ""
+    url: Annotated[str, msgspec.Meta(min_length=1)]
     username: str | None = None
     password_file: str | None = None
     credential_provider: str | None = None
@@ -73,37 +75,25 @@ class DoorSettings:
     seal_key_file: str | None = None
     weights_id: str = ""
     ttl_s: int = 0
-    slot_bytes: int = DEFAULT_SLOT_BYTES
+    slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=512 << 20)] = DEFAULT_SLOT_BYTES
     connections: int = 4
     network_threads: int = 1
-    lookup_timeout_s: float = 1.0
-    load_timeout_s: float = 10.0
-    store_timeout_s: float = 30.0
+    lookup_timeout_s: _Seconds = 1.0
+    load_timeout_s: _Seconds = 10.0
+    store_timeout_s: _Seconds = 30.0
 
     @staticmethod
     def of(given: Mapping[str, Any], known_to_host: Sequence[str] = ()) -> DoorSettings:
-        """The settings in a mapping, without the names that the host reads itself."""
-        own = {name: value for name, value in given.items() if name not in known_to_host}
-        unknown = sorted(own.keys() - DoorSettings.__slots__)
-        if unknown:
-            raise ConfigError(
-                f"{', '.join(unknown)}: no setting of lmcache_redis; there are "
-                f"{', '.join(DoorSettings.__slots__)}"
-            )
-        return DoorSettings(**own)
+        """The settings in a mapping, without the names that the host reads itself.
 
-    def __post_init__(self) -> None:
-        for name in ("url", "key_prefix", "weights_id"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: write text")
-        if not self.url:
-            raise ConfigError('no server is named: set "url" to redis://HOST:PORT')
-        for name in ("lookup_timeout_s", "load_timeout_s", "store_timeout_s"):
-            seconds = getattr(self, name)
-            if type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600:
-                raise ConfigError(f"{name} is {seconds!r}: set it to 0.001 to 3600 seconds")
-        if type(self.slot_bytes) is not int or not 4096 <= self.slot_bytes <= 512 << 20:
-            raise ConfigError(f"slot_bytes is {self.slot_bytes!r}: set it to 4096 to 536870912")
+        Raises ConfigError, which names the setting, for an impossible value.
+        """
+        own = {name: value for name, value in given.items() if name not in known_to_host}
+        try:
+            return msgspec.convert(own, DoorSettings)
+        except msgspec.ValidationError as error:
+            names = ", ".join(DoorSettings.__struct_fields__)
+            raise ConfigError(f"{error}; lmcache_redis has the settings {names}") from None
 
     def redis(self) -> RedisOptions:
         """The options of the plane. The password is that of the environment, as for an agent.
