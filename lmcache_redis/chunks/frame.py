@@ -243,27 +243,18 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         raise FormatError(f"the header of a stripe was expected, found {fault.value}")
     _, store_id, place, checksum, layout_and_chunk, created, _, described = _PARTS.unpack(raw)
     index, count, flags, payload, offset, chunk_bytes = _PLACE.unpack(place)
-    sealed_with = None
-    if flags & SEALED:
-        sealed_with = raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES]
-        described = _without_seal(described)
-    hash_len = layout_and_chunk[FINGERPRINT_BYTES]
-    padded_hash = layout_and_chunk[FINGERPRINT_BYTES + 1 :]
-    if not 1 <= hash_len <= MAX_HASH_BYTES or any(padded_hash[hash_len:]):
-        raise FormatError(f"a chunk hash of {hash_len} bytes with its padding not zero")
-    metadata = RemoteMetadata.deserialize(described)
-    if metadata.length != chunk_bytes:
-        raise FormatError(f"metadata of {metadata.length} bytes for a chunk of {chunk_bytes}")
+    is_sealed = bool(flags & SEALED)
+    hash_end = FINGERPRINT_BYTES + 1 + layout_and_chunk[FINGERPRINT_BYTES]
+    metadata = RemoteMetadata.deserialize(described[:-SEAL_BYTES] if is_sealed else described)
     # Every stripe but the last has the same size; the offset of the last gives that size.
-    last = index == count - 1
-    stripe_payload_bytes = offset // index if last and index else payload
-    whole = index < count and 0 < payload <= stripe_payload_bytes
-    if (
-        not whole
-        or offset != index * stripe_payload_bytes
-        or (last and offset + payload != chunk_bytes)
-        or _stripe_count(chunk_bytes, stripe_payload_bytes) != count
-    ):
+    frame = ChunkFrame(
+        layout_and_chunk[:FINGERPRINT_BYTES],
+        layout_and_chunk[FINGERPRINT_BYTES + 1 : hash_end],
+        chunk_bytes,
+        offset // index if index and index == count - 1 else payload,
+        metadata.serialize(),
+    )
+    if not frame.check_header(raw, index, is_sealed).ok:
         raise FormatError(
             f"stripe {index} of {count}, {payload} bytes at {offset}, cannot be part of a "
             f"chunk of {chunk_bytes} bytes"
@@ -276,11 +267,11 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         payload_offset=offset,
         chunk_bytes=chunk_bytes,
         checksum=checksum,
-        fingerprint=layout_and_chunk[:FINGERPRINT_BYTES],
-        chunk_hash=padded_hash[:hash_len],
+        fingerprint=frame.fingerprint,
+        chunk_hash=frame.chunk_hash,
         created_unix_ms=created,
         metadata=metadata,
-        sealed_with=sealed_with,
+        sealed_with=raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES] if is_sealed else None,
     )
 
 
@@ -369,10 +360,6 @@ def _own_fault(raw: bytes) -> Verdict | None:
     # An unknown flag may change the meaning of the payload.
     flags = _PLACE.unpack(place)[2]
     return Verdict.BAD_VERSION if flags & ~SEALED else None
-
-
-def _without_seal(metadata: bytes) -> bytes:
-    return metadata[:-SEAL_BYTES] + _NO_SEAL
 
 
 @functools.lru_cache(maxsize=4096)
