@@ -84,10 +84,7 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @staticmethod
     def of(given: Mapping[str, Any], known_to_host: Sequence[str] = ()) -> DoorSettings:
-        """The settings in a mapping, without the names that the host reads itself.
-
-        Raises ConfigError, which names the setting, for an impossible value.
-        """
+        """Those that the host does not read itself. Raises ConfigError, which names the setting."""
         own = {name: value for name, value in given.items() if name not in known_to_host}
         try:
             return msgspec.convert(own, DoorSettings)
@@ -96,10 +93,7 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"{error}; lmcache_redis has the settings {names}") from None
 
     def redis(self) -> RedisOptions:
-        """The options of the plane. The password is that of the environment, as for an agent.
-
-        Raises ConfigError, also for files that cannot be read.
-        """
+        """The options of the plane, with the password of the environment. Raises ConfigError."""
         provider = self.credential_provider
         return RedisOptions(
             self.url,
@@ -194,10 +188,7 @@ class RegionStore:
     def store(
         self, chunks: Sequence[RegionChunk], done: Answer, present: Answer | None = None
     ) -> None:
-        """Store those that are not there. True: it is there now.
-
-        present: told first, of each whether it was there and is not written.
-        """
+        """Store those that are not there. True: it is there now. present: told first, of those."""
         now = time.monotonic()
         deadline = now + self.settings.store_timeout_s
         jobs = [_job(chunk, deadline) for chunk in chunks]

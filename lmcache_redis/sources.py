@@ -46,10 +46,7 @@ def _at_its_place(said: str, places: Mapping[str, str]) -> str:
 
 
 def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
-    """The config made from options, the environment and the file that ``config`` names.
-
-    Reads the file each time. Raises ``ConfigError``.
-    """
+    """The config made from options, the environment and the file, read anew. Raises ConfigError."""
     return given(config, options).config(config)
 
 

@@ -200,10 +200,7 @@ class Tier(Protocol):
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
     ) -> None:
-        """Which of the chunks exist whole, each a key and its number of stripes.
-
-        Counts as a use of those that do: it keeps them from eviction and expiry.
-        """
+        """Which chunks, by key and number of stripes, exist whole. Counts as a use of those."""
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
         """Load chunks into their slots, in this order.
@@ -213,10 +210,7 @@ class Tier(Protocol):
         """
 
     def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, /) -> None:
-        """Store chunks from their slots, which do not change until `done`.
-
-        A chunk becomes visible whole or not at all.
-        """
+        """Store chunks from their slots. A chunk becomes visible whole or not at all."""
 
     def cancel(self, job: ChunkIO, /) -> None:
         """End a job early, with CANCELLED through `done` as soon as its slots are free.
@@ -231,25 +225,16 @@ class Tier(Protocol):
         """
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
-        """The frames of the chunks.
-
-        The chunk under a key may be of any layout; the caller checks the frame.
-        """
+        """The frames of the chunks, which may be of any layout."""
 
     def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
-        """The chunk keys that begin with `prefix`, in any order; about `limit` of them at most.
-
-        The only call that blocks: not for the owner's thread.
-        """
+        """The chunk keys that begin so, about `limit` at most. Blocks: not for the owner."""
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove a chunk, or whatever is stored under its key."""
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """Remove every chunk whose key begins with `key_prefix`, in the background.
-
-        A tier that is down answers UNAVAILABLE, and keeps them.
-        """
+        """Remove all chunks whose keys begin so, in the background, unless the tier is down."""
 
 
 # Reads that found something else than the chunk, which a tier may take for it.

@@ -81,10 +81,8 @@ class Cache:
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
 
     def close(self, deadline_s: float) -> bool:
-        """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
-
-        The owner runs what they post before it stops. Returns False if a tier still uses slots: the
-        memory must then stay mapped.
+        """Closes the tiers in ``deadline_s`` seconds. False: one still uses slots, so the memory
+        must stay mapped. The owner runs what they post before it stops.
         """
         self._is_closed = True
         end_s = time.monotonic() + deadline_s
@@ -94,10 +92,7 @@ class Cache:
     # --------------------------------------------------------------- memory
 
     def reserve(self, form: ChunkForm, chunk_hash: bytes) -> Entry | None:
-        """A pinned entry for the caller to fill; `publish` or `abandon` releases the pin.
-
-        None if there is no room. Raises RuntimeError if the chunk is in the pool.
-        """
+        """A pinned entry to fill, until `publish` or `abandon`; None if there is no room."""
         return self.pool.reserve(form.key(chunk_hash), self.units(form))
 
     def units(self, form: ChunkForm) -> int:
@@ -157,10 +152,7 @@ class Cache:
     # ---------------------------------------------------------------- loads
 
     def level_of(self, key: bytes, first: int = 0) -> int | None:
-        """The number of the first tier, from ``first`` on, that has or may have the chunk.
-
-        Skips tiers that the chunk is being removed from.
-        """
+        """The first tier, from ``first`` on, that may have the chunk and does not remove it."""
         for level in range(first, len(self.tiers)):
             may_have_it = self.tiers[level].lookup(key) is not False
             if may_have_it and not self.queues[level].is_removing(key):
@@ -170,10 +162,7 @@ class Cache:
     def prepare_load(
         self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
     ) -> Load | None:
-        """A job that reads a chunk into a new entry; None if there is no room. See `begin_loads`.
-
-        Watchers of the entry learn how it ends; without any, it is cancelled.
-        """
+        """A job for `begin_loads`, which the entry's watchers await; None if there is no room."""
         entry = self.pool.reserve(key, self.units(form))
         if entry is None:
             return None

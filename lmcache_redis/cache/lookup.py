@@ -283,9 +283,9 @@ class PrefixLookup:
         return waits
 
     def _decide(self, awaited: list[PartState], *, asks: bool = False) -> bool:
-        """Ends the prefix before what is not worth loading; returns whether that made it shorter.
+        """Ends the prefix before what is not worth loading; whether that made it shorter.
 
-        asks: what a tier has not been asked about yet counts as found, after a question.
+        asks: what no tier was asked about counts as found, after a question.
         """
         if self._worth is None:
             return False

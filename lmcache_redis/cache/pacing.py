@@ -277,10 +277,7 @@ class PrefixNeeds:
         self._chunk_tokens = chunk_tokens
 
     def first(self, row: int, length: int) -> int:
-        """A prefix of ``length`` chunks needs the row's parts from this chunk to its end.
-
-        Never decreases with ``length``; ``length`` itself if it needs none.
-        """
+        """A prefix of so many chunks needs the row's parts from here on. Rises with the length."""
         reach, before = self._reaches[row], self._first_chunk
         if reach.kind == "all":
             return 0
@@ -350,10 +347,7 @@ class WaitQueue:
         return sum(self._waiting[each][1] for each in before)
 
     def wait(self, who: Hashable, nbytes: int, again: Action) -> None:
-        """Enters the queue, or keeps its place. The first one is told of more room by ``again``.
-
-        nbytes: what it wants to load.
-        """
+        """Enters the queue, or keeps its place. The first is told of room. nbytes: of its loads."""
         self._waiting[who] = again, nbytes
 
     def leave(self, who: Hashable) -> None:

@@ -193,10 +193,7 @@ class LookupParts:
         self.hold_pooled(self._need(added))
 
     def release_all(self) -> bool:
-        """Releases what is held, which is missing then; returns whether anything was.
-
-        A load without watchers is cancelled.
-        """
+        """Releases what is held, which is missing then; returns whether anything was."""
         if self._is_taken:
             return False
         pooled, self._pooled = self._pooled, {}

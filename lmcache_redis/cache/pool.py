@@ -257,10 +257,9 @@ class HostPool:
         return self._index.get(key)
 
     def reserve(self, key: bytes | None, units: int) -> Entry | None:
-        """A new FILLING entry with one pin; None if there is no room.
+        """A new FILLING entry with one pin; None, and nothing evicted, if there is no room.
 
-        Evicts as needed, but nothing if that would not make enough room. key: None: the entry is
-        not in the index until `publish` gives it a key.
+        key: None: the entry is not in the index until `publish` gives it a key.
         """
         if units <= 0:
             raise RuntimeError(f"an entry of {units} units")
@@ -303,10 +302,9 @@ class HostPool:
         return True
 
     def end(self, entry: Entry, *, is_filled: bool) -> bool:
-        """End the filling: the entry is READY, or DISCARDED if that failed or it was discarded.
+        """End the filling; whether the entry is READY now, and not DISCARDED.
 
-        Releases the filler's pin after the watchers ran, which may add theirs. Returns whether the
-        entry is READY.
+        Releases the filler's pin after the watchers ran, which may add theirs.
         """
         watchers, entry.watchers, entry.cancel = entry.watchers, None, None
         if watchers is None:
@@ -327,9 +325,9 @@ class HostPool:
         entry.watchers.append(watcher)
 
     def unwatch(self, entry: Entry, watcher: Callable[[], None]) -> None:
-        """Forget the watcher. Cancel the filling if it was the last one, and that is possible.
+        """Forget the watcher. After the last one the filling is cancelled, if that is possible.
 
-        The entry then leaves the index at once: whoever wants the chunk meanwhile loads it anew.
+        The entry then leaves the index: whoever wants the chunk meanwhile loads it anew.
         """
         if not entry.watchers or watcher not in entry.watchers:
             return
@@ -345,10 +343,7 @@ class HostPool:
             cancel()
 
     def discard(self, entry: Entry) -> None:
-        """Take an entry out of the index; its memory becomes free when its last pin is released.
-
-        Idempotent: callers that find the same fault need not coordinate.
-        """
+        """Take an entry out of the index. Its memory is free after its last pin. Idempotent."""
         if entry.state is EntryState.DISCARDED:
             return
         was_ready = entry.state is EntryState.READY

@@ -257,10 +257,7 @@ class HangDetector:
             self._due.pop(name, None)
 
     def close(self, timeout_s: float) -> bool:
-        """Start no more calls and wait for those in flight; return whether all have returned.
-
-        Does not wait if a call hangs.
-        """
+        """Start no more calls; whether those in flight return in time, or at once if one hangs."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)

@@ -107,10 +107,7 @@ class WriteBehind:
             del self._distrusted[next(iter(self._distrusted))]
 
     def enqueue(self, chunk: PooledChunk, delay_s: float = 0.0) -> None:
-        """Pins a READY entry, whose write is due in ``delay_s`` seconds.
-
-        Does nothing if it is already enqueued or the tier's index has it. May drop and count it.
-        """
+        """Pins a READY entry to be written, unless the index has it or the queue is full."""
         entry = chunk[-1]
         if entry in self._writes:
             return
@@ -123,10 +120,7 @@ class WriteBehind:
             self._timer.fire_by(write.due_s)
 
     def keep(self, chunks: Sequence[PooledChunk]) -> None:
-        """Tells the tier to keep chunks that the host pool serves, and enqueues what it lacks.
-
-        Pins nothing: what is evicted meanwhile is not written.
-        """
+        """Tells the tier to keep what the host pool serves, and enqueues what it lacks."""
         some, others = chunks[:_BATCH_CHUNKS], chunks[_BATCH_CHUNKS:]
         if some and self._backing.tier.state.up:
             self._backing.tier.refresh(
@@ -149,10 +143,9 @@ class WriteBehind:
     def write(
         self, chunk: PooledChunk, timeout_s: float, done: Callable[[WriteOutcome], None]
     ) -> None:
-        """Writes a READY entry without delay, in place of what the tier has under its key.
+        """Writes a READY entry at once, in place of what the tier has under its key.
 
-        done: called once, while the entry is still pinned. UNAVAILABLE also if the write is
-        dropped.
+        done: called once, while the entry is still pinned. UNAVAILABLE: also if it is dropped.
         """
         if self._has_room(chunk[0].chunk_bytes):
             write = self._add(chunk, timeout_s)
@@ -345,10 +338,7 @@ class WriteBehind:
     # ---------------------------------------------------------------- the queue
 
     def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
-        """Whether the tier is up and the queue has room. Counts what is dropped.
-
-        entry: makes room for it by dropping others that would be written after it.
-        """
+        """Whether there is room, for an ``entry`` also in place of what would be written later."""
         counters = self._backing.counters
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])

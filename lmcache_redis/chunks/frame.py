@@ -136,10 +136,9 @@ class ChunkFrame:
         return payload_bytes
 
     def header(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytearray:
-        """The header of stripe `index`, not sealed.
+        """The header of stripe `index`, not sealed. checksum: of the payload.
 
-        store_id: 16 bytes, the same for all stripes of one store. checksum: of the payload. Raises
-        FormatError for an index or a time out of range.
+        store_id: 16 bytes, of all stripes of one store. Raises FormatError for what does not fit.
         """
         header = bytearray(self.bare_header(index, store_id, created_unix_ms))
         add_checksums(header, checksum)
@@ -152,10 +151,7 @@ class ChunkFrame:
         created_unix_ms: int = 0,
         is_sealed: bool = False,
     ) -> bytes:
-        """The header of stripe `index` with both checksums zero, and with room for the seal.
-
-        Without room (`has_room_for_seal`), no sealed stripe has this header.
-        """
+        """The header of stripe `index` with both checksums zero, and with room for the seal."""
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
         try:
@@ -178,10 +174,9 @@ class ChunkFrame:
     def check_header(
         self, buf: bytes | bytearray | memoryview, index: int, is_sealed: bool = False
     ) -> HeaderCheck:
-        """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.
+        """Whether the first 512 bytes of `buf` are the header of stripe `index`. Never raises.
 
-        is_sealed: whether it must be sealed; the seal itself is not checked. Never raises, whatever
-        the bytes are. The payload is not read.
+        is_sealed: whether it must be sealed; the seal itself is not checked.
         """
         raw = _header_of(buf)
         if (
@@ -233,10 +228,7 @@ class StripeHeader:
 
 
 def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
-    """The header in the first 512 bytes of a value, for tools that know no layout.
-
-    Raises FormatError unless they are a complete, consistent header of this version.
-    """
+    """The header in the first 512 bytes of a value. Raises FormatError unless it is consistent."""
     raw = _header_of(buf)
     fault = _own_fault(raw)
     if fault is not None:

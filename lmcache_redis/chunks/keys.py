@@ -67,8 +67,7 @@ class ObjectKey:
     ) -> int:
         """32 bits: the four arguments, eight bits each, the first in the most significant bits.
 
-        Raises FormatError for a world over 255 workers, for more of them on the node than in the
-        world, and for a rank outside its world.
+        Raises FormatError for a world over 255 workers, and for ranks outside theirs.
         """
         check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
         check_int("global_rank", global_rank, 0, world_size - 1)
@@ -98,11 +97,10 @@ class ObjectKey:
 
 
 def share_rank(shares: int, share: int) -> int:
-    """The kv_rank of share number `share` of `shares` of a chunk's bytes.
+    """The kv_rank of share number `share` of `shares` of a chunk's bytes, 8 bits each.
 
-    The local half repeats the global half: the bytes do not depend on the node of the worker, so
-    engines that place their workers differently share chunks. Raises FormatError for a number
-    over 8 bits.
+    The local half repeats the global half, so engines that place their workers on other nodes
+    share chunks.
     """
     check_int("the number of shares", shares, 0, 0xFF)
     check_int("the number of a share", share, 0, 0xFF)

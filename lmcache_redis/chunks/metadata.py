@@ -86,10 +86,7 @@ DTYPE_NAMES: tuple[str, ...] = tuple(_CODE_AND_ITEMSIZE)
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The torch-free name of a dtype, from a ``torch.dtype``, ``"float16"`` or ``"torch.float16"``.
-
-    Raises FormatError for anything that has no code.
-    """
+    """The name of a dtype without torch, also of a ``torch.dtype``. Raises FormatError."""
     kind = type(dtype)
     if not isinstance(dtype, str) and (kind.__module__, kind.__name__) != ("torch", "dtype"):
         raise FormatError(f"a dtype is a torch.dtype or its name, not {kind.__name__}")
@@ -118,10 +115,7 @@ def itemsize(name: torch.dtype | str) -> int:
 
 
 def torch_dtype(name: torch.dtype | str) -> torch.dtype:
-    """The ``torch.dtype`` of a name; imports torch.
-
-    Raises FormatError for a dtype that is unknown, here or to the installed torch.
-    """
+    """The ``torch.dtype`` of a name; imports torch. Raises FormatError if one does not know it."""
     import torch
 
     known = dtype_name(name)
@@ -198,10 +192,7 @@ class RemoteMetadata:
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> RemoteMetadata:
-        """Decodes metadata; zero padding up to 336 bytes is allowed.
-
-        Raises FormatError for any other bytes.
-        """
+        """Decodes metadata, padded with zeros or not. Raises FormatError for any other bytes."""
         raw = bytes(memoryview(data))
         if not _FIXED.size <= len(raw) <= MAX_METADATA_BYTES:
             raise FormatError(
@@ -214,10 +205,7 @@ class RemoteMetadata:
 
     @staticmethod
     def at_start_of(data: bytes | bytearray | memoryview) -> RemoteMetadata:
-        """Decodes the metadata with which a buffer begins, whatever follows.
-
-        Raises FormatError for any other bytes.
-        """
+        """Decodes the metadata with which a buffer begins. Raises FormatError if there are none."""
         raw = bytes(memoryview(data).cast("B")[:MAX_METADATA_BYTES])
         if len(raw) < _FIXED.size:
             raise FormatError(f"metadata has at least {_FIXED.size} bytes, not {len(raw)}")

@@ -63,10 +63,7 @@ class SealKeys:
     def seal(
         self, key: bytes, header: bytearray, payload: memoryview, room: memoryview
     ) -> memoryview:
-        """Encrypt a payload into `room`, complete its bare header, and return the ciphertext.
-
-        key: of the stripe in Redis.
-        """
+        """Encrypt a payload into `room`, complete its header, and return the ciphertext."""
         key_id, nonce = self.ids[0], os.urandom(_NONCE_BYTES)
         header[_KEY_ID], header[_NONCE] = key_id, nonce
         sealed = room[: payload.nbytes]
@@ -87,10 +84,7 @@ class SealKeys:
 
 
 def read_seal_keys(path: str | None) -> SealKeys | None:
-    """The keys of ``--seal-key-file``, one a line, if it is given.
-
-    Raises ConfigError, which quotes nothing of the file.
-    """
+    """The keys of ``--seal-key-file``, if it is given. Raises ConfigError without quoting it."""
     return SealKeys(_keys_of(path, _private_text(path))) if path else None
 
 

@@ -370,7 +370,7 @@ class TestDescribeHeader:
     )
     def test_a_contradiction_in_the_last_stripe_is_refused(self, offset: int, value: int) -> None:
         header = put(header_of(frame_of(), 2), offset, "<H" if offset == 24 else "<Q", value)
-        with pytest.raises(FormatError, match="cannot be part|a stripe of 0 bytes"):
+        with pytest.raises(FormatError, match=r"cannot be part|a stripe of 0 bytes"):
             describe_header(header)
 
 

@@ -57,8 +57,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 def lock_directory(directory: Path) -> int:
     """Create the directory if needed and lock it, until the returned descriptor is closed.
 
-    The lock's file stays, and marks the directory as one for chunks. Raises ConfigError if it
-    cannot be used or is not safe, or another tier uses it.
+    The lock's file marks it as one for chunks. Raises ConfigError if it cannot be used so.
     """
     fd = None
     try:
@@ -159,10 +158,7 @@ def read_chunk(fd: int, key: bytes, frame: ChunkFrame, payload: memoryview) -> N
 
 
 def touch(fd: int) -> None:
-    """Set the time of last use, which is the file's mtime.
-
-    Set explicitly because the kernel's own timestamps have only the resolution of its clock tick.
-    """
+    """Set the time of last use, the file's mtime, finer than the kernel's clock tick would."""
     now_unix_ns = time.time_ns()
     os.utime(fd, ns=(now_unix_ns, now_unix_ns))
 

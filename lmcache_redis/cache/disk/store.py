@@ -128,10 +128,7 @@ class DiskStore:
         return WriteOutcome.CANCELLED if cancelled else WriteOutcome.STORED
 
     def load(self, key: bytes, frame: ChunkFrame, payload: memoryview) -> ReadOutcome:
-        """Fill the payload with the chunk of the frame, and make it the most recently used.
-
-        The chunk may be cut into stripes of another size.
-        """
+        """Fill the payload with the chunk, whatever its stripes; make it the most recently used."""
         while (file := self.find(key)) is not None:
             if file.cut[:4] != StoredShape.of(frame)[:4]:
                 return ReadOutcome.FOREIGN
@@ -182,10 +179,7 @@ class DiskStore:
     # Under the lock.
 
     def _reserve(self, nbytes: int) -> list[StoredFile] | None:
-        """Reserve space, evicting the least recently used entries; return the evicted ones.
-
-        None: other reservations leave too little space; nothing was evicted or reserved.
-        """
+        """Reserve space, and return what is evicted for it; None: others have reserved too much."""
         if self._reserved_bytes + nbytes > self.limit_bytes:
             return None
         evicted = []
