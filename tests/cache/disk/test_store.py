@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,31 +119,6 @@ def test_only_a_certain_file_is_removed(store: Store) -> None:
     assert not store.store.remove(store.key(1), former)
     assert store.has(1)
     assert store.store.remove(store.key(1), store.store.find(store.key(1)))
-
-
-def test_the_space_of_a_removed_file_is_held_until_it_is_gone(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    remove = ChunkFiles.remove
-
-    def slowly(files: ChunkFiles, key: bytes, sequence: int) -> None:
-        begun.set()
-        assert go_on.wait(30)
-        remove(files, key, sequence)
-
-    store.write(1)
-    monkeypatch.setattr(ChunkFiles, "remove", slowly)
-    thread = threading.Thread(target=store.store.remove, args=(store.key(1),))
-    thread.start()
-    assert begun.wait(30)
-    assert store.has()
-    assert store.used_bytes == FILE_BYTES
-    assert store.write(2, LIMIT_BYTES - 4096) is WriteOutcome.FULL
-    assert store.write(3, LIMIT_BYTES - FILE_BYTES - 4096) is WriteOutcome.STORED
-    go_on.set()
-    thread.join(30)
-    assert store.used_bytes == LIMIT_BYTES - FILE_BYTES
 
 
 def test_evictions_are_told_and_counted_once(store: Store) -> None:
