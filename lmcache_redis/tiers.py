@@ -2,8 +2,9 @@
 
 A job is the transfer of one chunk, a `ChunkIO`: the chunk key, the frame (size, stripe size,
 metadata), one slot of memory per stripe, and a deadline. The slots belong to the tier from the call
-until `done`, which is called exactly once for each job, by its deadline: a tier that cannot abandon
-an operation, such as a read from a network file system that is gone, makes it in memory of its own.
+until `done`, which is called exactly once for each job, by its deadline. A tier that cannot abandon
+an operation, such as a read from a network file system that is gone, makes it in memory of its own:
+it begins none after the deadline, and answers when its own patience ends.
 
 A callback may come on any thread, even before the call that caused it returns, and must only
 enqueue: the cache posts it to its owner. A tier never waits for I/O on the owner's thread, never

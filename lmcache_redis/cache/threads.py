@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -211,7 +210,7 @@ class WorkerThreads:
 
 
 class HangDetector:
-    """Makes calls that may never return, and runs actions at their times. Thread-safe.
+    """Makes calls that may never return. Thread-safe; a thread of its own watches them.
 
     Once a call has been in flight for longer than its limit, `reason` says so and no call is
     started until all calls in flight have returned.
@@ -223,61 +222,42 @@ class HangDetector:
         self._what = what
         self._on_hang = on_hang
         self._changed = threading.Condition()
-        self._calls: set[object] = set()  # in flight
-        self._due: dict[object, tuple[float, Action]] = {}
+        self._calls: dict[object, tuple[float, str]] = {}  # those in flight, their limits
         self._wake_s = math.inf  # not later than any of these
         self._closed = False
         self.reason = ""
         self.since_s = time.monotonic()  # when the present state began
-        self._thread = threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True).start()
 
     def run(self, call: Callable[[], T], what: str, limit_s: float) -> T | None:
         """Make a call on this thread. None: not made, because another hangs or after `close`."""
-        me = object()
-        reason = f"{what} has not returned within {limit_s:g} s"
+        me, due_s = object(), time.monotonic() + limit_s
         with self._changed:
             if self.reason or self._closed:
                 return None
-            self._calls.add(me)
-            self.at(time.monotonic() + limit_s, me, partial(self._hang, me, reason))
+            self._calls[me] = due_s, f"{what} has not returned within {limit_s:g} s"
+            if due_s < self._wake_s:
+                self._changed.notify_all()
         try:
             return call()
         finally:
             self._returned(me)
 
-    def at(self, due_s: float, name: object, action: Action) -> None:
-        """Run an action on the detector's thread at that time, unless it is forgotten before."""
-        with self._changed:
-            self._due[name] = due_s, action
-            self._wake_by(due_s)
-
-    def forget(self, name: object) -> None:
-        with self._changed:
-            self._due.pop(name, None)
-
     def close(self, timeout_s: float) -> bool:
         """Start no more calls; whether those in flight return in time, or at once if one hangs."""
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)
-            ended = not self._calls
-            self._wake_by(-math.inf)
-        self._thread.join()
-        return ended
-
-    def _wake_by(self, time_s: float) -> None:
-        if time_s < self._wake_s:
-            self._wake_s = time_s
             self._changed.notify_all()
+            self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)
+            return not self._calls
 
     def _returned(self, me: object) -> None:
         with self._changed:
-            self._calls.remove(me)
-            self._due.pop(me, None)
-            if self._closed:
-                self._changed.notify_all()
-            if self.reason and not self._calls:
+            del self._calls[me]
+            if self._calls or not (self.reason or self._closed):
+                return
+            self._changed.notify_all()
+            if self.reason:
                 now_s = time.monotonic()
                 logger.warning("the %s is back after %.1f s", self._what, now_s - self.since_s)
                 self.reason, self.since_s = "", now_s
@@ -285,22 +265,15 @@ class HangDetector:
     def _watch(self) -> None:
         while True:
             with self._changed:
-                while (left_s := self._wake_s - time.monotonic()) > 0:
-                    self._changed.wait(None if left_s == math.inf else left_s)
-                if self._wake_s == -math.inf:
+                if self._closed and not self._calls:
                     return
                 now_s = time.monotonic()
-                late = [name for name, (due_s, _) in self._due.items() if due_s <= now_s]
-                actions = [self._due.pop(name)[1] for name in late]
-                self._wake_s = min((due_s for due_s, _ in self._due.values()), default=math.inf)
-            for action in actions:
-                action()
-
-    def _hang(self, me: object, reason: str) -> None:
-        with self._changed:
-            if self.reason or me not in self._calls:
-                return
-            self.reason, self.since_s = reason, time.monotonic()
-            logger.warning("the %s is down: %s", self._what, self.reason)
-            self._changed.notify_all()
-        self._on_hang()
+                self._wake_s, reason = min(self._calls.values(), default=(math.inf, ""))
+                if self.reason or self._wake_s > now_s:
+                    left_s = None if self.reason or not reason else self._wake_s - now_s
+                    self._changed.wait(left_s)
+                    continue
+                self.reason, self.since_s = reason, now_s
+                logger.warning("the %s is down: %s", self._what, self.reason)
+                self._changed.notify_all()
+            self._on_hang()

@@ -2,8 +2,8 @@
 
 Two threads read, remove and clear, in the order of the jobs; one thread at a low priority writes.
 Each thread has a buffer: what it reads is copied into the slots when it is complete, what it writes
-is copied from them first. So a job whose time is up, or that is cancelled, ends at once, whatever
-the disk does: a read is then dropped, and a write does not become visible.
+is copied from them first. So a job that is cancelled ends at once, whatever the disk does: a read
+is then dropped, and a write does not become visible. No job begins after its deadline.
 
 A call that exceeds its patience takes the tier down: nothing is found, and every job is answered
 UNAVAILABLE. The tier comes back when all calls have returned. A tier that is closed while a call
@@ -261,12 +261,21 @@ class DiskTier:
     ) -> None:
         """Queues work whose result is answered; if it ends before, that of ``not_done``."""
         self._pending[name] = lambda outcome: answer(not_done(outcome))
-        self._detector.at(deadline_s, name, partial(self._end, name, "TIMED_OUT"))
-        threads.put(partial(self._run, name, work, answer), partial(self._end, name))
+        threads.put(
+            partial(self._run, name, deadline_s, work, answer), dropped=partial(self._end, name)
+        )
         if not self._is_up:
             self._end(name)  # it may have been queued after `_end_all`
 
-    def _run(self, name: object, work: Callable[[], T | None], answer: Callable[[T], None]) -> None:
+    def _run(
+        self,
+        name: object,
+        deadline_s: float,
+        work: Callable[[], T | None],
+        answer: Callable[[T], None],
+    ) -> None:
+        if time.monotonic() > deadline_s:
+            self._end(name, "TIMED_OUT")
         result = None
         try:
             if name in self._pending:
@@ -274,16 +283,12 @@ class DiskTier:
         finally:
             if result is None:
                 self._end(name, "UNAVAILABLE")  # no call was made, or a bug kept it from its end
-        if result is not None and self._take_out(name) is not None:
+        if result is not None and self._pending.pop(name, None) is not None:
             answer(result)
-
-    def _take_out(self, name: object) -> Callable[[str], None] | None:
-        self._detector.forget(name)
-        return self._pending.pop(name, None)
 
     def _end(self, name: object, outcome: str = "") -> None:
         """Answers a job that has not ended. By default: the tier hangs, or is closed."""
-        end = self._take_out(name)
+        end = self._pending.pop(name, None)
         if end is not None:
             end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
 
