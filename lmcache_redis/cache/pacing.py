@@ -291,14 +291,11 @@ class PrefixNeeds:
 
     def parts_of_any(self, length: int) -> Iterator[Part]:
         """The parts of the bounded rows that some prefix of at most ``length`` chunks needs."""
-        chunks: dict[Reach, list[int]] = {}  # most rows have the reach of another
         for row in self.bounded:
-            reach = self._reaches[row]
-            if reach not in chunks:
+            for chunk in range(length):
                 # If a longer prefix needs a part, so does the one that ends with its chunk.
-                chunks[reach] = [n for n in range(length) if self.first(row, n + 1) <= n]
-            for chunk in chunks[reach]:
-                yield chunk, row
+                if self.first(row, chunk + 1) <= chunk:
+                    yield chunk, row
 
     def longest(self, limit: int, has: Callable[[Part], bool]) -> int:
         """The longest prefix of at most ``limit`` chunks all of whose needed parts are there.

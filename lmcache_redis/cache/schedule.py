@@ -10,7 +10,6 @@ has tens of thousands of chunks. Times are those of `time.monotonic()`.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
@@ -69,7 +68,7 @@ class WriteScheduler:
         self.rate = TransferRate()
         self._in_flight: set[PendingWrite] = set()
         self._begun_s = -math.inf
-        self._due: list[float] = []  # a heap: when those that were not due yet are
+        self._next_due_s = math.inf  # of those that were not due yet
         self._order = itertools.count()
         self._queue: list[PendingWrite] = []  # by their ranks
         self._oldest: OrderedDict[PendingWrite, None] = OrderedDict()  # also, by deadline
@@ -83,7 +82,6 @@ class WriteScheduler:
         write.rank = write.entry.position, next(self._order)
         self._oldest[write] = None
         insort(self._queue, write, key=_RANK)
-        heapq.heappush(self._due, write.due_s)
 
     def remove(self, write: PendingWrite) -> bool:
         """Take out a write; False if it has begun."""
@@ -111,19 +109,20 @@ class WriteScheduler:
         if not self.is_stopping:
             by_s = now_s + _BATCH_WINDOW_S
             limit = min(IN_FLIGHT_BYTES, self._bytes_within(_IN_FLIGHT_S))
-        while self._due and self._due[0] <= by_s:
-            heapq.heappop(self._due)
+        self._next_due_s = math.inf
         in_flight_bytes = sum(each.nbytes for each in self._in_flight)
         # A batch costs less for each chunk, so there is none for every write that ends.
         if self._waits_until(now_s) > now_s or in_flight_bytes > limit // 2:
             return []
         begun = []
         for write in self._queue:
-            if write.due_s <= by_s:
-                if in_flight_bytes and in_flight_bytes + write.nbytes > limit:
-                    break
-                in_flight_bytes += write.nbytes
-                begun.append(write)
+            if write.due_s > by_s:
+                self._next_due_s = min(self._next_due_s, write.due_s)
+                continue
+            if in_flight_bytes and in_flight_bytes + write.nbytes > limit:
+                break
+            in_flight_bytes += write.nbytes
+            begun.append(write)
         for write in reversed(begun):
             self.remove(write)
         self._in_flight.update(begun)
@@ -133,12 +132,12 @@ class WriteScheduler:
 
     def next_s(self, now_s: float) -> float:
         """When to call `expired` and `begin` again, if nothing ends before."""
-        times = self._due[:1]
+        times = [self._next_due_s]
         if self._oldest:
             times.append(next(iter(self._oldest)).deadline)
             if (until_s := self._waits_until(now_s)) > now_s:
                 times.append(until_s)
-        return min(times, default=math.inf)
+        return min(times)
 
     def ended(self, write: PendingWrite) -> None:
         """A write is no longer in flight."""

@@ -27,7 +27,6 @@ and a late removal never removes a successor. While a file is being written its 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import struct
@@ -85,12 +84,11 @@ class StoredShape(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StoredFile:
-    """A file of the tier. touched_at: when its mtime was last set, in monotonic seconds."""
+    """A file of the tier."""
 
     key: bytes
     sequence: int
     cut: StoredShape
-    touched_at: float = -math.inf
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ The limit counts files in blocks of 4 KiB, including the first page of each, and
 being written. The least recently used file is evicted first. If concurrent writes leave no space
 for one of them, it is not stored.
 
-A file's mtime is the time of its last use, exact to ten seconds.
+A file's mtime is the time of its last use.
 
 A file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
 is full or fails, writes are not stored, reads are misses, and each kind of error is logged once a
@@ -33,8 +33,6 @@ from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
-
-TOUCH_INTERVAL_S = 10.0
 
 _WARNING_INTERVAL_S = 60.0
 
@@ -98,7 +96,7 @@ class DiskStore:
     ) -> WriteOutcome:
         """Write a file and index it in place of an earlier one, unless the write is cancelled."""
         with self._lock:
-            file = StoredFile(key, self._next_sequence, StoredShape.of(frame), time.monotonic())
+            file = StoredFile(key, self._next_sequence, StoredShape.of(frame))
             self._next_sequence += 1
             evicted = self._make_room(file.nbytes)
             if evicted is None:
@@ -161,7 +159,9 @@ class DiskStore:
             if error.errno != errno.EIO:
                 return ReadOutcome.UNAVAILABLE
         else:
-            self._touch(fd, file)
+            self.keep(file.key)
+            with contextlib.suppress(OSError):  # only the order after a restart gets less exact
+                touch(fd)
             return ReadOutcome.LOADED
         self.remove(file.key, file)
         return ReadOutcome.CORRUPT
@@ -217,18 +217,6 @@ class DiskStore:
             self._files.remove(file.key, file.sequence)
         except OSError as error:
             self._warn("a file could not be removed", error)
-
-    def _touch(self, fd: int, file: StoredFile) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if self._entries.get(file.key) is not file:
-                return
-            self._entries.move_to_end(file.key)
-            if now - file.touched_at < TOUCH_INTERVAL_S:
-                return
-            file.touched_at = now
-        with contextlib.suppress(OSError):  # only the order after a restart gets less exact
-            touch(fd)
 
     def _warn(self, what: str, error: OSError) -> None:
         kind = f"{what}: {error.strerror or error}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.disk import store as disk_store
 from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.cache.disk.format import disk_bytes
 from lmcache_redis.errors import ConfigError
@@ -111,9 +110,8 @@ def test_everything_is_found_after_a_restart(open_tier: Callable[..., Disk]) -> 
 
 
 def test_the_order_is_found_after_a_restart(
-    open_tier: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+    open_tier: Callable[..., Disk],
 ) -> None:
-    monkeypatch.setattr(disk_store, "TOUCH_INTERVAL_S", 0.0)
     tier = open_tier(10 * FILE_BYTES)
     fill(tier, [3, 1, 4, 5, 9, 2, 6, 8, 7, 0])
     for number in (4, 3, 2):
@@ -126,21 +124,6 @@ def test_the_order_is_found_after_a_restart(
         fill(tier, [100 + gone])
         assert not tier.contains(key_of(number))
     assert held(tier) == list(range(100, 110))
-
-
-def test_gets_write_the_time_of_use_once_in_a_while(
-    open_tier: Callable[..., Disk], directory: Path
-) -> None:
-    tier = open_tier()
-    fill(tier, [1])
-    (path,) = files_in(directory)
-    before = path.stat().st_mtime_ns
-    assert tier.get(key_of(1)) is not None
-    assert path.stat().st_mtime_ns == before
-    tier.close()
-    tier = open_tier()
-    assert tier.get(key_of(1)) is not None  # the first since the start
-    assert path.stat().st_mtime_ns > before
 
 
 def test_a_lower_limit_at_a_restart_gives_up_the_oldest(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,13 +209,3 @@ def test_files_that_vanish_or_are_damaged_count_no_more(
     assert store.used_bytes == disk_use(store.directory) == FILE_BYTES
     assert "a file was removed by another process" in caplog.text
     assert "is removed: " in caplog.text
-
-
-def test_the_time_of_use_is_written_once_in_a_while(store: Store) -> None:
-    store.write(1)
-    (path,) = files_in(store.directory)
-    again = Store(store.directory)
-    for touched in (True, False):
-        os.utime(path, ns=(1, 1))
-        assert again.load(1) is ReadOutcome.LOADED
-        assert (path.stat().st_mtime_ns > 1) == touched
