@@ -168,7 +168,7 @@ class PrefixLookup:
         if result.outcome is CallOutcome.DONE:
             self._cache.rates[-1].answered(time.monotonic() - asked_s)
             if rest:
-                self.parts.doubt(rest[0])
+                self._cache.pool.seen(self.parts.last_level, (rest[0].key,), there=False)
         self.parts.found(found, self.parts.last_level)
         if self._state is _Stage.ASKING:
             self._state = _Stage.SETTLING

@@ -280,17 +280,6 @@ class LookupParts:
             state.level = level
         self._cache.pool.seen(level, [state.key for state in here])
 
-    def doubt(self, absent: PartState) -> None:
-        """A scan of the last tier has ended with this part: what was known of the rest is old.
-
-        So is what was known of parts in the host pool, which were not asked for.
-        """
-        first = absent.part[0]
-        keys = [state.key for state in self._states.values() if state.part[0] >= first]
-        keys += [entry.key for (chunk, _), entry in self._pooled.items() if chunk >= first]
-        self._cache.pool.seen(self.last_level, (absent.key,), there=False)
-        self._cache.pool.seen(self.last_level, keys, there=None)
-
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
         if part in self._pooled:

@@ -157,11 +157,10 @@ class EntryState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Entry:
-    """One chunk in the pool. Only `HostPool` changes the first five attributes, and `stored_in`.
+    """One chunk in the pool. Only `HostPool` changes the first five attributes.
 
     Attributes:
         block: of the pool's memory, ``units`` large.
-        stored_in: bit n: the chunk was in tier n when it was last heard of.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
         position: its number in the prompt that it was stored for.
         watchers: told how the filling ends; None: it has ended.
@@ -174,7 +173,6 @@ class Entry:
     units: int
     pins: int = 1
     state: EntryState = EntryState.FILLING
-    stored_in: int = 0
     refreshed_s: float = 0.0
     position: int = 0
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
@@ -360,21 +358,16 @@ class HostPool:
         self.idle -= entry.units
         self._give_back(entry)
 
-    def seen(self, tier: int, keys: Iterable[bytes], there: bool | None = True) -> None:
-        """Whether a tier has these chunks. None: that is not known any more."""
-        for key in keys:
-            if (entry := self._index.get(key)) is not None:
-                entry.stored_in &= ~(1 << tier)
-                entry.stored_in |= bool(there) << tier
-            if self.on_change is not None and there is not None:
+    def seen(self, tier: int, keys: Iterable[bytes], there: bool = True) -> None:
+        """Whether a tier has these chunks."""
+        if self.on_change is not None:
+            for key in keys:
                 self.on_change(key, tier, there)
 
     def report_again(self, entry: Entry) -> None:
-        """Reports a READY entry and its tiers again, for watchers that started later."""
+        """Reports a READY entry again, for watchers that started later."""
         if self.on_change is not None:
-            tiers = range(entry.stored_in.bit_length())
-            for place in (None, *(tier for tier in tiers if entry.stored_in >> tier & 1)):
-                self.on_change(entry.key, place, True)
+            self.on_change(entry.key, None, True)
 
     def pin(self, entry: Entry) -> None:
         """Add a pin. A DISCARDED entry can be pinned only while it has one."""

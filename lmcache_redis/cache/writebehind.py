@@ -135,8 +135,8 @@ class WriteBehind:
         if result.outcome is CallOutcome.DONE:
             for chunk, present in zip(some, result.present, strict=True):
                 entry = chunk[-1]
+                self._pool.seen(self._index, (entry.key,), there=present)
                 if not present and entry.state is EntryState.READY:
-                    self._pool.seen(self._index, (entry.key,), there=False)
                     self.enqueue(chunk)
         self.keep(others)
 

@@ -92,13 +92,13 @@ def written_again(hot: Hot) -> list[Entry]:
 
 
 def test_what_a_tier_lacks_is_written_to_it_again(hot: Hot) -> None:
-    for entry in hot.entries:
-        hot.cache.pool.seen(1, (entry.key,))
+    told: list[tuple[bytes, int | None, bool]] = []
+    hot.cache.pool.on_change = lambda *change: told.append(change)
     hot.look_up()
     hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [True, False, True, False, True]))
-    assert [entry.stored_in for entry in hot.entries] == [2, 0, 2, 0, 2]
+    assert told == [(FORM.key(name), 1, n % 2 == 0) for n, name in enumerate(HASHES)]
     assert written_again(hot) == [hot.entries[1], hot.entries[3]]
-    assert [entry.stored_in for entry in hot.entries] == [2] * 5
+    assert told[-2:] == [(hot.entries[n].key, 1, True) for n in (1, 3)]
     assert hot.disk.written == []
 
 

@@ -73,14 +73,15 @@ def queue() -> Iterator[Queue]:
 
 
 def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
+    told: list[tuple[bytes, int | None, bool]] = []
+    queue.cache.pool.on_change = lambda *change: told.append(change)
     queue.enqueue()
     chunks = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
     assert [asked for asked, _ in queue.tier.refreshed] == [chunks]
     assert queue.written() == []
     queue.answer(ExistsResult(CallOutcome.DONE, [True, False, True, False, False]))
-    has, lacks = queue.entries[0:3:2], [queue.entries[n] for n in (1, 3, 4)]
-    assert queue.written() == lacks
-    assert [entry.stored_in for entry in has] == [1, 1]
+    assert queue.written() == [queue.entries[n] for n in (1, 3, 4)]
+    assert told == [(FORM.key(name), 0, n in (0, 2)) for n, name in enumerate(HASHES)]
     assert queue.writes.queued_bytes == 3 * FORM.chunk_bytes
     queue.end(WriteOutcome.STORED)
     assert queue.counted() == {
@@ -90,7 +91,7 @@ def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
     }
     queue.enqueue()  # the tier may have lost it since
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * 4 + [False]))
-    assert [entry.stored_in for entry in queue.entries] == [1, 1, 1, 1, 0]
+    assert told[-5:] == [(FORM.key(name), 0, n < 4) for n, name in enumerate(HASHES)]
     assert queue.written()[3:] == [queue.entries[4]]
     queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
     queue.loop.run_posted()
