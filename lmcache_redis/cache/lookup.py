@@ -237,32 +237,26 @@ class PrefixLookup:
             elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self)):
                 self._wait_for_room()
                 return
-            elif self._load(awaited):
-                return
             else:
-                self._no_room()
+                self._load(awaited)
+                return
 
-    def _load(self, awaited: list[PartState]) -> bool:
-        """Begins to load what is missing; returns False if there is no room."""
+    def _load(self, awaited: list[PartState]) -> None:
+        """Begins to load what is missing."""
         self.parts.queue_loads(awaited)
-        if not self._load_some():
-            return False
         self._state = _Stage.LOADING
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:
             self._wake_in(1.25 * self._worth.expected_s, partial(self._recheck, self._worth))
-        return True
+        self._load_some()
 
-    def _load_some(self) -> bool:
-        has_room = self.parts.begin_some()
-        if has_room and self.parts.to_load:
-            self._cache.owner.post(self._load_more)
-        return has_room
-
-    def _load_more(self) -> None:
-        if self._state is _Stage.LOADING and not self._load_some():
-            self._no_room()
-            self._check()
+    def _load_some(self) -> None:
+        if self._state is _Stage.LOADING:
+            self.parts.begin_some()
+            if self.parts.to_load:
+                self._cache.owner.post(self._load_some)
+            else:
+                self._check()
 
     def _is_measuring(self, awaited: list[PartState]) -> bool:
         """Whether to wait for the first load from a tier whose rate is not known."""
@@ -348,7 +342,7 @@ class PrefixLookup:
             self._gap = self._miss(result.outcome)
             self._check()
 
-    def _no_room(self, chunks: int = 1) -> None:
+    def _no_room(self, chunks: int) -> None:
         self._cache.metrics.count("miss_pool_full", chunks)
         self.end.reasons.add("the host pool was full")
         self._shrink(self.bound - chunks, "miss_pool_full")

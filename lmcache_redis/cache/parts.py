@@ -380,37 +380,33 @@ class LookupParts:
         missing = [state for state in awaited if state.entry is None and not state.is_later]
         self.to_load = sorted(missing, key=self.level_of)
 
-    def begin_some(self) -> bool:
-        """Begins to load some of what is to be loaded; returns False if there is no room."""
+    def begin_some(self) -> None:
+        """Begins to load some of what is to be loaded."""
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
         batch: list[Load] = []
-        try:
-            for state in some:
-                level = self.level_of(state)
-                # Parts of one lookup have about as many stripes as each other.
-                if batch and (
-                    len(batch) * batch[-1].frame.stripe_count >= _BATCH_STRIPES
-                    or batch[0].level != level
-                ):
-                    begun, batch = batch, []
-                    self._cache.begin_loads(begun)
-                if not self._prepare(state, level, batch):
-                    return False
-            return True
-        finally:
-            self._cache.begin_loads(batch)
+        for state in some:
+            level = self.level_of(state)
+            # Parts of one lookup have about as many stripes as each other.
+            if batch and (
+                len(batch) * batch[-1].frame.stripe_count >= _BATCH_STRIPES
+                or batch[0].level != level
+            ):
+                begun, batch = batch, []
+                self._cache.begin_loads(begun)
+            self._prepare(state, level, batch)
+        self._cache.begin_loads(batch)
 
-    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> bool:
-        """Holds a part, and loads it in the batch unless that has begun; False: no room."""
+    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> None:
+        """Holds a part, and loads it in the batch unless that has begun."""
         request, (chunk, row), pool = self._request, state.part, self._cache.pool
         entry = pool.hold(state.key)
         if entry is None:
             form, chunk_hash = request.forms[row], request.hashes[chunk]
             load = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
             if load is None:
-                return False
+                self._on_filled(state)  # the room is gone
+                return
             batch.append(load)
             state.load, self.has_loads, entry = load, True, load.entry
             pool.hold(state.key)
         self._held(state, entry)
-        return True

@@ -260,31 +260,24 @@ class DiskTier:
         not_done: Callable[[str], T],
     ) -> None:
         """Queues work whose result is answered; if it ends before, that of ``not_done``."""
+
+        def run() -> None:
+            result = None
+            try:
+                if time.monotonic() > deadline_s:
+                    self._end(name, "TIMED_OUT")
+                elif name in self._pending:
+                    result = work()
+            finally:
+                if result is None:
+                    self._end(name, "UNAVAILABLE")  # no call was made, or a bug prevented its end
+            if result is not None and self._pending.pop(name, None) is not None:
+                answer(result)
+
         self._pending[name] = lambda outcome: answer(not_done(outcome))
-        threads.put(
-            partial(self._run, name, deadline_s, work, answer), dropped=partial(self._end, name)
-        )
+        threads.put(run, dropped=partial(self._end, name))
         if not self._is_up:
             self._end(name)  # it may have been queued after `_end_all`
-
-    def _run(
-        self,
-        name: object,
-        deadline_s: float,
-        work: Callable[[], T | None],
-        answer: Callable[[T], None],
-    ) -> None:
-        if time.monotonic() > deadline_s:
-            self._end(name, "TIMED_OUT")
-        result = None
-        try:
-            if name in self._pending:
-                result = work()
-        finally:
-            if result is None:
-                self._end(name, "UNAVAILABLE")  # no call was made, or a bug kept it from its end
-        if result is not None and self._pending.pop(name, None) is not None:
-            answer(result)
 
     def _end(self, name: object, outcome: str = "") -> None:
         """Answers a job that has not ended. By default: the tier hangs, or is closed."""
