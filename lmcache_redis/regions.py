@@ -62,10 +62,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=3600)]
 
 
 class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What users may set in a door's configuration; see docs/guides/doors.md.
-
-    Times are seconds: of a lookup, and of all chunks of a load or a store together.
-    """
+    """What users may set in a door's configuration (docs/guides/doors.md); times are of a call."""
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
     username: str | None = None
@@ -146,10 +143,7 @@ def form_of(
 
 
 class RegionStore:
-    """Stores and loads chunks of any form in Redis. Thread-safe; no call waits.
-
-    Connects in the background. Raises ConfigError for impossible settings.
-    """
+    """Stores and loads chunks of any form in Redis. Thread-safe; no call waits."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings
@@ -230,8 +224,12 @@ class RegionStore:
         """Remove chunks. True: it is not there any more, or was not."""
         deadline = time.monotonic() + self.settings.lookup_timeout_s
         answer = _Answers([_job(chunk, deadline) for chunk in chunks], done)
+
+        def removed(job: ChunkIO, result: RemoveResult) -> None:
+            answer.ended(job, result.outcome is CallOutcome.DONE)
+
         for job in answer.open:
-            self._plane.remove(job.key, deadline, partial(_removed, answer, job))
+            self._plane.remove(job.key, deadline, partial(removed, job))
 
     def clear(self, form: ChunkForm, timeout_s: float, done: Answer) -> None:
         """Remove every chunk of this form. True: none is left of those that were there."""
@@ -271,10 +269,7 @@ class RegionStore:
 
 
 class _Answers:
-    """The jobs of one call, and how each ended; `done` is called after the last.
-
-    at_once: those that need no work, which are good.
-    """
+    """How the jobs of one call ended; `done` is told after the last. at_once: good without work."""
 
     def __init__(
         self, jobs: Sequence[ChunkIO], done: Answer, at_once: Collection[ChunkIO] = ()
@@ -296,10 +291,6 @@ class _Answers:
             is_last = not self._left
         if is_last:
             self._done([each in self._good for each in self._jobs])
-
-
-def _removed(answer: _Answers, job: ChunkIO, result: RemoveResult) -> None:
-    answer.ended(job, result.outcome is CallOutcome.DONE)
 
 
 def _chunk_key(chunk: RegionChunk) -> bytes:

@@ -1,7 +1,4 @@
-"""Where the values of settings come from: options, the environment, a file.
-
-The option precedes the variable, that the file, and that the default.
-"""
+"""Where settings come from: the option precedes the variable, that the file, that the default."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A cache of chunks: the host pool, the loads in flight, the tiers and their write-behind queues.
-
-Everything here runs on the owner's thread; a tier's threads only access the slots of their jobs.
-"""
+"""A cache of chunks: host pool, loads in flight, tiers and their queues; on the owner's thread."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ _PROBE_DEADLINE_S = 30.0
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Load(ChunkIO):
-    """A chunk that is being read into an entry.
-
-    level: the number of the tier. begun_s: when that read began. outcome: of the last that failed.
-    """
+    """A chunk that is being read into an entry, from tier ``level``. outcome: if a read failed."""
 
     entry: Entry
     form: ChunkForm

@@ -59,10 +59,7 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class PrefixEnd:
-    """Why a lookup's prefix is not longer.
-
-    reasons: for a log line. counter: of the chunks that its end has cost; "" if it has all.
-    """
+    """Why a prefix is not longer. reasons: for a log line. counter: of the chunks it has cost."""
 
     reasons: set[str] = field(default_factory=set)
     counter: str = ""

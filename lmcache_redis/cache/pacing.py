@@ -155,10 +155,7 @@ class TransferRate:
 
 
 class Computing:
-    """What an engine has to compute.
-
-    token_s: seconds per prompt token as the engine has measured them; 0.0: not yet.
-    """
+    """What an engine has to compute. token_s: seconds per prompt token; 0.0: not measured yet."""
 
     def __init__(self) -> None:
         self.token_s = 0.0
@@ -261,11 +258,7 @@ def prefix_worth_loading(
 
 
 class PrefixNeeds:
-    """What the prefixes of one lookup need.
-
-    reaches: of each row. Raises ValueError if a row does not need all tokens and there are no
-    ``chunk_tokens``.
-    """
+    """What the prefixes of one lookup need. reaches: of each row. Raises ValueError."""
 
     def __init__(self, reaches: Sequence[Reach], first_chunk: int = 0, chunk_tokens: int = 0):
         # Rows that need only some of a prefix's parts.
@@ -320,10 +313,7 @@ class PrefixNeeds:
 
 
 class WaitQueue:
-    """Lookups that wait for room in the host pool, in their order.
-
-    They hold no pins while they wait, so no two wait for each other's memory.
-    """
+    """Lookups that wait for room in the host pool, in order. They hold no pins that others need."""
 
     def __init__(self, owner: Owner, pool: HostPool) -> None:
         self._owner = owner

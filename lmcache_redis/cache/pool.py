@@ -101,11 +101,9 @@ class Arena:
     def prefault(self, stop: threading.Event) -> bool:
         """Fault in the whole arena, so that first use causes no page faults. Releases the GIL.
 
-        Contents are kept, and slots may be in use meanwhile. A step blocks threads that map memory;
-        after each it pauses for as long, so that other threads get the cores. (A low priority would
-        be worse: a thread without a core keeps the GIL or the kernel's lock of the address space.)
-        False: ``stop`` was set, or the kernel, before 5.14, cannot do this safely; the arena is
-        then faulted in by use. Raises MemoryError if the machine has not enough memory.
+        Contents are kept. A step blocks threads that map memory; after each it pauses for as long.
+        (A low priority would be worse: a thread without a core keeps the kernel's lock.) False:
+        ``stop`` was set, or the kernel is older than 5.14. Raises MemoryError.
         """
         try:
             for offset in range(0, self.size_bytes, HUGE_PAGE_BYTES):

@@ -52,10 +52,7 @@ class _LoopTimer:
 
 
 class OwnerLoop:
-    """An `Owner` whose thread calls `run_posted` after it wakes and `run_due` before it waits.
-
-    wake: called by `post`.
-    """
+    """An `Owner` whose thread calls `run_posted` after ``wake`` and `run_due` before it waits."""
 
     def __init__(self, wake: Action) -> None:
         self._wake = wake
@@ -132,10 +129,7 @@ class _Task(NamedTuple):
 
 
 class WorkerThreads:
-    """A queue of tasks and its threads, which start with the first one.
-
-    Each task gets exactly one call: ``run`` or ``dropped``. nice: see `nice(2)`.
-    """
+    """Threads with a queue of tasks; each gets one call, ``run`` or ``dropped``. nice: `nice(2)`."""
 
     def __init__(self, name: str, threads: int, nice: int = 0) -> None:
         self._nice = nice

@@ -68,10 +68,7 @@ _Change = PendingWrite | _Removal
 
 
 class WriteBehind:
-    """The queue from the host pool to tier number ``index``. Owned by the owner's thread.
-
-    loads: those from the tier, which its writes give way to.
-    """
+    """The queue to tier number ``index``. loads: those from it, which its writes give way to."""
 
     def __init__(
         self,

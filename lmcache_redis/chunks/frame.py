@@ -208,10 +208,7 @@ class ChunkFrame:
 
 @dataclass(frozen=True, slots=True)
 class StripeHeader:
-    """The fields of a header; sizes and offsets in bytes, checksum of the payload.
-
-    sealed_with: the id of the key, None for a plain payload.
-    """
+    """The fields of a header. checksum: of the payload. sealed_with: the id of the key, or None."""
 
     store_id: bytes
     stripe_index: int

@@ -74,8 +74,7 @@ def chunk_key_in(data: bytes, key_prefix: bytes) -> bytes | None:
 class ChunkNames:
     """Keys and frames of the chunks of one layout. Thread-safe.
 
-    layout: the fingerprint, 32 bytes, of an engine's KV cache; None: tensors. prefix: the user's
-    prefix of every key.
+    layout: the fingerprint of an engine's KV cache; None: tensors. prefix: the user's, of all keys.
     """
 
     def __init__(self, layout: bytes | None = None, prefix: bytes = b"") -> None:

@@ -39,10 +39,7 @@ class Opened(enum.Enum):
 
 
 class SealKeys:
-    """Keys of 32 bytes: the first seals, all of them open. Thread-safe; shows no key.
-
-    Raises ConfigError if there is no key, or no `cryptography`.
-    """
+    """Keys of 32 bytes: the first seals, all of them open. Thread-safe. Raises ConfigError."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         if not keys or any(len(key) != _KEY_BYTES for key in keys):

@@ -1,5 +1,4 @@
-"""The files of the disk tier: written whole or not at all, read into the caller's buffers, and
-found again after a restart.
+"""The files of the disk tier: written whole or not at all, and found again after a restart.
 
 A file is written under a temporary name in its final folder, then renamed. Nothing is forced to
 disk: after a power failure files may be missing or damaged, and reads detect damage by checksum.
@@ -176,16 +175,12 @@ def _opened(folder: str) -> Iterator[int]:
 class Scan:
     """One pass over a locked directory, when the tier is opened: 50 to 80 µs a file.
 
-    The first page and the size of every file are checked; payloads are not read. Invalid files are
-    removed, with one log line each: truncated, of another version, damaged, or under another
-    chunk's name; and the older of two files of one chunk, if a process ended between writing the
-    new file and removing the old one. Temporary files are removed too. Files whose names do not
-    have the tier's form, and those that cannot be opened, are left alone and logged once.
+    The first page and the size of every file are checked; payloads are not read. Invalid and
+    unfinished files are removed, with a log line each, and the older of two files of one chunk.
+    Files whose names do not have the tier's form, and those that cannot be opened, are left alone
+    and logged once. Raises OSError if the directory cannot be listed.
 
-    Raises OSError if the directory cannot be listed.
-
-    is_stopped: asked before each file; if it says so, the rest is not looked at. found: one file
-    per key, from the least to the most recently used.
+    is_stopped: asked before each file. found: one file per key, the least recently used first.
     """
 
     def __init__(self, directory: Path, is_stopped: Callable[[], bool] = lambda: False) -> None:

@@ -8,11 +8,9 @@ The limit counts files in blocks of 4 KiB, including the first page of each, and
 being written. The least recently used file is evicted first. If concurrent writes leave no space
 for one of them, it is not stored.
 
-A file's mtime is the time of its last use.
-
-A file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
-is full or fails, writes are not stored, reads are misses, and each kind of error is logged once a
-minute. A full disk causes no eviction; only the limit does.
+A file's mtime is the time of its last use. One that is not exactly the expected chunk is a miss and
+is removed, with a log line. If the disk is full or fails, writes are not stored, reads are misses,
+and each kind of error is logged once a minute. Only the limit causes evictions.
 """
 
 from __future__ import annotations

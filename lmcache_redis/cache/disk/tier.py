@@ -67,14 +67,11 @@ _Read: TypeAlias = tuple[ReadOutcome, memoryview]
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
-    Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
-
     limit_bytes: see `store`. read_patience_s: how long a read may be in flight; write_patience_s:
     the same for a write or a removal. write_nice: see `nice(2)`. in_background: the files that are
     there are read on a thread, and the tier is down until that has ended.
 
-    Raises ConfigError if a value is invalid, or if the directory cannot be used or is in use by
-    another tier, of this process or another.
+    Raises ConfigError if a value is invalid, or the directory cannot be used or is in use.
     """
 
     name = "disk"
