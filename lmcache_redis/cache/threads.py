@@ -129,7 +129,7 @@ class _Task(NamedTuple):
 
 
 class WorkerThreads:
-    """Threads with a queue of tasks; each gets one call, ``run`` or ``dropped``. nice: `nice(2)`."""
+    """Threads with a queue of tasks, each called once: ``run`` or ``dropped``. nice: `nice(2)`."""
 
     def __init__(self, name: str, threads: int, nice: int = 0) -> None:
         self._nice = nice
