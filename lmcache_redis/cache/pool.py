@@ -63,13 +63,10 @@ class PoolMemory(Protocol):
 class Arena:
     """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
 
-    A block is a tuple of slot numbers, one per stripe. `take` and `give_back` are for one thread;
-    any thread may call the other methods. On a machine with several NUMA nodes the arena is spread
-    over all of them (`numa_nodes`), unless numactl or a cpuset says otherwise.
-
-    size_bytes: a remainder smaller than a slot is not used. slot_bytes: usable; the stride is
-    rounded up to a page. Raises ValueError if not even one slot fits, or a size is not positive,
-    and OSError if the address space cannot be allocated.
+    A block is a tuple of slot numbers, one per stripe. `take` and `give_back` are for one thread.
+    The arena is spread over all NUMA nodes (`numa_nodes`), unless numactl or a cpuset says
+    otherwise. slot_bytes: usable; the stride is rounded up to a page. Raises ValueError if not even
+    one slot fits, and OSError if the address space cannot be allocated.
     """
 
     def __init__(self, size_bytes: int, slot_bytes: int) -> None:

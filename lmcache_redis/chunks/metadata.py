@@ -96,11 +96,6 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return name
 
 
-def dtype_code(name: torch.dtype | str) -> int:
-    """The code of a dtype in encoded metadata. Raises FormatError if it has none."""
-    return _CODE_AND_ITEMSIZE[dtype_name(name)][0]
-
-
 def dtype_from_code(code: int) -> str:
     """The name of a code. Raises FormatError for an unknown code."""
     name = NAME_OF_CODE.get(code)
@@ -187,7 +182,9 @@ class RemoteMetadata:
         encoded = _FIXED.pack(self.length, self.fmt.value, len(self.shapes))
         for shape, name in zip(self.shapes, self.dtype_names, strict=True):
             padded = shape + (0,) * (_LEAST_SIZES - len(shape))
-            encoded += _GROUP.pack(dtype_code(name), len(shape)) + _SIZES[len(padded)].pack(*padded)
+            encoded += _GROUP.pack(_CODE_AND_ITEMSIZE[name][0], len(shape)) + _SIZES[
+                len(padded)
+            ].pack(*padded)
         return encoded
 
     @staticmethod
