@@ -86,7 +86,7 @@ class RetrieveJob(CopyJob):
         deadline_s = min(lease_s, time.monotonic() + self._agent.config.lookup_deadline_s)
         form = replace(self._form, reach=FULL_REACH)
         hashes = [self._hashes[chunk] for chunk in piece]
-        request = LookupRequest([form], hashes, deadline_s)
+        request = LookupRequest([form], hashes, deadline_s, urgent=True)
         lookup = PrefixLookup(self._cache, request, loaded)
         try:
             lookup.start()

@@ -200,7 +200,7 @@ class PrefixLookup:
         Loads that are being cancelled still take theirs.
         """
         pool, waiting, parts = self._cache.pool, self._cache.waiting, self.parts
-        missing = parts.missing()
+        urgent, missing = self._request.urgent, parts.missing()
         parts.hold_pooled(missing)
         while True:
             if self._questions == 2:
@@ -231,7 +231,11 @@ class PrefixLookup:
                 return
             elif self._decide(awaited):
                 pass
-            elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self)):
+            elif (
+                units
+                and can_wait
+                and (lacking > 0 or not waiting.is_turn_of(self, self._request.urgent))
+            ):
                 self._wait_for_room()
                 return
             else:
@@ -303,7 +307,7 @@ class PrefixLookup:
         if self.parts.release_all():
             self._questions = min(self._questions, 1)
         nbytes = sum(self.parts.bytes_left())
-        self._cache.waiting.wait(self, nbytes, self._check)
+        self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
         if self._worth is not None:
             self._wake_in(self._worth.compute_s(self.bound, time.monotonic()), self._give_up)
 

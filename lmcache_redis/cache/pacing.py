@@ -312,30 +312,43 @@ class PrefixNeeds:
         return length
 
 
+class _WaitingLookup(NamedTuple):
+    again: Action
+    nbytes: int
+    urgent: bool
+
+
 class WaitQueue:
-    """Lookups that wait for room in the host pool, in order. They hold no pins that others need."""
+    """Lookups that wait for room in the host pool: the urgent before the others, in their order.
+
+    They hold no pins while they wait, so no two wait for each other's memory.
+    """
 
     def __init__(self, owner: Owner, pool: HostPool) -> None:
         self._owner = owner
         pool.on_room = self._wake
-        self._waiting: dict[Hashable, tuple[Action, int]] = {}
+        self._waiting: dict[Hashable, _WaitingLookup] = {}  # in the order of their turns
         self._is_posted = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def is_turn_of(self, who: Hashable) -> bool:
+    def is_turn_of(self, who: Hashable, urgent: bool) -> bool:
         """Whether ``who``, in the queue or not yet, would be the next one."""
-        return next(iter(self._waiting), who) == who
+        first = next(iter(self._waiting), who)
+        return first == who or (urgent and not self._waiting[first].urgent)
 
     def bytes_before(self, who: Hashable) -> int:
         """The bytes that all before ``who`` want to load."""
         before = takewhile(lambda each: each != who, self._waiting)
-        return sum(self._waiting[each][1] for each in before)
+        return sum(self._waiting[each].nbytes for each in before)
 
-    def wait(self, who: Hashable, nbytes: int, again: Action) -> None:
+    def wait(self, who: Hashable, nbytes: int, again: Action, urgent: bool) -> None:
         """Enters the queue, or keeps its place. The first is told of room. nbytes: of its loads."""
-        self._waiting[who] = again, nbytes
+        is_new = who not in self._waiting
+        self._waiting[who] = _WaitingLookup(again, nbytes, urgent)
+        if urgent and is_new:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda each: not each[1].urgent))
 
     def leave(self, who: Hashable) -> None:
         """Leaves the queue, if it is in it."""
@@ -350,4 +363,4 @@ class WaitQueue:
     def _serve(self) -> None:
         self._is_posted = False
         if self._waiting:
-            next(iter(self._waiting.values()))[0]()  # if it leaves, the next is served
+            next(iter(self._waiting.values())).again()  # if it leaves, the next is served

@@ -27,7 +27,8 @@ class LookupRequest:
     forms: one per row of this node. deadline_s: `time.monotonic()`. first_chunk: the number in the
     prompt of the first chunk. chunk_tokens: the tokens of a chunk; may be 0 if every row needs all
     chunks. remote: further rows, whose parts must exist in the last tier and are not loaded.
-    computing: of the engine; None: everything is worth loading.
+    computing: of the engine; None: everything is worth loading. urgent: waits for room before those
+    that are not: the engine holds blocks for its chunks.
     """
 
     forms: Sequence[ChunkForm]
@@ -37,6 +38,7 @@ class LookupRequest:
     chunk_tokens: int = 0
     remote: Sequence[PartNames] = ()
     computing: Computing | None = None
+    urgent: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -47,6 +47,7 @@ class Tiers(World):
         within_s: float = 60.0,
         hashes: Sequence[bytes] = HASHES,
         computing: Computing | None = None,
+        urgent: bool = False,
     ) -> PrefixLookup:
         def done(lookup: PrefixLookup) -> None:
             self.found.append((lookup.bound, loaded_from(lookup)))
@@ -55,7 +56,7 @@ class Tiers(World):
         deadline_s = time.monotonic() + within_s
         request = LookupRequest(
             forms or (FORM,), hashes, deadline_s,
-            chunk_tokens=16, computing=computing,
+            chunk_tokens=16, computing=computing, urgent=urgent,
         )  # fmt: skip
         lookup = PrefixLookup(self.cache, request, done)
         lookup.start()
@@ -353,6 +354,21 @@ def test_a_full_pool_is_a_queue(make: Callable[..., Tiers]) -> None:
             tiers.loop.run_posted()
     assert tiers.found == [(5, {"disk": 0, "Redis": 5})] * 3
     assert tiers.counted("miss_") == {}
+
+
+def test_the_urgent_come_first_in_the_line(make: Callable[..., Tiers]) -> None:
+    tiers = make(15)
+    tiers.disk.is_up = False
+    names = ("first", "waits", "urgent", "urgent too")
+    for name in names:
+        tiers.look_up(hashes=block_hashes(name, 5), urgent=name.startswith("urgent"))
+        tiers.answer_scan(5)
+    for name in (names[0], *names[2:], names[1]):
+        assert tiers.redis.read[0].key == FORM.key(block_hashes(name, 5)[0])
+        tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+        tiers.give_back()
+        for _ in range(2):
+            tiers.loop.run_posted()
 
 
 def test_a_waiting_lookup_holds_nothing(
