@@ -231,11 +231,7 @@ class PrefixLookup:
                 return
             elif self._decide(awaited):
                 pass
-            elif (
-                units
-                and can_wait
-                and (lacking > 0 or not waiting.is_turn_of(self, self._request.urgent))
-            ):
+            elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self, urgent)):
                 self._wait_for_room()
                 return
             else:
