@@ -26,11 +26,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from lmcache_redis.cache.backing import DOUBTFUL, REDIS_COUNTERS
+import msgspec
+
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
@@ -41,6 +41,8 @@ from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.options import load_provider
 from lmcache_redis.seal import read_seal_keys
 from lmcache_redis.tiers import (
+    DOUBTFUL,
+    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ExistsResult,
@@ -56,15 +58,13 @@ _DIGEST_BYTES = 32
 _MOST_DISTRUSTED = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class DoorSettings:
-    """What users may set in a door's configuration; see docs/guides/doors.md.
+_Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=3600)]
 
-    Times are seconds: of a lookup, and of all chunks of a load or a store together. Raises
-    ConfigError, which names the setting, for an impossible value.
-    """
 
-    url: str = ""
+class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What users may set in a door's configuration (docs/guides/doors.md); times are of a call."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1)]
     username: str | None = None
     password_file: str | None = None
     credential_provider: str | None = None
@@ -72,43 +72,25 @@ class DoorSettings:
     seal_key_file: str | None = None
     weights_id: str = ""
     ttl_s: int = 0
-    slot_bytes: int = DEFAULT_SLOT_BYTES
+    slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=512 << 20)] = DEFAULT_SLOT_BYTES
     connections: int = 4
     network_threads: int = 1
-    lookup_timeout_s: float = 1.0
-    load_timeout_s: float = 10.0
-    store_timeout_s: float = 30.0
+    lookup_timeout_s: _Seconds = 1.0
+    load_timeout_s: _Seconds = 10.0
+    store_timeout_s: _Seconds = 30.0
 
     @staticmethod
     def of(given: Mapping[str, Any], known_to_host: Sequence[str] = ()) -> DoorSettings:
-        """The settings in a mapping, without the names that the host reads itself."""
+        """Those that the host does not read itself. Raises ConfigError, which names the setting."""
         own = {name: value for name, value in given.items() if name not in known_to_host}
-        unknown = sorted(own.keys() - DoorSettings.__slots__)
-        if unknown:
-            raise ConfigError(
-                f"{', '.join(unknown)}: no setting of lmcache_redis; there are "
-                f"{', '.join(DoorSettings.__slots__)}"
-            )
-        return DoorSettings(**own)
-
-    def __post_init__(self) -> None:
-        for name in ("url", "key_prefix", "weights_id"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: write text")
-        if not self.url:
-            raise ConfigError('no server is named: set "url" to redis://HOST:PORT')
-        for name in ("lookup_timeout_s", "load_timeout_s", "store_timeout_s"):
-            seconds = getattr(self, name)
-            if type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600:
-                raise ConfigError(f"{name} is {seconds!r}: set it to 0.001 to 3600 seconds")
-        if type(self.slot_bytes) is not int or not 4096 <= self.slot_bytes <= 512 << 20:
-            raise ConfigError(f"slot_bytes is {self.slot_bytes!r}: set it to 4096 to 536870912")
+        try:
+            return msgspec.convert(own, DoorSettings)
+        except msgspec.ValidationError as error:
+            names = ", ".join(DoorSettings.__struct_fields__)
+            raise ConfigError(f"{error}; lmcache_redis has the settings {names}") from None
 
     def redis(self) -> RedisOptions:
-        """The options of the plane. The password is that of the environment, as for an agent.
-
-        Raises ConfigError, also for files that cannot be read.
-        """
+        """The options of the plane, with the password of the environment. Raises ConfigError."""
         provider = self.credential_provider
         return RedisOptions(
             self.url,
@@ -161,10 +143,7 @@ def form_of(
 
 
 class RegionStore:
-    """Stores and loads chunks of any form in Redis. Thread-safe; no call waits.
-
-    Connects in the background. Raises ConfigError for impossible settings.
-    """
+    """Stores and loads chunks of any form in Redis. Thread-safe; no call waits."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings
@@ -203,10 +182,7 @@ class RegionStore:
     def store(
         self, chunks: Sequence[RegionChunk], done: Answer, present: Answer | None = None
     ) -> None:
-        """Store those that are not there. True: it is there now.
-
-        present: told first, of each whether it was there and is not written.
-        """
+        """Store those that are not there. True: it is there now. present: told first, of those."""
         now = time.monotonic()
         deadline = now + self.settings.store_timeout_s
         jobs = [_job(chunk, deadline) for chunk in chunks]
@@ -248,8 +224,12 @@ class RegionStore:
         """Remove chunks. True: it is not there any more, or was not."""
         deadline = time.monotonic() + self.settings.lookup_timeout_s
         answer = _Answers([_job(chunk, deadline) for chunk in chunks], done)
+
+        def removed(job: ChunkIO, result: RemoveResult) -> None:
+            answer.ended(job, result.outcome is CallOutcome.DONE)
+
         for job in answer.open:
-            self._plane.remove(job.key, deadline, partial(_removed, answer, job))
+            self._plane.remove(job.key, deadline, partial(removed, job))
 
     def clear(self, form: ChunkForm, timeout_s: float, done: Answer) -> None:
         """Remove every chunk of this form. True: none is left of those that were there."""
@@ -289,10 +269,7 @@ class RegionStore:
 
 
 class _Answers:
-    """The jobs of one call, and how each ended; `done` is called after the last.
-
-    at_once: those that need no work, which are good.
-    """
+    """How the jobs of one call ended; `done` is told after the last. at_once: good without work."""
 
     def __init__(
         self, jobs: Sequence[ChunkIO], done: Answer, at_once: Collection[ChunkIO] = ()
@@ -314,10 +291,6 @@ class _Answers:
             is_last = not self._left
         if is_last:
             self._done([each in self._good for each in self._jobs])
-
-
-def _removed(answer: _Answers, job: ChunkIO, result: RemoveResult) -> None:
-    answer.ended(job, result.outcome is CallOutcome.DONE)
 
 
 def _chunk_key(chunk: RegionChunk) -> bytes:

@@ -1,7 +1,4 @@
-"""Where the values of settings come from: options, the environment, a file.
-
-The option precedes the variable, that the file, and that the default.
-"""
+"""Where settings come from: the option precedes the variable, that the file, that the default."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ def _at_its_place(said: str, places: Mapping[str, str]) -> str:
 
 
 def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
-    """The config made from options, the environment and the file that ``config`` names.
-
-    Reads the file each time. Raises ``ConfigError``.
-    """
+    """The config made from options, the environment and the file, read anew. Raises ConfigError."""
     return given(config, options).config(config)
 
 

@@ -2,8 +2,9 @@
 
 A job is the transfer of one chunk, a `ChunkIO`: the chunk key, the frame (size, stripe size,
 metadata), one slot of memory per stripe, and a deadline. The slots belong to the tier from the call
-until `done`, which is called exactly once for each job, by its deadline: a tier that cannot abandon
-an operation, such as a read from a network file system that is gone, makes it in memory of its own.
+until `done`, which is called exactly once for each job, by its deadline. A tier that cannot abandon
+an operation, such as a read from a network file system that is gone, makes it in memory of its own:
+it begins none after the deadline, and answers when its own patience ends.
 
 A callback may come on any thread, even before the call that caused it returns, and must only
 enqueue: the cache posts it to its owner. A tier never waits for I/O on the owner's thread, never
@@ -200,10 +201,7 @@ class Tier(Protocol):
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
     ) -> None:
-        """Which of the chunks exist whole, each a key and its number of stripes.
-
-        Counts as a use of those that do: it keeps them from eviction and expiry.
-        """
+        """Which chunks, by key and number of stripes, exist whole. Counts as a use of those."""
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
         """Load chunks into their slots, in this order.
@@ -213,10 +211,7 @@ class Tier(Protocol):
         """
 
     def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, /) -> None:
-        """Store chunks from their slots, which do not change until `done`.
-
-        A chunk becomes visible whole or not at all.
-        """
+        """Store chunks from their slots. A chunk becomes visible whole or not at all."""
 
     def cancel(self, job: ChunkIO, /) -> None:
         """End a job early, with CANCELLED through `done` as soon as its slots are free.
@@ -231,23 +226,98 @@ class Tier(Protocol):
         """
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
-        """The frames of the chunks.
-
-        The chunk under a key may be of any layout; the caller checks the frame.
-        """
+        """The frames of the chunks, which may be of any layout."""
 
     def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
-        """The chunk keys that begin with `prefix`, in any order; about `limit` of them at most.
-
-        The only call that blocks: not for the owner's thread.
-        """
+        """The chunk keys that begin so, about `limit` at most. Blocks: not for the owner."""
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove a chunk, or whatever is stored under its key."""
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """Remove every chunk whose key begins with `key_prefix`, in the background.
+        """Remove all chunks whose keys begin so, in the background, unless the tier is down."""
 
-        A tier that is down answers UNAVAILABLE. If its chunks survive the outage (a disk), it
-        removes them before they can be found again.
-        """
+
+# Reads that found something else than the chunk, which a tier may take for it.
+DOUBTFUL = frozenset(
+    {
+        ReadOutcome.INCOMPLETE,
+        ReadOutcome.TORN,
+        ReadOutcome.CORRUPT,
+        ReadOutcome.FOREIGN,
+        ReadOutcome.NOT_OPENED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounters:
+    """Names of counters, and of the histograms of loads: a chunk's time, and the tier's rate.
+
+    misses, drops: by the outcome of a read or write. is_remote: chunks that the tier already had
+    and cleared keys are counted too; drops and failed clears are logged.
+    """
+
+    loaded_chunks: str
+    loaded_bytes: str
+    load_seconds: str
+    load_rate: str
+    stored_chunks: str
+    stored_bytes: str
+    misses: Mapping[ReadOutcome, str]
+    drops: Mapping[WriteOutcome, str]
+    queue_full: str
+    is_remote: bool
+
+
+REDIS_COUNTERS = TierCounters(
+    "loaded_chunks",
+    "loaded_bytes",
+    "redis_load_seconds",
+    "redis_load_rate",
+    "stored_chunks",
+    "stored_bytes",
+    misses={
+        ReadOutcome.MISSING: "miss_absent",
+        ReadOutcome.INCOMPLETE: "miss_incomplete",
+        ReadOutcome.TORN: "miss_mixed_stores",
+        ReadOutcome.FOREIGN: "miss_foreign",
+        ReadOutcome.CORRUPT: "miss_corrupt",
+        ReadOutcome.NOT_OPENED: "miss_sealed",
+        ReadOutcome.TIMED_OUT: "miss_deadline",
+        ReadOutcome.UNAVAILABLE: "miss_redis_error",
+        ReadOutcome.CANCELLED: "miss_deadline",
+    },
+    drops=dict.fromkeys(WriteOutcome, "drop_redis_error")
+    | {WriteOutcome.FULL: "drop_redis_full", WriteOutcome.CANCELLED: "drop_shutdown"},
+    queue_full="drop_queue_full",
+    is_remote=True,
+)
+
+DISK_COUNTERS = TierCounters(
+    "disk_loaded_chunks",
+    "disk_loaded_bytes",
+    "disk_load_seconds",
+    "disk_load_rate",
+    "disk_stored_chunks",
+    "disk_stored_bytes",
+    misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},
+    drops=dict.fromkeys(WriteOutcome, "drop_disk"),
+    queue_full="drop_disk",
+    is_remote=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """A tier of a cache.
+
+    write_limit_bytes: of its queue. ask_timeout_s: of one `refresh`. refresh_every_s: how often at
+    most the tier is told to keep a chunk that lookups find in the host pool.
+    """
+
+    tier: Tier
+    counters: TierCounters
+    write_limit_bytes: int
+    ask_timeout_s: float = 1.0
+    refresh_every_s: float = 60.0

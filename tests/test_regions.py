@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
@@ -219,8 +219,8 @@ def test_settings_of_the_host_are_left_to_it() -> None:
 def settings_table() -> str:
     """The settings in docs/guides/doors.md, as a table of Markdown."""
     rows = [
-        f"| `{field.name}` | {'required' if field.name == 'url' else f'`{field.default!r}`'} |"
-        for field in dataclasses.fields(DoorSettings)
+        f"| `{field.name}` | {'required' if field.required else f'`{field.default!r}`'} |"
+        for field in msgspec.structs.fields(DoorSettings)
     ]
     return "\n".join(["| setting | default |", "| --- | --- |", *rows])
 

@@ -14,7 +14,6 @@ from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import Peer, Peers
 from lmcache_redis.agent.sessions import Session, Sessions
 from lmcache_redis.agent.trust import LayoutTrust
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
@@ -25,6 +24,7 @@ from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.transport import Wakeup
 
 Line = tuple[int, str]

@@ -8,7 +8,6 @@ entry keeps its memory; an unpinned one stays until its memory is needed.
     disk              a tier behind the pool (`lmcache_redis.tiers`), as is `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
     schedule          which writes begin: they give way to loads
-    backing           a tier's counters and limits; tiers are told what the pool serves
     pacing            decisions: which parts a prefix needs, how much of it is worth loading
     lookup            how many leading chunks are available, pinned, by a deadline
     parts             the parts of a lookup's chunks: held, missing, and where those are

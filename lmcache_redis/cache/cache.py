@@ -1,7 +1,4 @@
-"""A cache of chunks: the host pool, the loads in flight, the tiers and their write-behind queues.
-
-Everything here runs on the owner's thread; a tier's threads only access the slots of their jobs.
-"""
+"""A cache of chunks: host pool, loads in flight, tiers and their queues; on the owner's thread."""
 
 from __future__ import annotations
 
@@ -12,14 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_redis.cache.backing import DOUBTFUL, Backing, PooledChunk, Refresher
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner
-from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
+from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, PooledChunk, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
+from lmcache_redis.tiers import (
+    DOUBTFUL,
+    Backing,
+    CallOutcome,
+    ChunkIO,
+    ReadOutcome,
+    RemoveResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,7 @@ _PROBE_DEADLINE_S = 30.0
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Load(ChunkIO):
-    """A chunk that is being read into an entry.
-
-    level: the number of the tier. begun_s: when that read began. outcome: of the last that failed.
-    """
+    """A chunk that is being read into an entry, from tier ``level``. outcome: if a read failed."""
 
     entry: Entry
     form: ChunkForm
@@ -72,18 +72,11 @@ class Cache:
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
             for level, backing in enumerate(backings)
         )
-        self.pool.on_wanted = self._wanted
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
-        self._refreshers = tuple(
-            Refresher(backing, owner, queue.lacked)
-            for backing, queue in zip(backings, self.queues, strict=True)
-        )
 
     def close(self, deadline_s: float) -> bool:
-        """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
-
-        The owner runs what they post before it stops. Returns False if a tier still uses slots: the
-        memory must then stay mapped.
+        """Closes the tiers in ``deadline_s`` seconds. False: one still uses slots, so the memory
+        must stay mapped. The owner runs what they post before it stops.
         """
         self._is_closed = True
         end_s = time.monotonic() + deadline_s
@@ -93,10 +86,7 @@ class Cache:
     # --------------------------------------------------------------- memory
 
     def reserve(self, form: ChunkForm, chunk_hash: bytes) -> Entry | None:
-        """A pinned entry for the caller to fill; `publish` or `abandon` releases the pin.
-
-        None if there is no room. Raises RuntimeError if the chunk is in the pool.
-        """
+        """A pinned entry to fill, until `publish` or `abandon`; None if there is no room."""
         return self.pool.reserve(form.key(chunk_hash), self.units(form))
 
     def units(self, form: ChunkForm) -> int:
@@ -140,12 +130,8 @@ class Cache:
         now_s = time.monotonic()
         for _, _, entry in chunks:
             entry.refreshed_s = now_s
-        for refresher in self._refreshers:
-            refresher.add(chunks)
-
-    def _wanted(self, entry: Entry) -> None:
         for queue in self.queues:
-            queue.wanted(entry)
+            queue.keep(chunks)
 
     @property
     def backlog(self) -> int:
@@ -159,12 +145,9 @@ class Cache:
 
     # ---------------------------------------------------------------- loads
 
-    def level_of(self, key: bytes, first: int = 0, end: int | None = None) -> int | None:
-        """The number of the first tier, from ``first`` to ``end``, that has or may have the chunk.
-
-        Skips tiers that the chunk is being removed from.
-        """
-        for level in range(first, len(self.tiers) if end is None else end):
+    def level_of(self, key: bytes, first: int = 0) -> int | None:
+        """The first tier, from ``first`` on, that may have the chunk and does not remove it."""
+        for level in range(first, len(self.tiers)):
             may_have_it = self.tiers[level].lookup(key) is not False
             if may_have_it and not self.queues[level].is_removing(key):
                 return level
@@ -173,10 +156,7 @@ class Cache:
     def prepare_load(
         self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
     ) -> Load | None:
-        """A job that reads a chunk into a new entry; None if there is no room. See `begin_loads`.
-
-        Watchers of the entry learn how it ends; without any, it is cancelled.
-        """
+        """A job for `begin_loads`, which the entry's watchers await; None if there is no room."""
         entry = self.pool.reserve(key, self.units(form))
         if entry is None:
             return None

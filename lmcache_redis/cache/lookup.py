@@ -32,7 +32,7 @@ The counters of reads (``loaded_chunks``, and misses of reads that fail) are par
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -51,7 +51,6 @@ _LONGEST_WAIT_S = 60.0
 
 
 class _Stage(Enum):
-    SEARCHING = "not all of the prompt was looked for in the host pool yet"
     ASKING = "a tier has not answered yet"
     SETTLING = "the prefix may change, or waits for room or for the rate of a tier"
     LOADING = "every part that the prefix needs is held, and some may be being filled"
@@ -60,10 +59,7 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class PrefixEnd:
-    """Why a lookup's prefix is not longer.
-
-    reasons: for a log line. counter: of the chunks that its end has cost; "" if it has all.
-    """
+    """Why a prefix is not longer. reasons: for a log line. counter: of the chunks it has cost."""
 
     reasons: set[str] = field(default_factory=set)
     counter: str = ""
@@ -88,7 +84,7 @@ class PrefixLookup:
         self._request = request
         self._done = done
         self.parts = LookupParts(cache, request, self._filled)
-        self._state = _Stage.SEARCHING
+        self._state = _Stage.SETTLING
         self._questions = 0  # that `_ask` may leave out: 1: the scan; 2: all is known
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         engine, self._worth = request.computing, None
@@ -99,15 +95,7 @@ class PrefixLookup:
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        self._search(self.parts.hold_first())
-
-    def _search(self, turns: Iterator[None]) -> None:
-        if self._state is not _Stage.SEARCHING:
-            return
-        for _ in turns:
-            self._cache.owner.post(partial(self._search, turns))
-            return
-        self._state = _Stage.SETTLING
+        self.parts.hold_first()
         bounded, worth, now_s = self.parts.needs.bounded, self._worth, time.monotonic()
         wanted = [each for each in self.parts.missing() if each.part[1] not in bounded]
         if worth is not None:
@@ -177,7 +165,7 @@ class PrefixLookup:
         if result.outcome is CallOutcome.DONE:
             self._cache.rates[-1].answered(time.monotonic() - asked_s)
             if rest:
-                self.parts.doubt(rest[0])
+                self._cache.pool.seen(self.parts.last_level, (rest[0].key,), there=False)
         self.parts.found(found, self.parts.last_level)
         if self._state is _Stage.ASKING:
             self._state = _Stage.SETTLING
@@ -212,8 +200,7 @@ class PrefixLookup:
         Loads that are being cancelled still take theirs.
         """
         pool, waiting, parts = self._cache.pool, self._cache.waiting, self.parts
-        urgent = self._request.urgent
-        missing = parts.missing()
+        urgent, missing = self._request.urgent, parts.missing()
         parts.hold_pooled(missing)
         while True:
             if self._questions == 2:
@@ -247,32 +234,26 @@ class PrefixLookup:
             elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self, urgent)):
                 self._wait_for_room()
                 return
-            elif self._load(awaited):
-                return
             else:
-                self._no_room()
+                self._load(awaited)
+                return
 
-    def _load(self, awaited: list[PartState]) -> bool:
-        """Begins to load what is missing; returns False if there is no room."""
+    def _load(self, awaited: list[PartState]) -> None:
+        """Begins to load what is missing."""
         self.parts.queue_loads(awaited)
-        if not self._load_some():
-            return False
         self._state = _Stage.LOADING
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:
             self._wake_in(1.25 * self._worth.expected_s, partial(self._recheck, self._worth))
-        return True
+        self._load_some()
 
-    def _load_some(self) -> bool:
-        has_room = self.parts.begin_some()
-        if has_room and self.parts.to_load:
-            self._cache.owner.post(self._load_more)
-        return has_room
-
-    def _load_more(self) -> None:
-        if self._state is _Stage.LOADING and not self._load_some():
-            self._no_room()
-            self._check()
+    def _load_some(self) -> None:
+        if self._state is _Stage.LOADING:
+            self.parts.begin_some()
+            if self.parts.to_load:
+                self._cache.owner.post(self._load_some)
+            else:
+                self._check()
 
     def _is_measuring(self, awaited: list[PartState]) -> bool:
         """Whether to wait for the first load from a tier whose rate is not known."""
@@ -293,9 +274,9 @@ class PrefixLookup:
         return waits
 
     def _decide(self, awaited: list[PartState], *, asks: bool = False) -> bool:
-        """Ends the prefix before what is not worth loading; returns whether that made it shorter.
+        """Ends the prefix before what is not worth loading; whether that made it shorter.
 
-        asks: what a tier has not been asked about yet counts as found, after a question.
+        asks: what no tier was asked about counts as found, after a question.
         """
         if self._worth is None:
             return False
@@ -358,7 +339,7 @@ class PrefixLookup:
             self._gap = self._miss(result.outcome)
             self._check()
 
-    def _no_room(self, chunks: int = 1) -> None:
+    def _no_room(self, chunks: int) -> None:
         self._cache.metrics.count("miss_pool_full", chunks)
         self.end.reasons.add("the host pool was full")
         self._shrink(self.bound - chunks, "miss_pool_full")
@@ -391,9 +372,8 @@ class PrefixLookup:
             return
         self._cache.metrics.count(event)
         self.end.reasons.add(reason)
-        limit = 0 if self._state is _Stage.SEARCHING else self.bound
         self._state = _Stage.SETTLING
-        self._ends_at(self.parts.needs.longest(limit, self.parts.is_ready), miss)
+        self._ends_at(self.parts.needs.longest(self.bound, self.parts.is_ready), miss)
         self._check()
 
     def _wake_in(self, wait_s: float, action: Action) -> None:

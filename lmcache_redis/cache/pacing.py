@@ -155,10 +155,7 @@ class TransferRate:
 
 
 class Computing:
-    """What an engine has to compute.
-
-    token_s: seconds per prompt token as the engine has measured them; 0.0: not yet.
-    """
+    """What an engine has to compute. token_s: seconds per prompt token; 0.0: not measured yet."""
 
     def __init__(self) -> None:
         self.token_s = 0.0
@@ -261,11 +258,7 @@ def prefix_worth_loading(
 
 
 class PrefixNeeds:
-    """What the prefixes of one lookup need.
-
-    reaches: of each row. Raises ValueError if a row does not need all tokens and there are no
-    ``chunk_tokens``.
-    """
+    """What the prefixes of one lookup need. reaches: of each row. Raises ValueError."""
 
     def __init__(self, reaches: Sequence[Reach], first_chunk: int = 0, chunk_tokens: int = 0):
         # Rows that need only some of a prefix's parts.
@@ -277,10 +270,7 @@ class PrefixNeeds:
         self._chunk_tokens = chunk_tokens
 
     def first(self, row: int, length: int) -> int:
-        """A prefix of ``length`` chunks needs the row's parts from this chunk to its end.
-
-        Never decreases with ``length``; ``length`` itself if it needs none.
-        """
+        """A prefix of so many chunks needs the row's parts from here on. Rises with the length."""
         reach, before = self._reaches[row], self._first_chunk
         if reach.kind == "all":
             return 0
@@ -294,14 +284,11 @@ class PrefixNeeds:
 
     def parts_of_any(self, length: int) -> Iterator[Part]:
         """The parts of the bounded rows that some prefix of at most ``length`` chunks needs."""
-        chunks: dict[Reach, list[int]] = {}  # most rows have the reach of another
         for row in self.bounded:
-            reach = self._reaches[row]
-            if reach not in chunks:
+            for chunk in range(length):
                 # If a longer prefix needs a part, so does the one that ends with its chunk.
-                chunks[reach] = [n for n in range(length) if self.first(row, n + 1) <= n]
-            for chunk in chunks[reach]:
-                yield chunk, row
+                if self.first(row, chunk + 1) <= chunk:
+                    yield chunk, row
 
     def longest(self, limit: int, has: Callable[[Part], bool]) -> int:
         """The longest prefix of at most ``limit`` chunks all of whose needed parts are there.
@@ -346,7 +333,7 @@ class WaitQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def is_turn_of(self, who: Hashable, urgent: bool = False) -> bool:
+    def is_turn_of(self, who: Hashable, urgent: bool) -> bool:
         """Whether ``who``, in the queue or not yet, would be the next one."""
         first = next(iter(self._waiting), who)
         return first == who or (urgent and not self._waiting[first].urgent)
@@ -356,11 +343,8 @@ class WaitQueue:
         before = takewhile(lambda each: each != who, self._waiting)
         return sum(self._waiting[each].nbytes for each in before)
 
-    def wait(self, who: Hashable, nbytes: int, again: Action, urgent: bool = False) -> None:
-        """Enters the queue, or keeps its place. The first one is told of more room by ``again``.
-
-        nbytes: what it wants to load.
-        """
+    def wait(self, who: Hashable, nbytes: int, again: Action, urgent: bool) -> None:
+        """Enters the queue, or keeps its place. The first is told of room. nbytes: of its loads."""
         is_new = who not in self._waiting
         self._waiting[who] = _WaitingLookup(again, nbytes, urgent)
         if urgent and is_new:

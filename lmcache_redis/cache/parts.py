@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from lmcache_redis.cache.backing import PooledChunk
 from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import Action
+from lmcache_redis.cache.writebehind import PooledChunk
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
-# Of prompts with more chunks, not every prefix is compared.
-_MOST_PREFIXES = 512
-# After so many parts others of the owner's actions have a turn: a lookup may have tens of
-# thousands. To begin a load takes longer than to hold a part.
+# After the loads of so many parts others of the owner's actions have a turn.
 _SOME_PARTS = 512
-_SOME_HELD = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +147,12 @@ class LookupParts:
 
     # ------------------------------------------------------------- the pool
 
-    def hold_first(self) -> Iterator[None]:
-        """Holds what the pool has of the rows that need all chunks. Yields between turns."""
+    def hold_first(self) -> None:
+        """Holds what the pool has of the rows that need all chunks."""
         hold, pooled, ready = self._cache.pool.hold, self._pooled, EntryState.READY
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
-        chunks_per_turn = max(1, _SOME_HELD // len(self._stems))
         for chunk, chunk_hash in enumerate(self._request.hashes):
-            if chunk and chunk % chunks_per_turn == 0:
-                yield
             for row, stem in rows:
                 entry = hold(stem + chunk_hash) if row < local else None
                 if entry is not None and entry.state is ready:
@@ -202,10 +195,7 @@ class LookupParts:
         self.hold_pooled(self._need(added))
 
     def release_all(self) -> bool:
-        """Releases what is held, which is missing then; returns whether anything was.
-
-        A load without watchers is cancelled.
-        """
+        """Releases what is held, which is missing then; returns whether anything was."""
         if self._is_taken:
             return False
         pooled, self._pooled = self._pooled, {}
@@ -292,17 +282,6 @@ class LookupParts:
             state.level = level
         self._cache.pool.seen(level, [state.key for state in here])
 
-    def doubt(self, absent: PartState) -> None:
-        """A scan of the last tier has ended with this part: what was known of the rest is old.
-
-        So is what was known of parts in the host pool, which were not asked for.
-        """
-        first = absent.part[0]
-        keys = [state.key for state in self._states.values() if state.part[0] >= first]
-        keys += [entry.key for (chunk, _), entry in self._pooled.items() if chunk >= first]
-        self._cache.pool.seen(self.last_level, (absent.key,), there=False)
-        self._cache.pool.seen(self.last_level, keys, there=None)
-
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
         if part in self._pooled:
@@ -386,7 +365,7 @@ class LookupParts:
             (chunk, row), level = state.part, self.level_of(state)
             if chunk >= next_chunk:
                 yield chunk, load_s()
-                next_chunk = chunk + 1 + bound // _MOST_PREFIXES
+                next_chunk = chunk + 1
             used.add(level)
             if state.watcher is None:
                 nbytes[level] += forms[row].chunk_bytes
@@ -403,37 +382,33 @@ class LookupParts:
         missing = [state for state in awaited if state.entry is None and not state.is_later]
         self.to_load = sorted(missing, key=self.level_of)
 
-    def begin_some(self) -> bool:
-        """Begins to load some of what is to be loaded; returns False if there is no room."""
+    def begin_some(self) -> None:
+        """Begins to load some of what is to be loaded."""
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
         batch: list[Load] = []
-        try:
-            for state in some:
-                level = self.level_of(state)
-                # Parts of one lookup have about as many stripes as each other.
-                if batch and (
-                    len(batch) * batch[-1].frame.stripe_count >= _BATCH_STRIPES
-                    or batch[0].level != level
-                ):
-                    begun, batch = batch, []
-                    self._cache.begin_loads(begun)
-                if not self._prepare(state, level, batch):
-                    return False
-            return True
-        finally:
-            self._cache.begin_loads(batch)
+        for state in some:
+            level = self.level_of(state)
+            # Parts of one lookup have about as many stripes as each other.
+            if batch and (
+                len(batch) * batch[-1].frame.stripe_count >= _BATCH_STRIPES
+                or batch[0].level != level
+            ):
+                begun, batch = batch, []
+                self._cache.begin_loads(begun)
+            self._prepare(state, level, batch)
+        self._cache.begin_loads(batch)
 
-    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> bool:
-        """Holds a part, and loads it in the batch unless that has begun; False: no room."""
+    def _prepare(self, state: PartState, level: int, batch: list[Load]) -> None:
+        """Holds a part, and loads it in the batch unless that has begun."""
         request, (chunk, row), pool = self._request, state.part, self._cache.pool
         entry = pool.hold(state.key)
         if entry is None:
             form, chunk_hash = request.forms[row], request.hashes[chunk]
             load = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
             if load is None:
-                return False
+                self._on_filled(state)  # the room is gone
+                return
             batch.append(load)
             state.load, self.has_loads, entry = load, True, load.entry
             pool.hold(state.key)
         self._held(state, entry)
-        return True

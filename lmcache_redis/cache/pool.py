@@ -63,13 +63,10 @@ class PoolMemory(Protocol):
 class Arena:
     """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
 
-    A block is a tuple of slot numbers, one per stripe. `take` and `give_back` are for one thread;
-    any thread may call the other methods. On a machine with several NUMA nodes the arena is spread
-    over all of them (`numa_nodes`), unless numactl or a cpuset says otherwise.
-
-    size_bytes: a remainder smaller than a slot is not used. slot_bytes: usable; the stride is
-    rounded up to a page. Raises ValueError if not even one slot fits, or a size is not positive,
-    and OSError if the address space cannot be allocated.
+    A block is a tuple of slot numbers, one per stripe. `take` and `give_back` are for one thread.
+    The arena is spread over all NUMA nodes (`numa_nodes`), unless numactl or a cpuset says
+    otherwise. slot_bytes: usable; the stride is rounded up to a page. Raises ValueError if not even
+    one slot fits, and OSError if the address space cannot be allocated.
     """
 
     def __init__(self, size_bytes: int, slot_bytes: int) -> None:
@@ -101,11 +98,9 @@ class Arena:
     def prefault(self, stop: threading.Event) -> bool:
         """Fault in the whole arena, so that first use causes no page faults. Releases the GIL.
 
-        Contents are kept, and slots may be in use meanwhile. A step blocks threads that map memory;
-        after each it pauses for as long, so that other threads get the cores. (A low priority would
-        be worse: a thread without a core keeps the GIL or the kernel's lock of the address space.)
-        False: ``stop`` was set, or the kernel, before 5.14, cannot do this safely; the arena is
-        then faulted in by use. Raises MemoryError if the machine has not enough memory.
+        Contents are kept. A step blocks threads that map memory; after each it pauses for as long.
+        (A low priority would be worse: a thread without a core keeps the kernel's lock.) False:
+        ``stop`` was set, or the kernel is older than 5.14. Raises MemoryError.
         """
         try:
             for offset in range(0, self.size_bytes, HUGE_PAGE_BYTES):
@@ -157,13 +152,11 @@ class EntryState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Entry:
-    """One chunk in the pool. Only `HostPool` changes the first five attributes, and `stored_in`.
+    """One chunk in the pool. Only `HostPool` changes the first five attributes.
 
     Attributes:
         block: of the pool's memory, ``units`` large.
-        stored_in: bit n: the chunk was in tier n when it was last heard of.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
-        wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
@@ -175,9 +168,7 @@ class Entry:
     units: int
     pins: int = 1
     state: EntryState = EntryState.FILLING
-    stored_in: int = 0
     refreshed_s: float = 0.0
-    wanted: bool = False
     position: int = 0
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
@@ -201,7 +192,6 @@ class HostPool:
     Attributes:
         free, idle: units; idle ones are of READY entries without pins.
         on_room: called when the last pin of an entry is released.
-        on_wanted: called when a lookup first holds a READY entry that has pins.
         on_change: called with a key, a place (None: the pool; n: tier n) and whether the chunk is
             there: when that changes in the pool, and when it turns out of a tier (`seen`).
     """
@@ -212,7 +202,6 @@ class HostPool:
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None
-        self.on_wanted: Callable[[Entry], None] = lambda entry: None
         self.on_change: Change | None = None
         self.free = self.capacity
         self._index: dict[bytes, Entry] = {}
@@ -261,10 +250,9 @@ class HostPool:
         return self._index.get(key)
 
     def reserve(self, key: bytes | None, units: int) -> Entry | None:
-        """A new FILLING entry with one pin; None if there is no room.
+        """A new FILLING entry with one pin; None, and nothing evicted, if there is no room.
 
-        Evicts as needed, but nothing if that would not make enough room. key: None: the entry is
-        not in the index until `publish` gives it a key.
+        key: None: the entry is not in the index until `publish` gives it a key.
         """
         if units <= 0:
             raise RuntimeError(f"an entry of {units} units")
@@ -307,10 +295,9 @@ class HostPool:
         return True
 
     def end(self, entry: Entry, *, is_filled: bool) -> bool:
-        """End the filling: the entry is READY, or DISCARDED if that failed or it was discarded.
+        """End the filling; whether the entry is READY now, and not DISCARDED.
 
-        Releases the filler's pin after the watchers ran, which may add theirs. Returns whether the
-        entry is READY.
+        Releases the filler's pin after the watchers ran, which may add theirs.
         """
         watchers, entry.watchers, entry.cancel = entry.watchers, None, None
         if watchers is None:
@@ -331,9 +318,9 @@ class HostPool:
         entry.watchers.append(watcher)
 
     def unwatch(self, entry: Entry, watcher: Callable[[], None]) -> None:
-        """Forget the watcher. Cancel the filling if it was the last one, and that is possible.
+        """Forget the watcher. After the last one the filling is cancelled, if that is possible.
 
-        The entry then leaves the index at once: whoever wants the chunk meanwhile loads it anew.
+        The entry then leaves the index: whoever wants the chunk meanwhile loads it anew.
         """
         if not entry.watchers or watcher not in entry.watchers:
             return
@@ -349,10 +336,7 @@ class HostPool:
             cancel()
 
     def discard(self, entry: Entry) -> None:
-        """Take an entry out of the index; its memory becomes free when its last pin is released.
-
-        Idempotent: callers that find the same fault need not coordinate.
-        """
+        """Take an entry out of the index. Its memory is free after its last pin. Idempotent."""
         if entry.state is EntryState.DISCARDED:
             return
         was_ready = entry.state is EntryState.READY
@@ -369,21 +353,16 @@ class HostPool:
         self.idle -= entry.units
         self._give_back(entry)
 
-    def seen(self, tier: int, keys: Iterable[bytes], there: bool | None = True) -> None:
-        """Whether a tier has these chunks. None: that is not known any more."""
-        for key in keys:
-            if (entry := self._index.get(key)) is not None:
-                entry.stored_in &= ~(1 << tier)
-                entry.stored_in |= bool(there) << tier
-            if self.on_change is not None and there is not None:
+    def seen(self, tier: int, keys: Iterable[bytes], there: bool = True) -> None:
+        """Whether a tier has these chunks."""
+        if self.on_change is not None:
+            for key in keys:
                 self.on_change(key, tier, there)
 
     def report_again(self, entry: Entry) -> None:
-        """Reports a READY entry and its tiers again, for watchers that started later."""
+        """Reports a READY entry again, for watchers that started later."""
         if self.on_change is not None:
-            tiers = range(entry.stored_in.bit_length())
-            for place in (None, *(tier for tier in tiers if entry.stored_in >> tier & 1)):
-                self.on_change(entry.key, place, True)
+            self.on_change(entry.key, None, True)
 
     def pin(self, entry: Entry) -> None:
         """Add a pin. A DISCARDED entry can be pinned only while it has one."""
@@ -403,10 +382,6 @@ class HostPool:
             del self._idle[key]
             self.idle -= entry.units
         entry.pins += 1
-        if not entry.wanted:
-            entry.wanted = True
-            if entry.pins > 1 and entry.state is EntryState.READY:
-                self.on_wanted(entry)
         return entry
 
     def unpin(self, entry: Entry) -> None:

@@ -1,9 +1,8 @@
 """Which writes a tier begins, and when: decisions without I/O.
 
-Chunks that a lookup has asked for are written first; then those at the beginning of their prompts,
-without which no later chunk is a hit. Few bytes are in flight, so that loads never wait for a long
-queue and this order matters. While chunks are loaded from the tier no write begins; but loads are
-not waited for longer than a second.
+Chunks at the beginning of their prompts are written first: without them no later chunk is a hit.
+Few bytes are in flight, so that loads never wait for a long queue and this order matters. While
+chunks are loaded from the tier no write begins; but loads are not waited for longer than a second.
 
 Nothing here looks at all that is queued, but for what is not due yet: a queue of a large host pool
 has tens of thousands of chunks. Times are those of `time.monotonic()`.
@@ -11,13 +10,13 @@ has tens of thousands of chunks. Times are those of `time.monotonic()`.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry
@@ -31,27 +30,24 @@ GIVE_WAY_S = 1.0
 # Chunks that are due within this time, such as those of one prefill, begin in one batch.
 _BATCH_WINDOW_S = 0.005
 
-# Lower ranks are written earlier: not wanted, position.
-Rank = tuple[bool, int]
+_RANK = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class PendingWrite(ChunkIO):
-    """A chunk that is to be written, from `due_s` on. done: told the outcome."""
+    """A chunk that is to be written, from `due_s` on. done: told the outcome.
+
+    rank: those with lower ones are written earlier: its entry's position, and its place in line.
+    """
 
     entry: Entry
     due_s: float = 0.0
     done: Callable[[WriteOutcome], None] | None = None
-    rank: Rank = (False, 0)
+    rank: tuple[int, int] = (0, 0)
 
     @property
     def nbytes(self) -> int:
         return self.frame.chunk_bytes
-
-
-def rank_of(entry: Entry) -> Rank:
-    """Entries with lower ranks are written earlier."""
-    return not entry.wanted, entry.position
 
 
 class WriteScheduler:
@@ -72,41 +68,32 @@ class WriteScheduler:
         self.rate = TransferRate()
         self._in_flight: set[PendingWrite] = set()
         self._begun_s = -math.inf
-        self._due: list[float] = []  # a heap: when those that were not due yet are
-        self._ranks: list[Rank] = []  # sorted
-        self._by_rank: dict[Rank, OrderedDict[PendingWrite, None]] = {}
-        self._oldest: OrderedDict[PendingWrite, None] = OrderedDict()  # all, by their deadlines
+        self._next_due_s = math.inf  # of those that were not due yet
+        self._order = itertools.count()
+        self._queue: list[PendingWrite] = []  # by their ranks
+        self._oldest: OrderedDict[PendingWrite, None] = OrderedDict()  # also, by deadline
 
     def __len__(self) -> int:
         """Writes that have not begun."""
-        return len(self._oldest)
+        return len(self._queue)
 
     def add(self, write: PendingWrite) -> None:
         """A write whose deadline is not before those of others."""
+        write.rank = write.entry.position, next(self._order)
         self._oldest[write] = None
-        self._enter(write)
-        heapq.heappush(self._due, write.due_s)
+        insort(self._queue, write, key=_RANK)
 
     def remove(self, write: PendingWrite) -> bool:
         """Take out a write; False if it has begun."""
         if write not in self._oldest:
             return False
         del self._oldest[write]
-        self._leave(write)
+        del self._queue[bisect_left(self._queue, write.rank, key=_RANK)]
         return True
 
-    def rank_again(self, write: PendingWrite) -> None:
-        """The rank of its entry has changed."""
-        if write in self._oldest:
-            self._leave(write)
-            self._enter(write)
-
-    def after(self, rank: Rank) -> Iterator[PendingWrite]:
-        """The writes of higher ranks, the last first. None may be removed meanwhile."""
-        for each in reversed(self._ranks):
-            if each <= rank:
-                return
-            yield from reversed(self._by_rank[each])
+    def after(self, position: int) -> Iterator[PendingWrite]:
+        """The writes of higher positions, the last first. None may be removed meanwhile."""
+        return itertools.takewhile(lambda each: each.rank[0] > position, reversed(self._queue))
 
     def expired(self, now_s: float) -> list[PendingWrite]:
         """Takes out the writes whose deadline has passed."""
@@ -122,20 +109,21 @@ class WriteScheduler:
         if not self.is_stopping:
             by_s = now_s + _BATCH_WINDOW_S
             limit = min(IN_FLIGHT_BYTES, self._bytes_within(_IN_FLIGHT_S))
-        while self._due and self._due[0] <= by_s:
-            heapq.heappop(self._due)
+        self._next_due_s = math.inf
         in_flight_bytes = sum(each.nbytes for each in self._in_flight)
         # A batch costs less for each chunk, so there is none for every write that ends.
         if self._waits_until(now_s) > now_s or in_flight_bytes > limit // 2:
             return []
         begun = []
-        for write in itertools.chain.from_iterable(self._by_rank[each] for each in self._ranks):
-            if write.due_s <= by_s:
-                if in_flight_bytes and in_flight_bytes + write.nbytes > limit:
-                    break
-                in_flight_bytes += write.nbytes
-                begun.append(write)
-        for write in begun:
+        for write in self._queue:
+            if write.due_s > by_s:
+                self._next_due_s = min(self._next_due_s, write.due_s)
+                continue
+            if in_flight_bytes and in_flight_bytes + write.nbytes > limit:
+                break
+            in_flight_bytes += write.nbytes
+            begun.append(write)
+        for write in reversed(begun):
             self.remove(write)
         self._in_flight.update(begun)
         if begun:
@@ -144,12 +132,12 @@ class WriteScheduler:
 
     def next_s(self, now_s: float) -> float:
         """When to call `expired` and `begin` again, if nothing ends before."""
-        times = self._due[:1]
+        times = [self._next_due_s]
         if self._oldest:
             times.append(next(iter(self._oldest)).deadline)
             if (until_s := self._waits_until(now_s)) > now_s:
                 times.append(until_s)
-        return min(times, default=math.inf)
+        return min(times)
 
     def ended(self, write: PendingWrite) -> None:
         """A write is no longer in flight."""
@@ -158,20 +146,6 @@ class WriteScheduler:
     def most_bytes(self, seconds: float) -> float:
         """The limit of what is queued: no more than the tier is known to write in that time."""
         return min(self.limit_bytes, max(IN_FLIGHT_BYTES, self._bytes_within(seconds)))
-
-    def _enter(self, write: PendingWrite) -> None:
-        write.rank = rank_of(write.entry)
-        if write.rank not in self._by_rank:
-            insort(self._ranks, write.rank)
-            self._by_rank[write.rank] = OrderedDict()
-        self._by_rank[write.rank][write] = None
-
-    def _leave(self, write: PendingWrite) -> None:
-        writes = self._by_rank[write.rank]
-        del writes[write]
-        if not writes:
-            del self._by_rank[write.rank]
-            del self._ranks[bisect_left(self._ranks, write.rank)]
 
     def _bytes_within(self, seconds: float) -> float:
         """What the tier writes in that time; infinity if nothing has been written yet."""

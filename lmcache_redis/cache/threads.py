@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -53,10 +52,7 @@ class _LoopTimer:
 
 
 class OwnerLoop:
-    """An `Owner` whose thread calls `run_posted` after it wakes and `run_due` before it waits.
-
-    wake: called by `post`.
-    """
+    """An `Owner` whose thread calls `run_posted` after ``wake`` and `run_due` before it waits."""
 
     def __init__(self, wake: Action) -> None:
         self._wake = wake
@@ -133,10 +129,7 @@ class _Task(NamedTuple):
 
 
 class WorkerThreads:
-    """A queue of tasks and its threads, which start with the first one.
-
-    Each task gets exactly one call: ``run`` or ``dropped``. nice: see `nice(2)`.
-    """
+    """Threads with a queue of tasks, each called once: ``run`` or ``dropped``. nice: `nice(2)`."""
 
     def __init__(self, name: str, threads: int, nice: int = 0) -> None:
         self._nice = nice
@@ -217,130 +210,64 @@ class HangDetector:
     started until all calls in flight have returned.
 
     what: the name of the called system in log lines. on_hang: called on the detector's thread.
-    on_return: asked, under a lock, after the last call has returned, repeatedly, for the next
-    action to run before calls are started again; None: no more.
     """
 
-    def __init__(self, what: str, on_hang: Action, on_return: Callable[[], Action | None]) -> None:
+    def __init__(self, what: str, on_hang: Action) -> None:
         self._what = what
         self._on_hang = on_hang
-        self._on_return = on_return
         self._changed = threading.Condition()
-        self._calls: set[object] = set()  # in flight
-        self._due: dict[object, tuple[float, Action]] = {}
+        self._calls: dict[object, tuple[float, str]] = {}  # those in flight, their limits
         self._wake_s = math.inf  # not later than any of these
         self._closed = False
-        self._hangs = False
         self.reason = ""
         self.since_s = time.monotonic()  # when the present state began
-        self._thread = threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True).start()
 
     def run(self, call: Callable[[], T], what: str, limit_s: float) -> T | None:
         """Make a call on this thread. None: not made, because another hangs or after `close`."""
-        me = object()
-        reason = f"{what} has not returned within {limit_s:g} s"
+        me, due_s = object(), time.monotonic() + limit_s
         with self._changed:
             if self.reason or self._closed:
                 return None
-            self._calls.add(me)
-            self.at(time.monotonic() + limit_s, me, partial(self._hang, me, reason))
+            self._calls[me] = due_s, f"{what} has not returned within {limit_s:g} s"
+            if due_s < self._wake_s:
+                self._changed.notify_all()
         try:
             return call()
         finally:
             self._returned(me)
 
-    def at(self, due_s: float, name: object, action: Action) -> None:
-        """Run an action on the detector's thread at that time, unless it is forgotten before."""
-        with self._changed:
-            self._due[name] = due_s, action
-            self._wake_by(due_s)
-
-    def forget(self, name: object) -> None:
-        with self._changed:
-            self._due.pop(name, None)
-
-    def hold_down(self, reason: str) -> Action:
-        """Start no call until the returned action is called, once, on any thread."""
-        me = object()
-        with self._changed:
-            self._calls.add(me)
-            self.reason, self.since_s = reason, time.monotonic()
-        return partial(self._returned, me)
-
-    def stay_down(self, reason: str) -> None:
-        """Instead of the action that `hold_down` returned: no call is ever started."""
-        with self._changed:
-            self._calls.clear()
-            self.reason = reason
-
-    def is_hung(self) -> bool:
-        """Whether a call hangs. If so, `on_return` will be asked after this returns."""
-        with self._changed:
-            return bool(self.reason)
-
     def close(self, timeout_s: float) -> bool:
-        """Start no more calls and wait for those in flight; return whether all have returned.
-
-        Does not wait if a call hangs.
-        """
+        """Start no more calls; whether those in flight return in time, or at once if one hangs."""
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self._hangs or not self._calls, timeout_s)
-            ended = not self._calls
-            self._wake_by(-math.inf)
-        self._thread.join()
-        return ended
-
-    def _wake_by(self, time_s: float) -> None:
-        if time_s < self._wake_s:
-            self._wake_s = time_s
             self._changed.notify_all()
+            self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)
+            return not self._calls
 
     def _returned(self, me: object) -> None:
         with self._changed:
-            self._calls.remove(me)
-            self._due.pop(me, None)
-            if self._closed:
-                self._changed.notify_all()
-            action = self._next_action()
-        while action is not None:
-            action()
-            with self._changed:
-                action = self._next_action()
-
-    def _next_action(self) -> Action | None:
-        """The next action of `on_return`. None: calls may start, or some are in flight."""
-        if self._calls or not self.reason:
-            return None
-        action = self._on_return()
-        if action is None:
-            now_s = time.monotonic()
-            how = "back" if self._hangs else "up"
-            level = logging.WARNING if self._hangs else logging.INFO
-            logger.log(level, "the %s is %s after %.1f s", self._what, how, now_s - self.since_s)
-            self.reason, self.since_s, self._hangs = "", now_s, False
-        return action
+            del self._calls[me]
+            if self._calls or not (self.reason or self._closed):
+                return
+            self._changed.notify_all()
+            if self.reason:
+                now_s = time.monotonic()
+                logger.warning("the %s is back after %.1f s", self._what, now_s - self.since_s)
+                self.reason, self.since_s = "", now_s
 
     def _watch(self) -> None:
         while True:
             with self._changed:
-                while (left_s := self._wake_s - time.monotonic()) > 0:
-                    self._changed.wait(None if left_s == math.inf else left_s)
-                if self._wake_s == -math.inf:
+                if self._closed and not self._calls:
                     return
                 now_s = time.monotonic()
-                late = [name for name, (due_s, _) in self._due.items() if due_s <= now_s]
-                actions = [self._due.pop(name)[1] for name in late]
-                self._wake_s = min((due_s for due_s, _ in self._due.values()), default=math.inf)
-            for action in actions:
-                action()
-
-    def _hang(self, me: object, reason: str) -> None:
-        with self._changed:
-            if self.reason or me not in self._calls:
-                return
-            self.reason, self.since_s, self._hangs = reason, time.monotonic(), True
-            logger.warning("the %s is down: %s", self._what, self.reason)
-            self._changed.notify_all()
-        self._on_hang()
+                self._wake_s, reason = min(self._calls.values(), default=(math.inf, ""))
+                if self.reason or self._wake_s > now_s:
+                    left_s = None if self.reason or not reason else self._wake_s - now_s
+                    self._changed.wait(left_s)
+                    continue
+                self.reason, self.since_s = reason, now_s
+                logger.warning("the %s is down: %s", self._what, self.reason)
+                self._changed.notify_all()
+            self._on_hang()

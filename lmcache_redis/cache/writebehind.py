@@ -10,6 +10,9 @@ expires and loses chunks; if so, it is not written again. If the tier does not a
 of the write says why. A chunk whose read found doubtful bytes is *distrusted*: its next write is
 made without asking.
 
+Requests for a chunk in the host pool do not reach the tiers, which would evict or expire exactly
+the hottest chunks. So after a lookup they are told to keep its chunks.
+
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls. A write whose
 entry is discarded before it begins is skipped.
@@ -25,13 +28,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from lmcache_redis.cache.backing import Backing, PooledChunk
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler, rank_of
+from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
 from lmcache_redis.cache.threads import OneTimer, Owner
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
+    Backing,
     CallOutcome,
     ChunkIO,
     Done,
@@ -45,6 +49,11 @@ logger = logging.getLogger(__name__)
 # For a chunk to wait in a queue and to be written, in total.
 WRITE_DEADLINE_S = 30.0
 _MOST_DISTRUSTED = 4096
+# That a tier is told to keep at a time.
+_BATCH_CHUNKS = 256
+
+# A chunk in the host pool, with what it takes to write it: its form, its hash, its entry.
+PooledChunk = tuple[ChunkForm, bytes, Entry]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +68,7 @@ _Change = PendingWrite | _Removal
 
 
 class WriteBehind:
-    """The queue from the host pool to tier number ``index``. Owned by the owner's thread.
-
-    loads: those from the tier, which its writes give way to.
-    """
+    """The queue to tier number ``index``. loads: those from it, which its writes give way to."""
 
     def __init__(
         self,
@@ -98,10 +104,7 @@ class WriteBehind:
             del self._distrusted[next(iter(self._distrusted))]
 
     def enqueue(self, chunk: PooledChunk, delay_s: float = 0.0) -> None:
-        """Pins a READY entry, whose write is due in ``delay_s`` seconds.
-
-        Does nothing if it is already enqueued or the tier's index has it. May drop and count it.
-        """
+        """Pins a READY entry to be written, unless the index has it or the queue is full."""
         entry = chunk[-1]
         if entry in self._writes:
             return
@@ -113,18 +116,33 @@ class WriteBehind:
             self.schedule.add(write)
             self._timer.fire_by(write.due_s)
 
-    def lacked(self, chunk: PooledChunk) -> None:
-        """The tier does not have a READY chunk."""
-        self._pool.seen(self._index, (chunk[-1].key,), there=False)
-        self.enqueue(chunk)
+    def keep(self, chunks: Sequence[PooledChunk]) -> None:
+        """Tells the tier to keep what the host pool serves, and enqueues what it lacks."""
+        some, others = chunks[:_BATCH_CHUNKS], chunks[_BATCH_CHUNKS:]
+        if some and self._backing.tier.state.up:
+            self._backing.tier.refresh(
+                [(entry.key, form.stripe_count) for form, _, entry in some],
+                time.monotonic() + self._backing.ask_timeout_s,
+                lambda result: self._owner.post(partial(self._kept, some, others, result)),
+            )
+
+    def _kept(
+        self, some: Sequence[PooledChunk], others: Sequence[PooledChunk], result: ExistsResult
+    ) -> None:
+        if result.outcome is CallOutcome.DONE:
+            for chunk, present in zip(some, result.present, strict=True):
+                entry = chunk[-1]
+                self._pool.seen(self._index, (entry.key,), there=present)
+                if not present and entry.state is EntryState.READY:
+                    self.enqueue(chunk)
+        self.keep(others)
 
     def write(
         self, chunk: PooledChunk, timeout_s: float, done: Callable[[WriteOutcome], None]
     ) -> None:
-        """Writes a READY entry without delay, in place of what the tier has under its key.
+        """Writes a READY entry at once, in place of what the tier has under its key.
 
-        done: called once, while the entry is still pinned. UNAVAILABLE also if the write is
-        dropped.
+        done: called once, while the entry is still pinned. UNAVAILABLE: also if it is dropped.
         """
         if self._has_room(chunk[0].chunk_bytes):
             write = self._add(chunk, timeout_s)
@@ -154,11 +172,6 @@ class WriteBehind:
                 self._end(write, WriteOutcome.CANCELLED)
             else:
                 self._backing.tier.cancel(write)
-
-    def wanted(self, entry: Entry) -> None:
-        """A lookup has asked for the chunk: it is written before others."""
-        if (write := self._writes.get(entry)) is not None:
-            self.schedule.rank_again(write)
 
     def begin_all(self) -> None:
         """Starts all writes now, because the owner is stopping."""
@@ -322,16 +335,13 @@ class WriteBehind:
     # ---------------------------------------------------------------- the queue
 
     def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
-        """Whether the tier is up and the queue has room. Counts what is dropped.
-
-        entry: makes room for it by dropping others that would be written after it.
-        """
+        """Whether there is room, for an ``entry`` also in place of what would be written later."""
         counters = self._backing.counters
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
         lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
-        later = self.schedule.after(rank_of(entry)) if entry is not None else iter(())
+        later = iter(()) if entry is None else self.schedule.after(entry.position)
         dropped = []
         while lacking > 0:
             write = next(later, None)

@@ -70,10 +70,7 @@ class Verdict(enum.Enum):
     BAD_MAGIC = "not a stripe"
     BAD_VERSION = "of an unknown version"
     CORRUPT_HEADER = "a damaged header"
-    FOREIGN_LAYOUT = "of another layout"
-    FOREIGN_CHUNK = "of another chunk"
-    WRONG_STRIPE = "another stripe of the chunk"
-    WRONG_SIZE = "a chunk cut into stripes otherwise"
+    FOREIGN = "of another layout, chunk or stripe"
     SEALED = "the expected one, but sealed"
     NOT_SEALED = "the expected one, but not sealed"
 
@@ -139,10 +136,9 @@ class ChunkFrame:
         return payload_bytes
 
     def header(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytearray:
-        """The header of stripe `index`, not sealed.
+        """The header of stripe `index`, not sealed. checksum: of the payload.
 
-        store_id: 16 bytes, the same for all stripes of one store. checksum: of the payload. Raises
-        FormatError for an index or a time out of range.
+        store_id: 16 bytes, of all stripes of one store. Raises FormatError for what does not fit.
         """
         header = bytearray(self.bare_header(index, store_id, created_unix_ms))
         add_checksums(header, checksum)
@@ -155,10 +151,7 @@ class ChunkFrame:
         created_unix_ms: int = 0,
         is_sealed: bool = False,
     ) -> bytes:
-        """The header of stripe `index` with both checksums zero, and with room for the seal.
-
-        Without room (`has_room_for_seal`), no sealed stripe has this header.
-        """
+        """The header of stripe `index` with both checksums zero, and with room for the seal."""
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
         try:
@@ -181,10 +174,9 @@ class ChunkFrame:
     def check_header(
         self, buf: bytes | bytearray | memoryview, index: int, is_sealed: bool = False
     ) -> HeaderCheck:
-        """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.
+        """Whether the first 512 bytes of `buf` are the header of stripe `index`. Never raises.
 
-        is_sealed: whether it must be sealed; the seal itself is not checked. Never raises, whatever
-        the bytes are. The payload is not read.
+        is_sealed: whether it must be sealed; the seal itself is not checked.
         """
         raw = _header_of(buf)
         if (
@@ -206,31 +198,17 @@ class ChunkFrame:
         fault = _own_fault(raw)
         if fault is not None:
             return fault
-        _, _, place, _, layout_and_chunk, _, _, metadata = _PARTS.unpack(raw)
-        found_index, _, flags, _, _, chunk_bytes = _PLACE.unpack(place)
-        if flags & SEALED:
-            metadata = _without_seal(metadata)
-        if layout_and_chunk[:FINGERPRINT_BYTES] != self.fingerprint:
-            return Verdict.FOREIGN_LAYOUT
-        if layout_and_chunk != self._layout_and_chunk:
-            return Verdict.FOREIGN_CHUNK
-        if chunk_bytes != self.chunk_bytes:
-            return Verdict.WRONG_SIZE
-        if metadata != self._padded_metadata:
-            return Verdict.FOREIGN_LAYOUT
-        if found_index != index:
-            return Verdict.WRONG_STRIPE
-        if index >= self.stripe_count or place != self._place(index, flags):
-            return Verdict.WRONG_SIZE
-        return Verdict.SEALED if flags & SEALED else Verdict.NOT_SEALED
+        is_sealed = bool(raw[FLAGS_AT] & SEALED)
+        if 0 <= index < self.stripe_count and is_expected(
+            raw, self.bare_header(index, is_sealed=is_sealed)
+        ):
+            return Verdict.SEALED if is_sealed else Verdict.NOT_SEALED
+        return Verdict.FOREIGN
 
 
 @dataclass(frozen=True, slots=True)
 class StripeHeader:
-    """The fields of a header; sizes and offsets in bytes, checksum of the payload.
-
-    sealed_with: the id of the key, None for a plain payload.
-    """
+    """The fields of a header. checksum: of the payload. sealed_with: the id of the key, or None."""
 
     store_id: bytes
     stripe_index: int
@@ -247,37 +225,25 @@ class StripeHeader:
 
 
 def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
-    """The header in the first 512 bytes of a value, for tools that know no layout.
-
-    Raises FormatError unless they are a complete, consistent header of this version.
-    """
+    """The header in the first 512 bytes of a value. Raises FormatError unless it is consistent."""
     raw = _header_of(buf)
     fault = _own_fault(raw)
     if fault is not None:
         raise FormatError(f"the header of a stripe was expected, found {fault.value}")
     _, store_id, place, checksum, layout_and_chunk, created, _, described = _PARTS.unpack(raw)
     index, count, flags, payload, offset, chunk_bytes = _PLACE.unpack(place)
-    sealed_with = None
-    if flags & SEALED:
-        sealed_with = raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES]
-        described = _without_seal(described)
-    hash_len = layout_and_chunk[FINGERPRINT_BYTES]
-    padded_hash = layout_and_chunk[FINGERPRINT_BYTES + 1 :]
-    if not 1 <= hash_len <= MAX_HASH_BYTES or any(padded_hash[hash_len:]):
-        raise FormatError(f"a chunk hash of {hash_len} bytes with its padding not zero")
-    metadata = RemoteMetadata.deserialize(described)
-    if metadata.length != chunk_bytes:
-        raise FormatError(f"metadata of {metadata.length} bytes for a chunk of {chunk_bytes}")
+    is_sealed = bool(flags & SEALED)
+    hash_end = FINGERPRINT_BYTES + 1 + layout_and_chunk[FINGERPRINT_BYTES]
+    metadata = RemoteMetadata.deserialize(described[:-SEAL_BYTES] if is_sealed else described)
     # Every stripe but the last has the same size; the offset of the last gives that size.
-    last = index == count - 1
-    stripe_payload_bytes = offset // index if last and index else payload
-    whole = index < count and 0 < payload <= stripe_payload_bytes
-    if (
-        not whole
-        or offset != index * stripe_payload_bytes
-        or (last and offset + payload != chunk_bytes)
-        or _stripe_count(chunk_bytes, stripe_payload_bytes) != count
-    ):
+    frame = ChunkFrame(
+        layout_and_chunk[:FINGERPRINT_BYTES],
+        layout_and_chunk[FINGERPRINT_BYTES + 1 : hash_end],
+        chunk_bytes,
+        offset // index if index and index == count - 1 else payload,
+        metadata.serialize(),
+    )
+    if not frame.check_header(raw, index, is_sealed).ok:
         raise FormatError(
             f"stripe {index} of {count}, {payload} bytes at {offset}, cannot be part of a "
             f"chunk of {chunk_bytes} bytes"
@@ -290,11 +256,11 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         payload_offset=offset,
         chunk_bytes=chunk_bytes,
         checksum=checksum,
-        fingerprint=layout_and_chunk[:FINGERPRINT_BYTES],
-        chunk_hash=padded_hash[:hash_len],
+        fingerprint=frame.fingerprint,
+        chunk_hash=frame.chunk_hash,
         created_unix_ms=created,
         metadata=metadata,
-        sealed_with=sealed_with,
+        sealed_with=raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES] if is_sealed else None,
     )
 
 
@@ -383,10 +349,6 @@ def _own_fault(raw: bytes) -> Verdict | None:
     # An unknown flag may change the meaning of the payload.
     flags = _PLACE.unpack(place)[2]
     return Verdict.BAD_VERSION if flags & ~SEALED else None
-
-
-def _without_seal(metadata: bytes) -> bytes:
-    return metadata[:-SEAL_BYTES] + _NO_SEAL
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,22 +1,17 @@
-"""`ObjectKey`, the name of one worker's chunk, and the hashes of chunks.
-
-docs/reference/value-format.md is the specification.
+"""`ObjectKey`, the name of one worker's chunk, and hashes (docs/reference/value-format.md).
 
 Encoded, integers big-endian: kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import struct
 import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, ClassVar
-
-import msgspec
 
 from lmcache_redis.errors import FormatError, check_int
 
@@ -32,33 +27,8 @@ _HASH_PERSON = b"lmcr1.tokens"
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 
 
-class DataclassFields:
-    """The fields of a key as `dataclasses` looks for them."""
-
-    def __get__(self, key: object, kind: type[msgspec.Struct]) -> dict[str, dataclasses.Field[Any]]:
-        return _dataclass_fields(kind)
-
-
-@functools.cache
-def _dataclass_fields(kind: type[msgspec.Struct]) -> dict[str, dataclasses.Field[Any]]:
-    """Those of a dataclass like ``kind``. Takes milliseconds, so not before somebody asks."""
-    twin = dataclasses.make_dataclass(
-        kind.__name__,
-        [
-            (each.name, each.type, dataclasses.field(default=_default(each.default)))
-            for each in msgspec.structs.fields(kind)
-        ],
-    )
-    return {each.name: each for each in dataclasses.fields(twin)}
-
-
-def _default(default: Any) -> Any:
-    return dataclasses.MISSING if default is msgspec.NODEFAULT else default
-
-
-class ObjectKey(
-    msgspec.Struct, frozen=True, order=True, gc=False, array_like=True, forbid_unknown_fields=True
-):
+@dataclass(frozen=True, order=True, slots=True)
+class ObjectKey:
     """The name of one worker's chunk: hashable, ordered, immutable.
 
     chunk_hash has 1 to 63 bytes, model_name 1 to 1,024 bytes of UTF-8, kv_rank 32 bits
@@ -68,8 +38,6 @@ class ObjectKey(
     chunk_hash: bytes
     model_name: str
     kv_rank: int
-    # As in LMCache: replace, asdict and fields take it.
-    __dataclass_fields__: ClassVar = DataclassFields()
 
     def __post_init__(self) -> None:
         check_hash(self.chunk_hash)
@@ -97,8 +65,7 @@ class ObjectKey(
     ) -> int:
         """32 bits: the four arguments, eight bits each, the first in the most significant bits.
 
-        Raises FormatError for a world over 255 workers, for more of them on the node than in the
-        world, and for a rank outside its world.
+        Raises FormatError for a world over 255 workers, and for ranks outside theirs.
         """
         check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
         check_int("global_rank", global_rank, 0, world_size - 1)
@@ -128,11 +95,10 @@ class ObjectKey(
 
 
 def share_rank(shares: int, share: int) -> int:
-    """The kv_rank of share number `share` of `shares` of a chunk's bytes.
+    """The kv_rank of share number `share` of `shares` of a chunk's bytes, 8 bits each.
 
-    The local half repeats the global half: the bytes do not depend on the node of the worker, so
-    engines that place their workers differently share chunks. Raises FormatError for a number
-    over 8 bits.
+    The local half repeats the global half, so engines that place their workers on other nodes
+    share chunks.
     """
     check_int("the number of shares", shares, 0, 0xFF)
     check_int("the number of a share", share, 0, 0xFF)

@@ -86,10 +86,7 @@ DTYPE_NAMES: tuple[str, ...] = tuple(_CODE_AND_ITEMSIZE)
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The torch-free name of a dtype, from a ``torch.dtype``, ``"float16"`` or ``"torch.float16"``.
-
-    Raises FormatError for anything that has no code.
-    """
+    """The name of a dtype without torch, also of a ``torch.dtype``. Raises FormatError."""
     kind = type(dtype)
     if not isinstance(dtype, str) and (kind.__module__, kind.__name__) != ("torch", "dtype"):
         raise FormatError(f"a dtype is a torch.dtype or its name, not {kind.__name__}")
@@ -97,11 +94,6 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     if name not in _CODE_AND_ITEMSIZE:
         raise FormatError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_NAMES)}")
     return name
-
-
-def dtype_code(name: torch.dtype | str) -> int:
-    """The code of a dtype in encoded metadata. Raises FormatError if it has none."""
-    return _CODE_AND_ITEMSIZE[dtype_name(name)][0]
 
 
 def dtype_from_code(code: int) -> str:
@@ -118,10 +110,7 @@ def itemsize(name: torch.dtype | str) -> int:
 
 
 def torch_dtype(name: torch.dtype | str) -> torch.dtype:
-    """The ``torch.dtype`` of a name; imports torch.
-
-    Raises FormatError for a dtype that is unknown, here or to the installed torch.
-    """
+    """The ``torch.dtype`` of a name; imports torch. Raises FormatError if one does not know it."""
     import torch
 
     known = dtype_name(name)
@@ -193,15 +182,14 @@ class RemoteMetadata:
         encoded = _FIXED.pack(self.length, self.fmt.value, len(self.shapes))
         for shape, name in zip(self.shapes, self.dtype_names, strict=True):
             padded = shape + (0,) * (_LEAST_SIZES - len(shape))
-            encoded += _GROUP.pack(dtype_code(name), len(shape)) + _SIZES[len(padded)].pack(*padded)
+            encoded += _GROUP.pack(_CODE_AND_ITEMSIZE[name][0], len(shape)) + _SIZES[
+                len(padded)
+            ].pack(*padded)
         return encoded
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> RemoteMetadata:
-        """Decodes metadata; zero padding up to 336 bytes is allowed.
-
-        Raises FormatError for any other bytes.
-        """
+        """Decodes metadata, padded with zeros or not. Raises FormatError for any other bytes."""
         raw = bytes(memoryview(data))
         if not _FIXED.size <= len(raw) <= MAX_METADATA_BYTES:
             raise FormatError(
@@ -214,10 +202,7 @@ class RemoteMetadata:
 
     @staticmethod
     def at_start_of(data: bytes | bytearray | memoryview) -> RemoteMetadata:
-        """Decodes the metadata with which a buffer begins, whatever follows.
-
-        Raises FormatError for any other bytes.
-        """
+        """Decodes the metadata with which a buffer begins. Raises FormatError if there are none."""
         raw = bytes(memoryview(data).cast("B")[:MAX_METADATA_BYTES])
         if len(raw) < _FIXED.size:
             raise FormatError(f"metadata has at least {_FIXED.size} bytes, not {len(raw)}")

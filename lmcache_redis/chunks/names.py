@@ -74,8 +74,7 @@ def chunk_key_in(data: bytes, key_prefix: bytes) -> bytes | None:
 class ChunkNames:
     """Keys and frames of the chunks of one layout. Thread-safe.
 
-    layout: the fingerprint, 32 bytes, of an engine's KV cache; None: tensors. prefix: the user's
-    prefix of every key.
+    layout: the fingerprint of an engine's KV cache; None: tensors. prefix: the user's, of all keys.
     """
 
     def __init__(self, layout: bytes | None = None, prefix: bytes = b"") -> None:
@@ -140,10 +139,7 @@ class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 0 if self.kind == "all" else max(0, end - 1)
 
     def first_chunk(self, end: int, chunk_tokens: int) -> int:
-        """The first chunk whose part a prefix of ``end`` chunks needs; ``end`` if none.
-
-        It needs all parts from there to its end. The result never decreases with ``end``.
-        """
+        """A prefix of ``end`` chunks needs the parts from this one on. Never falls with ``end``."""
         return min(end, self.first_token(end * chunk_tokens) // chunk_tokens)
 
     def blocks_per_part(self, blocks_per_chunk: int, block_tokens: int) -> int:
@@ -198,10 +194,7 @@ class ChunkForm(PartNames):
         slot_bytes: int,
         reach: Reach = FULL_REACH,
     ) -> ChunkForm:
-        """The form of chunks in stripes of at most ``slot_bytes``.
-
-        Raises FormatError if such chunks cannot be encoded.
-        """
+        """The form of chunks in stripes of at most ``slot_bytes``. Raises FormatError."""
         stripe_bytes = stripe_payload_bytes(metadata.length, slot_bytes)
         form = ChunkForm(
             names, model_name, kv_rank, metadata.length, stripe_bytes, metadata.serialize(),

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from lmcache_redis.chunks.keys import (
     MAX_WORLD_SIZE,
-    DataclassFields,
     ObjectKey,
     check_hash,
     model_name_bytes,
@@ -61,7 +60,6 @@ class IPCCacheEngineKey(
     end: int = 0
     request_id: str | None = None
     salt: bytes = b""
-    __dataclass_fields__: ClassVar = DataclassFields()
 
     def __post_init__(self) -> None:
         model_name_bytes(self.model_name)

@@ -74,7 +74,7 @@ class RedisL2AdapterConfig(L2AdapterConfigBase):
 
     @classmethod
     def help(cls) -> str:
-        return f"adapter_params of lmcache_redis: {', '.join(DoorSettings.__slots__)}"
+        return f"adapter_params of lmcache_redis: {', '.join(DoorSettings.__struct_fields__)}"
 
 
 class RedisL2Adapter(L2AdapterInterface):

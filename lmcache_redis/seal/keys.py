@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import enum
 import os
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from lmcache_redis.seal.xaes import Xaes256Gcm
 
 _KEY_BYTES = 32
+_KEY = re.compile(r"[0-9a-fA-F]{64}")
 _NONCE_BYTES = 24
 _TAG_BYTES = 16
 _KEY_ID = slice(SEAL_AT, SEAL_AT + SEAL_KEY_ID_BYTES)
@@ -39,10 +39,7 @@ class Opened(enum.Enum):
 
 
 class SealKeys:
-    """Keys of 32 bytes: the first seals, all of them open. Thread-safe; shows no key.
-
-    Raises ConfigError if there is no key, or no `cryptography`.
-    """
+    """Keys of 32 bytes: the first seals, all of them open. Thread-safe. Raises ConfigError."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         if not keys or any(len(key) != _KEY_BYTES for key in keys):
@@ -63,10 +60,7 @@ class SealKeys:
     def seal(
         self, key: bytes, header: bytearray, payload: memoryview, room: memoryview
     ) -> memoryview:
-        """Encrypt a payload into `room`, complete its bare header, and return the ciphertext.
-
-        key: of the stripe in Redis.
-        """
+        """Encrypt a payload into `room`, complete its header, and return the ciphertext."""
         key_id, nonce = self.ids[0], os.urandom(_NONCE_BYTES)
         header[_KEY_ID], header[_NONCE] = key_id, nonce
         sealed = room[: payload.nbytes]
@@ -87,10 +81,7 @@ class SealKeys:
 
 
 def read_seal_keys(path: str | None) -> SealKeys | None:
-    """The keys of ``--seal-key-file``, one a line, if it is given.
-
-    Raises ConfigError, which quotes nothing of the file.
-    """
+    """The keys of ``--seal-key-file``, if it is given. Raises ConfigError without quoting it."""
     return SealKeys(_keys_of(path, _private_text(path))) if path else None
 
 
@@ -119,27 +110,18 @@ def _private_text(path: str) -> str:
 
 
 def _keys_of(path: str, text: str) -> list[bytes]:
-    """Each line is a key, in hex or base64; empty ones and those that begin with # are skipped."""
+    """Each line is a key in hex; empty ones and those that begin with # are skipped."""
     keys: list[bytes] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.strip()
         if not words or words.startswith("#"):
             continue
-        key = _key_of(words)
-        if len(key) != _KEY_BYTES:
+        if not _KEY.fullmatch(words):
             raise ConfigError(f"line {number} of --seal-key-file {path} is no key: {_HOW}")
+        key = bytes.fromhex(words)
         if key in keys:
             raise ConfigError(f"line {number} of --seal-key-file {path} repeats a key: remove it")
         keys.append(key)
     if not keys:
         raise ConfigError(f"--seal-key-file {path} contains no key: {_HOW}")
     return keys
-
-
-def _key_of(words: str) -> bytes:
-    """Empty if it is neither hex nor base64."""
-    try:
-        is_hex = len(words) == 2 * _KEY_BYTES
-        return bytes.fromhex(words) if is_hex else base64.b64decode(words, validate=True)
-    except (ValueError, binascii.Error):
-        return b""

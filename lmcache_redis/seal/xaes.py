@@ -12,9 +12,10 @@ from __future__ import annotations
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import ECB, GCM
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.kdf.kbkdf import KBKDFCMAC, CounterLocation, Mode
 
-_BLOCK_BYTES = 16
+_KEY_BYTES = 32
 _HALF_BYTES = 12  # of a nonce
 
 
@@ -22,14 +23,7 @@ class Xaes256Gcm:
     """The cipher with one key of 32 bytes. Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
-        self._aes = AES(key)
-        zeros = _number(self._blocks(bytes(_BLOCK_BYTES)))
-        # CMAC's first subkey: doubled in GF(2^128).
-        doubled = ((zeros << 1) ^ (0x87 if zeros >> 127 else 0)) % (1 << 128)
-        # Of both blocks that make a message's key: the subkey, and what does not change.
-        fixed = b"\x00\x01X\x00".ljust(_BLOCK_BYTES, b"\0") + b"\x00\x02X\x00"
-        self._mask = _number(doubled.to_bytes(_BLOCK_BYTES, "big") * 2)
-        self._mask ^= _number(fixed.ljust(2 * _BLOCK_BYTES, b"\0"))
+        self._key = key
 
     def encrypt(self, nonce: bytes, data: memoryview, associated: bytes, into: memoryview) -> bytes:
         """Write the ciphertext of `data`, which is as long, to `into`; return the tag."""
@@ -52,13 +46,7 @@ class Xaes256Gcm:
         return True
 
     def _message_key(self, nonce: bytes) -> AES:
-        half = _number((bytes(_BLOCK_BYTES - _HALF_BYTES) + nonce[:_HALF_BYTES]) * 2)
-        return AES(self._blocks((half ^ self._mask).to_bytes(2 * _BLOCK_BYTES, "big")))
-
-    def _blocks(self, blocks: bytes) -> bytes:
-        """AES of each block."""
-        return Cipher(self._aes, ECB()).encryptor().update(blocks)
-
-
-def _number(blocks: bytes) -> int:
-    return int.from_bytes(blocks, "big")
+        fixed = b"X\0" + nonce[:_HALF_BYTES]
+        mode, location = Mode.CounterMode, CounterLocation.BeforeFixed
+        derived = KBKDFCMAC(AES, mode, _KEY_BYTES, 2, None, location, None, None, fixed)
+        return AES(derived.derive(self._key))

@@ -155,23 +155,3 @@ def test_the_agent_stops_though_the_disk_hangs(
         assert "stopped" in agent.log
         assert "Traceback" not in agent.log
         hang.end()
-
-
-def test_a_clear_while_the_disk_hangs_is_made_up_for(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    with (
-        stored(tmp_path, redis_server, lookup_deadline_s=1) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        hang = Hang(files(tmp_path / "disk")[:12])
-        engine.lookup("r3", HASHES)
-        engine.lookup("r4", OTHERS)
-        assert not agent.status()["disk"]["up"]
-        engine.scheduler.clear()
-        wait_until(lambda: redis_server.command("DBSIZE") == 0, what="a cleared Redis")
-        assert files(tmp_path / "disk"), "the clear waited for the disk"
-        hang.end()
-        wait_until(lambda: agent.status()["disk"]["up"])
-        assert not files(tmp_path / "disk")
-        assert engine.lookup("r5", HASHES) == engine.lookup("r6", OTHERS) == 0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.cache.backing import REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Arena, Entry
@@ -17,7 +16,7 @@ from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import DeviceError, GpuLost
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.tiers import ReadOutcome
+from lmcache_redis.tiers import REDIS_COUNTERS, Backing, ReadOutcome
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
 from tests.cache.played import FORM, PlayedTier
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmcache_redis.cache.backing import Backing, TierCounters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Arena, Entry
@@ -14,6 +13,7 @@ from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
+    Backing,
     CallOutcome,
     ChunkIO,
     ExistsResult,
@@ -24,6 +24,7 @@ from lmcache_redis.tiers import (
     RemoveResult,
     ScanResult,
     Tier,
+    TierCounters,
     WriteDone,
 )
 from tests.cache.auditing import audit

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS
 from tests.cache.played import FORM, HASHES, World, loaded_from
 from tests.harness import wait_until
 from tests.servers import RedisServer

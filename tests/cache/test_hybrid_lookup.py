@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
@@ -21,6 +20,9 @@ from lmcache_redis.cache.pool import Arena, Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, Reach, opaque_pages
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
+    Backing,
     CallOutcome,
     ChunkIO,
     ExistsResult,

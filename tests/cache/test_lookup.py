@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from lmcache_redis.cache import parts
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
 from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
     CallOutcome,
     ChunkIO,
     ExistsResult,
@@ -437,34 +438,6 @@ def test_many_parts_begin_in_slices(
     assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
 
 
-@pytest.fixture
-def slow(make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch) -> Tiers:
-    """All chunks are in the pool, which is searched two at a time."""
-    monkeypatch.setattr(parts, "_SOME_HELD", 2)
-    tiers = make()
-    for name in HASHES:
-        tiers.hold(name)
-    return tiers
-
-
-def test_the_pool_is_searched_in_turns(slow: Tiers) -> None:
-    slow.look_up()
-    for pinned in (2, 4):
-        assert (slow.cache.pool.pinned, slow.found) == (pinned * FORM.stripe_count, [])
-        slow.loop.run_posted()
-    assert slow.found == [(5, {"disk": 0, "Redis": 0})]
-
-
-@pytest.mark.parametrize("ends", ["cancel", "_expire"])
-def test_a_lookup_that_ends_in_the_search_promises_nothing(slow: Tiers, ends: str) -> None:
-    lookup = slow.look_up()
-    getattr(lookup, ends)()
-    assert slow.cache.pool.pinned == 0
-    slow.loop.run_posted()
-    assert slow.found == ([(0, {"disk": 0, "Redis": 0})] if ends == "_expire" else [])
-    assert slow.cache.pool.pinned == 0
-
-
 def test_a_part_that_another_lookup_loads_meanwhile_is_shared(
     make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,7 +470,6 @@ def test_room_that_is_gone_before_the_last_slice_ends_the_prefix(
     assert len(tiers.redis.read) == 4
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found == [(4, {"disk": 0, "Redis": 4})]
-    assert tiers.counted("miss_") == {"miss_pool_full": 1}
     tiers.cache.pool.unpin(tiers.cache.pool.peek(FORM.key(b"o" * 32)))  # type: ignore[arg-type]
 
 

@@ -160,7 +160,7 @@ class TestHostPool:
         pool = HostPool(slots(4))
         entry = pool.reserve(b"a", 3)
         assert entry is not None
-        assert (entry.state, entry.pins, entry.stored_in) == (EntryState.FILLING, 1, 0)
+        assert (entry.state, entry.pins) == (EntryState.FILLING, 1)
         assert len(set(entry.block)) == 3
         assert pool.get(b"a") is entry
         assert (pool.free, pool.used, pool.pinned) == (1, 3, 3)
@@ -309,18 +309,15 @@ def test_a_listener_hears_of_the_tiers_too() -> None:
     assert entry is not None
     pool.publish(entry)
     pool.seen(2, (entry.key,))
-    assert entry.stored_in == 0b100
     pool.seen(1, [b"a", b"b"], there=False)
     assert told == [(b"key", None, True), (b"key", 2, True), (b"a", 1, False), (b"b", 1, False)]
     told.clear()
-    pool.seen(0, (entry.key,))
-    told.clear()
     pool.report_again(entry)
-    assert told == [(b"key", None, True), (b"key", 0, True), (b"key", 2, True)]
+    assert told == [(b"key", None, True)]
     pool.on_change = None
     pool.report_again(entry)
     pool.discard(entry)
-    assert len(told) == 3
+    assert len(told) == 1
 
 
 class PoolMachine(RuleBasedStateMachine):

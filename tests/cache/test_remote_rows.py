@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Part, PrefixNeeds
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
-from lmcache_redis.tiers import CallOutcome
+from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, CallOutcome
 from tests.cache.played import World
 from tests.cache.test_hybrid_lookup import StoredTier, forms_of
 from tests.harness import block_hashes
@@ -101,19 +100,6 @@ def test_what_this_node_has_does_not_count_for_others() -> None:
     nodes.store(1, range(5))
     assert nodes.look_up() == 5
     assert nodes.redis.loaded == nodes.disk.loaded == []
-
-
-def test_behind_a_gap_nothing_is_believed_to_be_in_redis() -> None:
-    """Redis lost the chunks of all nodes: the next store of this one writes its own again."""
-    nodes = Nodes([ALL], [ALL])
-    nodes.hold_all(0)
-    for entry in nodes.cache.pool:
-        nodes.cache.pool.seen(0, (entry.key,))
-        nodes.cache.pool.seen(1, (entry.key,))
-    nodes.store(1, range(3))
-    assert nodes.look_up() == 3
-    stored_in = [nodes.cache.pool.peek(key).stored_in for key in nodes.keys(*KEYS_OF_ROW_0)]  # type: ignore[union-attr]
-    assert stored_in == [0b11] * 3 + [0b01] * 5
 
 
 def test_windows_of_other_nodes_are_asked_about_not_loaded() -> None:

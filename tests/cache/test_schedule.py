@@ -17,11 +17,11 @@ FORM = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 0, opaque_pages(100), 1
 NOW = 1000.0
 
 
-def write_of(number: int, *, wanted: bool = False, deadline: float = math.inf) -> PendingWrite:
+def write_of(number: int, *, deadline: float = math.inf) -> PendingWrite:
     """The chunk at that position of its prompt."""
     chunk_hash = bytes([number]) * 32
     key = FORM.key(chunk_hash)
-    entry = Entry(key, (number,), 1, wanted=wanted, position=number)
+    entry = Entry(key, (number,), 1, position=number)
     return PendingWrite(key, FORM.frame(chunk_hash), (), deadline, entry=entry)
 
 
@@ -47,11 +47,11 @@ def positions(found: Sequence[PendingWrite]) -> list[int]:
     return [write.entry.position for write in found]
 
 
-def test_the_wanted_and_then_the_beginnings_are_written_first(writes: WriteScheduler) -> None:
+def test_the_beginnings_of_prompts_are_written_first(writes: WriteScheduler) -> None:
     writes.is_stopping = True
-    add(writes, write_of(5), write_of(2), write_of(7, wanted=True), write_of(3, wanted=True))
+    add(writes, *map(write_of, (5, 2, 7, 3)))
     assert len(writes) == 4
-    assert positions(writes.begin(NOW)) == [3, 7, 2, 5]
+    assert positions(writes.begin(NOW)) == [2, 3, 5, 7]
     assert len(writes) == 0
 
 
@@ -59,17 +59,7 @@ def test_those_of_one_rank_keep_their_order(writes: WriteScheduler) -> None:
     same = [write_of(1) for _ in range(3)]
     add(writes, *same)
     assert writes.begin(NOW) == same[:2]
-    assert [*writes.after((False, 9))] == [same[2]]
-
-
-def test_a_write_that_becomes_wanted_overtakes(writes: WriteScheduler) -> None:
-    first, late = write_of(1), write_of(9)
-    add(writes, first, late, write_of(2))
-    late.entry.wanted = True
-    writes.rank_again(late)
-    assert writes.begin(NOW) == [late, first]
-    writes.rank_again(late)  # it has begun: nothing changes
-    assert positions([*writes.after((True, 0))]) == [2]
+    assert [*writes.after(0)] == [same[2]]
 
 
 def test_what_is_not_due_waits(writes: WriteScheduler) -> None:
@@ -142,9 +132,9 @@ def test_a_write_that_is_taken_out_does_not_begin(writes: WriteScheduler) -> Non
 def test_what_is_dropped_first_would_be_written_last(writes: WriteScheduler) -> None:
     add(writes, *map(write_of, (0, 1, 4, 6)))
     writes.begin(NOW)
-    add(writes, write_of(5), write_of(2, wanted=True), write_of(3), due_s=NOW + 1)
-    assert positions([*writes.after((True, 3))]) == [6, 5, 4]
-    assert positions([*writes.after((False, 2))]) == [6, 5, 4, 3]
+    add(writes, write_of(5), write_of(3), due_s=NOW + 1)
+    assert positions([*writes.after(4)]) == [6, 5]
+    assert positions([*writes.after(2)]) == [6, 5, 4, 3]
 
 
 def test_the_queue_is_no_longer_than_the_tier_writes_in_time(writes: WriteScheduler) -> None:

@@ -14,11 +14,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from lmcache_redis.cache.backing import REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.parts import LookupRequest
-from lmcache_redis.tiers import CallOutcome, ChunkIO, Done, ReadDone, ReadOutcome, ScanResult
+from lmcache_redis.tiers import (
+    REDIS_COUNTERS,
+    CallOutcome,
+    ChunkIO,
+    Done,
+    ReadDone,
+    ReadOutcome,
+    ScanResult,
+)
 from tests.cache.played import FORM, PlayedTier, World
 from tests.harness import block_hashes
 

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lmcache_redis.cache import schedule, writebehind
-from lmcache_redis.cache.backing import REDIS_COUNTERS
-from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.tiers import (
+    REDIS_COUNTERS,
     CallOutcome,
     ExistsResult,
     ReadOutcome,
@@ -55,11 +53,6 @@ class Queue(World):
         self.loop.run_posted()
         assert (len(self.writes), self.writes.queued_bytes) == (0, 0)
 
-    def lookup(self, name: bytes) -> None:
-        """Looks up a chunk that is in the pool."""
-        request = LookupRequest([FORM], [name], math.inf)
-        PrefixLookup(self.cache, request, lambda found: None).start()
-
     def load(self, name: bytes, outcome: ReadOutcome = ReadOutcome.MISSING) -> None:
         """Loads a chunk that is not in the pool, in vain."""
         job = self.cache.prepare_load(FORM, FORM.key(name), name, 0, math.inf)
@@ -80,14 +73,15 @@ def queue() -> Iterator[Queue]:
 
 
 def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
+    told: list[tuple[bytes, int | None, bool]] = []
+    queue.cache.pool.on_change = lambda *change: told.append(change)
     queue.enqueue()
     chunks = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
     assert [asked for asked, _ in queue.tier.refreshed] == [chunks]
     assert queue.written() == []
     queue.answer(ExistsResult(CallOutcome.DONE, [True, False, True, False, False]))
-    has, lacks = queue.entries[0:3:2], [queue.entries[n] for n in (1, 3, 4)]
-    assert queue.written() == lacks
-    assert [entry.stored_in for entry in has] == [1, 1]
+    assert queue.written() == [queue.entries[n] for n in (1, 3, 4)]
+    assert told == [(FORM.key(name), 0, n in (0, 2)) for n, name in enumerate(HASHES)]
     assert queue.writes.queued_bytes == 3 * FORM.chunk_bytes
     queue.end(WriteOutcome.STORED)
     assert queue.counted() == {
@@ -97,7 +91,7 @@ def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
     }
     queue.enqueue()  # the tier may have lost it since
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * 4 + [False]))
-    assert [entry.stored_in for entry in queue.entries] == [1, 1, 1, 1, 0]
+    assert told[-5:] == [(FORM.key(name), 0, n < 4) for n, name in enumerate(HASHES)]
     assert queue.written()[3:] == [queue.entries[4]]
     queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
     queue.loop.run_posted()
@@ -206,16 +200,13 @@ def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
 
 
-def test_wanted_and_first_chunks_are_written_first(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_chunks_are_written_first(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
     for entry, position in zip(queue.entries, [3, 0, 1, 2, 4], strict=True):
         entry.position = position
     queue.enqueue()
-    queue.lookup(HASHES[4])
     queue.answer(ExistsResult(CallOutcome.DONE, [False] * 2))
-    order = [queue.entries[n] for n in (1, 2, 4, 3, 0)]
+    order = [queue.entries[n] for n in (1, 2, 3, 0, 4)]
     assert queue.written() == order[:2]  # no more are in flight
     queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
     queue.run(lambda: queue.tier.refreshed)
@@ -243,10 +234,7 @@ def test_a_full_queue_drops_what_would_be_written_last(queue: Queue) -> None:
     assert [entry.pins for entry in entries] == [1] * fits + [0]
     queue.cache.write_behind(FORM, HASHES[0], queue.entries[0], 60)
     assert [entry.pins for entry in entries] == [1] * (fits - 1) + [0] * 2
-    queue.lookup(names[-1])
-    queue.cache.write_behind(FORM, names[-1], entries[-1], 60)
-    assert [entry.pins for entry in entries] == [1] * (fits - 2) + [0] * 2 + [1]
-    assert queue.counted("drop_") == {"drop_queue_full": 3}
+    assert queue.counted("drop_") == {"drop_queue_full": 2}
     assert queue.writes.queued_bytes == fits * FORM.chunk_bytes
     queue.cache.begin_writes()
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))

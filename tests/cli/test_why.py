@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from lmcache_redis.agent.explaining import LayoutDescriptions
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cli.why import (
     REASONS,
     compare,
@@ -19,6 +18,7 @@ from lmcache_redis.cli.why import (
     unknown,
 )
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS
 from tests.agent.test_history import agent_at, read_all, registered
 from tests.agent.test_history import layout as layout_of
 from tests.cache.played import run_until

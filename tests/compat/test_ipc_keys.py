@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import itertools
 import pickle
 import random
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey, ipc_keys_to_object_keys
 from lmcache_redis.errors import FormatError
-from tests.chunks.test_keys import HASHES, MODELS, OBJECT_KEYS
+from tests.chunks.test_keys import HASHES, MODELS
 
 
 @st.composite
@@ -42,38 +40,15 @@ def ipc_keys(draw: st.DrawFn) -> IPCCacheEngineKey:
     )
 
 
-class TestAsDataclasses:
-    """Callers of LMCache's keys use what `dataclasses` has for them."""
-
-    @given(ipc_keys(), OBJECT_KEYS)
-    def test_replaced_and_taken_apart(self, key: IPCCacheEngineKey, object_key: ObjectKey) -> None:
-        assert dataclasses.replace(key, worker_id=None) == key.no_worker_id_version()
-        assert IPCCacheEngineKey(**dataclasses.asdict(key)) == key
-        other = dataclasses.replace(object_key, kv_rank=7)
-        assert other == ObjectKey(object_key.chunk_hash, object_key.model_name, 7)
-        assert ObjectKey(*dataclasses.astuple(object_key)) == object_key
-        assert dataclasses.is_dataclass(key)
-
-    @pytest.mark.parametrize("kind", [IPCCacheEngineKey, ObjectKey])
-    def test_fields(self, kind: Any) -> None:
-        fields = dataclasses.fields(kind)
-        defaults = {each.name: each.default for each in fields}
-        assert [*defaults] == [*inspect.signature(kind).parameters]
-        for name, parameter in inspect.signature(kind).parameters.items():
-            missing = parameter.default is inspect.Parameter.empty
-            assert defaults[name] == (dataclasses.MISSING if missing else parameter.default)
-
-    def test_what_is_replaced_is_checked(self) -> None:
-        with pytest.raises(FormatError, match="worker_id is 4"):
-            dataclasses.replace(IPCCacheEngineKey("m", 4, 0, b"h"), worker_id=4)
-
-    def test_are_encoded_as_before(self) -> None:
-        key = IPCCacheEngineKey("m", 4, None, b"h", request_id="r")
-        assert msgspec.msgpack.encode(key) == msgspec.msgpack.encode(
-            ["m", 4, None, b"h", None, 0, 0, "r", b""]
-        )
-        for each in (key, ObjectKey(b"h", "m", 1)):
-            assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
+def test_keys_are_copied_and_pickled() -> None:
+    key = IPCCacheEngineKey("m", 4, None, b"h", request_id="r")
+    assert msgspec.msgpack.encode(key) == msgspec.msgpack.encode(
+        ["m", 4, None, b"h", None, 0, 0, "r", b""]
+    )
+    object_key = ObjectKey(b"h", "m", 1)
+    for each in (key, object_key):
+        assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
+    assert dataclasses.replace(object_key, kv_rank=7) == ObjectKey(b"h", "m", 7)
 
 
 class TestIPCCacheEngineKey:

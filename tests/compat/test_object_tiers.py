@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.threads import OwnerLoop
@@ -18,7 +17,14 @@ from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import Found, ObjectCache
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.tiers import CallOutcome, FramesResult, RemoveResult, Tier
+from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    Backing,
+    CallOutcome,
+    FramesResult,
+    RemoveResult,
+    Tier,
+)
 from tests.cache.played import run_until
 from tests.compat.test_objects import key_of, metadata_of
 from tests.servers import RedisServer

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
@@ -17,6 +16,9 @@ from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import Found, HeldChunk, Listing, ObjectCache
 from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
+    Backing,
     CallOutcome,
     ExistsResult,
     FramesResult,
@@ -372,13 +374,11 @@ def test_tiers_are_told_to_keep_what_memory_serves(make: Callable[..., Objects])
     for _ in range(3):
         objects.in_memory(A)
     objects.in_memory(B)
-    (chunks, done) = tier.refreshed.pop()
-    assert chunks == [(A_KEY, 1)]
-    done(ExistsResult(CallOutcome.DONE, [False]))
+    for key, stripes, present in ((A_KEY, 1, False), (NAMES.chunk_key(B), 3, True)):
+        (chunks, done) = tier.refreshed.pop(0)
+        assert chunks == [(key, stripes)], "of 100 bytes, as it was found"
+        done(ExistsResult(CallOutcome.DONE, [present]))
     objects.loop.run_posted()
-    (chunks, done) = tier.refreshed.pop()
-    assert chunks == [(NAMES.chunk_key(B), 3)], "in stripes of 100 bytes, as it was found"
-    done(ExistsResult(CallOutcome.DONE, [True]))
     wait_until(lambda: objects.loop.run_due() and tier.refreshed)
     (chunks, done) = tier.refreshed.pop()
     assert chunks == [(A_KEY, 1)], "before a write"

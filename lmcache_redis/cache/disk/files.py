@@ -1,17 +1,10 @@
-"""The files of the disk tier: written whole or not at all, read into the caller's buffers, and
-found again after a restart.
+"""The files of the disk tier: written whole or not at all, and found again after a restart.
 
-A file is written under a temporary name in its final folder, then renamed. The policy `sync`
-decides what survives a power failure:
+A file is written under a temporary name in its final folder, then renamed. Nothing is forced to
+disk: after a power failure files may be missing or damaged, and reads detect damage by checksum.
 
-    none        nothing is forced to disk. After a power failure, files may be missing or damaged;
-                reads detect damage by checksum
-    file        a file is on disk before it is renamed
-    directory   its name too is on disk before the write is answered
-
-I/O is buffered, with preadv and pwritev on the caller's buffers: a chunk that is read again comes
-from the page cache (6 to 7 GB/s). Direct I/O was measured (ext4 on a virtual disk) and is no faster
-without fsync.
+I/O goes through the page cache, from which a chunk that is read again comes (6 to 7 GB/s). Direct
+I/O was measured (ext4 on a virtual disk) and is no faster without fsync.
 
 The directory belongs to this user or to root, and only they may write to it. No symbolic link in it
 is followed: files are opened, renamed and removed relative to their folder.
@@ -27,9 +20,10 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, TypeAlias
+
+from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.cache.disk.format import (
     FANOUT_NAME,
@@ -43,7 +37,6 @@ from lmcache_redis.cache.disk.format import (
     key_digest,
     pack_page,
     parse_page,
-    payload_checksum,
 )
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.config import why_unsafe
@@ -51,27 +44,19 @@ from lmcache_redis.errors import ConfigError, FormatError, StartError
 
 logger = logging.getLogger(__name__)
 
-Sync: TypeAlias = Literal["none", "file", "directory"]
-SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")
-
 LOCK_NAME = "lmcr.lock"
 # What a new file system has.
 _NO_ONES = ("lost+found",)
 
-_IOV_MAX = os.sysconf("SC_IOV_MAX")
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-# Another tier that still runs holds its lock for longer.
-_LOCK_WITHIN_S = 1.0
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
-_Buffer: TypeAlias = "bytearray | memoryview"
 
 
 def lock_directory(directory: Path) -> int:
     """Create the directory if needed and lock it, until the returned descriptor is closed.
 
-    The lock's file stays, and marks the directory as one for chunks. Raises ConfigError if it
-    cannot be used or is not safe, or another tier uses it.
+    The lock's file marks it as one for chunks. Raises ConfigError if it cannot be used so.
     """
     fd = None
     try:
@@ -81,7 +66,7 @@ def lock_directory(directory: Path) -> int:
             raise ConfigError(f"the directory for chunks is not safe: {unsafe}, or choose another")
         _refuse_others(directory)
         fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
-        _lock(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if fd is not None:
             os.close(fd)
@@ -109,56 +94,34 @@ def _refuse_others(directory: Path) -> None:
         )
 
 
-def _lock(fd: int) -> None:
-    """Locks the file. Retries for a moment: a lock outlives its tier in a process being forked."""
-    deadline_s = time.monotonic() + _LOCK_WITHIN_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-        time.sleep(0.01)
-
-
 class ChunkFiles:
     """Files by key and sequence, in one directory. Stateless, so thread-safe."""
 
-    def __init__(self, directory: Path, sync: Sync) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = os.fspath(directory)
-        self._sync = sync
 
     def path(self, key: bytes, sequence: int) -> str:
         return f"{self.directory}/{file_path(key, sequence)}"
 
-    def write(
-        self, key: bytes, sequence: int, frame: ChunkFrame, views: Sequence[memoryview]
-    ) -> None:
+    def write(self, key: bytes, sequence: int, frame: ChunkFrame, payload: memoryview) -> None:
         """Write a chunk's file; after an OSError the file does not exist."""
         folder_name, name = os.path.split(self.path(key, sequence))
         temporary = name + TEMPORARY_SUFFIX
-        page = pack_page(key, frame, payload_checksum(views))
+        page = pack_page(key, frame, xxh3_64_intdigest(payload))
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder_name, 0o700)
-            if self._sync == "directory":
-                with _opened(self.directory) as directory:
-                    os.fsync(directory)
         with _opened(folder_name) as folder:
             fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
             try:
-                with os.fdopen(fd, "wb", buffering=0):
-                    _move(os.pwritev, fd, [page, *views])
+                with os.fdopen(fd, "wb") as file:
+                    file.write(page)
+                    file.write(payload)
+                    file.flush()
                     touch(fd)
-                    if self._sync != "none":
-                        os.fsync(fd)
                 os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                if self._sync == "directory":
-                    os.fsync(folder)
             except OSError:
-                for partial in (temporary, name):
-                    with contextlib.suppress(OSError):
-                        os.unlink(partial, dir_fd=folder)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
                 raise
 
     def remove(self, key: bytes, sequence: int) -> None:
@@ -180,44 +143,23 @@ def remove_file(path: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def read_chunk(fd: int, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> None:
-    """Fill the views. Raises FormatError unless the file is this chunk, whole and undamaged."""
+def read_chunk(fd: int, key: bytes, frame: ChunkFrame, payload: memoryview) -> None:
+    """Fill the payload. Raises FormatError unless the file is this chunk, whole and undamaged."""
     expected_bytes = PAGE_BYTES + frame.chunk_bytes
     if os.fstat(fd).st_size != expected_bytes:
         raise FormatError(f"its size is not {expected_bytes} bytes")
     page = bytearray(PAGE_BYTES)
-    if not _move(os.preadv, fd, [page, *views]):
-        raise FormatError("it ends early")
-    if check_page(page, key, frame) != payload_checksum(views):
+    with os.fdopen(fd, "rb", closefd=False) as file:
+        if file.readinto(page) + file.readinto(payload) < expected_bytes:
+            raise FormatError("it ends early")
+    if check_page(page, key, frame) != xxh3_64_intdigest(payload):
         raise FormatError("its payload is damaged")
 
 
 def touch(fd: int) -> None:
-    """Set the time of last use, which is the file's mtime.
-
-    Set explicitly because the kernel's own timestamps have only the resolution of its clock tick.
-    """
+    """Set the time of last use, the file's mtime, finer than the kernel's clock tick would."""
     now_unix_ns = time.time_ns()
     os.utime(fd, ns=(now_unix_ns, now_unix_ns))
-
-
-def _move(
-    call: Callable[[int, Sequence[_Buffer], int], int], fd: int, buffers: Sequence[_Buffer]
-) -> bool:
-    """Repeat preadv or pwritev, from the file's start, over all buffers; False: the file ended."""
-    left = [memoryview(buffer) for buffer in buffers]
-    offset = at = 0
-    while at < len(left):
-        moved = call(fd, left[at : at + _IOV_MAX], offset)
-        if moved == 0:
-            return False
-        offset += moved
-        while at < len(left) and moved >= left[at].nbytes:
-            moved -= left[at].nbytes
-            at += 1
-        if moved:
-            left[at] = left[at][moved:]
-    return True
 
 
 @contextlib.contextmanager
@@ -233,16 +175,12 @@ def _opened(folder: str) -> Iterator[int]:
 class Scan:
     """One pass over a locked directory, when the tier is opened: 50 to 80 µs a file.
 
-    The first page and the size of every file are checked; payloads are not read. Invalid files are
-    removed, with one log line each: truncated, of another version, damaged, or under another
-    chunk's name; and the older of two files of one chunk, if a process ended between writing the
-    new file and removing the old one. Temporary files are removed too. Files whose names do not
-    have the tier's form, and those that cannot be opened, are left alone and logged once.
+    The first page and the size of every file are checked; payloads are not read. Invalid and
+    unfinished files are removed, with a log line each, and the older of two files of one chunk.
+    Files whose names do not have the tier's form, and those that cannot be opened, are left alone
+    and logged once. Raises OSError if the directory cannot be listed.
 
-    Raises OSError if the directory cannot be listed.
-
-    is_stopped: asked before each file; if it says so, the rest is not looked at. found: one file
-    per key, from the least to the most recently used.
+    is_stopped: asked before each file. found: one file per key, the least recently used first.
     """
 
     def __init__(self, directory: Path, is_stopped: Callable[[], bool] = lambda: False) -> None:

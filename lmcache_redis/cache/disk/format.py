@@ -27,17 +27,15 @@ and a late removal never removes a successor. While a file is being written its 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame, describe_header
 from lmcache_redis.errors import FormatError
@@ -86,12 +84,11 @@ class StoredShape(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StoredFile:
-    """A file of the tier. touched_at: when its mtime was last set, in monotonic seconds."""
+    """A file of the tier."""
 
     key: bytes
     sequence: int
     cut: StoredShape
-    touched_at: float = -math.inf
 
     @property
     def nbytes(self) -> int:
@@ -111,15 +108,6 @@ def key_digest(key: bytes) -> str:
 def disk_bytes(payload_bytes: int) -> int:
     """The bytes that a file takes in a file system whose blocks are pages."""
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def payload_checksum(views: Sequence[memoryview]) -> int:
-    if len(views) == 1:
-        return xxh3_64_intdigest(views[0])
-    state = xxh3_64()
-    for view in views:
-        state.update(view)
-    return state.intdigest()
 
 
 def pack_page(key: bytes, frame: ChunkFrame, checksum: int) -> bytearray:

@@ -4,15 +4,13 @@ Files are written, read and removed outside the lock. This is safe because no na
 file that is not in the index yet, or has left it, is used by one call only. A read uses an open
 file, so it is complete even if the chunk is evicted or replaced meanwhile.
 
-The limit counts files in blocks of 4 KiB, including the first page of each, and holds at all times:
-space is reserved before a file is written, and released when a file is unlinked. The least recently
-used file is evicted first. If concurrent writes leave no space for one of them, it is not stored.
+The limit counts files in blocks of 4 KiB, including the first page of each, and those that are
+being written. The least recently used file is evicted first. If concurrent writes leave no space
+for one of them, it is not stored.
 
-A file's mtime is the time of its last use, exact to ten seconds.
-
-A file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
-is full or fails, writes are not stored, reads are misses, and each kind of error is logged once a
-minute. A full disk causes no eviction; only the limit does.
+A file's mtime is the time of its last use. One that is not exactly the expected chunk is a miss and
+is removed, with a log line. If the disk is full or fails, writes are not stored, reads are misses,
+and each kind of error is logged once a minute. Only the limit causes evictions.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from lmcache_redis.cache.disk.files import ChunkFiles, open_file, read_chunk, touch
 from lmcache_redis.cache.disk.format import StoredFile, StoredShape
@@ -33,8 +31,6 @@ from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
-
-TOUCH_INTERVAL_S = 10.0
 
 _WARNING_INTERVAL_S = 60.0
 
@@ -46,7 +42,7 @@ class DiskStore:
 
     Attributes:
         limit_bytes: may change; the next write evicts what is beyond a smaller one.
-        used_bytes: what the files take, including those being written or removed.
+        used_bytes: what the files take, including those being written.
         on_evicted: if it is set, called with the keys of evicted chunks, on any thread.
     """
 
@@ -56,7 +52,7 @@ class DiskStore:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.on_evicted: Callable[[list[bytes]], None] | None = None
-        self._reserved_bytes = 0  # of the used ones: for files that are not in the index
+        self._writing_bytes = 0  # of the used ones
         self._entries: OrderedDict[bytes, StoredFile] = OrderedDict()
         self._files = files
         self._lock = threading.Lock()
@@ -68,7 +64,7 @@ class DiskStore:
         for file in files:
             with self._lock:
                 self._next_sequence = max(self._next_sequence, file.sequence + 1)
-                evicted = self._reserve(file.nbytes)
+                evicted = self._make_room(file.nbytes)
                 if evicted is not None:
                     self._fill(file)
             self._unlink([file] if evicted is None else evicted)
@@ -93,27 +89,25 @@ class DiskStore:
         self,
         key: bytes,
         frame: ChunkFrame,
-        views: Sequence[memoryview],
+        payload: memoryview,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> WriteOutcome:
         """Write a file and index it in place of an earlier one, unless the write is cancelled."""
         with self._lock:
-            file = StoredFile(key, self._next_sequence, StoredShape.of(frame), time.monotonic())
+            file = StoredFile(key, self._next_sequence, StoredShape.of(frame))
             self._next_sequence += 1
-            evicted = self._reserve(file.nbytes)
+            evicted = self._make_room(file.nbytes)
             if evicted is None:
                 return WriteOutcome.FULL
-            # Until they are unlinked, the evicted files hold the space that the new one needs.
-            surplus_bytes = max(0, sum(each.nbytes for each in evicted) - file.nbytes)
-            self._hold(surplus_bytes)
+            self._writing(file.nbytes)
         if evicted and self.on_evicted is not None:
             self.on_evicted([each.key for each in evicted])
-        self._unlink(evicted, surplus_bytes)
+        self._unlink(evicted)
         try:
-            self._files.write(key, file.sequence, frame, views)
+            self._files.write(key, file.sequence, frame, payload)
         except BaseException as error:
             with self._lock:
-                self._hold(-file.nbytes)
+                self._writing(-file.nbytes)
             if not isinstance(error, OSError):
                 raise
             self._warn("a chunk was not stored", error)
@@ -121,17 +115,15 @@ class DiskStore:
         with self._lock:
             # A cancel is followed by the change of the index that it makes way for. So either it is
             # seen here, or that change comes later and replaces this one.
+            self._writing(-file.nbytes)
             cancelled = is_cancelled()
             removed = file if cancelled else self._fill(file)
         if removed is not None:
-            self._unlink([removed], removed.nbytes)
+            self._unlink([removed])
         return WriteOutcome.CANCELLED if cancelled else WriteOutcome.STORED
 
-    def load(self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> ReadOutcome:
-        """Fill the views with the chunk described by the frame, and make it the most recently used.
-
-        The chunk may be cut into stripes of another size.
-        """
+    def load(self, key: bytes, frame: ChunkFrame, payload: memoryview) -> ReadOutcome:
+        """Fill the payload with the chunk, whatever its stripes; make it the most recently used."""
         while (file := self.find(key)) is not None:
             if file.cut[:4] != StoredShape.of(frame)[:4]:
                 return ReadOutcome.FOREIGN
@@ -140,7 +132,6 @@ class DiskStore:
             except FileNotFoundError as error:
                 with self._lock:
                     vanished = self._take_out(key, file) is not None
-                    self._hold(-file.nbytes if vanished else 0)
                 if vanished:
                     self._warn("a file was removed by another process", error)
                 # Otherwise it was evicted or replaced since the look-up: look it up again.
@@ -149,14 +140,14 @@ class DiskStore:
                 return ReadOutcome.MISSING
             else:
                 try:
-                    return self._read(fd, file, views)
+                    return self._read(fd, file, payload)
                 finally:
                     os.close(fd)
         return ReadOutcome.MISSING
 
-    def _read(self, fd: int, file: StoredFile, views: Sequence[memoryview]) -> ReadOutcome:
+    def _read(self, fd: int, file: StoredFile, payload: memoryview) -> ReadOutcome:
         try:
-            read_chunk(fd, file.key, file.cut.frame(file.key), views)
+            read_chunk(fd, file.key, file.cut.frame(file.key), payload)
         except FormatError as error:
             path = self._files.path(file.key, file.sequence)
             logger.warning("%s is removed: %s", path, error)
@@ -166,7 +157,9 @@ class DiskStore:
             if error.errno != errno.EIO:
                 return ReadOutcome.UNAVAILABLE
         else:
-            self._touch(fd, file)
+            self.keep(file.key)
+            with contextlib.suppress(OSError):  # only the order after a restart gets less exact
+                touch(fd)
             return ReadOutcome.LOADED
         self.remove(file.key, file)
         return ReadOutcome.CORRUPT
@@ -176,77 +169,52 @@ class DiskStore:
         with self._lock:
             file = self._take_out(key, only)
         if file is not None:
-            self._unlink([file], file.nbytes)
+            self._unlink([file])
         return file is not None
-
-    def forget(self) -> None:
-        """Empty the index; the files stay."""
-        with self._lock:
-            self._entries.clear()
-            self.used_bytes = self._reserved_bytes
 
     # Under the lock.
 
-    def _reserve(self, nbytes: int) -> list[StoredFile] | None:
-        """Reserve space, evicting the least recently used entries; return the evicted ones.
-
-        None: other reservations leave too little space; nothing was evicted or reserved.
-        """
-        if self._reserved_bytes + nbytes > self.limit_bytes:
+    def _make_room(self, nbytes: int) -> list[StoredFile] | None:
+        """Take out the least recently used; None, and none, if what is being written takes it."""
+        if self._writing_bytes + nbytes > self.limit_bytes:
             return None
         evicted = []
         while self.used_bytes + nbytes > self.limit_bytes:
             evicted.append(self._entries.popitem(last=False)[1])
             self.used_bytes -= evicted[-1].nbytes
-        self._hold(nbytes)
         return evicted
 
-    def _hold(self, nbytes: int) -> None:
+    def _writing(self, nbytes: int) -> None:
         self.used_bytes += nbytes
-        self._reserved_bytes += nbytes
+        self._writing_bytes += nbytes
 
     def _fill(self, file: StoredFile) -> StoredFile | None:
-        """Add a file for which space was reserved; return the one that it replaces."""
+        """Add a file; return the one that it replaces."""
         replaced = self._take_out(file.key)
-        self._reserved_bytes -= file.nbytes
         self._entries[file.key] = file
+        self.used_bytes += file.nbytes
         return replaced
 
     def _take_out(self, key: bytes, only: StoredFile | None = None) -> StoredFile | None:
-        """The file, or a certain file, of a key. Its bytes stay reserved until it is unlinked."""
+        """The file, or a certain file, of a key."""
         file = self._entries.get(key)
         if file is None or only not in (None, file):
             return None
         del self._entries[key]
-        self._reserved_bytes += file.nbytes
+        self.used_bytes -= file.nbytes
         return file
 
     # Without it.
 
-    def _unlink(self, files: Sequence[StoredFile], held_bytes: int = 0) -> None:
-        """Unlink files that left the index, then release the bytes held for them."""
+    def _unlink(self, files: Iterable[StoredFile]) -> None:
         for file in files:
             self._unlink_one(file)
-        with self._lock:
-            self._hold(-held_bytes)
 
     def _unlink_one(self, file: StoredFile) -> None:
         try:
             self._files.remove(file.key, file.sequence)
         except OSError as error:
             self._warn("a file could not be removed", error)
-
-    def _touch(self, fd: int, file: StoredFile) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if self._entries.get(file.key) is not file:
-                return
-            self._entries.move_to_end(file.key)
-            if now - file.touched_at < TOUCH_INTERVAL_S:
-                return
-            file.touched_at = now
-        with contextlib.suppress(OSError):  # only the order after a restart gets less exact
-            touch(fd)
 
     def _warn(self, what: str, error: OSError) -> None:
         kind = f"{what}: {error.strerror or error}"

@@ -2,13 +2,12 @@
 
 Two threads read, remove and clear, in the order of the jobs; one thread at a low priority writes.
 Each thread has a buffer: what it reads is copied into the slots when it is complete, what it writes
-is copied from them first. So a job whose time is up, or that is cancelled, ends at once, whatever
-the disk does: a read is then dropped, and a write does not become visible.
+is copied from them first. So a job that is cancelled ends at once, whatever the disk does: a read
+is then dropped, and a write does not become visible. No job begins after its deadline.
 
 A call that exceeds its patience takes the tier down: nothing is found, and every job is answered
-UNAVAILABLE. The tier comes back when all calls have returned. Clears requested meanwhile are
-carried out before anything is found again. A tier that is closed while a call hangs keeps its
-directory locked, because the call may still change it.
+UNAVAILABLE. The tier comes back when all calls have returned. A tier that is closed while a call
+hangs keeps its directory locked, because the call may still change it.
 """
 
 from __future__ import annotations
@@ -26,15 +25,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.cache.disk.files import (
-    SYNC_POLICIES,
-    ChunkFiles,
-    Scan,
-    Sync,
-    lock_directory,
-)
+from lmcache_redis.cache.disk.files import ChunkFiles, Scan, lock_directory
 from lmcache_redis.cache.disk.store import DiskStore
-from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads
+from lmcache_redis.cache.threads import HangDetector, WorkerThreads
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -67,7 +60,6 @@ _JOIN_S = 0.25
 # A larger buffer is not kept.
 _KEPT_BUFFER_BYTES = 64 << 20
 
-
 # A read's outcome, and what it has read.
 _Read: TypeAlias = tuple[ReadOutcome, memoryview]
 
@@ -75,14 +67,11 @@ _Read: TypeAlias = tuple[ReadOutcome, memoryview]
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
-    Slots may have any sizes. `scan`, `exists` and `describe` answer at once.
+    limit_bytes: see `store`. read_patience_s: how long a read may be in flight; write_patience_s:
+    the same for a write or a removal. write_nice: see `nice(2)`. in_background: the files that are
+    there are read on a thread, and the tier is down until that has ended.
 
-    limit_bytes: see `store`. sync: see `files`. read_patience_s: how long a read may be in flight;
-    write_patience_s: the same for a write or a removal. write_nice: see `nice(2)`. in_background:
-    the files that are there are read on a thread, and the tier is down until that has ended.
-
-    Raises ConfigError if a value is invalid, or if the directory cannot be used or is in use by
-    another tier, of this process or another.
+    Raises ConfigError if a value is invalid, or the directory cannot be used or is in use.
     """
 
     name = "disk"
@@ -91,7 +80,6 @@ class DiskTier:
         self,
         directory: str | os.PathLike[str],
         limit_bytes: int,
-        sync: Sync = "none",
         *,
         read_patience_s: float = DEFAULT_PATIENCE_S,
         write_patience_s: float = DEFAULT_PATIENCE_S,
@@ -100,41 +88,32 @@ class DiskTier:
         write_nice: int = 10,
         in_background: bool = False,
     ) -> None:
-        if sync not in SYNC_POLICIES:
-            raise ConfigError(f"sync is {sync!r}; it is one of {', '.join(SYNC_POLICIES)}")
         path = Path(directory)
         self.directory = os.fspath(path)
-        self.store = DiskStore(ChunkFiles(path, sync), limit_bytes)
+        self.store = DiskStore(ChunkFiles(path), limit_bytes)
         writing_s = write_patience_s
         self._patience_s = {READ: read_patience_s, WRITE: writing_s, REMOVAL: writing_s}
         self._lock_fd = lock_directory(path)
-        try:
-            if in_background:
-                os.scandir(path).close()
-            else:
-                self.store.take_over(Scan(path).found)
-        except OSError as error:
-            os.close(self._lock_fd)
-            raise ConfigError(
-                f"the directory {path} cannot be read ({error.strerror}): make it readable or "
-                "choose another"
-            ) from error
+        self._unread = "its files are being read"  # why the index is not complete
         # Jobs that have not ended, with what answers them with the outcome of a name. Whoever takes
         # one out answers it.
         self._pending: dict[object, Callable[[str], None]] = {}
         self._buffers = threading.local()
-        self._uncleared: dict[object, bytes] = {}
         self._has_ended: bool | None = None  # None: not closed
         self._reads = WorkerThreads("disk-read", read_threads)
         self._writes = WorkerThreads("disk-write", write_threads, write_nice)
-        self._detector = HangDetector("disk tier", self._end_all, self._next_clear)
+        self._detector = HangDetector("disk tier", self._end_all)
         if in_background:
-            up = self._detector.hold_down("its files are being read")
-            self._writes.put(partial(self._read_directory, path, up), dropped=up)
+            self._writes.put(partial(self._read_directory, path), dropped=lambda: None)
+            return
+        self._read_directory(path)
+        if self._unread:
+            self.close(0.0)
+            raise ConfigError(f"{self._unread}: make it readable or choose another")
 
     @property
     def state(self) -> PlaneState:
-        reason = self._detector.reason
+        reason = self._unread or self._detector.reason
         return PlaneState(not reason, True, reason, self._detector.since_s)
 
     # ----------------------------------------------------------- the contract
@@ -190,13 +169,13 @@ class DiskTier:
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """See the contract. Goes on after its deadline: each file's removal has its patience."""
-        me = object()
-        self._uncleared[me] = key_prefix
-        if self._detector.is_hung():
-            done(RemoveResult(CallOutcome.UNAVAILABLE))
-        else:
-            clear = partial(self._clear, me, key_prefix)
-            self._begin(self._reads, me, deadline, clear, done, _not_removed)
+
+        def clear() -> RemoveResult:
+            removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
+            removed = sum(self._call(REMOVAL, each) or False for each in removals)
+            return RemoveResult(self._answer_now, removed)
+
+        self._begin(self._reads, object(), deadline, clear, done, _not_removed)
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Queued writes have half of the time, calls in flight the rest."""
@@ -212,7 +191,6 @@ class DiskTier:
         self._end_all()
         self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
         if self._has_ended:
-            self.store.forget()
             os.close(self._lock_fd)
         else:
             # A file may still be renamed into the directory.
@@ -221,7 +199,7 @@ class DiskTier:
 
     @property
     def _is_up(self) -> bool:
-        return not self._detector.reason
+        return not (self._unread or self._detector.reason)
 
     @property
     def _answer_now(self) -> CallOutcome:
@@ -229,21 +207,21 @@ class DiskTier:
 
     # ------------------------------------------------------------ on the threads
 
-    def _read_directory(self, path: Path, up: Action) -> None:
+    def _read_directory(self, path: Path) -> None:
         try:
             scan = Scan(path, is_stopped=lambda: self._has_ended is not None)
-            if self._has_ended is None:
-                self.store.take_over(scan.found)
         except OSError as error:
-            reason = f"the directory {path} cannot be read ({error.strerror})"
-            logger.error("the disk tier stays down: %s", reason)
-            self._detector.stay_down(reason)
-        else:
-            up()
+            self._unread = f"the directory {path} cannot be read ({error.strerror})"
+            logger.error("the disk tier stays down: %s", self._unread)
+            return
+        if self._has_ended is None:
+            self.store.take_over(scan.found)
+            logger.info("the disk tier is up: it has %d chunks", len(scan.found))
+            self._unread = ""
 
     def _load(self, io: ChunkIO) -> _Read | None:
         buffer = self._buffer(io.frame.chunk_bytes)
-        outcome = self._call(READ, partial(self.store.load, io.key, io.frame, [buffer]))
+        outcome = self._call(READ, partial(self.store.load, io.key, io.frame, buffer))
         return None if outcome is None else (outcome, buffer)
 
     def _store(self, io: ChunkIO) -> WriteOutcome | None:
@@ -251,17 +229,8 @@ class DiskTier:
         for slot, piece in _pieces(io, buffer):
             np.copyto(piece, slot)
         # If it ends while its slots are copied, they may change meanwhile: it is not visible then.
-        write = partial(
-            self.store.write, io.key, io.frame, [buffer], lambda: io not in self._pending
-        )
+        write = partial(self.store.write, io.key, io.frame, buffer, lambda: io not in self._pending)
         return self._call(WRITE, write)
-
-    def _clear(self, me: object, prefix: bytes) -> RemoveResult:
-        removals = (partial(self.store.remove, key) for key in self.store.keys(prefix))
-        removed = sum(self._call(REMOVAL, each) or False for each in removals)
-        if self._is_up:
-            self._uncleared.pop(me, None)
-        return RemoveResult(self._answer_now, removed)
 
     def _call(self, what: str, call: Callable[[], T]) -> T | None:
         """Makes a blocking call to the store; None: another hangs, or the tier is closed."""
@@ -288,46 +257,34 @@ class DiskTier:
         not_done: Callable[[str], T],
     ) -> None:
         """Queues work whose result is answered; if it ends before, that of ``not_done``."""
+
+        def run() -> None:
+            result = None
+            try:
+                if time.monotonic() > deadline_s:
+                    self._end(name, "TIMED_OUT")
+                elif name in self._pending:
+                    result = work()
+            finally:
+                if result is None:
+                    self._end(name, "UNAVAILABLE")  # no call was made, or a bug prevented its end
+            if result is not None and self._pending.pop(name, None) is not None:
+                answer(result)
+
         self._pending[name] = lambda outcome: answer(not_done(outcome))
-        self._detector.at(deadline_s, name, partial(self._end, name, "TIMED_OUT"))
-        threads.put(partial(self._run, name, work, answer), partial(self._end, name))
+        threads.put(run, dropped=partial(self._end, name))
         if not self._is_up:
             self._end(name)  # it may have been queued after `_end_all`
 
-    def _run(self, name: object, work: Callable[[], T | None], answer: Callable[[T], None]) -> None:
-        result = None
-        try:
-            if name in self._pending:
-                result = work()
-        finally:
-            if result is None:
-                self._end(name, "UNAVAILABLE")  # no call was made, or a bug kept it from its end
-        if result is not None and self._take_out(name) is not None:
-            answer(result)
-
-    def _take_out(self, name: object) -> Callable[[str], None] | None:
-        self._detector.forget(name)
-        return self._pending.pop(name, None)
-
     def _end(self, name: object, outcome: str = "") -> None:
         """Answers a job that has not ended. By default: the tier hangs, or is closed."""
-        end = self._take_out(name)
+        end = self._pending.pop(name, None)
         if end is not None:
             end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
 
     def _end_all(self) -> None:
         for name in self._pending.copy():
             self._end(name)
-
-    def _next_clear(self) -> Action | None:
-        """Before the tier comes back: the next clear to carry out, or None."""
-        pending = list(self._uncleared.items())
-        return partial(self._clear_now, *pending[0]) if pending else None
-
-    def _clear_now(self, me: object, prefix: bytes) -> None:
-        for key in self.store.keys(prefix):
-            self.store.remove(key)
-        self._uncleared.pop(me, None)
 
 
 def _not_loaded(outcome: str) -> _Read:

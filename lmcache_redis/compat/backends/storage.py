@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.threads import Owner
@@ -19,6 +18,7 @@ from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
 
 DEFAULT_QUEUE_BYTES = 256 << 20
 # A write may wait for others; a call that hangs is given up earlier, after `patience_s`.

@@ -120,9 +120,7 @@ def test_a_full_disk_stores_nothing_more(directory: Path) -> None:
         pytest.skip("no unshare")
     if possible.returncode:
         pytest.skip("no file system can be mounted here")
-    code = 'tier = Disk(directory, 1 << 30, sync="directory")' + FILLS_A_DISK.replace(
-        "\n    ", "\n"
-    )
+    code = "tier = Disk(directory, 1 << 30)" + FILLS_A_DISK.replace("\n    ", "\n")
     ran = subprocess.run(
         [*unshare, f'{mount} && exec "$0" "$@"', sys.executable, "-c", PREAMBLE + code, directory],
         cwd=ROOT,

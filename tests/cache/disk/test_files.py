@@ -49,7 +49,7 @@ def file_of(key: ObjectKey, sequence: int) -> str:
 def path(directory: Path) -> Path:
     """A file of KEY, with no tier open."""
     directory.mkdir()
-    ChunkFiles(directory, "none").write(CHUNK_KEY, 5, FRAME, [memoryview(PAYLOAD)])
+    ChunkFiles(directory).write(CHUNK_KEY, 5, FRAME, memoryview(PAYLOAD))
     (path,) = files_in(directory)
     return path
 
@@ -59,7 +59,7 @@ def is_served(path: Path) -> bool:
     target = bytearray(len(PAYLOAD))
     fd = os.open(path, os.O_RDONLY)
     try:
-        read_chunk(fd, CHUNK_KEY, FRAME, [memoryview(target)])
+        read_chunk(fd, CHUNK_KEY, FRAME, memoryview(target))
     except FormatError:
         return False
     finally:
@@ -107,15 +107,15 @@ def test_a_file_of_another_version_is_removed(
 @pytest.mark.parametrize("nbytes", [3568, 3569])
 def test_a_key_fits_or_is_refused(directory: Path, nbytes: int) -> None:
     frame = ChunkFrame(TENSORS, b"h" * 32, 8, 8, metadata_of(8).serialize())
-    files = ChunkFiles(directory, "none")
+    files = ChunkFiles(directory)
     directory.mkdir()
     key = b"k" * (nbytes - 32) + b"h" * 32
     if nbytes == 3569:
         with pytest.raises(OSError, match="at most 3568 bytes"):
-            files.write(key, 0, frame, [memoryview(bytes(8))])
+            files.write(key, 0, frame, memoryview(bytes(8)))
         assert files_in(directory) == []
         return
-    files.write(key, 0, frame, [memoryview(bytes(8))])
+    files.write(key, 0, frame, memoryview(bytes(8)))
     assert [found.key for found in Scan(directory).found] == [key]
 
 
@@ -208,10 +208,10 @@ def test_of_two_files_of_a_chunk_the_later_counts(
     open_tier: Callable[..., Disk], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory.mkdir()
-    files = ChunkFiles(directory, "none")
+    files = ChunkFiles(directory)
     for sequence in (7, 300, 12):
         payload = memoryview(struct.pack("<Q", sequence))
-        files.write(CHUNK_KEY, sequence, NAMES.frame(KEY, metadata_of(8), 8), [payload])
+        files.write(CHUNK_KEY, sequence, NAMES.frame(KEY, metadata_of(8), 8), payload)
     tier = open_tier()
     assert tier.get(KEY) == struct.pack("<Q", 300)
     assert files_in(directory) == [directory / file_of(KEY, 300)]
@@ -312,7 +312,7 @@ def test_a_read_that_fails_is_a_miss(
         def fail(*_: object) -> int:
             raise OSError(code, os.strerror(code))
 
-        patch.setattr(os, "preadv", fail)
+        patch.setattr(os, "fstat", fail)
         assert tier.get(key_of(1)) is None
     assert os.strerror(code) in caplog.text
     assert tier.contains(key_of(1)) == kept
@@ -346,7 +346,7 @@ def test_a_file_that_may_not_be_opened_now_is_kept(
     assert open_tier().get(key_of(1)) == payload_of(1, 100)
 
 
-@pytest.mark.parametrize("call", ["pwritev", "fsync", "rename", "utime"])
+@pytest.mark.parametrize("call", ["mkdir", "rename", "utime"])
 def test_a_write_that_fails_stores_nothing(
     open_tier: Callable[..., Disk],
     directory: Path,
@@ -354,7 +354,7 @@ def test_a_write_that_fails_stores_nothing(
     caplog: pytest.LogCaptureFixture,
     call: str,
 ) -> None:
-    tier = open_tier(sync="directory")
+    tier = open_tier()
     fill(tier, [1])
     with monkeypatch.context() as patch:
 
@@ -370,23 +370,3 @@ def test_a_write_that_fails_stores_nothing(
     assert tier.get(key_of(1)) == payload_of(1, 100), "what was there stays"
     assert tier.used_bytes == disk_use(directory) == 8192
     fill(tier, [1])
-
-
-def test_a_write_or_read_in_parts_goes_on(
-    open_tier: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    really = {"pwritev": os.pwritev, "preadv": os.preadv}
-
-    def in_parts(name: str) -> None:
-        def call(fd: int, buffers: list[memoryview], offset: int) -> int:
-            first = memoryview(buffers[0])[:777]
-            return really[name](fd, [first], offset)
-
-        monkeypatch.setattr(os, name, call)
-
-    in_parts("pwritev")
-    in_parts("preadv")
-    tier = open_tier()
-    chunk = payload_of(1, 10_000)
-    assert tier.put(key_of(1), chunk)
-    assert tier.get(key_of(1)) == chunk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.disk import store as disk_store
 from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.cache.disk.format import disk_bytes
 from lmcache_redis.errors import ConfigError
@@ -51,10 +49,10 @@ def test_a_chunk_stored_again_takes_the_place_of_itself(
         assert disk_use(directory) == tier.used_bytes
 
 
-def test_the_limit_holds_at_all_times(
+def test_the_limit_holds(
     open_tier: Callable[..., Disk], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted from before a file is written until it is unlinked."""
+    """But for the files that are being removed, by two threads."""
     limit_bytes = 30 * 4096
     lock = threading.Lock()
     sizes: dict[str, int] = {}
@@ -88,7 +86,7 @@ def test_the_limit_holds_at_all_times(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert limit_bytes / 2 < most[0] <= limit_bytes
+    assert limit_bytes / 2 < most[0] <= limit_bytes + 2 * disk_bytes(20_000)
     assert tier.used_bytes == sum(sizes.values()) == disk_use(directory)
     assert len(files_in(directory)) == len(tier.list())
 
@@ -112,9 +110,8 @@ def test_everything_is_found_after_a_restart(open_tier: Callable[..., Disk]) -> 
 
 
 def test_the_order_is_found_after_a_restart(
-    open_tier: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+    open_tier: Callable[..., Disk],
 ) -> None:
-    monkeypatch.setattr(disk_store, "TOUCH_INTERVAL_S", 0.0)
     tier = open_tier(10 * FILE_BYTES)
     fill(tier, [3, 1, 4, 5, 9, 2, 6, 8, 7, 0])
     for number in (4, 3, 2):
@@ -127,21 +124,6 @@ def test_the_order_is_found_after_a_restart(
         fill(tier, [100 + gone])
         assert not tier.contains(key_of(number))
     assert held(tier) == list(range(100, 110))
-
-
-def test_gets_write_the_time_of_use_once_in_a_while(
-    open_tier: Callable[..., Disk], directory: Path
-) -> None:
-    tier = open_tier()
-    fill(tier, [1])
-    (path,) = files_in(directory)
-    before = path.stat().st_mtime_ns
-    assert tier.get(key_of(1)) is not None
-    assert path.stat().st_mtime_ns == before
-    tier.close()
-    tier = open_tier()
-    assert tier.get(key_of(1)) is not None  # the first since the start
-    assert path.stat().st_mtime_ns > before
 
 
 def test_a_lower_limit_at_a_restart_gives_up_the_oldest(
@@ -173,41 +155,3 @@ def test_what_was_removed_stays_away(open_tier: Callable[..., Disk]) -> None:
 def test_a_limit_is_positive(open_tier: Callable[..., Disk], limit_bytes: int) -> None:
     with pytest.raises(ConfigError, match="limit_bytes"):
         open_tier(limit_bytes)
-
-
-def test_sync_is_a_policy(open_tier: Callable[..., Disk]) -> None:
-    with pytest.raises(ConfigError, match="none, file, directory"):
-        open_tier(sync="always")
-
-
-@pytest.mark.parametrize(("sync", "file", "directories"), [("none", 0, 0), ("file", 1, 0)])
-def test_what_is_forced_to_the_disk(
-    open_tier: Callable[..., Disk],
-    monkeypatch: pytest.MonkeyPatch,
-    sync: str,
-    file: int,
-    directories: int,
-) -> None:
-    assert forced(open_tier, monkeypatch, sync) == [(file, directories)] * 2
-
-
-def test_names_are_forced_too(
-    open_tier: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first put of a digest creates a directory, whose name is forced too."""
-    assert forced(open_tier, monkeypatch, "directory") == [(1, 2), (1, 1)]
-
-
-def forced(
-    open_tier: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch, sync: str
-) -> list[tuple[int, int]]:
-    """The files and directories that each of two puts of one key forces to disk."""
-    tier = open_tier(sync=sync)
-    synced: list[bool] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.path.isdir(f"/proc/self/fd/{fd}")))
-    counts = []
-    for _ in range(2):
-        fill(tier, [1])
-        counts.append((synced.count(False), synced.count(True)))
-        synced.clear()
-    return counts

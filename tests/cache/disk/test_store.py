@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ class Store:
     def __init__(self, directory: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         directory.mkdir(exist_ok=True)
         self.directory = directory
-        self.store = DiskStore(ChunkFiles(directory, "none"), limit_bytes)
+        self.store = DiskStore(ChunkFiles(directory), limit_bytes)
         self.store.take_over(Scan(directory).found)
 
     @property
@@ -42,13 +40,13 @@ class Store:
 
     def write(self, number: int, nbytes: int = 100, **more: Any) -> WriteOutcome:
         frame = NAMES.frame(key_of(number), metadata_of(nbytes), nbytes)
-        views = [memoryview(payload_of(number, nbytes))]
-        return self.store.write(self.key(number), frame, views, **more)
+        payload = memoryview(payload_of(number, nbytes))
+        return self.store.write(self.key(number), frame, payload, **more)
 
     def load(self, number: int, nbytes: int = 100) -> ReadOutcome:
         payload = bytearray(nbytes)
         frame = NAMES.frame(key_of(number), metadata_of(nbytes), nbytes)
-        outcome = self.store.load(self.key(number), frame, [memoryview(payload)])
+        outcome = self.store.load(self.key(number), frame, memoryview(payload))
         assert (outcome is ReadOutcome.LOADED) == (payload == payload_of(number, nbytes))
         return outcome
 
@@ -98,7 +96,8 @@ def test_bytes_after_a_restart(store: Store) -> None:
     assert len(files_in(store.directory)) == 3
     assert again.load(2) is ReadOutcome.LOADED
     again.takes_all()
-    store.store.forget()
+    for number in (0, 1, 2):
+        store.store.remove(store.key(number))
     for path in files_in(store.directory):
         path.unlink()
 
@@ -119,31 +118,6 @@ def test_only_a_certain_file_is_removed(store: Store) -> None:
     assert not store.store.remove(store.key(1), former)
     assert store.has(1)
     assert store.store.remove(store.key(1), store.store.find(store.key(1)))
-
-
-def test_the_space_of_a_removed_file_is_held_until_it_is_gone(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    remove = ChunkFiles.remove
-
-    def slowly(files: ChunkFiles, key: bytes, sequence: int) -> None:
-        begun.set()
-        assert go_on.wait(30)
-        remove(files, key, sequence)
-
-    store.write(1)
-    monkeypatch.setattr(ChunkFiles, "remove", slowly)
-    thread = threading.Thread(target=store.store.remove, args=(store.key(1),))
-    thread.start()
-    assert begun.wait(30)
-    assert store.has()
-    assert store.used_bytes == FILE_BYTES
-    assert store.write(2, LIMIT_BYTES - 4096) is WriteOutcome.FULL
-    assert store.write(3, LIMIT_BYTES - FILE_BYTES - 4096) is WriteOutcome.STORED
-    go_on.set()
-    thread.join(30)
-    assert store.used_bytes == LIMIT_BYTES - FILE_BYTES
 
 
 def test_evictions_are_told_and_counted_once(store: Store) -> None:
@@ -235,24 +209,3 @@ def test_files_that_vanish_or_are_damaged_count_no_more(
     assert store.used_bytes == disk_use(store.directory) == FILE_BYTES
     assert "a file was removed by another process" in caplog.text
     assert "is removed: " in caplog.text
-
-
-def test_the_time_of_use_is_written_once_in_a_while(store: Store) -> None:
-    store.write(1)
-    (path,) = files_in(store.directory)
-    again = Store(store.directory)
-    for touched in (True, False):
-        os.utime(path, ns=(1, 1))
-        assert again.load(1) is ReadOutcome.LOADED
-        assert (path.stat().st_mtime_ns > 1) == touched
-
-
-def test_what_is_forgotten_stays_on_disk(store: Store) -> None:
-    for number in range(3):
-        store.write(number)
-    store.store.forget()
-    assert store.has()
-    assert (store.used_bytes, len(files_in(store.directory))) == (0, 3)
-    assert Store(store.directory).has(0, 1, 2)
-    for path in files_in(store.directory):
-        path.unlink()

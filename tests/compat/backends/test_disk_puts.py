@@ -27,13 +27,13 @@ class Gate:
         self.written: list[tuple[int, int]] = []  # number and first byte of each chunk
 
     def write(
-        self, files: ChunkFiles, key: bytes, sequence: int, frame: ChunkFrame, views: list[bytes]
+        self, files: ChunkFiles, key: bytes, sequence: int, frame: ChunkFrame, payload: memoryview
     ) -> None:
-        _really_write(files, key, sequence, frame, views)
+        _really_write(files, key, sequence, frame, payload)
         self.entered.set()
         assert self.opened.wait(30)
         number = int.from_bytes(frame.chunk_hash, "big")
-        self.written.append((number, views[0][0]))
+        self.written.append((number, payload[0]))
 
 
 _really_write = ChunkFiles.write

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from lmcache_redis.cache.backing import REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.chunks.keys import ObjectKey
@@ -23,6 +22,8 @@ from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
+    REDIS_COUNTERS,
+    Backing,
     CallOutcome,
     ChunkIO,
     ExistsResult,

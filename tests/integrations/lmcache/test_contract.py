@@ -115,8 +115,8 @@ def test_its_factory_finds_class_and_config(named: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "no server is named"),
-        ({"url": "redis://h", "host": "x"}, "host: no setting of lmcache_redis"),
+        ({}, "missing required field `url`"),
+        ({"url": "redis://h", "host": "x"}, "unknown field `host`"),
         ({"url": "http://h"}, "must begin with redis://"),
         ({"url": "redis://h", "connections": "many"}, "connections"),
     ],

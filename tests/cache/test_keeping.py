@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.cache import backing
-from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
+from lmcache_redis.cache import writebehind
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
+    CallOutcome,
+    ExistsResult,
+    ReadOutcome,
+    WriteOutcome,
+)
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 
 CHUNKS = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
@@ -87,13 +92,13 @@ def written_again(hot: Hot) -> list[Entry]:
 
 
 def test_what_a_tier_lacks_is_written_to_it_again(hot: Hot) -> None:
-    for entry in hot.entries:
-        hot.cache.pool.seen(1, (entry.key,))
+    told: list[tuple[bytes, int | None, bool]] = []
+    hot.cache.pool.on_change = lambda *change: told.append(change)
     hot.look_up()
     hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [True, False, True, False, True]))
-    assert [entry.stored_in for entry in hot.entries] == [2, 0, 2, 0, 2]
+    assert told == [(FORM.key(name), 1, n % 2 == 0) for n, name in enumerate(HASHES)]
     assert written_again(hot) == [hot.entries[1], hot.entries[3]]
-    assert [entry.stored_in for entry in hot.entries] == [2] * 5
+    assert told[-2:] == [(hot.entries[n].key, 1, True) for n in (1, 3)]
     assert hot.disk.written == []
 
 
@@ -138,38 +143,10 @@ def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     hot.loop.run_posted()
 
 
-def test_what_a_tier_loses_again_and_again_is_looked_at_later(hot: Hot) -> None:
-    """Else a tier smaller than all host pools would be written to without end."""
-    waits = []
-    for present in (False, False, False, True, False):
-        hot.age()
-        hot.look_up()
-        hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [present] * len(CHUNKS)))
-        waits.append(hot.entries[0].refreshed_s - time.monotonic())
-        if not present:
-            assert written_again(hot) == hot.entries
-            hot.redis.written.clear()
-    every_s = 60.0
-    assert [round(wait_s / every_s) for wait_s in waits] == [0, 2, 6, 0, 0]
-
-
-def test_few_losses_are_counted(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_MOST_COUNTED", 2)
-    for _ in range(2):
-        hot.age()
-        hot.look_up()
-        hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [False] * len(CHUNKS)))
-        assert written_again(hot) == hot.entries
-        hot.redis.written.clear()
-    assert len(hot.cache._refreshers[1]._losses) == 2
-
-
 def test_one_batch_is_asked_about_at_a_time(hot: Hot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_BATCH_CHUNKS", 2)
-    monkeypatch.setattr(backing, "_MOST_WAITING", 4)
+    monkeypatch.setattr(writebehind, "_BATCH_CHUNKS", 2)
     hot.look_up()
-    hot.cache.keep([])
-    for batch in (CHUNKS[:2], CHUNKS[2:4]):
+    for batch in (CHUNKS[:2], CHUNKS[2:4], CHUNKS[4:]):
         assert [chunks for chunks, _ in hot.redis.refreshed] == [batch]
         hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [True] * len(batch)))
-    assert hot.redis.refreshed == [], "the fifth found no room"
+    assert hot.redis.refreshed == []
