@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from lmcache_redis.cache.backing import DOUBTFUL, REDIS_COUNTERS
@@ -286,6 +287,13 @@ class RegionStore:
         with self._lock:
             self._distrusted.pop(job.key, None)
         return True
+
+
+def answered(call: Callable[[Answer], None]) -> list[bool]:
+    """Waits for the answer of a call to a store, which comes by its deadline."""
+    answers: SimpleQueue[list[bool]] = SimpleQueue()
+    call(answers.put)
+    return answers.get()
 
 
 class _Answers:

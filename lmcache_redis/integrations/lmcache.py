@@ -16,12 +16,12 @@ Interface: LMCache 0.5.6, ``lmcache/v1/distributed/l2_adapters/base.py``. `get_m
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmcache.lmcache_native import Bitmap
@@ -35,7 +35,7 @@ from lmcache.v1.platform import create_event_notifier
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata, dtype_name, itemsize
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import FormatError
-from lmcache_redis.regions import DoorSettings, RegionChunk, RegionStore, form_of
+from lmcache_redis.regions import DoorSettings, RegionChunk, RegionStore, answered, form_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ ValueT = TypeVar("ValueT")
 _KEPT_FORMS = 4096
 _KEPT_CHARGES = 131_072
 _CLOSE_S = 5.0
-_DELETE_S = 5.0
 _ENCODED = (
     "LMCache's serde is on: its objects do not tell which dtype and shape they encode, so they "
     'are not stored. Remove "serde" from this --l2-adapter'
@@ -89,15 +88,16 @@ class RedisL2Adapter(L2AdapterInterface):
         super().__init__(max_capacity_bytes=0)
         self._settings = config.settings
         self._store = RegionStore(config.settings)
-        self._forms = functools.lru_cache(_KEPT_FORMS)(self._form)
+        self._forms = lru_cache(_KEPT_FORMS)(self._form)
         self._numbers = itertools.count(1)
-        self._stores: _Finished[_StoreEnd] = _Finished()
+        self._stores: _Finished[list[_StoredObject]] = _Finished()
         self._lookups: _Finished[Bitmap] = _Finished()
         self._loads: _Finished[tuple[list[ObjectKey], Bitmap]] = _Finished()
         # The last layout that a lookup or an object had: deletions come without one.
         self._layouts = _Recent[_Place, _Layout](_KEPT_FORMS)
         self._charges = _Recent[ObjectKey, int](_KEPT_CHARGES)
-        self._warnings = _Recent[str, bool](_KEPT_FORMS)
+        # Once for each sentence: a server may have thousands of such objects a minute.
+        self._warn = lru_cache(_KEPT_FORMS)(partial(logger.warning, "objects are not cached: %s"))
 
     # The descriptors of completions
 
@@ -119,27 +119,26 @@ class RedisL2Adapter(L2AdapterInterface):
         present: list[bool] = []
 
         def stored(good: list[bool]) -> None:
-            self._stores.put(number, _StoreEnd(keys, sizes, present, good))
+            rows = zip(keys, sizes, present, good, strict=False)
+            self._stores.put(number, [_StoredObject(*row) for row in rows])
 
-        if chunks:
-            self._store.store(chunks, stored, present.extend)
-        else:
-            self._stores.put(number, _StoreEnd([], [], [], [False]))
+        self._store.store(chunks, stored, present.extend)
         return number
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """LMCache's listeners are told here, on its own thread."""
         results: dict[int, L2StoreResult] = {}
-        for number, (keys, sizes, present, good) in self._stores.take_all().items():
-            written, stored = 0, []
-            for key, size, was_there, is_good in zip(keys, sizes, present, good, strict=False):
-                if is_good:
-                    written += 0 if was_there else size
-                    # What was charged before is charged once.
-                    stored.append((key, size if self._charges.put(key, size) is None else 0))
+        for number, objects in self._stores.take_all().items():
+            stored = [each for each in objects if each.is_good]
+            # What was charged before is charged once.
+            sizes = [
+                each.size if self._charges.put(each.key, each.size) is None else 0
+                for each in stored
+            ]
             if stored:
-                self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
-            results[number] = L2StoreResult(all(good), written)
+                self._notify_keys_stored([each.key for each in stored], sizes)
+            written = sum(each.size for each in stored if not each.was_there)
+            results[number] = L2StoreResult(0 < len(stored) == len(objects), written)
         return results
 
     # Lookups
@@ -158,7 +157,7 @@ class RedisL2Adapter(L2AdapterInterface):
                 if place.group in layouts:
                     self._learn(place, layouts[place.group])
         except FormatError as error:
-            self._warn(error)
+            self._warn(str(error))
         known = self._known(keys)
 
         def found(there: list[bool]) -> None:
@@ -211,19 +210,9 @@ class RedisL2Adapter(L2AdapterInterface):
         self._notify_keys_accessed(keys)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes objects, as LMCache's eviction and quotas want; waits for it, for seconds."""
+        """Removes objects, as LMCache's eviction and quotas want; waits for `lookup_timeout_s`."""
         known = self._known(keys)
-        removed: list[bool] = []
-        ended = threading.Event()
-
-        def done(results: list[bool]) -> None:
-            removed.extend(results)
-            ended.set()
-
-        self._store.remove([chunk for _, chunk in known], done)
-        if not ended.wait(_DELETE_S):
-            logger.warning("Redis did not remove %d objects in time", len(known))
-            return
+        removed = answered(partial(self._store.remove, [chunk for _, chunk in known]))
         gone = [keys[index] for (index, _), is_gone in zip(known, removed, strict=True) if is_gone]
         if gone:
             self._notify_keys_deleted(gone, [self._charges.take(key) or 0 for key in gone])
@@ -265,7 +254,7 @@ class RedisL2Adapter(L2AdapterInterface):
                     )
                 chunks.append(RegionChunk(form, key.chunk_hash, [view]))
         except FormatError as error:
-            self._warn(error)
+            self._warn(str(error))
             return []
         return chunks
 
@@ -295,19 +284,14 @@ class RedisL2Adapter(L2AdapterInterface):
         metadata = RemoteMetadata(sum(sizes), *layout, MemoryFormat.UNDEFINED)
         return form_of(identity, place.model_name, place.kv_rank, metadata, self._settings)
 
-    def _warn(self, error: FormatError) -> None:
-        """Once for each sentence: a server may have thousands of such objects a minute."""
-        if self._warnings.put(str(error), True) is None:
-            logger.warning("objects of LMCache are not cached: %s", error)
 
+class _StoredObject(NamedTuple):
+    """What became of an object: whether it was there before, and whether it is now."""
 
-class _StoreEnd(NamedTuple):
-    """A store that has ended: of each key the size, whether it was there and whether it is."""
-
-    keys: list[ObjectKey]
-    sizes: list[int]
-    present: list[bool]
-    good: list[bool]
+    key: ObjectKey
+    size: int
+    was_there: bool
+    is_good: bool
 
 
 class _Finished(Generic[ValueT]):
