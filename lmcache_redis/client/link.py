@@ -1,21 +1,22 @@
-"""The connection to the agent, owned by one thread.
+"""The connection to the agent, owned by one thread, and the calls that go over it.
 
 The thread owns the socket. It sends HELLO until an agent answers, sends heartbeats, and matches
 answers to calls. Other threads submit messages and get an ``AgentCall``; they wait only on request.
 
     OFFLINE (HELLO every 0.2 s) ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
-         └──VERSION_MISMATCH, FAILURE──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
+         └──FAILURE, no answer of ours──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
 When the agent is lost, every pending call ends at once, as ``CallState.LOST``.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -23,7 +24,6 @@ from msgspec.structs import replace
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.calls import AgentCall, AgentCalls, lose
 from lmcache_redis.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,115 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-@dataclass
-class Patience:
-    """How long the agent may be silent: longer while it maps memory, as it said last."""
+Batch = tuple[Sequence["AgentCall"], list[bytes]]
 
-    usual_s: float
-    mapping: bool = False
+
+class CallState(Enum):
+    """PENDING until the answer arrives or the agent is lost."""
+
+    PENDING = "pending"
+    ANSWERED = "answered"
+    LOST = "lost"
+
+
+class AgentCall:
+    """One message to the agent, from its submission to its answer.
+
+    changed: the condition that is notified when the call ends.
+    listener: called with the call when it ends, on the thread that ends it.
+    """
+
+    __slots__ = ("_changed", "_listener", "answer", "call_id", "sent", "state")
+
+    def __init__(
+        self,
+        call_id: int,
+        changed: threading.Condition,
+        listener: Callable[[AgentCall], None] | None,
+    ) -> None:
+        self.call_id = call_id
+        self.state = CallState.PENDING
+        self.answer: m.Answer | None = None
+        self.sent = False  # whether the agent may have received the message
+        self._changed = changed
+        self._listener = listener
 
     @property
-    def seconds(self) -> float:
-        return max(self.usual_s, _MAPPING_S) if self.mapping else self.usual_s
+    def done(self) -> bool:
+        return self.state is not CallState.PENDING
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for at most ``timeout_s``; returns ``done``."""
+        if not self.done and timeout_s > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self.done, timeout_s)
+        return self.done
+
+    def end(self, answer: m.Answer | None) -> None:
+        """Ends the call: ANSWERED with an answer, LOST with None. Only the link does this."""
+        with self._changed:
+            self.answer = answer
+            self.state = CallState.LOST if answer is None else CallState.ANSWERED
+        try:
+            if self._listener is not None:
+                self._listener(self)
+        finally:
+            # Last, for those who wait for what the listener changes.
+            with self._changed:
+                self._changed.notify_all()
+
+
+class AgentCalls:
+    """The calls of one link: those to be sent, and those that wait for an answer.
+
+    changed: notified when a call ends.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.ids = itertools.count(1)
+        self._outbox: deque[Batch] = deque()
+        self._pending: dict[int, AgentCall] = {}
+
+    def new(self, count: int, listener: Callable[[AgentCall], None] | None) -> list[AgentCall]:
+        return [AgentCall(next(self.ids), self.changed, listener) for _ in range(count)]
+
+    def put(self, questions: Sequence[m.Message], calls: Sequence[AgentCall]) -> None:
+        """Queues the questions with the ids of their calls, in one message or a few."""
+        pairs = zip(questions, calls, strict=True)
+        addressed = [replace(each, call_id=call.call_id) for each, call in pairs]
+        for first in range(0, len(calls), m.MAX_BATCH):
+            batch = slice(first, first + m.MAX_BATCH)
+            self._outbox.append((calls[batch], transport.encode(*addressed[batch])))
+
+    def take_queued(self) -> Iterator[Batch]:
+        while self._outbox:
+            yield self._outbox.popleft()
+
+    def sent(self, calls: Sequence[AgentCall]) -> None:
+        for call in calls:
+            call.sent = True
+            self._pending[call.call_id] = call
+
+    def answered(self, answer: m.Answer) -> None:
+        """Ends the call that this answers, if there is one."""
+        call = self._pending.pop(answer.call_id, None)
+        if call is not None:
+            call.end(answer)
+
+    def lose_all(self) -> None:
+        lost = list(self._pending.values())
+        self._pending.clear()
+        for calls, _ in self.take_queued():
+            lost += calls
+        lose(lost)
+
+
+def lose(calls: Sequence[AgentCall]) -> None:
+    """Ends those of the calls that have not ended, as LOST."""
+    for call in calls:
+        if not call.done:
+            call.end(None)
 
 
 class AgentLink:
@@ -76,9 +175,9 @@ class AgentLink:
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
         self._hello = self._greeting = hello  # and as it was sent last
-        self._patience = Patience(dead_after_s)
+        self._dead_after_s = dead_after_s
+        self._is_mapping = False  # the agent maps memory, as it said last
         self._on_welcome = on_welcome
-        self._logged: str | None = None
         self._stop = False
         self._calls = AgentCalls()
         self._socket = transport.AgentSocket(endpoint)
@@ -180,13 +279,17 @@ class AgentLink:
         if not self.online:
             if unsent_s >= (_REFUSED_TICK_S if self.state is LinkState.REFUSED else _TICK_S):
                 self._greet()
-        elif now_s - self._socket.heard_s > self._patience.seconds:
-            self._reconnect(f"it has been silent for {self._patience.seconds:g} s")
+        elif now_s - self._socket.heard_s > self._patience_s:
+            self._reconnect(f"it has been silent for {self._patience_s:g} s")
         elif self._greeting.engine_id != self._hello.engine_id:
             self._send(m.Goodbye(0))
             self._reconnect("this engine has another name now", _GOODBYE_S)
         elif unsent_s >= _HEARTBEAT_S:
             self._send(m.Ping(0))
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self._dead_after_s, _MAPPING_S) if self._is_mapping else self._dead_after_s
 
     def _reconnect(self, why: str, linger_s: float = 0.0) -> None:
         self._go_offline(why)
@@ -199,7 +302,7 @@ class AgentLink:
             self._socket.sent_s = time.monotonic()
             self._refused(reason)
             return
-        self._greeting = replace(self._hello, call_id=self._calls.next_id())
+        self._greeting = replace(self._hello, call_id=next(self._calls.ids))
         self._send(self._greeting)
 
     def _send(self, message: m.Message) -> bool:
@@ -215,10 +318,8 @@ class AgentLink:
     def _received(self, frames: Sequence[bytes]) -> None:
         try:
             answer = transport.decode_answer(frames)
-        except transport.VersionMismatch as error:
-            self._refused(str(error))
         except WireError as error:
-            self._log_once(f"ignored an answer from the agent at {self.endpoint}: {error}")
+            self._refused(str(error))
         else:
             self._socket.heard_s = time.monotonic()
             self._answered(answer)
@@ -229,7 +330,7 @@ class AgentLink:
             return
         self._calls.answered(answer)
         if isinstance(answer, m.Pong):
-            self._patience.mapping = answer.mapping
+            self._is_mapping = answer.mapping
         elif isinstance(answer, m.Failure):
             if answer.code == m.UNKNOWN_PEER and self.online:
                 self._go_offline("it was restarted")
@@ -241,8 +342,8 @@ class AgentLink:
         self.welcome = welcome
         if self.online:
             return
-        self._logged = self.refusal = None
-        self._patience.mapping = False
+        self.refusal = None
+        self._is_mapping = False
         logger.info(
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
@@ -253,8 +354,10 @@ class AgentLink:
             self._on_welcome(welcome)
 
     def _refused(self, reason: str) -> None:
-        self.refusal = f"the agent at {self.endpoint} cannot be used: {reason}"
-        self._log_once(self.refusal)
+        refusal = f"the agent at {self.endpoint} cannot be used: {reason}"
+        if refusal != self.refusal:  # it is told once until the next WELCOME
+            logger.error("%s", refusal)
+        self.refusal = refusal
         self._set_state(LinkState.REFUSED)
         self._calls.lose_all()
 
@@ -267,12 +370,6 @@ class AgentLink:
         if self.state is not LinkState.REFUSED:
             self._set_state(LinkState.OFFLINE)
         self._calls.lose_all()
-
-    def _log_once(self, sentence: str) -> None:
-        """Logs a sentence, unless it was the last one logged since the last WELCOME."""
-        if sentence != self._logged:
-            self._logged = sentence
-            logger.error("%s", sentence)
 
     def _set_state(self, state: LinkState) -> None:
         with self._calls.changed:

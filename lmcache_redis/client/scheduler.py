@@ -1,19 +1,20 @@
 """The scheduler's client: asks how many leading tokens of a prompt are cached.
 
-Of an engine on several nodes it knows where the workers are registered (`Ranks`).
+And beside it, what it needs to know of an engine: where its workers are registered (`Ranks`), which
+hits it compares instead of loading (`Canaries`), what comes and goes in the tiers (`ChunkWatch`).
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import AgentCall
-from lmcache_redis.client.link import AgentLink
+from lmcache_redis.client.link import AgentCall, AgentLink
 from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,11 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 0.25
 # An engine that steps reports every worker within this time.
 _REPORTED_WITHIN_S = 2.0
+# Of the prompt tokens that the engine computes, those of canaries.
+CANARY_SHARE = 0.02
+# Beside them, so that a new engine begins: about the prompts of ten chats.
+FIRST_CANARY_TOKENS = 16_384
+_LOST = m.Changes(0, (), lost=True)
 
 
 @dataclass(frozen=True)
@@ -249,3 +255,77 @@ class SchedulerClient:
     def shutdown(self) -> None:
         """Closes the connection; the agent unpins the chunks of this scheduler's lookups."""
         self.link.close()
+
+
+class Canaries:
+    """Decides which hits of one engine are canaries: computed again, and compared with the cache.
+
+    No rule says that a name covers everything that decides KV; looking does. A canary is computed
+    from its first token: what is computed behind a loaded prefix would inherit its faults. Each hit
+    is one with the same probability, whatever came before, so that restarts make no difference.
+    draw: a number from 0 to below 1.
+    """
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        self._draw = draw
+        self._left_tokens = float(FIRST_CANARY_TOKENS)
+
+    def computed(self, prompt_tokens: int) -> None:
+        """The engine has computed so many tokens of prompts, those of canaries included."""
+        self._left_tokens += CANARY_SHARE * prompt_tokens
+
+    def takes(self, hit_tokens: int, every: int) -> bool:
+        """Whether a hit that can be loaded is a canary; one in ``every`` is, 0: none."""
+        if not every or self._left_tokens < hit_tokens or self._draw() * every >= 1:
+            return False
+        self._left_tokens -= hit_tokens
+        return True
+
+
+class ChunkWatch:
+    """Asks which chunks come and go, while all workers of the engine are registered with one agent.
+
+    groups: of each part that a chunk has, the number of its group. `Change.part` is an index.
+    """
+
+    def __init__(self, link: AgentLink, ranks: Ranks) -> None:
+        self.groups: tuple[int, ...] = ()
+        self._link = link
+        self._ranks = ranks
+        self._welcome: m.Welcome | None = None
+        self._parts: tuple[m.RemoteParts, ...] = ()
+        self._call: AgentCall | None = None
+        self._refused_by: m.Welcome | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return self._call is not None and self._call.done
+
+    def take(self) -> m.Changes | None:
+        """The changes since the last call; None if there are none. Never waits.
+
+        ``lost``: what was known before may be wrong, and is void.
+        """
+        welcome = self._link.welcome if self._link.online else None
+        parts = {} if welcome is None else self._ranks.local_parts()
+        if welcome is not self._welcome or tuple(parts) != self._parts:
+            self._welcome, self._parts = welcome, tuple(parts)
+            self.groups = tuple(parts.values())
+            self._ask()
+            return _LOST
+        if self._call is None or not self._call.done:
+            return None
+        answer = self._call.answer
+        if not isinstance(answer, m.Changes):
+            if isinstance(answer, m.Failure):
+                logger.warning("the agent reports no changes of chunks: %s", answer.reason)
+                self._refused_by = welcome
+            self._welcome = None  # asks again in the next call
+            return _LOST
+        self._ask()
+        return answer
+
+    def _ask(self) -> None:
+        self._call = None
+        if self._parts and self._refused_by is not self._welcome:
+            self._call = self._link.submit(m.Watch, parts=self._parts)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
-from lmcache_redis.client.calls import AgentCall, CallState
+from lmcache_redis.client.link import AgentCall, CallState
 from lmcache_redis.processes import has_ended, is_running
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
-from lmcache_redis.client.calls import AgentCall, CallState
-from lmcache_redis.client.link import AgentLink
+from lmcache_redis.client.link import AgentCall, AgentLink, CallState
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     LEAST_RETRIEVE_RATE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import AgentCall, AgentCalls, CallState, lose
+from lmcache_redis.client.link import AgentCall, AgentCalls, CallState, lose
 
 
 def test_an_answer_ends_its_call_alone() -> None:

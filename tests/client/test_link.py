@@ -11,20 +11,11 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.calls import AgentCall, CallState
-from lmcache_redis.client.link import AgentLink, LinkState, Patience
+from lmcache_redis.client.link import AgentCall, AgentLink, CallState, LinkState
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
 HELLO = m.Hello(0, "e", "m", 1, 0, "0")
-
-
-def test_an_agent_that_maps_memory_may_be_silent_longer() -> None:
-    patience = Patience(1.5)
-    assert patience.seconds == 1.5
-    patience.mapping = True
-    assert patience.seconds == 10.0
-    assert Patience(20.0, mapping=True).seconds == 20.0
 
 
 class Agent:

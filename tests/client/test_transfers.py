@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import CallState
+from lmcache_redis.client.link import CallState
 from lmcache_redis.client.transfers import AgentProcess, RetrieveTransfer, StoreTransfer, TransferOp
 
 OP = TransferOp([0], [b"hash"])
