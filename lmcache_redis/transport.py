@@ -148,22 +148,19 @@ def _clear_stale_socket(path: Path, endpoint: str) -> None:
     """Removes a socket without a listener. Raises ``ConfigError`` if anything else is there."""
     if not path.exists():
         return
-    if not path.is_socket():
-        raise ConfigError(
-            f"--endpoint {endpoint} cannot be used: {path} is not a socket; choose another one"
-        )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"--endpoint {endpoint} cannot be used: {path} exists ({error.strerror}); "
-                "remove it or choose another --endpoint"
-            ) from error
-        else:
-            raise _in_use(endpoint)
+    why = "is not a socket"
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                path.unlink(missing_ok=True)
+                return
+            except OSError as error:
+                why = f"exists ({error.strerror})"
+            else:
+                raise _in_use(endpoint)
+    raise ConfigError(f"--endpoint {endpoint} cannot be used: {path} {why}; choose another one")
 
 
 def _in_use(endpoint: str) -> StartError:

@@ -116,21 +116,6 @@ class WorkerClient:
 
     # Registration
 
-    def register_kv_caches(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        *,
-        num_blocks: int,
-        dtype: str,
-        identity: Mapping[str, str],
-        block_strides: Mapping[str, int] | None = None,
-    ) -> None:
-        """Registers a KV cache of one group with ``block_size_tokens``; see `register_groups`."""
-        group = CacheGroup(kv_caches, dtype, self._block_size_tokens)
-        self.register_groups(
-            [group], num_blocks=num_blocks, identity=identity, block_strides=block_strides
-        )
-
     def register_groups(
         self,
         groups: Sequence[CacheGroup],
