@@ -159,13 +159,16 @@ class WorkerClient:
 
         Raises ``DeviceError`` if the agent refuses it, or if ``timeout_s`` passes.
         """
-        self.link.wait_for(lambda: self.ready or self._refusal is not None, timeout_s)
-        refusal = self._refusal
-        if refusal is not None:
-            raise DeviceError(refusal)
+
+        def refusal() -> str | None:
+            of_now = self._registration_of_now()
+            return None if of_now is None else of_now.refusal
+
+        self.link.wait_for(lambda: self.ready or refusal() is not None, timeout_s)
         if not self.ready:
             raise DeviceError(
-                f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
+                refusal()
+                or f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
                 f"{self._worker_id} within {timeout_s:g} s: see its log"
             )
 
@@ -177,20 +180,16 @@ class WorkerClient:
     @property
     def place(self) -> RankPlace | None:
         """The agent that has mapped this worker's memory; None while it is not `ready`."""
-        last = self._registration
         # In this order, because the link stores a new agent's WELCOME before it is online again.
-        if not self.link.online or last is None or not last.is_mapped:
-            return None
-        return last.place if self._is_of_now(last) else None
+        of_now = self._registration_of_now() if self.link.online else None
+        return of_now.place if of_now is not None and of_now.is_mapped else None
 
-    @property
-    def _refusal(self) -> str | None:
+    def _registration_of_now(self) -> _SentRegistration | None:
+        """That of the memory with the agent that has said WELCOME last; None: it was not sent."""
         last = self._registration
-        return last.refusal if last is not None and self._is_of_now(last) else None
-
-    def _is_of_now(self, registration: _SentRegistration) -> bool:
-        of = (registration.memory, registration.welcome)
-        return of[0] is self._memory and of[1] is self.link.welcome
+        if last is None or last.memory is not self._memory or last.welcome is not self.link.welcome:
+            return None
+        return last
 
     @property
     def on_cuda(self) -> bool:
@@ -208,13 +207,12 @@ class WorkerClient:
     def _register(self) -> None:
         """Registers the memory with the agent that has said WELCOME last, once with each."""
         with self._sending:
-            if not self._memory.layouts:  # perhaps there is no link yet
-                return
-            welcome, last = self.link.welcome, self._registration
-            if welcome is not None and (last is None or not self._is_of_now(last)):
-                self._send_registration(1 if last is None else last.number + 1, welcome)
+            # Without layouts there may be no link yet.
+            if self._memory.layouts and self.link.welcome and self._registration_of_now() is None:
+                self._send_registration(self.link.welcome)
 
-    def _send_registration(self, number: int, welcome: m.Welcome) -> None:
+    def _send_registration(self, welcome: m.Welcome) -> None:
+        number = 1 + (0 if self._registration is None else self._registration.number)
         memory, chunk_tokens, groups = self._memory, self._chunk_tokens(welcome), []
         for group, layout in zip(memory.groups, memory.layouts, strict=True):
             share, shares = group.shard or (self._worker_id, self._world_size)
