@@ -92,7 +92,7 @@ class RedisL2Adapter(L2AdapterInterface):
         self._numbers = itertools.count(1)
         self._stores: _Finished[list[_StoredObject]] = _Finished()
         self._lookups: _Finished[Bitmap] = _Finished()
-        self._loads: _Finished[tuple[list[ObjectKey], Bitmap]] = _Finished()
+        self._loads: _Finished[tuple[list[ObjectKey], list[int]]] = _Finished()
         # The last layout that a lookup or an object had: deletions come without one.
         self._layouts = _Recent[_Place, _Layout](_KEPT_FORMS)
         self._charges = _Recent[ObjectKey, int](_KEPT_CHARGES)
@@ -148,24 +148,17 @@ class RedisL2Adapter(L2AdapterInterface):
     ) -> int:
         number = next(self._numbers)
         try:
-            layouts = {
-                group: _layout(each.shapes, each.dtypes)
-                for group, each in group_layout_descs.items()
-                if each.shapes
-            }
             for place in {_place(key) for key in keys}:
-                if place.group in layouts:
-                    self._learn(place, layouts[place.group])
+                described = group_layout_descs.get(place.group)
+                if described is not None and described.shapes:
+                    self._learn(place, "", _layout(described.shapes, described.dtypes))
         except FormatError as error:
             self._warn(str(error))
         known = self._known(keys)
 
         def found(there: list[bool]) -> None:
-            hits = Bitmap(len(keys))
-            for (index, _), is_there in zip(known, there, strict=True):
-                if is_there:
-                    hits.set(index)
-            self._lookups.put(number, hits)
+            hits = [at for (at, _), is_there in zip(known, there, strict=True) if is_there]
+            self._lookups.put(number, _bitmap(len(keys), hits))
 
         self._store.lookup([chunk for _, chunk in known], found)
         return number
@@ -180,27 +173,21 @@ class RedisL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         number = next(self._numbers)
-        chunks = self._chunks(keys, objects)
 
         def loaded(good: Sequence[bool]) -> None:
-            bits = Bitmap(len(keys))
-            for index, is_good in enumerate(good):
-                if is_good:
-                    bits.set(index)
-            self._loads.put(number, (keys, bits))
+            self._loads.put(number, (keys, [at for at, is_good in enumerate(good) if is_good]))
 
-        self._store.load(chunks, loaded)
+        self._store.load(self._chunks(keys, objects), loaded)
         return number
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         ended = self._loads.take(task_id)
         if ended is None:
             return None
-        keys, bits = ended
-        used = [key for index, key in enumerate(keys) if bits.test(index)]
-        if used:
-            self._notify_keys_accessed(used)
-        return bits
+        keys, good = ended
+        if good:
+            self._notify_keys_accessed([keys[at] for at in good])
+        return _bitmap(len(keys), good)
 
     # The rest
 
@@ -245,8 +232,7 @@ class RedisL2Adapter(L2AdapterInterface):
                 place = _place(key)
                 if _is_flat_bytes(layout) and self._layouts.get(place) not in (None, layout):
                     raise FormatError(_ENCODED)
-                self._learn(place, layout)
-                form = self._forms(place, key.cache_salt, layout)
+                form = self._learn(place, key.cache_salt, layout)
                 view = memoryview(each.byte_array).cast("B")
                 if view.nbytes != form.chunk_bytes:
                     raise FormatError(
@@ -258,10 +244,11 @@ class RedisL2Adapter(L2AdapterInterface):
             return []
         return chunks
 
-    def _learn(self, place: _Place, layout: _Layout) -> None:
+    def _learn(self, place: _Place, salt: str, layout: _Layout) -> ChunkForm:
         """Raises FormatError, and keeps nothing, for objects that cannot be encoded."""
-        self._forms(place, "", layout)
+        form = self._forms(place, salt, layout)
         self._layouts.put(place, layout)
+        return form
 
     def _known(self, keys: Sequence[ObjectKey]) -> list[tuple[int, RegionChunk]]:
         """The index and the name of those whose shape is known, from a lookup or an object."""
@@ -358,6 +345,13 @@ def _place(key: ObjectKey) -> _Place:
 
 def _layout(shapes: Sequence[Any], dtypes: Sequence[Any]) -> _Layout:
     return tuple(tuple(shape) for shape in shapes), tuple(map(dtype_name, dtypes))
+
+
+def _bitmap(size: int, indices: Sequence[int]) -> Bitmap:
+    bits = Bitmap(size)
+    for index in indices:
+        bits.set(index)
+    return bits
 
 
 def _is_flat_bytes(layout: _Layout) -> bool:
