@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -45,9 +46,6 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-Batch = tuple[Sequence["AgentCall"], list[bytes]]
-
-
 class CallState(Enum):
     """PENDING until the answer arrives or the agent is lost."""
 
@@ -56,27 +54,20 @@ class CallState(Enum):
     LOST = "lost"
 
 
+@dataclass(slots=True, eq=False)
 class AgentCall:
     """One message to the agent, from its submission to its answer.
 
-    changed: the condition that is notified when the call ends.
-    listener: called with the call when it ends, on the thread that ends it.
+    changed: notified when the call ends. listener: called with it then, on the thread that ends it.
+    sent: whether the agent may have received the message.
     """
 
-    __slots__ = ("_changed", "_listener", "answer", "call_id", "sent", "state")
-
-    def __init__(
-        self,
-        call_id: int,
-        changed: threading.Condition,
-        listener: Callable[[AgentCall], None] | None,
-    ) -> None:
-        self.call_id = call_id
-        self.state = CallState.PENDING
-        self.answer: m.Answer | None = None
-        self.sent = False  # whether the agent may have received the message
-        self._changed = changed
-        self._listener = listener
+    call_id: int
+    changed: threading.Condition
+    listener: Callable[[AgentCall], None] | None
+    state: CallState = CallState.PENDING
+    answer: m.Answer | None = None
+    sent: bool = False
 
     @property
     def done(self) -> bool:
@@ -85,29 +76,30 @@ class AgentCall:
     def wait(self, timeout_s: float) -> bool:
         """Waits for at most ``timeout_s``; returns ``done``."""
         if not self.done and timeout_s > 0:
-            with self._changed:
-                self._changed.wait_for(lambda: self.done, timeout_s)
+            with self.changed:
+                self.changed.wait_for(lambda: self.done, timeout_s)
         return self.done
 
     def end(self, answer: m.Answer | None) -> None:
         """Ends the call: ANSWERED with an answer, LOST with None. Only the link does this."""
-        with self._changed:
+        with self.changed:
             self.answer = answer
             self.state = CallState.LOST if answer is None else CallState.ANSWERED
         try:
-            if self._listener is not None:
-                self._listener(self)
+            if self.listener is not None:
+                self.listener(self)
         finally:
             # Last, for those who wait for what the listener changes.
-            with self._changed:
-                self._changed.notify_all()
+            with self.changed:
+                self.changed.notify_all()
+
+
+# Calls, and the message that carries them.
+Batch = tuple[Sequence[AgentCall], list[bytes]]
 
 
 class AgentCalls:
-    """The calls of one link: those to be sent, and those that wait for an answer.
-
-    changed: notified when a call ends.
-    """
+    """The calls of one link: those to be sent, and those that wait for an answer."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -159,8 +151,8 @@ def lose(calls: Sequence[AgentCall]) -> None:
 class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
-    ``hello`` says which; its ``call_id`` is replaced. ``on_welcome`` is called on the link's thread
-    after each WELCOME. It may ``submit`` (a worker registers its memory there) and must not block.
+    on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
+    registers its memory there) and must not block.
     """
 
     def __init__(
@@ -208,10 +200,7 @@ class AgentLink:
     def submit_all(
         self, questions: Sequence[m.Message], listener: Callable[[AgentCall], None] | None = None
     ) -> list[AgentCall]:
-        """As `submit`, for questions that go in one message, or a few if they are very many.
-
-        Their ``call_id`` is replaced.
-        """
+        """As `submit`, for questions that go in one message, or a few if they are very many."""
         calls = self._calls.new(len(questions), listener)
         if self.online:
             self._calls.put(questions, calls)
