@@ -1,8 +1,4 @@
-"""Messages as frames, and the ZeroMQ sockets that carry them, with the reasons for their options.
-
-A message is a preamble and a msgpack body. The engine side is a DEALER, the agent side a ROUTER. A
-frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the connection.
-"""
+"""Messages as frames, and the ZeroMQ sockets that carry them, with the reasons for their options."""
 
 from __future__ import annotations
 

@@ -32,17 +32,14 @@ _LOST = m.Changes(0, (), lost=True)
 
 @dataclass(frozen=True)
 class RankPlace:
-    """An agent that has mapped a worker's memory, and how the worker names its parts.
-
-    Workers send it to their scheduler through the engine.
-    """
+    """An agent that has mapped a worker's memory, and how the worker names its parts."""
 
     agent_id: str
     parts: tuple[m.RemoteParts, ...]
 
 
 class Ranks:
-    """The last place that each worker has reported. Until then, a worker counts as local."""
+    """The last place that each worker has reported; before, it counts as local."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -51,7 +48,7 @@ class Ranks:
         self._asked_s: float | None = None
 
     def reported(self, places: Mapping[int, RankPlace | None]) -> None:
-        """Workers that are registered there now; None: with no agent."""
+        """Where workers are registered now; None: with no agent."""
         self._places.update(places)
 
     def own_agent(self, agent_id: str) -> None:
@@ -83,12 +80,9 @@ class Ranks:
 
     def remote(self) -> tuple[m.RemoteParts, ...]:
         """The parts of the workers that are registered with other agents."""
-        return tuple(
-            part
-            for place in self._places.values()
-            if place is not None and place.agent_id not in self._own_agents
-            for part in place.parts
-        )
+        places = [place for place in self._places.values() if place is not None]
+        others = [place for place in places if place.agent_id not in self._own_agents]
+        return tuple(part for place in others for part in place.parts)
 
 
 @dataclass(slots=True)
@@ -104,16 +98,12 @@ class _AskedLookup:
 
 
 class SchedulerClient:
-    """Asks the agent which leading chunks of prompts are cached. Blocks only for ``wait_s``.
+    """Asks the agent which leading chunks of prompts are cached. Without one, every lookup misses.
 
-    endpoint: where the agent listens.
     model_name, world_size: as in every key of this engine.
     block_size_tokens: tokens of one paged block, or the least common multiple if groups differ.
     engine_id: shared by the scheduler and the workers of one engine, unique to that engine.
     unnamed: the id is made up, and the workers may have other ones (`messages`, Unnamed engines).
-
-    Without an agent every lookup is a miss. An engine whose workers have agents of their own, on
-    other nodes, tells ``ranks`` where its workers are registered (`WorkerClient.place`).
     """
 
     def __init__(
@@ -162,11 +152,10 @@ class SchedulerClient:
         first_chunk: int = 0,
         token_s: float = 0.0,
     ) -> None:
-        """Starts a lookup for ``request_id``, unless that request has one.
+        """Starts a lookup, unless the request has one.
 
-        hashes: the names of the prompt's chunks, from index ``first_chunk`` on.
-        token_s: what the engine takes to compute a prompt token. The agent loads what is expected
-            to take no longer; 0.0: everything.
+        hashes: the names of the prompt's chunks, from index ``first_chunk`` on. token_s: as in
+        LOOKUP.
         """
         if request_id in self._lookups:
             return
@@ -191,8 +180,7 @@ class SchedulerClient:
     def hit_tokens(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
         """The end of the prefix that can be loaded in tokens, 0 for a miss; None if not known yet.
 
-        Waits for at most ``wait_s``. The result is also 0 for an unknown request, a lost agent, and
-        a lookup that is not answered within the agent's deadline and a grace period.
+        Also 0 without an agent, and for a lookup that is not answered soon after its deadline.
         """
         lookup = self._lookups.get(request_id)
         if lookup is None:
@@ -223,10 +211,7 @@ class SchedulerClient:
         return 0 if lookup is None else lookup.hit_tokens or 0
 
     def hit_tiers(self, request_id: str) -> Sequence[str]:
-        """Where each chunk of the result was, from the lookup's first one on: host, disk or redis.
-
-        Empty before the result.
-        """
+        """Where each chunk of the result was: host, disk or redis."""
         lookup = self._lookups.get(request_id)
         return [] if lookup is None else [m.TIER_NAMES[each] for each in lookup.tiers]
 
@@ -246,14 +231,11 @@ class SchedulerClient:
         self.link.submit(m.EndSession, request_id=request_id)
 
     def clear(self, epoch: bytes | None = None) -> None:
-        """Asks the agent to remove this engine's chunks whose hashes begin with ``epoch``, or all.
-
-        Returns at once. The chunks stay if the agent is lost or Redis does not answer.
-        """
+        """Asks the agent to remove the engine's chunks whose hashes begin with ``epoch``, or all."""
         self.link.submit(m.Clear, epoch=epoch, remote=self.ranks.remote())
 
     def shutdown(self) -> None:
-        """Closes the connection; the agent unpins the chunks of this scheduler's lookups."""
+        """Closes the connection; the agent unpins what lookups have pinned."""
         self.link.close()
 
 

@@ -59,10 +59,8 @@ class TransferOp:
 
     block_ids: ids of paged blocks in token order, equally many for each chunk: all of its blocks,
         or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
-    hashes: the name of each chunk.
     skip_first_n_tokens: a load does not write the first blocks, those of this many tokens, because
         other requests may be reading them.
-    group: the number of the group that the blocks belong to.
 
     Raises TypeError for hashes that are no bytes, ValueError for blocks that do not divide among
     the chunks.
@@ -90,10 +88,7 @@ class TransferOp:
         return max(1, len(self.block_ids) // max(1, len(self.hashes)))
 
     def share(self, number: int, of: int) -> TransferOp:
-        """What replica ``number`` stores, if ``of`` replicas share the chunks between them.
-
-        Every chunk belongs to one of them, by its hash.
-        """
+        """What replica ``number`` stores of ``of``: every chunk belongs to one, by its hash."""
         if of == 1:
             return self
         size = self.blocks_per_part

@@ -155,10 +155,7 @@ class WorkerClient:
         self._register()
 
     def wait_registered(self, timeout_s: float) -> None:
-        """Waits until an agent has mapped the registered memory.
-
-        Raises ``DeviceError`` if the agent refuses it, or if ``timeout_s`` passes.
-        """
+        """Waits until an agent has mapped the memory. Raises ``DeviceError`` if none does."""
 
         def refusal() -> str | None:
             of_now = self._registration_of_now()
@@ -295,8 +292,7 @@ class WorkerClient:
         after: of `signal`; the agent reads the blocks when the GPU has come to it.
         compare: the agent compares the blocks with what it has, and stores nothing. Each replica
             compares all chunks, because its own bytes may be wrong.
-        Starts all of them or, if it raises ``ValueError`` because the lists have different lengths,
-        none.
+        Raises ``ValueError``, and starts none, for lists of different lengths.
         """
         if self._memory.groups and not compare:
             ops = [op.share(*self._memory.groups[op.group].replica) for op in ops]
@@ -348,10 +344,9 @@ class WorkerClient:
         return None if last is None else last.agent
 
     def unregister(self, wait_s: float = 0.0) -> bool:
-        """Unregisters the memory, until `register_groups` registers it again.
+        """Unregisters the memory, until `register_groups` registers it again. May be called again.
 
-        Waits at most ``wait_s``; may be called again.
-        Returns whether it is certain that no agent accesses it any more.
+        Returns whether it is certain, within ``wait_s``, that no agent accesses it any more.
         """
         with self._sending:
             former = self._memory
@@ -366,10 +361,7 @@ class WorkerClient:
         return closed or agent is None or agent.has_ended()
 
     def shutdown(self) -> bool:
-        """Unregisters the memory, waiting a second, and closes the connection.
-
-        Returns what `unregister` does.
-        """
+        """Unregisters the memory within a second, as `unregister`, and closes the connection."""
         closed = self.unregister(1.0)
         self.link.close()
         return closed
