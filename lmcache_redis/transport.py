@@ -1,4 +1,7 @@
-"""Messages as frames, and the ZeroMQ sockets that carry them, with the reasons for their options."""
+"""Messages as frames, and the ZeroMQ sockets that carry them: an engine's DEALER, an agent's ROUTER.
+
+A frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the connection.
+"""
 
 from __future__ import annotations
 
@@ -198,8 +201,7 @@ class Wakeup:
 class AgentSocket:
     """A DEALER with its monitor. Used by one thread, but for ``wake``.
 
-    sent_s: when it last sent, or tried to. heard_s: when the agent was last heard; a link sets it.
-    Both are of `time.monotonic()`.
+    sent_s: when it last sent, or tried to. heard_s: when it last received. Of `time.monotonic()`.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -234,14 +236,14 @@ class AgentSocket:
         """The messages that have come."""
         with contextlib.suppress(zmq.Again):
             while True:
-                yield self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                self.heard_s = time.monotonic()
+                yield frames
 
-    def connected(self) -> bool | None:
-        """The next event: whether the agent is there now; None for any other."""
-        event = recv_monitor_message(self._monitor)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return True
-        return False if event == zmq.EVENT_DISCONNECTED else None
+    def connected(self) -> bool:
+        """The next event: whether the agent is there now."""
+        event: int = recv_monitor_message(self._monitor)["event"]
+        return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def reopen(self, linger_s: float = 0.0) -> None:
         """Another socket in its place. linger_s: how long what was sent last may take."""

@@ -86,7 +86,7 @@ class ControlClient:
             has_messages, has_events = socket.wait(left_s if is_sent else _RETRY_S)
             if has_messages:
                 return next(socket.received())
-            if has_events and socket.connected() is False and is_sent:
+            if has_events and not socket.connected() and is_sent:
                 raise AgentUnreachable(
                     f"the agent at {self._endpoint} went away before it answered: see its log"
                 )

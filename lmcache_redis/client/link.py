@@ -257,10 +257,9 @@ class AgentLink:
             for frames in self._socket.received():
                 self._received(frames)
         if has_events:
-            connected = self._socket.connected()
-            if connected:
+            if self._socket.connected():
                 self._greet()
-            elif connected is False:
+            else:
                 self._go_offline("it closed the connection")
         self._send_queued()
         now_s = time.monotonic()
@@ -310,7 +309,6 @@ class AgentLink:
         except WireError as error:
             self._refused(str(error))
         else:
-            self._socket.heard_s = time.monotonic()
             self._answered(answer)
 
     def _answered(self, answer: m.Answer) -> None:

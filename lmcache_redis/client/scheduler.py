@@ -231,7 +231,7 @@ class SchedulerClient:
         self.link.submit(m.EndSession, request_id=request_id)
 
     def clear(self, epoch: bytes | None = None) -> None:
-        """Asks the agent to remove the engine's chunks whose hashes begin with ``epoch``, or all."""
+        """Asks the agent to remove this engine's chunks: those of an epoch, or all."""
         self.link.submit(m.Clear, epoch=epoch, remote=self.ranks.remote())
 
     def shutdown(self) -> None:
