@@ -1,4 +1,4 @@
-"""Messages as frames, and the ZeroMQ sockets that carry them: an engine's DEALER, an agent's ROUTER.
+"""Messages as frames, and the ZeroMQ sockets that carry them: a DEALER of an engine, the ROUTER.
 
 A frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the connection.
 """
