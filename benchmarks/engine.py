@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from demo.agent import AgentServer
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.transfers import CacheGroup, StoreTransfer, TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.worker import StoreTransfer, TransferOp, WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
 
 if TYPE_CHECKING:

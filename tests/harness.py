@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from demo import agent
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.transfers import CacheGroup, RetrieveTransfer, TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
 

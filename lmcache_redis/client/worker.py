@@ -1,6 +1,8 @@
 """The worker's client: registers its paged KV cache once, then sends only block ids.
 
-`StoreTransfer.over` and `RetrieveTransfer.over` say when the engine may reuse the blocks.
+The engine may reuse the blocks of a store or a retrieve when that is ``over``. The docstring of
+`messages` gives the reasons (Leases). A call that never reached the agent (LOST, not ``sent``)
+holds no blocks.
 """
 
 from __future__ import annotations
@@ -9,32 +11,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
-from lmcache_redis.chunks.keys import share_rank
 from lmcache_redis.client.link import AgentCall, AgentLink, CallState
-from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import (
-    LEAST_RETRIEVE_RATE,
-    NEVER,
-    RETRIEVE_LEASE_S,
-    STEP_S,
-    STORE_LEASE_S,
+from lmcache_redis.client.registering import (
     AgentProcess,
     CacheGroup,
-    RetrieveTransfer,
-    StoreTransfer,
-    TransferOp,
+    ExportedMemory,
+    SentRegistration,
 )
+from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.device import export
-from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.handles import CudaFdHandle
-from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
-from lmcache_redis.device.signals import Signals
+from lmcache_redis.device.layout import engine_chunk_tokens
 from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -42,35 +35,147 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STORE_LEASE_S = 1.5
+# A store from a GPU waits for the queued work of that GPU: the step that computes the blocks.
+STEP_S = 5.0
+# A retrieve also has the time that its bytes take at this rate: the agent may have to load them.
+RETRIEVE_LEASE_S = 5.0
+LEAST_RETRIEVE_RATE = 100e6
+# In the place of a ticket that could not be recorded: what comes after it is lost at once.
+NEVER = 0
+
 
 @dataclass(frozen=True)
-class _ExportedMemory:
-    """What is registered with each agent. groups: the tensors, which keep the memory alive.
+class TransferOp:
+    """Parts of chunks of one request, and the blocks to store or to load them.
 
-    signals: of the GPU that the memory is on; None on the CPU.
+    block_ids: ids of paged blocks in token order, equally many for each chunk: all of its blocks,
+        or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
+    skip_first_n_tokens: a load does not write the first blocks, those of this many tokens, because
+        other requests may be reading them.
+
+    Raises TypeError for hashes that are no bytes, ValueError for blocks that do not divide among
+    the chunks.
     """
 
-    groups: Sequence[CacheGroup] = ()
-    layouts: Sequence[KVLayout] = ()
-    storages: tuple[m.StorageHandle, ...] = ()
-    signals: Signals | None = None
+    block_ids: Sequence[int]
+    hashes: Sequence[bytes]
+    skip_first_n_tokens: int = 0
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        # Only the first is checked: there may be thousands, and the agent checks each.
+        if len(self.hashes) and not isinstance(self.hashes[0], bytes):
+            raise TypeError(f"a chunk hash is bytes, not {type(self.hashes[0]).__name__}")
+        blocks, chunks = len(self.block_ids), len(self.hashes)
+        if blocks % chunks if chunks else blocks:
+            raise ValueError(f"{blocks} blocks do not divide among {chunks} chunks")
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def blocks_per_part(self) -> int:
+        """Blocks of each chunk's part; 1 for an operation without chunks."""
+        return max(1, len(self.block_ids) // max(1, len(self.hashes)))
+
+    def share(self, number: int, of: int) -> TransferOp:
+        """What replica ``number`` stores of ``of``: every chunk belongs to one, by its hash."""
+        if of == 1:
+            return self
+        size = self.blocks_per_part
+        mine = [n for n, name in enumerate(self.hashes) if name[-1] % of == number]
+        return replace(
+            self,
+            block_ids=[block for n in mine for block in self.block_ids[n * size : (n + 1) * size]],
+            hashes=[self.hashes[n] for n in mine],
+        )
 
 
-@dataclass(eq=False)
-class _SentRegistration:
-    """A registration that was sent: of a worker's memory, with the agent of a WELCOME.
+@dataclass(slots=True, eq=False)
+class BlockTransfer:
+    """An operation, the call that carries it, and its deadline.
 
-    number: of the worker's registrations, from 1 on. is_mapped: the agent has mapped the memory.
-    refusal: why the memory cannot be used.
+    lease_ns: on CLOCK_MONOTONIC. agent: None if there was none.
     """
 
-    number: int
-    memory: _ExportedMemory
-    welcome: m.Welcome
-    agent: AgentProcess
-    place: RankPlace
-    is_mapped: bool = False
-    refusal: str | None = None
+    call: AgentCall
+    op: TransferOp
+    lease_ns: int
+    agent: AgentProcess | None
+
+    @property
+    def chunks(self) -> int:
+        return len(self.op.hashes)
+
+    @property
+    def answered(self) -> bool:
+        return self.call.state is CallState.ANSWERED
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the call is lost and no agent can be executing it."""
+        if self.call.state is not CallState.LOST:
+            return False
+        return not self.call.sent or (self.agent is not None and self.agent.has_ended())
+
+
+@dataclass(slots=True, eq=False)
+class StoreTransfer(BlockTransfer):
+    """The agent reads the blocks."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent no longer needs the blocks."""
+        return self.answered or time.monotonic_ns() > self.lease_ns or self.abandoned
+
+    @property
+    def result(self) -> m.StoreResult:
+        """The agent's answer; without one, all chunks count as dropped."""
+        answer = self.call.answer
+        return answer if isinstance(answer, m.StoreResult) else m.StoreResult(0, 0, 0, self.chunks)
+
+
+@dataclass(slots=True, eq=False)
+class RetrieveTransfer(BlockTransfer):
+    """The agent writes the blocks, except the first ``skip_blocks``.
+
+    remapped: whether the agent has mapped the engine's memory again since the call.
+    """
+
+    skip_blocks: int
+    remapped: Callable[[], bool]
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent can no longer write to the blocks."""
+        lost_mapping = self.call.state is CallState.LOST and self.remapped()
+        return self.answered or lost_mapping or self.abandoned
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the load counts as failed, although its blocks may still be written."""
+        if self.call.state is CallState.PENDING:
+            return time.monotonic_ns() > self.lease_ns
+        return self.call.state is CallState.LOST
+
+    @property
+    def failed_chunks(self) -> Sequence[int]:
+        """Indices of the operation's chunks that were not loaded."""
+        answer = self.call.answer
+        if not isinstance(answer, m.RetrieveResult):
+            return range(self.chunks)
+        return [index for index in answer.failed_chunks if index < self.chunks]
+
+    @property
+    def failed_blocks(self) -> set[int]:
+        """Ids of the blocks that the retrieve should have written and did not."""
+        size = self.op.blocks_per_part
+        return {
+            self.op.block_ids[block]
+            for index in self.failed_chunks
+            for block in range(max(self.skip_blocks, index * size), (index + 1) * size)
+        }
 
 
 class WorkerClient:
@@ -100,8 +205,8 @@ class WorkerClient:
         self._world_size = world_size
         self._worker_id = worker_id
         self._block_size_tokens = block_size_tokens
-        self._memory = _ExportedMemory()
-        self._registration: _SentRegistration | None = None  # the last one
+        self._memory = ExportedMemory()
+        self._registration: SentRegistration | None = None  # the last one
         self._unregistering: AgentCall | None = None
         self._mapped = 0  # number of the last registration that an agent has completed
         # Registrations are sent by the caller's thread and by the link's. The agent must get the
@@ -132,23 +237,7 @@ class WorkerClient:
         block_strides: bytes between blocks, by tensor, if the engine knows them.
         Raises ``DeviceError`` if the memory cannot be exported, or its GPU cannot signal.
         """
-        tensors = [group.tensors for group in groups]
-        exported = export_kv_caches(tensors, num_blocks, block_strides)
-        layouts = [
-            KVLayout(
-                identity=tuple(sorted({**identity, **group.identity}.items())),
-                dtype=group.dtype,
-                device=exported.device,
-                block_size_tokens=group.block_size_tokens,
-                num_blocks=num_blocks,
-                segments=pages.segments,
-                page_format=pages.page_format,
-                reach=group.reach,
-                pages=pages.pages,
-            )
-            for group, pages in zip(groups, exported.groups, strict=True)
-        ]
-        memory = _ExportedMemory(groups, layouts, exported.storages, exported.signals)
+        memory = ExportedMemory.of(groups, num_blocks, identity, block_strides)
         with self._sending:
             former, self._memory, self._unregistering = self._memory, memory, None
         export.withdraw(former.storages)
@@ -181,7 +270,7 @@ class WorkerClient:
         of_now = self._registration_of_now() if self.link.online else None
         return of_now.place if of_now is not None and of_now.is_mapped else None
 
-    def _registration_of_now(self) -> _SentRegistration | None:
+    def _registration_of_now(self) -> SentRegistration | None:
         """That of the memory with the agent that has said WELCOME last; None: it was not sent."""
         last = self._registration
         if last is None or last.memory is not self._memory or last.welcome is not self.link.welcome:
@@ -210,21 +299,17 @@ class WorkerClient:
 
     def _send_registration(self, welcome: m.Welcome) -> None:
         number = 1 + (0 if self._registration is None else self._registration.number)
-        memory, chunk_tokens, groups = self._memory, self._chunk_tokens(welcome), []
-        for group, layout in zip(memory.groups, memory.layouts, strict=True):
-            share, shares = group.shard or (self._worker_id, self._world_size)
-            fingerprint = layout.fingerprint(chunk_tokens)
-            groups.append(m.KVGroup(share_rank(shares, share), layout, fingerprint))
+        memory = self._memory
+        groups = memory.named(self._worker_id, self._world_size, self._chunk_tokens(welcome))
         parts = tuple(
             m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
             for group in groups
         )
         place = RankPlace(welcome.agent_id, parts)
-        registration = _SentRegistration(number, memory, welcome, AgentProcess(welcome), place)
+        registration = SentRegistration(number, memory, welcome, AgentProcess(welcome), place)
         self._registration = registration  # before it is sent: what follows it is of this agent
         if not registration.agent.visible:
-            self._refused(
-                registration,
+            registration.refuse(
                 "the agent cannot be used: its process is not visible from the engine, which "
                 "could not notice its end; let both share one PID namespace "
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)",
@@ -235,12 +320,12 @@ class WorkerClient:
         self.link.submit(
             m.RegisterKVCache,
             partial(self._on_registered, registration),
-            groups=tuple(groups),
+            groups=groups,
             storages=memory.storages,
             signals=None if memory.signals is None else memory.signals.handle,
         )
 
-    def _on_registered(self, registration: _SentRegistration, call: AgentCall) -> None:
+    def _on_registered(self, registration: SentRegistration, call: AgentCall) -> None:
         if isinstance(call.answer, m.Done):
             self._mapped = registration.number
             registration.is_mapped = True
@@ -253,11 +338,7 @@ class WorkerClient:
             if call.answer.code == m.UNKNOWN_PEER:
                 logger.error("%s", refusal)  # the link says HELLO again, and it is sent again
             else:
-                self._refused(registration, refusal)
-
-    def _refused(self, registration: _SentRegistration, why: str) -> None:
-        registration.refusal = why
-        logger.error("%s", why)
+                registration.refuse(refusal)
 
     # Transfers
 
@@ -351,7 +432,7 @@ class WorkerClient:
         with self._sending:
             former = self._memory
             # The groups stay: transfers in flight ask for their block sizes.
-            self._memory = _ExportedMemory(former.groups, signals=former.signals)
+            self._memory = ExportedMemory(former.groups, signals=former.signals)
             call = self._unregistering
             if (call is None or call.state is CallState.LOST) and self.link.online:
                 call = self._unregistering = self.link.submit(m.UnregisterKVCache)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lmcache_redis.client import worker as client_worker
-from lmcache_redis.client.transfers import RETRIEVE_LEASE_S, CacheGroup, RetrieveTransfer
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import RETRIEVE_LEASE_S, RetrieveTransfer, WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 

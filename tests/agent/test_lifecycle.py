@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.client.transfers import CacheGroup
+from lmcache_redis.client.registering import CacheGroup
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.client.transfers import NEVER, CacheGroup
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import NEVER
 from lmcache_redis.device.handles import CudaFdHandle
 from lmcache_redis.errors import DeviceError
 from tests import cuda_driver

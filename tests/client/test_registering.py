@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.transfers import CacheGroup
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.device import export
 from lmcache_redis.processes import process_start_time

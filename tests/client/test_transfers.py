@@ -10,7 +10,8 @@ import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import CallState
-from lmcache_redis.client.transfers import AgentProcess, RetrieveTransfer, StoreTransfer, TransferOp
+from lmcache_redis.client.registering import AgentProcess
+from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer, TransferOp
 
 OP = TransferOp([0], [b"hash"])
 P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST

@@ -33,7 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_redis.cache.pacing import PrefixNeeds
 from lmcache_redis.client.scheduler import Canaries, Ranks
-from lmcache_redis.client.transfers import TransferOp
+from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport

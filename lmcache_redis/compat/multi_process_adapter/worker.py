@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from lmcache_redis.client.transfers import CacheGroup, TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import TransferOp, WorkerClient
 from lmcache_redis.compat.multi_process_adapter.engine import TIMEOUT_S, AdapterOfEngine
 from lmcache_redis.compat.multi_process_adapter.operations import LoadStoreOp, check_names
 from lmcache_redis.compat.multi_process_adapter.requests import RequestTransfers
