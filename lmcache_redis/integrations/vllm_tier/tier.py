@@ -53,8 +53,8 @@ _CLOSE_S = 5.0
 _CHUNKS = "lmcache_redis_tier_chunks"
 _UP = "lmcache_redis_tier_up"
 
-# A transfer of the store: its chunks, and what to call with the verdict on each.
-Transfer = Callable[[Sequence[RegionChunk], Answer], None]
+# `RegionStore.store` or `RegionStore.load`.
+Transfer = Callable[[RegionStore, Sequence[RegionChunk], Answer], None]
 
 
 class _EndedTransfer(NamedTuple):
@@ -114,13 +114,9 @@ class RedisTierManager(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         cache = self._cache
-        if (
-            cache is None
-            or cache.store.why_down
-            or not cache.epochs.are_current(req_context.req_id)
-        ):
+        if cache is None or not cache.epochs.are_current(req_context.req_id):
             return LookupResult.MISS
-        found = cache.lookup(key, req_context)
+        found = False if cache.store.why_down else cache.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
@@ -141,29 +137,26 @@ class RedisTierManager(SecondaryTierManager):
     # Transfers
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, None if self._cache is None else self._cache.store.store)
+        self._submit(job_metadata, RegionStore.store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, None if self._cache is None else self._cache.store.load)
+        self._submit(job_metadata, RegionStore.load)
 
-    def _submit(self, job: TransferJob, transfer: Transfer | None) -> None:
+    def _submit(self, job: TransferJob, transfer: Transfer) -> None:
         cache = self._cache
         self._under_way += 1
 
         def done(good: list[bool]) -> None:
             self._answers.put(_EndedTransfer(job, good, time.monotonic()))
 
-        if (
-            transfer is None
-            or cache is None
-            or not cache.epochs.are_current(job.req_context.req_id)
-        ):
+        if cache is None or not cache.epochs.are_current(job.req_context.req_id):
             done([False] * len(job.keys))
             return
-        rows = [int(row) * self.block_size_bytes for row in job.chunk_ids]
-        size = cache.form.chunk_bytes
-        pairs = zip(job.keys, rows, strict=True)
-        transfer([cache.chunk(key, self._memory[at : at + size]) for key, at in pairs], done)
+        size, chunks = cache.form.chunk_bytes, []
+        for key, row in zip(job.keys, job.chunk_ids, strict=True):
+            start = int(row) * self.block_size_bytes
+            chunks.append(cache.chunk(key, self._memory[start : start + size]))
+        transfer(cache.store, chunks, done)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         while not self._answers.empty():
@@ -211,16 +204,15 @@ class RedisTierManager(SecondaryTierManager):
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        stats = OffloadingConnectorStats()
-        is_up = self._cache is not None and not self._cache.store.why_down
+        stats, store = OffloadingConnectorStats(), self._cache and self._cache.store
+        is_up = store is not None and not store.why_down
         stats.set_gauge(_UP, int(is_up), (self.tier_type,))
-        if self._cache is not None:
-            counted = self._cache.store.metrics.snapshot()
-            for name, count in counted.items():
-                more = count - self._counted.get(name, 0)
-                if more and not name.endswith("_bytes"):
-                    stats.increase_counter(_CHUNKS, more, (self.tier_type, name))
-            self._counted = counted
+        counted = {} if store is None else store.metrics.snapshot()
+        for name, count in counted.items():
+            more = count - self._counted.get(name, 0)
+            if more and not name.endswith("_bytes"):
+                stats.increase_counter(_CHUNKS, more, (self.tier_type, name))
+        self._counted = counted
         return stats
 
 
