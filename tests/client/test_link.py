@@ -112,12 +112,12 @@ def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink)
 
 def test_the_link_waits_for_an_agent_that_says_it_maps(agent: Agent, tmp_path: Path) -> None:
     """Until it says that it has ended."""
-    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.6)
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.3)
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     agent.answer(m.Pong(0, 1, "0", mapping=True))
     assert link.wait_for(lambda: link.online, WAIT_S)
-    assert not link.wait_for(lambda: not link.online, 1.5)
+    assert not link.wait_for(lambda: not link.online, 0.8)
     agent.answer(m.Pong(0, 1, "0"))
     assert link.wait_for(lambda: link.state is LinkState.OFFLINE, WAIT_S)
     link.close()

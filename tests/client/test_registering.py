@@ -47,7 +47,9 @@ def test_a_welcome_meanwhile_does_not_register_twice(
     agent.answer(m.Done(registration.call_id))
     wait_until(lambda: worker.ready, "a registration")
     worker.unregister()
-    assert isinstance(question(), m.UnregisterKVCache)
+    unregistration = question()
+    assert isinstance(unregistration, m.UnregisterKVCache)
     assert not worker.ready
+    agent.answer(m.Done(unregistration.call_id))
     worker.shutdown()
     agent.close()
