@@ -129,8 +129,7 @@ class KVStore:
     def get_into(self, name: str, buffer: Buffer) -> int | None:
         """Load the bytes to the start of a writable buffer; how many they are, or None.
 
-        Raises ValueError if they are more than fit. After a miss the buffer's contents are
-        undefined.
+        Raises ValueError if they are more than fit. A miss leaves the buffer undefined.
         """
         view = memoryview(buffer).cast("B")
 
@@ -163,10 +162,7 @@ class KVStore:
         return stored
 
     def get_many(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Each name with its tensor or None, in order, while the next ones are loaded.
-
-        What is no tensor is None here.
-        """
+        """Each name in order with its tensor, or None, while the next ones are loaded."""
         asked = list(names)
         loads = self._backend.batched_get(map(self._key_of, asked))
         for name, tensor in zip(asked, loads, strict=True):

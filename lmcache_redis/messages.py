@@ -171,9 +171,8 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
-    """A worker's paged KV cache: its groups and the handles to its memory.
+    """A worker's paged KV cache: its groups, by number, and the handles to its memory.
 
-    A group's number is its position. The groups of all workers of an engine correspond.
     ``signals``: the page of a worker on a GPU (`device.signals`); None on the CPU.
     """
 
@@ -235,10 +234,7 @@ class Store(Message, frozen=True, tag="STORE"):
 
 
 class Compare(Store, frozen=True, tag="COMPARE"):
-    """Compares blocks with the parts that a lookup of ``request_id`` has pinned. Stores nothing.
-
-    Answered as ``STORE`` is, when the blocks are no longer read: all chunks are ``already_cached``.
-    """
+    """Compares blocks with what a lookup has pinned. All chunks are answered ``already_cached``."""
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
@@ -360,10 +356,7 @@ class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parts of chunks that are in a tier now, or no longer (``there``).
-
-    part: the index into ``parts`` of ``WATCH``. tier: a key of ``TIER_NAMES``.
-    """
+    """Chunks whose part, by its index in ``WATCH``, is in a tier now, or no longer (``there``)."""
 
     part: Annotated[int, msgspec.Meta(ge=0)]
     tier: Tier

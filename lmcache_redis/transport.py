@@ -121,10 +121,7 @@ def hidden_path(path: Path) -> Path:
 
 
 def why_untrusted(endpoint: str) -> str | None:
-    """Why a listener at ``endpoint`` cannot be trusted, or None.
-
-    An agent writes into an engine's memory: other users must not be able to create the socket.
-    """
+    """Why there may be a listener of other users: an agent writes into an engine's memory."""
     try:
         return why_unsafe(endpoint_path(endpoint).parent)
     except OSError:

@@ -24,8 +24,7 @@ class AgentUnreachable(LMCacheRedisError):
 class ControlClient:
     """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``.
 
-    Raises ``ConfigError`` for an endpoint that is none, and for the default one if others could
-    have put a socket there.
+    Raises ``ConfigError`` for what is no endpoint, or one where others could have put a socket.
     """
 
     def __init__(self, endpoint: str, timeout_s: float = 2.0) -> None:
@@ -55,10 +54,7 @@ class ControlClient:
         return rows
 
     def trust(self) -> int:
-        """Has the agent load everything again; how many layouts it did not. See `agent.trust`.
-
-        Raises ``AgentUnreachable``.
-        """
+        """Has the agent load everything again; of how many layouts it did not. As `status`."""
         return self._ask(m.Trust(1), m.Done).count
 
     def _report(self, question: m.Message) -> dict[str, Any]:

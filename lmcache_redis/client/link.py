@@ -191,10 +191,7 @@ class AgentLink:
         listener: Callable[[AgentCall], None] | None = None,
         **fields: Any,
     ) -> AgentCall:
-        """Sends ``kind(**fields)``. The call is LOST at once if no agent is online.
-
-        ``listener`` is called on the link's thread when the call ends.
-        """
+        """Sends ``kind(**fields)``. The call is LOST at once if no agent is online."""
         return self.submit_all([kind(call_id=0, **fields)], listener)[0]
 
     def submit_all(

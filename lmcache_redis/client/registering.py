@@ -47,10 +47,7 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class ExportedMemory:
-    """What is registered with each agent. groups: the tensors, which keep the memory alive.
-
-    signals: of the GPU that the memory is on; None on the CPU.
-    """
+    """What is registered with each agent. signals: of the memory's GPU; None on the CPU."""
 
     groups: Sequence[CacheGroup] = ()
     layouts: Sequence[KVLayout] = ()
@@ -97,8 +94,8 @@ class ExportedMemory:
 class AgentProcess:
     """The process of the agent that sent a WELCOME.
 
-    visible: whether ``/proc`` shows it, checked at once, while it is certainly alive. A process in
-        another PID namespace is not visible, so its absence proves nothing.
+    visible: whether ``/proc`` shows it, while it is certainly alive. A process in another PID
+        namespace is not visible, so its absence proves nothing.
     """
 
     def __init__(self, welcome: m.Welcome) -> None:
@@ -112,10 +109,9 @@ class AgentProcess:
 
 @dataclass(eq=False)
 class SentRegistration:
-    """A registration that was sent: of a worker's memory, with the agent of a WELCOME.
+    """A registration of a worker's memory, the worker's ``number``-th, with the agent of a WELCOME.
 
-    number: of the worker's registrations, from 1 on. is_mapped: the agent has mapped the memory.
-    refusal: why the memory cannot be used.
+    is_mapped: the agent has mapped the memory. refusal: why the memory cannot be used.
     """
 
     number: int

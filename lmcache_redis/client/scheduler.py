@@ -64,10 +64,7 @@ class Ranks:
         return time.monotonic() - self._asked_s > _REPORTED_WITHIN_S
 
     def local_parts(self) -> dict[m.RemoteParts, int]:
-        """The different parts of a chunk, with the groups that they belong to.
-
-        Empty unless every worker is registered with the scheduler's own agent.
-        """
+        """The parts of a chunk, with their groups, if all workers have the scheduler's agent."""
         places = [self._places.get(rank) for rank in range(self._world_size)]
         parts: dict[tuple[bytes, int], tuple[m.RemoteParts, int]] = {}
         for place in places:
@@ -152,11 +149,7 @@ class SchedulerClient:
         first_chunk: int = 0,
         token_s: float = 0.0,
     ) -> None:
-        """Starts a lookup, unless the request has one.
-
-        hashes: the names of the prompt's chunks, from index ``first_chunk`` on. token_s: as in
-        LOOKUP.
-        """
+        """Starts a lookup, as LOOKUP says it, unless the request has one."""
         if request_id in self._lookups:
             return
         hashes = tuple(hashes)
@@ -203,10 +196,7 @@ class SchedulerClient:
         return 0 if lookup.compare_only else lookup.hit_tokens
 
     def pinned_tokens(self, request_id: str) -> int:
-        """As `hit_tokens`; of a cache that is distrusted, what may only be compared.
-
-        0 before the result, and after `forget_lookup`.
-        """
+        """As `hit_tokens`, and what may only be compared; 0 without a result."""
         lookup = self._lookups.get(request_id)
         return 0 if lookup is None else lookup.hit_tokens or 0
 
@@ -284,10 +274,7 @@ class ChunkWatch:
         return self._call is not None and self._call.done
 
     def take(self) -> m.Changes | None:
-        """The changes since the last call; None if there are none. Never waits.
-
-        ``lost``: what was known before may be wrong, and is void.
-        """
+        """The changes since the last call, if any. ``lost``: what was known before is void."""
         welcome = self._link.welcome if self._link.online else None
         parts = {} if welcome is None else self._ranks.local_parts()
         if welcome is not self._welcome or tuple(parts) != self._parts:

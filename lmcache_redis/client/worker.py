@@ -94,10 +94,7 @@ class TransferOp:
 
 @dataclass(slots=True, eq=False)
 class BlockTransfer:
-    """An operation, the call that carries it, and its deadline.
-
-    lease_ns: on CLOCK_MONOTONIC. agent: None if there was none.
-    """
+    """An operation, the call that carries it, and its deadline on CLOCK_MONOTONIC."""
 
     call: AgentCall
     op: TransferOp
@@ -370,7 +367,7 @@ class WorkerClient:
     ) -> list[StoreTransfer]:
         """Starts a store of each op's chunks for its request, all in one message.
 
-        after: of `signal`; the agent reads the blocks when the GPU has come to it.
+        after: of `signal`; the agent uses the blocks when the GPU has come to it.
         compare: the agent compares the blocks with what it has, and stores nothing. Each replica
             compares all chunks, because its own bytes may be wrong.
         Raises ``ValueError``, and starts none, for lists of different lengths.
@@ -393,10 +390,7 @@ class WorkerClient:
     def begin_retrieves(
         self, request_ids: Sequence[str], ops: Sequence[TransferOp], after: int | None = None
     ) -> list[RetrieveTransfer]:
-        """As `begin_stores`, for chunks that lookups have pinned: loads them into the ops' blocks.
-
-        after: of `signal`; the agent writes the blocks when the GPU has come to it.
-        """
+        """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks."""
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         before = self._registration
         registrations = 0 if before is None else before.number
@@ -425,10 +419,7 @@ class WorkerClient:
         return None if last is None else last.agent
 
     def unregister(self, wait_s: float = 0.0) -> bool:
-        """Unregisters the memory, until `register_groups` registers it again. May be called again.
-
-        Returns whether it is certain, within ``wait_s``, that no agent accesses it any more.
-        """
+        """Unregisters the memory; whether it is certain that no agent accesses it any more."""
         with self._sending:
             former = self._memory
             # The groups stay: transfers in flight ask for their block sizes.

@@ -77,10 +77,7 @@ class RedisL2AdapterConfig(L2AdapterConfigBase):
 
 
 class RedisL2Adapter(L2AdapterInterface):
-    """See the module. Called by LMCache's controllers on their threads; no call waits but `delete`.
-
-    Nothing is locked: whether Redis evicts is a matter of its own, and a load checks what it finds.
-    """
+    """See the module. LMCache calls it on threads of its own; no call waits but `delete`."""
 
     config_class_name = "RedisL2AdapterConfig"
 
@@ -167,7 +164,7 @@ class RedisL2Adapter(L2AdapterInterface):
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Nothing is locked."""
+        """Nothing is locked: a load checks what it finds."""
 
     # Loads
 

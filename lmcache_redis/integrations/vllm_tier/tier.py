@@ -68,8 +68,7 @@ class _EndedTransfer(NamedTuple):
 class RedisTierManager(SecondaryTierManager):
     """See the module. given: `DoorSettings`. Raises ConfigError for impossible ones.
 
-    An engine whose KV cannot be identified gets a tier that is off: it has nothing, and takes
-    nothing. The log says why.
+    An engine whose KV cannot be identified gets a tier that is off, and a line in the log.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
