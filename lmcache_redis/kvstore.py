@@ -90,8 +90,6 @@ class KVStore:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------------ one
-
     def put(self, name: str, tensor: torch.Tensor) -> bool:
         """Store a dense tensor of one to eight dimensions in place of what the name has."""
         return self._count_put(self._backend.put(self._key_of(name), tensor))
@@ -151,8 +149,6 @@ class KVStore:
         """Remove it. False: there was none, or the server does not answer."""
         return self._backend.remove(self._key_of(name))
 
-    # ----------------------------------------------------------------- many
-
     def put_many(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Store several, some of them at the same time; how many are stored."""
         pairs = [(self._key_of(name), tensor) for name, tensor in tensors.items()]
@@ -176,8 +172,6 @@ class KVStore:
     def names(self) -> list[str]:
         """What this namespace has, in any order. Looks at all keys of the server."""
         return [key.chunk_hash.decode("utf-8", "replace") for key in self._backend.stored_keys()]
-
-    # ---------------------------------------------------------------- state
 
     @property
     def why_down(self) -> str:
