@@ -230,3 +230,16 @@ def test_calls_of_a_link_that_is_offline_are_lost_at_once(tmp_path: Path) -> Non
     call = link.submit(m.EndSession, request_id="r")
     assert (call.state, call.sent) == (CallState.LOST, False)
     assert link.state is LinkState.CLOSED
+
+
+def test_an_answer_that_cannot_be_decoded_ends_the_use_of_an_agent(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = link.submit(m.EndSession, request_id="r")
+    agent.receive()
+    for _ in range(2):
+        agent.router.send_multipart([agent.peer, m.PREAMBLE, b"\xff"])
+    assert waiting.wait(WAIT_S)
+    assert (waiting.state, link.state) == (CallState.LOST, LinkState.REFUSED)
+    link.close()
+    assert [message.count("cannot be used") for message in caplog.messages] == [1]
