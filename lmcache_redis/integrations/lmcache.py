@@ -39,7 +39,6 @@ from lmcache_redis.regions import DoorSettings, RegionChunk, RegionStore, answer
 
 logger = logging.getLogger(__name__)
 
-KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 _KEPT_FORMS = 4096
@@ -91,8 +90,8 @@ class RedisL2Adapter(L2AdapterInterface):
         self._lookups: _Finished[Bitmap] = _Finished()
         self._loads: _Finished[tuple[list[ObjectKey], list[int]]] = _Finished()
         # The last layout that a lookup or an object had: deletions come without one.
-        self._layouts = _Recent[_Place, _Layout](_KEPT_FORMS)
-        self._charges = _Recent[ObjectKey, int](_KEPT_CHARGES)
+        self._layouts: dict[_Place, _Layout] = {}
+        self._charges = _Charges()
         # Once for each sentence: a server may have thousands of such objects a minute.
         self._warn = lru_cache(_KEPT_FORMS)(partial(logger.warning, "objects are not cached: %s"))
 
@@ -127,11 +126,7 @@ class RedisL2Adapter(L2AdapterInterface):
         results: dict[int, L2StoreResult] = {}
         for number, objects in self._stores.take_all().items():
             stored = [each for each in objects if each.is_good]
-            # What was charged before is charged once.
-            sizes = [
-                each.size if self._charges.put(each.key, each.size) is None else 0
-                for each in stored
-            ]
+            sizes = [self._charges.add(each.key, each.size) for each in stored]
             if stored:
                 self._notify_keys_stored([each.key for each in stored], sizes)
             written = sum(each.size for each in stored if not each.was_there)
@@ -199,7 +194,7 @@ class RedisL2Adapter(L2AdapterInterface):
         removed = answered(partial(self._store.remove, [chunk for _, chunk in known]))
         gone = [keys[index] for (index, _), is_gone in zip(known, removed, strict=True) if is_gone]
         if gone:
-            self._notify_keys_deleted(gone, [self._charges.take(key) or 0 for key in gone])
+            self._notify_keys_deleted(gone, [self._charges.take(key) for key in gone])
 
     def report_status(self) -> dict[str, Any]:
         why = self._store.why_down
@@ -244,7 +239,7 @@ class RedisL2Adapter(L2AdapterInterface):
     def _learn(self, place: _Place, salt: str, layout: _Layout) -> ChunkForm:
         """Raises FormatError, and keeps nothing, for objects that cannot be encoded."""
         form = self._forms(place, salt, layout)
-        self._layouts.put(place, layout)
+        self._layouts[place] = layout
         return form
 
     def _known(self, keys: Sequence[ObjectKey]) -> list[tuple[int, RegionChunk]]:
@@ -311,29 +306,25 @@ class _Finished(Generic[ValueT]):
             self._notifier.close()
 
 
-class _Recent(Generic[KeyT, ValueT]):
-    """A dictionary that forgets what was put longest ago. Thread-safe."""
+class _Charges:
+    """What LMCache's quotas were told of the objects that were stored last. Thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[KeyT, ValueT] = {}
+        self._sizes: dict[ObjectKey, int] = {}
 
-    def get(self, key: KeyT) -> ValueT | None:
-        return self._values.get(key)
-
-    def put(self, key: KeyT, value: ValueT) -> ValueT | None:
-        """Returns what was there."""
+    def add(self, key: ObjectKey, size: int) -> int:
+        """What is to be told: what was charged before is charged once."""
         with self._lock:
-            before = self._values.pop(key, None)
-            if len(self._values) >= self._most:
-                del self._values[next(iter(self._values))]
-            self._values[key] = value
-        return before
+            was_charged = self._sizes.pop(key, None) is not None
+            if len(self._sizes) >= _KEPT_CHARGES:
+                del self._sizes[next(iter(self._sizes))]
+            self._sizes[key] = size
+        return 0 if was_charged else size
 
-    def take(self, key: KeyT) -> ValueT | None:
+    def take(self, key: ObjectKey) -> int:
         with self._lock:
-            return self._values.pop(key, None)
+            return self._sizes.pop(key, 0)
 
 
 def _place(key: ObjectKey) -> _Place:
