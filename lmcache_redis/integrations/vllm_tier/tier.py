@@ -9,9 +9,9 @@ failed is a miss: vLLM computes it.
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -57,10 +57,9 @@ _UP = "lmcache_redis_tier_up"
 Transfer = Callable[[RegionStore, Sequence[RegionChunk], Answer], None]
 
 
-class _EndedTransfer(NamedTuple):
-    """good: of each key of the job, whether it was moved. ended_s: of `time.monotonic()`."""
+class _Moved(NamedTuple):
+    """good: of each key of a job, whether it was moved. ended_s: of `time.monotonic()`."""
 
-    job: TransferJob
     good: list[bool]
     ended_s: float
 
@@ -86,9 +85,7 @@ class RedisTierManager(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality)
         self._memory = primary_kv_view.cast("B")
-        self._under_way = 0  # transfers whose answer was not taken yet
-        self._answers: queue.SimpleQueue[_EndedTransfer] = queue.SimpleQueue()
-        self._ended: list[_EndedTransfer] = []
+        self._jobs: list[tuple[TransferJob, Future[_Moved]]] = []
         self._counted: dict[str, float] = {}
         self._cache: _NamedChunks | None = None
         settings = DoorSettings.of(given)
@@ -142,11 +139,11 @@ class RedisTierManager(SecondaryTierManager):
         self._submit(job_metadata, RegionStore.load)
 
     def _submit(self, job: TransferJob, transfer: Transfer) -> None:
-        cache = self._cache
-        self._under_way += 1
+        cache, moved = self._cache, Future[_Moved]()
+        self._jobs.append((job, moved))
 
         def done(good: list[bool]) -> None:
-            self._answers.put(_EndedTransfer(job, good, time.monotonic()))
+            moved.set_result(_Moved(good, time.monotonic()))
 
         if cache is None or not cache.epochs.are_current(job.req_context.req_id):
             done([False] * len(job.keys))
@@ -158,10 +155,14 @@ class RedisTierManager(SecondaryTierManager):
         transfer(cache.store, chunks, done)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        while not self._answers.empty():
-            self._take_answer()
-        ended, self._ended = self._ended, []
-        return [self._result(*each) for each in ended]
+        jobs, self._jobs = self._jobs, []
+        results = []
+        for job, moved in jobs:
+            if moved.done():
+                results.append(self._result(job, *moved.result()))
+            else:
+                self._jobs.append((job, moved))
+        return results
 
     def _result(self, job: TransferJob, good: list[bool], ended_s: float) -> JobResult:
         moved = tuple(key for key, is_good in zip(job.keys, good, strict=True) if is_good)
@@ -176,12 +177,7 @@ class RedisTierManager(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        while self._under_way:
-            self._take_answer()
-
-    def _take_answer(self) -> None:
-        self._ended.append(self._answers.get())
-        self._under_way -= 1
+        wait(moved for _, moved in self._jobs)
 
     def shutdown(self) -> None:
         if self._cache is not None:
