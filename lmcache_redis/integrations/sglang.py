@@ -41,7 +41,7 @@ from sglang.version import __version__ as sglang_version
 
 from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.errors import ConfigError
 from lmcache_redis.regions import (
     Answer,
     DoorSettings,
@@ -66,7 +66,7 @@ _CLOSE_S = 5.0
 
 
 class RedisHiCache(HiCacheStorage):
-    """See the module. Raises ConfigError, a ValueError, for settings and pools it cannot serve."""
+    """See the module. Raises ValueError with a sentence for settings and pools it cannot serve."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
@@ -99,10 +99,7 @@ class RedisHiCache(HiCacheStorage):
 
     def _register(self, name: str, pool: Any) -> None:
         sizes = _piece_bytes(name, pool)
-        try:
-            self._pools[name] = HostPages(pool, sizes, partial(self._form, name, pool))
-        except FormatError as error:
-            raise ConfigError(f"pages of SGLang's pool {name} have no names: {error}") from None
+        self._pools[name] = HostPages(pool, sizes, partial(self._form, name, pool))
 
     def _form(self, name: str, pool: Any, part: str, nbytes: int, views: int) -> ChunkForm:
         identity = {**self._identity(name, pool), "part": f"pieces {part}"}
@@ -302,11 +299,8 @@ def _layout(name: str, pool: Any) -> str:
 
 
 def _dtype(name: str, pool: Any, kv_dtype: str) -> str:
-    """What decides the meaning of the bytes of a pool. Raises ConfigError if that is not known."""
-    try:
-        names = [dtype_name(getattr(pool, each)) for each in _DTYPES if hasattr(pool, each)]
-    except FormatError as error:
-        raise ConfigError(f"the dtype of SGLang's pool {name} is not known: {error}") from None
+    """What decides the meaning of the bytes of a pool. Raises ValueError if that is not known."""
+    names = [dtype_name(getattr(pool, each)) for each in _DTYPES if hasattr(pool, each)]
     if not names:
         raise ConfigError(f"SGLang's pool {name} does not tell its dtype: it cannot be cached")
     # SGLang keeps floats of 8 bits and packed formats as bytes.
