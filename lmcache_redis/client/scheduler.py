@@ -27,6 +27,7 @@ _REPORTED_WITHIN_S = 2.0
 CANARY_SHARE = 0.02
 # Beside them, so that a new engine begins: about the prompts of ten chats.
 FIRST_CANARY_TOKENS = 16_384
+_MISS = m.LookupResult(0, 0)
 _LOST = m.Changes(0, (), lost=True)
 
 
@@ -84,14 +85,21 @@ class Ranks:
 
 @dataclass(slots=True)
 class _AskedLookup:
+    """A lookup until its end. result: None while it is not known."""
+
     hashes: Sequence[bytes]
     first_chunk: int
     chunk_size_tokens: int
-    call: AgentCall | None = None  # None: nothing to look up
-    deadline_s: float = 0.0
-    hit_tokens: int | None = None  # None: not known yet
-    tiers: str = ""  # as in LOOKUP_RESULT
-    compare_only: bool = False
+    call: AgentCall
+    deadline_s: float
+    result: m.LookupResult | None = None
+
+    @property
+    def pinned_tokens(self) -> int:
+        """The end of the result's prefix; 0 without a hit."""
+        if self.result is None or not self.result.hit_chunks:
+            return 0
+        return (self.first_chunk + self.result.hit_chunks) * self.chunk_size_tokens
 
 
 class SchedulerClient:
@@ -152,23 +160,13 @@ class SchedulerClient:
         """Starts a lookup, as LOOKUP says it, unless the request has one."""
         if request_id in self._lookups:
             return
-        hashes = tuple(hashes)
-        lookup = _AskedLookup(hashes, first_chunk, self.chunk_size_tokens())
-        self._lookups[request_id] = lookup
-        if not hashes or not self.link.online:
-            lookup.hit_tokens = 0
-            return
+        hashes, chunk_tokens = tuple(hashes), self.chunk_size_tokens()
+        question = m.Lookup(0, request_id, hashes, first_chunk, self.ranks.remote(), token_s)
+        (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         welcome = self.link.welcome
-        deadline_s = _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
-        lookup.deadline_s = time.monotonic() + deadline_s
-        lookup.call = self.link.submit(
-            m.Lookup,
-            request_id=request_id,
-            hashes=hashes,
-            first_chunk=first_chunk,
-            remote=self.ranks.remote(),
-            token_s=token_s,
-        )
+        deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
+        lookup = _AskedLookup(hashes, first_chunk, chunk_tokens, call, deadline_s)
+        self._lookups[request_id] = lookup
 
     def hit_tokens(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
         """The end of the prefix that can be loaded in tokens, 0 for a miss; None if not known yet.
@@ -178,32 +176,31 @@ class SchedulerClient:
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return 0
-        if lookup.hit_tokens is None and lookup.call is not None:
+        if lookup.result is None:
             if lookup.call.wait(wait_s):
                 answer = lookup.call.answer
-                lookup.hit_tokens = 0
-                if isinstance(answer, m.LookupResult) and answer.hit_chunks:
-                    end = lookup.first_chunk + answer.hit_chunks
-                    lookup.hit_tokens = end * lookup.chunk_size_tokens
-                    lookup.tiers = answer.tiers
-                    lookup.compare_only = answer.compare_only
-                elif isinstance(answer, m.Failure):
+                lookup.result = answer if isinstance(answer, m.LookupResult) else _MISS
+                if isinstance(answer, m.Failure):
                     logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
                 logger.warning("no answer to a lookup in time; computing request %s", request_id)
-                lookup.hit_tokens = 0
+                lookup.result = _MISS
                 self.link.submit(m.EndSession, request_id=request_id)
-        return 0 if lookup.compare_only else lookup.hit_tokens
+            else:
+                return None
+        return 0 if lookup.result.compare_only else lookup.pinned_tokens
 
     def pinned_tokens(self, request_id: str) -> int:
         """As `hit_tokens`, and what may only be compared; 0 without a result."""
         lookup = self._lookups.get(request_id)
-        return 0 if lookup is None else lookup.hit_tokens or 0
+        return 0 if lookup is None else lookup.pinned_tokens
 
     def hit_tiers(self, request_id: str) -> Sequence[str]:
         """Where each chunk of the result was: host, disk or redis."""
         lookup = self._lookups.get(request_id)
-        return [] if lookup is None else [m.TIER_NAMES[each] for each in lookup.tiers]
+        if lookup is None or lookup.result is None:
+            return []
+        return [m.TIER_NAMES[each] for each in lookup.result.tiers]
 
     def forget_lookup(self, request_id: str) -> None:
         """Forgets the result of a lookup; its chunks stay pinned."""
@@ -212,7 +209,7 @@ class SchedulerClient:
     def release_lookup(self, request_id: str) -> None:
         """Unpins the chunks of a lookup."""
         lookup = self._lookups.get(request_id)
-        if lookup is not None and lookup.hit_tokens:
+        if lookup is not None and lookup.pinned_tokens:
             self.link.submit(m.ReleaseLocks, request_id=request_id, hashes=lookup.hashes)
 
     def end_session(self, request_id: str) -> None:
