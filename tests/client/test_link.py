@@ -232,7 +232,7 @@ def test_calls_of_a_link_that_is_offline_are_lost_at_once(tmp_path: Path) -> Non
     assert link.state is LinkState.CLOSED
 
 
-def test_an_answer_that_cannot_be_decoded_ends_the_use_of_an_agent(
+def test_an_answer_that_cannot_be_decoded_refuses_the_agent(
     agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = link.submit(m.EndSession, request_id="r")

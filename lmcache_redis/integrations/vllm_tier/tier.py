@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -55,13 +55,8 @@ _UP = "lmcache_redis_tier_up"
 
 # `RegionStore.store` or `RegionStore.load`.
 Transfer = Callable[[RegionStore, Sequence[RegionChunk], Answer], None]
-
-
-class _Moved(NamedTuple):
-    """good: of each key of a job, whether it was moved. ended_s: of `time.monotonic()`."""
-
-    good: list[bool]
-    ended_s: float
+# Of each key of a job, whether it was moved, and when that was known.
+Moved = tuple[list[bool], float]
 
 
 class RedisTierManager(SecondaryTierManager):
@@ -85,7 +80,7 @@ class RedisTierManager(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality)
         self._memory = primary_kv_view.cast("B")
-        self._jobs: list[tuple[TransferJob, Future[_Moved]]] = []
+        self._jobs: list[tuple[TransferJob, Future[Moved]]] = []
         self._counted: dict[str, float] = {}
         self._cache: _NamedChunks | None = None
         settings = DoorSettings.of(given)
@@ -139,11 +134,11 @@ class RedisTierManager(SecondaryTierManager):
         self._submit(job_metadata, RegionStore.load)
 
     def _submit(self, job: TransferJob, transfer: Transfer) -> None:
-        cache, moved = self._cache, Future[_Moved]()
+        cache, moved = self._cache, Future[Moved]()
         self._jobs.append((job, moved))
 
         def done(good: list[bool]) -> None:
-            moved.set_result(_Moved(good, time.monotonic()))
+            moved.set_result((good, time.monotonic()))
 
         if cache is None or not cache.epochs.are_current(job.req_context.req_id):
             done([False] * len(job.keys))
