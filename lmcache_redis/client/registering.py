@@ -91,36 +91,29 @@ class ExportedMemory:
         return tuple(named)
 
 
-class AgentProcess:
-    """The process of the agent that sent a WELCOME.
-
-    visible: whether ``/proc`` shows it, while it is certainly alive. A process in another PID
-        namespace is not visible, so its absence proves nothing.
-    """
-
-    def __init__(self, welcome: m.Welcome) -> None:
-        self._identity = (welcome.agent_pid, welcome.agent_start_time)
-        self.visible = is_running(*self._identity)
-
-    def has_ended(self) -> bool:
-        """Whether the process is known to have ended."""
-        return self.visible and has_ended(*self._identity)
-
-
 @dataclass(eq=False)
 class SentRegistration:
     """A registration of a worker's memory, the worker's ``number``-th, with the agent of a WELCOME.
 
     is_mapped: the agent has mapped the memory. refusal: why the memory cannot be used.
+    agent_is_visible: whether ``/proc`` shows the agent's process, while it is certainly alive. One
+        in another PID namespace is not visible, so its absence proves nothing.
     """
 
     number: int
     memory: ExportedMemory
     welcome: m.Welcome
-    agent: AgentProcess
     place: RankPlace
     is_mapped: bool = False
     refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        self._agent = (self.welcome.agent_pid, self.welcome.agent_start_time)
+        self.agent_is_visible = is_running(*self._agent)
+
+    def agent_has_ended(self) -> bool:
+        """Whether that is known."""
+        return self.agent_is_visible and has_ended(*self._agent)
 
     def refuse(self, why: str) -> None:
         self.refusal = why

@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import AgentCall, AgentLink, CallState
-from lmcache_redis.client.registering import (
-    AgentProcess,
-    CacheGroup,
-    ExportedMemory,
-    SentRegistration,
-)
+from lmcache_redis.client.registering import CacheGroup, ExportedMemory, SentRegistration
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.device import export
 from lmcache_redis.device.handles import CudaFdHandle
@@ -94,12 +89,15 @@ class TransferOp:
 
 @dataclass(slots=True, eq=False)
 class BlockTransfer:
-    """An operation, the call that carries it, and its deadline on CLOCK_MONOTONIC."""
+    """An operation, the call that carries it, and its deadline on CLOCK_MONOTONIC.
+
+    registration: the last one when the call had been sent, with the agent that got it.
+    """
 
     call: AgentCall
     op: TransferOp
     lease_ns: int
-    agent: AgentProcess | None
+    registration: SentRegistration | None
 
     @property
     def chunks(self) -> int:
@@ -114,7 +112,8 @@ class BlockTransfer:
         """Whether the call is lost and no agent can be executing it."""
         if self.call.state is not CallState.LOST:
             return False
-        return not self.call.sent or (self.agent is not None and self.agent.has_ended())
+        registration = self.registration
+        return not self.call.sent or (registration is not None and registration.agent_has_ended())
 
 
 @dataclass(slots=True, eq=False)
@@ -303,9 +302,9 @@ class WorkerClient:
             for group in groups
         )
         place = RankPlace(welcome.agent_id, parts)
-        registration = SentRegistration(number, memory, welcome, AgentProcess(welcome), place)
+        registration = SentRegistration(number, memory, welcome, place)
         self._registration = registration  # before it is sent: what follows it is of this agent
-        if not registration.agent.visible:
+        if not registration.agent_is_visible:
             registration.refuse(
                 "the agent cannot be used: its process is not visible from the engine, which "
                 "could not notice its end; let both share one PID namespace "
@@ -382,9 +381,9 @@ class WorkerClient:
                 for name, op in zip(request_ids, ops, strict=True)
             ]
         )
-        agent = self._agent()
+        last = self._registration
         return [
-            StoreTransfer(call, op, lease_ns, agent) for call, op in zip(calls, ops, strict=True)
+            StoreTransfer(call, op, lease_ns, last) for call, op in zip(calls, ops, strict=True)
         ]
 
     def begin_retrieves(
@@ -403,20 +402,15 @@ class WorkerClient:
                 for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]
         )  # fmt: skip
-        agent = self._agent()
+        last = self._registration
         return [
             RetrieveTransfer(
-                call, op, lease_ns, agent,
+                call, op, lease_ns, last,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
             )
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]  # fmt: skip
-
-    def _agent(self) -> AgentProcess | None:
-        """The agent that calls go to, asked after they were sent."""
-        last = self._registration
-        return None if last is None else last.agent
 
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory; whether it is certain that no agent accesses it any more."""
@@ -429,8 +423,8 @@ class WorkerClient:
                 call = self._unregistering = self.link.submit(m.UnregisterKVCache)
         closed = call is not None and call.wait(wait_s) and isinstance(call.answer, m.Done)
         export.withdraw(former.storages)
-        agent = self._agent()
-        return closed or agent is None or agent.has_ended()
+        last = self._registration
+        return closed or last is None or last.agent_has_ended()
 
     def shutdown(self) -> bool:
         """Unregisters the memory within a second, as `unregister`, and closes the connection."""
