@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,16 +61,6 @@ def split(frames: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
     return [(m.PREAMBLE, body) for body in frames[1:]]
 
 
-def decode_question(frames: Sequence[bytes]) -> m.Question:
-    """The question in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
-    return _decode(_question_decoder, frames)
-
-
-def decode_answer(frames: Sequence[bytes]) -> m.Answer:
-    """The answer in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
-    return _decode(_answer_decoder, frames)
-
-
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: Sequence[bytes]) -> _T:
     if len(frames) != 2 or not frames[0].startswith(m.MAGIC):
         raise WireError("not a message of lmcache_redis: expected a preamble and a body")
@@ -85,6 +76,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: Sequence[bytes]) -> _T
         return decoder.decode(frames[1])
     except _NOT_DECODED as error:
         raise WireError(f"cannot decode a message: {error}") from error
+
+
+# The message in a preamble and a body. Both raise ``WireError``, ``VersionMismatch``.
+decode_question = partial(_decode, _question_decoder)
+decode_answer = partial(_decode, _answer_decoder)
 
 
 def call_id_of(frames: Sequence[bytes]) -> int:
@@ -173,12 +169,11 @@ class Wakeup:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Reentrant: a signal handler may call `set` while this thread is inside it.
         self._lock = threading.RLock()
-        self._closed = False
 
     def set(self) -> None:
         """Makes ``fd`` readable. Harmless after ``close``."""
         with self._lock:
-            if not self._closed:
+            if self.fd >= 0:
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
@@ -190,9 +185,9 @@ class Wakeup:
 
     def close(self) -> None:
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if self.fd >= 0:
                 os.close(self.fd)
+            self.fd = -1
 
 
 class AgentSocket:
