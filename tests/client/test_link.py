@@ -11,7 +11,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.link import AgentCall, AgentLink, CallState, LinkState
+from lmcache_redis.client.link import AgentCall, AgentCalls, AgentLink, CallState, LinkState, lose
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
@@ -243,3 +243,34 @@ def test_an_answer_that_cannot_be_decoded_refuses_the_agent(
     assert (waiting.state, link.state) == (CallState.LOST, LinkState.REFUSED)
     link.close()
     assert [message.count("cannot be used") for message in caplog.messages] == [1]
+
+
+def test_an_answer_ends_its_call_alone() -> None:
+    calls, ended = AgentCalls(), list[AgentCall]()
+    one, other = calls.new(2, ended.append)
+    calls.put([m.EndSession(0, "a"), m.EndSession(0, "b")], [one, other])
+    for batch, _ in calls.take_queued():
+        calls.sent(batch)
+    assert one.sent
+    assert other.sent
+    calls.answered(m.Done(other.call_id))
+    calls.answered(m.Done(999))
+    assert ended == [other]
+    assert (one.state, other.state) == (CallState.PENDING, CallState.ANSWERED)
+    calls.answered(m.Done(other.call_id, 7))  # once
+    assert other.answer == m.Done(other.call_id)
+
+
+def test_queued_and_sent_calls_are_lost_together() -> None:
+    calls, ended = AgentCalls(), list[AgentCall]()
+    (sent,), (queued,) = calls.new(1, ended.append), calls.new(1, ended.append)
+    calls.sent([sent])
+    calls.put([m.EndSession(0, "b")], [queued])
+    calls.lose_all()
+    assert ended == [sent, queued]
+    assert {call.state for call in ended} == {CallState.LOST}
+    assert (sent.sent, queued.sent) == (True, False)
+    calls.lose_all()
+    lose(ended)
+    assert len(ended) == 2  # each ends once
+    assert [*calls.take_queued()] == []
