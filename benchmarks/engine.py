@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from demo.agent import AgentServer
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.transfers import StoreTransfer, TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.worker import StoreTransfer, TransferOp, WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
 
 if TYPE_CHECKING:
@@ -88,10 +88,9 @@ class Engine:
         self.scheduler = SchedulerClient(agent.endpoint, _MODEL, 1, tokens, **ids)
         self.worker = WorkerClient(agent.endpoint, _MODEL, 1, 0, tokens, **ids)
         try:
-            self.worker.register_kv_caches(
-                dict(zip(names, self.memory, strict=True)),
+            self.worker.register_groups(
+                [CacheGroup(dict(zip(names, self.memory, strict=True)), "uint8", tokens)],
                 num_blocks=2 * half,
-                dtype="uint8",
                 identity={},
                 block_strides=dict.fromkeys(names, shape.page_bytes),
             )

@@ -14,19 +14,27 @@ why. Wrong arguments raise, as does everything after `close`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis
-from lmcache_redis.compat.backends.buffers import TensorAllocation
+from lmcache_redis.compat.backends.buffers import Allocate, TensorAllocation
 from lmcache_redis.errors import FormatError
 from lmcache_redis.resp import RedisOptions
 
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 _RANK = ObjectKey.ComputeKVRank(1, 0, 1, 0)
 # Calls of an `AsyncKVStore` that are in progress at once; others wait.
@@ -81,11 +90,9 @@ class KVStore:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------------ one
-
     def put(self, name: str, tensor: torch.Tensor) -> bool:
         """Store a dense tensor of one to eight dimensions in place of what the name has."""
-        return self._was_put(self._backend.put(self._key_of(name), tensor))
+        return self._count_put(self._backend.put(self._key_of(name), tensor))
 
     def get(self, name: str) -> torch.Tensor | None:
         """The tensor, in memory of its own, or None. Raises FormatError for what is no tensor."""
@@ -96,7 +103,7 @@ class KVStore:
                 raise FormatError(f"{name!r} is no tensor: load it with get_bytes")
             return allocation(metadata)
 
-        self._was_got(self._backend.get_bytes(self._key_of(name), allocate) is not None)
+        self._load(name, allocate)
         tensor = allocation.tensor
         return tensor if tensor is None else tensor.to(self._backend.dst_device)
 
@@ -104,7 +111,7 @@ class KVStore:
         """Store the bytes of a contiguous buffer: bytes, a NumPy array, an `mmap`."""
         view = memoryview(data)
         metadata = RemoteMetadata(view.nbytes, [], [], MemoryFormat.BINARY_BUFFER)
-        return self._was_put(self._backend.put_bytes(self._key_of(name), metadata, [view]))
+        return self._count_put(self._backend.put_bytes(self._key_of(name), metadata, [view]))
 
     def get_bytes(self, name: str) -> bytearray | None:
         """The bytes, also those of a tensor, or None."""
@@ -115,14 +122,12 @@ class KVStore:
             found = bytearray(metadata.length)
             return [memoryview(found)]
 
-        metadata = self._backend.get_bytes(self._key_of(name), allocate)
-        return found if self._was_got(metadata is not None) else None
+        return None if self._load(name, allocate) is None else found
 
     def get_into(self, name: str, buffer: Buffer) -> int | None:
         """Load the bytes to the start of a writable buffer; how many they are, or None.
 
-        Raises ValueError if they are more than fit. After a miss the buffer's contents are
-        undefined.
+        Raises ValueError if they are more than fit. A miss leaves the buffer undefined.
         """
         view = memoryview(buffer).cast("B")
 
@@ -133,8 +138,8 @@ class KVStore:
                 )
             return [view[: metadata.length]]
 
-        metadata = self._backend.get_bytes(self._key_of(name), allocate)
-        return metadata.length if self._was_got(metadata is not None) and metadata else None
+        metadata = self._load(name, allocate)
+        return None if metadata is None else metadata.length
 
     def exists(self, name: str) -> bool:
         """Whether a get would most likely find it. Loads nothing."""
@@ -143,8 +148,6 @@ class KVStore:
     def delete(self, name: str) -> bool:
         """Remove it. False: there was none, or the server does not answer."""
         return self._backend.remove(self._key_of(name))
-
-    # ----------------------------------------------------------------- many
 
     def put_many(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Store several, some of them at the same time; how many are stored."""
@@ -155,14 +158,11 @@ class KVStore:
         return stored
 
     def get_many(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Each name with its tensor or None, in order, while the next ones are loaded.
-
-        What is no tensor is None here.
-        """
+        """Each name in order with its tensor, or None, while the next ones are loaded."""
         asked = list(names)
         loads = self._backend.batched_get(map(self._key_of, asked))
         for name, tensor in zip(asked, loads, strict=True):
-            self._was_got(tensor is not None)
+            self._count("misses" if tensor is None else "hits")
             yield name, tensor
 
     def exists_many(self, names: Iterable[str]) -> list[bool]:
@@ -172,8 +172,6 @@ class KVStore:
     def names(self) -> list[str]:
         """What this namespace has, in any order. Looks at all keys of the server."""
         return [key.chunk_hash.decode("utf-8", "replace") for key in self._backend.stored_keys()]
-
-    # ---------------------------------------------------------------- state
 
     @property
     def why_down(self) -> str:
@@ -207,17 +205,33 @@ class KVStore:
             )
         return ObjectKey(name.encode(), self.namespace, _RANK)
 
-    def _was_put(self, is_stored: bool) -> bool:
+    def _load(self, name: str, allocate: Allocate) -> RemoteMetadata | None:
+        metadata = self._backend.get_bytes(self._key_of(name), allocate)
+        self._count("misses" if metadata is None else "hits")
+        return metadata
+
+    def _count_put(self, is_stored: bool) -> bool:
         self._count("stored" if is_stored else "not_stored")
         return is_stored
-
-    def _was_got(self, is_hit: bool) -> bool:
-        self._count("hits" if is_hit else "misses")
-        return is_hit
 
     def _count(self, counter: str, count: int = 1) -> None:
         with self._lock:
             self._counts[counter] += count
+
+
+def _in_thread(
+    call: Callable[Concatenate[KVStore, _P], _T],
+) -> Callable[Concatenate[AsyncKVStore, _P], Coroutine[Any, Any, _T]]:
+    """The call as a coroutine."""
+
+    @functools.wraps(call)
+    async def run(store: AsyncKVStore, /, *args: _P.args, **named: _P.kwargs) -> _T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            store._threads, functools.partial(call, store.sync, *args, **named)
+        )
+
+    return run
 
 
 class AsyncKVStore:
@@ -231,56 +245,28 @@ class AsyncKVStore:
     A call that is cancelled goes on in the background until its deadline.
     """
 
-    def __init__(
-        self,
-        redis: str | RedisOptions,
-        namespace: str = "default",
-        *,
-        memory_bytes: int = 0,
-        device: str = "cpu",
-        deadline_s: float = 5.0,
-    ) -> None:
-        self.sync = KVStore(
-            redis, namespace, memory_bytes=memory_bytes, device=device, deadline_s=deadline_s
-        )
+    def __init__(self, redis: str | RedisOptions, namespace: str = "default", **named: Any) -> None:
+        self.sync = KVStore(redis, namespace, **named)
         self._threads = ThreadPoolExecutor(_THREADS, "lmcr-kvstore")
 
-    async def put(self, name: str, tensor: torch.Tensor) -> bool:
-        return await self._run(partial(self.sync.put, name, tensor))
-
-    async def get(self, name: str) -> torch.Tensor | None:
-        return await self._run(partial(self.sync.get, name))
-
-    async def put_bytes(self, name: str, data: Buffer) -> bool:
-        return await self._run(partial(self.sync.put_bytes, name, data))
-
-    async def get_bytes(self, name: str) -> bytearray | None:
-        return await self._run(partial(self.sync.get_bytes, name))
-
-    async def get_into(self, name: str, buffer: Buffer) -> int | None:
-        return await self._run(partial(self.sync.get_into, name, buffer))
-
-    async def exists(self, name: str) -> bool:
-        return await self._run(partial(self.sync.exists, name))
-
-    async def delete(self, name: str) -> bool:
-        return await self._run(partial(self.sync.delete, name))
-
-    async def put_many(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        return await self._run(partial(self.sync.put_many, tensors))
+    put = _in_thread(KVStore.put)
+    get = _in_thread(KVStore.get)
+    put_bytes = _in_thread(KVStore.put_bytes)
+    get_bytes = _in_thread(KVStore.get_bytes)
+    get_into = _in_thread(KVStore.get_into)
+    exists = _in_thread(KVStore.exists)
+    delete = _in_thread(KVStore.delete)
+    put_many = _in_thread(KVStore.put_many)
+    exists_many = _in_thread(KVStore.exists_many)
+    names = _in_thread(KVStore.names)
 
     async def get_many(
         self, names: Iterable[str]
     ) -> AsyncIterator[tuple[str, torch.Tensor | None]]:
         loads = self.sync.get_many(names)
-        while (pair := await self._run(partial(next, loads, None))) is not None:
+        next_pair = _in_thread(lambda _: next(loads, None))
+        while (pair := await next_pair(self)) is not None:
             yield pair
-
-    async def exists_many(self, names: Iterable[str]) -> list[bool]:
-        return await self._run(partial(self.sync.exists_many, names))
-
-    async def names(self) -> list[str]:
-        return await self._run(self.sync.names)
 
     @property
     def why_down(self) -> str:
@@ -291,7 +277,7 @@ class AsyncKVStore:
         return self.sync.stats
 
     async def close(self) -> None:
-        await self._run(self.sync.close)
+        await _in_thread(KVStore.close)(self)
         self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -302,6 +288,3 @@ class AsyncKVStore:
 
     def __repr__(self) -> str:
         return f"Async{self.sync!r}"
-
-    async def _run(self, call: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)

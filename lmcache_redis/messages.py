@@ -11,8 +11,7 @@ one preamble. They are taken in this order and answered one by one.
 
 Order of events
 ---------------
-1. ``HELLO`` opens a connection. It names the engine, the role and, for a worker, its rank. A client
-   that was given no id for its engine says so (``unnamed``), see below.
+1. ``HELLO`` opens a connection. It names the engine, the role and, for a worker, its rank.
    ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
@@ -30,7 +29,6 @@ Order of events
    at ``lookup_deadline_s``. The pins belong to ``(engine_id, request_id)`` until each rank has
    retrieved its part, ``RELEASE_LOCKS`` names the chunk, ``END_SESSION`` ends the request, or the
    session times out.
-   The answer also says from where each chunk comes.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
    blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
    end of the lease. On a GPU, the copy begins when the ticket ``after`` is on the page.
@@ -121,7 +119,7 @@ MAX_PEERS = 512
 
 EPOCH_BYTES = 8
 Epoch = Annotated[bytes, msgspec.Meta(max_length=EPOCH_BYTES)]
-# The bytes after the epoch: a block hash, or an adapter digest and a block hash.
+# The bytes of a chunk hash after the epoch: a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 MAX_REMOTE_PARTS = 1 << 13
 TokenSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
@@ -130,7 +128,7 @@ ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTE
 # HELLO and from the registered layouts.
 Hashes = tuple[ChunkHash, ...]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-# See `device.signals`.
+# Of the signal after which blocks may be read, or written: the engine may still be zeroing them.
 Ticket = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
@@ -173,9 +171,8 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
-    """A worker's paged KV cache: its groups and the handles to its memory.
+    """A worker's paged KV cache: its groups, by number, and the handles to its memory.
 
-    A group's number is its position. The groups of all workers of an engine correspond.
     ``signals``: the page of a worker on a GPU (`device.signals`); None on the CPU.
     """
 
@@ -203,11 +200,9 @@ AllRemoteParts = Annotated[tuple[RemoteParts, ...], msgspec.Meta(max_length=MAX_
 class Lookup(Message, frozen=True, tag="LOOKUP"):
     """Asks how many leading chunks are cached, and loads what a hit needs into the host pool.
 
-    ``first_chunk`` is the number of the first of them in the prompt, the number of chunks that the
-    engine has: which parts a sliding window needs depends on the position in the prompt.
-    ``remote``: the parts of workers that are registered with other agents, which must be in Redis.
-    ``token_s``: seconds in which the engine computes a prompt token. Chunks that are slower to load
-    than to compute are left out; 0 loads everything.
+    ``first_chunk``: how many chunks the engine has before them. ``remote``: the parts of workers
+    that are registered with other agents, which must be in Redis. ``token_s``: seconds in which the
+    engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
     """
 
     request_id: Name
@@ -220,19 +215,15 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
 class Watch(Message, frozen=True, tag="WATCH"):
     """Asks what becomes of the chunks of ``parts`` in the tiers, for events to routers.
 
-    ``CHANGES`` answers as soon as there are any; until then the question stays open. The next
-    ``WATCH`` with the same parts continues, and one with others begins anew. What changes between
-    two questions is kept for the next one.
+    The question stays open until there are ``CHANGES``. The next one with the same parts continues
+    without a gap, and one with others begins anew.
     """
 
     parts: AllRemoteParts
 
 
 class Store(Message, frozen=True, tag="STORE"):
-    """Copies blocks of ``group`` into the cache: the blocks of each chunk's part, in order.
-
-    ``after`` is the ticket of the signal after which the blocks may be read; None on the CPU.
-    """
+    """Copies blocks of ``group`` into the cache: the blocks of each chunk's part, in order."""
 
     request_id: Name
     hashes: Hashes
@@ -243,19 +234,11 @@ class Store(Message, frozen=True, tag="STORE"):
 
 
 class Compare(Store, frozen=True, tag="COMPARE"):
-    """Compares blocks with the parts that a lookup of ``request_id`` has pinned. Stores nothing.
-
-    Answered as ``STORE`` is, when the blocks are no longer read: all chunks are ``already_cached``.
-    """
+    """Compares blocks with what a lookup has pinned. All chunks are answered ``already_cached``."""
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
-    """Copies parts of chunks into blocks of ``group``.
-
-    Parts that are not in the host pool are loaded first. The blocks of the first
-    ``skip_first_n_tokens`` are left as they are. ``after`` is the ticket of the signal after which
-    the blocks may be written, because the engine may still be zeroing them; None on the CPU.
-    """
+    """Copies parts of chunks into blocks of ``group``, but for those of the first tokens."""
 
     request_id: Name
     hashes: Hashes
@@ -286,9 +269,8 @@ class Goodbye(Message, frozen=True, tag="GOODBYE"):
 class Clear(Message, frozen=True, tag="CLEAR"):
     """Removes the chunks of the caller's layouts whose hashes begin with ``epoch``; None: all.
 
-    A hash is ``epoch | adapter digest (0 or 16 bytes) | block hash (32 bytes)``. ``DONE`` answers
-    when the host pool has dropped them (``count``). Disk and Redis follow, and may fail. Of the
-    workers with other agents (``remote``), only the parts in Redis are removed.
+    ``DONE`` answers when the host pool has dropped them (``count``). Disk and Redis follow, and may
+    fail. Of the workers with other agents (``remote``), only the parts in Redis are removed.
     """
 
     epoch: Epoch | None = None
@@ -363,10 +345,9 @@ Tier = Annotated[str, msgspec.Meta(pattern="^[hdr]$")]
 
 
 class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
-    """Answers ``LOOKUP``: ``hit_chunks`` leading chunks are cached for every rank.
+    """Answers ``LOOKUP``: ``hit_chunks`` leading chunks are cached for every rank, and pinned here.
 
-    The parts of the workers that are registered with this agent are pinned. ``tiers``: of each of
-    these chunks, a key of ``TIER_NAMES``. ``compare_only``: they may not be loaded.
+    ``tiers``: of each, a key of ``TIER_NAMES``. ``compare_only``: they may not be loaded.
     """
 
     hit_chunks: int
@@ -375,10 +356,7 @@ class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parts of chunks that are in a tier now, or no longer (``there``).
-
-    part: the index into ``parts`` of ``WATCH``. tier: a key of ``TIER_NAMES``.
-    """
+    """Chunks whose part, by its index in ``WATCH``, is in a tier now, or no longer (``there``)."""
 
     part: Annotated[int, msgspec.Meta(ge=0)]
     tier: Tier
@@ -393,8 +371,7 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Changes(Message, frozen=True, tag="CHANGES"):
     """Answers ``WATCH``: the last change of each part of a chunk in each tier, oldest first.
 
-    It names what the agent wrote, loaded, evicted, or found while it looked up, and may name again
-    what has not changed. ``lost``: earlier changes were dropped, because too many came.
+    It may name again what has not changed. ``lost``: too many came, and earlier ones were dropped.
     """
 
     changes: tuple[Change, ...]
@@ -404,8 +381,7 @@ class Changes(Message, frozen=True, tag="CHANGES"):
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
     """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks.
 
-    ``already_cached`` chunks were in the host pool before. Whether Redis has a chunk is checked
-    later, when it is written.
+    ``already_cached``: in the host pool. Whether Redis has a chunk is checked when it is written.
     """
 
     stored: int

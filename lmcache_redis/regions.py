@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -266,6 +267,13 @@ class RegionStore:
         with self._lock:
             self._distrusted.pop(job.key, None)
         return True
+
+
+def answered(call: Callable[[Answer], None]) -> list[bool]:
+    """Waits for the answer of a call to a store, which comes by its deadline."""
+    answers: SimpleQueue[list[bool]] = SimpleQueue()
+    call(answers.put)
+    return answers.get()
 
 
 class _Answers:

@@ -1,7 +1,6 @@
-"""Messages as frames, and the ZeroMQ sockets that carry them, with the reasons for their options.
+"""Messages as frames, and the ZeroMQ sockets that carry them: a DEALER of an engine, the ROUTER.
 
-A message is a preamble and a msgpack body. The engine side is a DEALER, the agent side a ROUTER. A
-frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the connection.
+A frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the connection.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,16 +61,6 @@ def split(frames: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
     return [(m.PREAMBLE, body) for body in frames[1:]]
 
 
-def decode_question(frames: Sequence[bytes]) -> m.Question:
-    """The question in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
-    return _decode(_question_decoder, frames)
-
-
-def decode_answer(frames: Sequence[bytes]) -> m.Answer:
-    """The answer in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
-    return _decode(_answer_decoder, frames)
-
-
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: Sequence[bytes]) -> _T:
     if len(frames) != 2 or not frames[0].startswith(m.MAGIC):
         raise WireError("not a message of lmcache_redis: expected a preamble and a body")
@@ -86,6 +76,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: Sequence[bytes]) -> _T
         return decoder.decode(frames[1])
     except _NOT_DECODED as error:
         raise WireError(f"cannot decode a message: {error}") from error
+
+
+# The message in a preamble and a body. Both raise ``WireError``, ``VersionMismatch``.
+decode_question = partial(_decode, _question_decoder)
+decode_answer = partial(_decode, _answer_decoder)
 
 
 def call_id_of(frames: Sequence[bytes]) -> int:
@@ -122,10 +117,7 @@ def hidden_path(path: Path) -> Path:
 
 
 def why_untrusted(endpoint: str) -> str | None:
-    """Why a listener at ``endpoint`` cannot be trusted, or None.
-
-    An agent writes into an engine's memory: other users must not be able to create the socket.
-    """
+    """Why there may be a listener of other users: an agent writes into an engine's memory."""
     try:
         return why_unsafe(endpoint_path(endpoint).parent)
     except OSError:
@@ -148,22 +140,19 @@ def _clear_stale_socket(path: Path, endpoint: str) -> None:
     """Removes a socket without a listener. Raises ``ConfigError`` if anything else is there."""
     if not path.exists():
         return
-    if not path.is_socket():
-        raise ConfigError(
-            f"--endpoint {endpoint} cannot be used: {path} is not a socket; choose another one"
-        )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"--endpoint {endpoint} cannot be used: {path} exists ({error.strerror}); "
-                "remove it or choose another --endpoint"
-            ) from error
-        else:
-            raise _in_use(endpoint)
+    why = "is not a socket"
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                path.unlink(missing_ok=True)
+                return
+            except OSError as error:
+                why = f"exists ({error.strerror})"
+            else:
+                raise _in_use(endpoint)
+    raise ConfigError(f"--endpoint {endpoint} cannot be used: {path} {why}; choose another one")
 
 
 def _in_use(endpoint: str) -> StartError:
@@ -180,12 +169,11 @@ class Wakeup:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Reentrant: a signal handler may call `set` while this thread is inside it.
         self._lock = threading.RLock()
-        self._closed = False
 
     def set(self) -> None:
         """Makes ``fd`` readable. Harmless after ``close``."""
         with self._lock:
-            if not self._closed:
+            if self.fd >= 0:
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
@@ -197,16 +185,15 @@ class Wakeup:
 
     def close(self) -> None:
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if self.fd >= 0:
                 os.close(self.fd)
+            self.fd = -1
 
 
 class AgentSocket:
     """A DEALER with its monitor. Used by one thread, but for ``wake``.
 
-    sent_s: when it last sent, or tried to. heard_s: when the agent was last heard; a link sets it.
-    Both are of `time.monotonic()`.
+    sent_s: when it last sent, or tried to. heard_s: when it last received. Of `time.monotonic()`.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -241,14 +228,14 @@ class AgentSocket:
         """The messages that have come."""
         with contextlib.suppress(zmq.Again):
             while True:
-                yield self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                self.heard_s = time.monotonic()
+                yield frames
 
-    def connected(self) -> bool | None:
-        """The next event: whether the agent is there now; None for any other."""
-        event = recv_monitor_message(self._monitor)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return True
-        return False if event == zmq.EVENT_DISCONNECTED else None
+    def connected(self) -> bool:
+        """The next event: whether the agent is there now."""
+        event: int = recv_monitor_message(self._monitor)["event"]
+        return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def reopen(self, linger_s: float = 0.0) -> None:
         """Another socket in its place. linger_s: how long what was sent last may take."""

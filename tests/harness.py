@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from demo import agent
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.transfers import RetrieveTransfer, TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
 
@@ -146,10 +146,9 @@ class Engine:
                 self.block_size_tokens,
                 engine_id=engine_id,
             )
-            worker.register_kv_caches(
-                caches,
+            worker.register_groups(
+                [CacheGroup(caches, str(dtype).removeprefix("torch."), self.block_size_tokens)],
                 num_blocks=num_blocks,
-                dtype=str(dtype).removeprefix("torch."),
                 identity={"rank": str(rank), **(identity or {})},
             )
             self.workers.append(worker)

@@ -48,7 +48,8 @@ def key_stem(
 
 def stripe_key(chunk_key: bytes, stripe_index: int) -> bytes:
     """The Redis key of one stripe of a chunk. Raises FormatError for an index over 16 bits."""
-    check_int("stripe_index", stripe_index, 0, MAX_STRIPE_INDEX)
+    if not 0 <= stripe_index <= MAX_STRIPE_INDEX:
+        raise FormatError(f"stripe_index is {stripe_index}, outside 0 to {MAX_STRIPE_INDEX}")
     return chunk_key + _STRIPE_INDEX.pack(stripe_index)
 
 

@@ -1,11 +1,8 @@
 """Engine-neutral clients of the agent: one for an engine's scheduler, one for each worker.
 
-scheduler       lookups
-worker          registers a KV cache; stores and retrieves
-transfers       a store or a retrieve, and when its blocks are free again
-canary          which hits are compared instead of loaded
-watching        which chunks come and go in the agent's tiers
-link            the connection to the agent, on a thread
-calls           messages to the agent, and their answers
+scheduler       lookups, canaries, and watching which chunks come and go in the agent's tiers
+worker          stores and retrieves, and when their blocks are free again
+registering     what a worker registers: its KV cache, and the names of its parts
+link            the connection to the agent, on a thread, and the calls that go over it
 control         requests of command-line tools
 """

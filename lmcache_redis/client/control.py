@@ -13,7 +13,8 @@ from lmcache_redis.config import check_endpoint, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
-_RETRY_S = 0.001
+# Between two tries to send, until the agent is there.
+_RETRY_S = 0.002
 
 
 class AgentUnreachable(LMCacheRedisError):
@@ -23,8 +24,7 @@ class AgentUnreachable(LMCacheRedisError):
 class ControlClient:
     """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``.
 
-    Raises ``ConfigError`` for an endpoint that is none, and for the default one if others could
-    have put a socket there.
+    Raises ``ConfigError`` for what is no endpoint, or one where others could have put a socket.
     """
 
     def __init__(self, endpoint: str, timeout_s: float = 2.0) -> None:
@@ -54,10 +54,7 @@ class ControlClient:
         return rows
 
     def trust(self) -> int:
-        """Has the agent load everything again; how many layouts it did not. See `agent.trust`.
-
-        Raises ``AgentUnreachable``.
-        """
+        """Has the agent load everything again; of how many layouts it did not. As `status`."""
         return self._ask(m.Trust(1), m.Done).count
 
     def _report(self, question: m.Message) -> dict[str, Any]:
@@ -67,36 +64,29 @@ class ControlClient:
     def _ask(self, question: m.Message, expected: type[_A]) -> _A:
         socket = transport.AgentSocket(self._endpoint)
         try:
-            frames = self._answer_to(question, socket)
+            answer = transport.decode_answer(self._answer_to(question, socket))
         finally:
             socket.close()
-        return self._expected(transport.decode_answer(frames), expected)
-
-    def _answer_to(self, question: m.Message, socket: transport.AgentSocket) -> list[bytes]:
-        deadline_s = time.monotonic() + self._timeout_s
-        is_there = is_sent = False
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            if is_there and not is_sent:  # right after the handshake it may not be possible yet
-                is_sent = socket.send(transport.encode(question))
-            must_retry = is_there and not is_sent
-            has_messages, has_events = socket.wait(_RETRY_S if must_retry else left_s)
-            if has_messages:
-                return next(socket.received())
-            if has_events and (connected := socket.connected()) is not None:
-                if is_sent and not connected:
-                    raise AgentUnreachable(
-                        f"the agent at {self._endpoint} went away before it answered: see its log"
-                    )
-                is_there = connected
-        raise AgentUnreachable(
-            f"no agent answers at {self._endpoint}: start one with "
-            "`lmcache-redis agent`, or pass its --endpoint"
-        )
-
-    def _expected(self, answer: m.Answer, expected: type[_A]) -> _A:
         if isinstance(answer, expected):
             return answer
         reason = answer.reason if isinstance(answer, m.Failure) else type(answer).__name__
         if isinstance(answer, m.Failure) and answer.code == m.BAD_MESSAGE:
             reason += " (is it of another version? `lmcache-redis ping` shows it)"
         raise LMCacheRedisError(f"the agent at {self._endpoint} answered: {reason}")
+
+    def _answer_to(self, question: m.Message, socket: transport.AgentSocket) -> list[bytes]:
+        deadline_s = time.monotonic() + self._timeout_s
+        is_sent = False
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            is_sent = is_sent or socket.send(transport.encode(question))
+            has_messages, has_events = socket.wait(left_s if is_sent else _RETRY_S)
+            if has_messages:
+                return next(socket.received())
+            if has_events and not socket.connected() and is_sent:
+                raise AgentUnreachable(
+                    f"the agent at {self._endpoint} went away before it answered: see its log"
+                )
+        raise AgentUnreachable(
+            f"no agent answers at {self._endpoint}: start one with "
+            "`lmcache-redis agent`, or pass its --endpoint"
+        )

@@ -1,20 +1,22 @@
-"""The connection to the agent, owned by one thread.
+"""The connection to the agent, owned by one thread, and the calls that go over it.
 
 The thread owns the socket. It sends HELLO until an agent answers, sends heartbeats, and matches
 answers to calls. Other threads submit messages and get an ``AgentCall``; they wait only on request.
 
     OFFLINE (HELLO every 0.2 s) ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
-         └──VERSION_MISMATCH, FAILURE──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
+         └──FAILURE, no answer of ours──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
 When the agent is lost, every pending call ends at once, as ``CallState.LOST``.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,7 +25,6 @@ from msgspec.structs import replace
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.calls import AgentCall, AgentCalls, lose
 from lmcache_redis.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -45,23 +46,113 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-@dataclass
-class Patience:
-    """How long the agent may be silent: longer while it maps memory, as it said last."""
+class CallState(Enum):
+    """PENDING until the answer arrives or the agent is lost."""
 
-    usual_s: float
-    mapping: bool = False
+    PENDING = "pending"
+    ANSWERED = "answered"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class AgentCall:
+    """One message to the agent, from its submission to its answer.
+
+    changed: notified when the call ends. listener: called with it then, on the thread that ends it.
+    sent: whether the agent may have received the message.
+    """
+
+    call_id: int
+    changed: threading.Condition
+    listener: Callable[[AgentCall], None] | None
+    state: CallState = CallState.PENDING
+    answer: m.Answer | None = None
+    sent: bool = False
 
     @property
-    def seconds(self) -> float:
-        return max(self.usual_s, _MAPPING_S) if self.mapping else self.usual_s
+    def done(self) -> bool:
+        return self.state is not CallState.PENDING
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for at most ``timeout_s``; returns ``done``."""
+        if not self.done and timeout_s > 0:
+            with self.changed:
+                self.changed.wait_for(lambda: self.done, timeout_s)
+        return self.done
+
+    def end(self, answer: m.Answer | None) -> None:
+        """Ends the call: ANSWERED with an answer, LOST with None. Only the link does this."""
+        with self.changed:
+            self.answer = answer
+            self.state = CallState.LOST if answer is None else CallState.ANSWERED
+        try:
+            if self.listener is not None:
+                self.listener(self)
+        finally:
+            # Last, for those who wait for what the listener changes.
+            with self.changed:
+                self.changed.notify_all()
+
+
+# Calls, and the message that carries them.
+Batch = tuple[Sequence[AgentCall], list[bytes]]
+
+
+class AgentCalls:
+    """The calls of one link: those to be sent, and those that wait for an answer."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.ids = itertools.count(1)
+        self._outbox: deque[Batch] = deque()
+        self._pending: dict[int, AgentCall] = {}
+
+    def new(self, count: int, listener: Callable[[AgentCall], None] | None) -> list[AgentCall]:
+        return [AgentCall(next(self.ids), self.changed, listener) for _ in range(count)]
+
+    def put(self, questions: Sequence[m.Message], calls: Sequence[AgentCall]) -> None:
+        """Queues the questions with the ids of their calls, in one message or a few."""
+        pairs = zip(questions, calls, strict=True)
+        addressed = [replace(each, call_id=call.call_id) for each, call in pairs]
+        for first in range(0, len(calls), m.MAX_BATCH):
+            batch = slice(first, first + m.MAX_BATCH)
+            self._outbox.append((calls[batch], transport.encode(*addressed[batch])))
+
+    def take_queued(self) -> Iterator[Batch]:
+        while self._outbox:
+            yield self._outbox.popleft()
+
+    def sent(self, calls: Sequence[AgentCall]) -> None:
+        for call in calls:
+            call.sent = True
+            self._pending[call.call_id] = call
+
+    def answered(self, answer: m.Answer) -> None:
+        """Ends the call that this answers, if there is one."""
+        call = self._pending.pop(answer.call_id, None)
+        if call is not None:
+            call.end(answer)
+
+    def lose_all(self) -> None:
+        lost = list(self._pending.values())
+        self._pending.clear()
+        for calls, _ in self.take_queued():
+            lost += calls
+        lose(lost)
+
+
+def lose(calls: Sequence[AgentCall]) -> None:
+    """Ends those of the calls that have not ended, as LOST."""
+    for call in calls:
+        if not call.done:
+            call.end(None)
 
 
 class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
-    ``hello`` says which; its ``call_id`` is replaced. ``on_welcome`` is called on the link's thread
-    after each WELCOME. It may ``submit`` (a worker registers its memory there) and must not block.
+    on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
+    registers its memory there) and must not block.
     """
 
     def __init__(
@@ -76,9 +167,9 @@ class AgentLink:
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
         self._hello = self._greeting = hello  # and as it was sent last
-        self._patience = Patience(dead_after_s)
+        self._dead_after_s = dead_after_s
+        self._is_mapping = False  # the agent maps memory, as it said last
         self._on_welcome = on_welcome
-        self._logged: str | None = None
         self._stop = False
         self._calls = AgentCalls()
         self._socket = transport.AgentSocket(endpoint)
@@ -100,19 +191,13 @@ class AgentLink:
         listener: Callable[[AgentCall], None] | None = None,
         **fields: Any,
     ) -> AgentCall:
-        """Sends ``kind(**fields)``. The call is LOST at once if no agent is online.
-
-        ``listener`` is called on the link's thread when the call ends.
-        """
+        """Sends ``kind(**fields)``. The call is LOST at once if no agent is online."""
         return self.submit_all([kind(call_id=0, **fields)], listener)[0]
 
     def submit_all(
         self, questions: Sequence[m.Message], listener: Callable[[AgentCall], None] | None = None
     ) -> list[AgentCall]:
-        """As `submit`, for questions that go in one message, or a few if they are very many.
-
-        Their ``call_id`` is replaced.
-        """
+        """As `submit`, for questions that go in one message, or a few if they are very many."""
         calls = self._calls.new(len(questions), listener)
         if self.online:
             self._calls.put(questions, calls)
@@ -169,10 +254,9 @@ class AgentLink:
             for frames in self._socket.received():
                 self._received(frames)
         if has_events:
-            connected = self._socket.connected()
-            if connected:
+            if self._socket.connected():
                 self._greet()
-            elif connected is False:
+            else:
                 self._go_offline("it closed the connection")
         self._send_queued()
         now_s = time.monotonic()
@@ -180,13 +264,17 @@ class AgentLink:
         if not self.online:
             if unsent_s >= (_REFUSED_TICK_S if self.state is LinkState.REFUSED else _TICK_S):
                 self._greet()
-        elif now_s - self._socket.heard_s > self._patience.seconds:
-            self._reconnect(f"it has been silent for {self._patience.seconds:g} s")
+        elif now_s - self._socket.heard_s > self._patience_s:
+            self._reconnect(f"it has been silent for {self._patience_s:g} s")
         elif self._greeting.engine_id != self._hello.engine_id:
             self._send(m.Goodbye(0))
             self._reconnect("this engine has another name now", _GOODBYE_S)
         elif unsent_s >= _HEARTBEAT_S:
             self._send(m.Ping(0))
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self._dead_after_s, _MAPPING_S) if self._is_mapping else self._dead_after_s
 
     def _reconnect(self, why: str, linger_s: float = 0.0) -> None:
         self._go_offline(why)
@@ -199,7 +287,7 @@ class AgentLink:
             self._socket.sent_s = time.monotonic()
             self._refused(reason)
             return
-        self._greeting = replace(self._hello, call_id=self._calls.next_id())
+        self._greeting = replace(self._hello, call_id=next(self._calls.ids))
         self._send(self._greeting)
 
     def _send(self, message: m.Message) -> bool:
@@ -215,12 +303,9 @@ class AgentLink:
     def _received(self, frames: Sequence[bytes]) -> None:
         try:
             answer = transport.decode_answer(frames)
-        except transport.VersionMismatch as error:
-            self._refused(str(error))
         except WireError as error:
-            self._log_once(f"ignored an answer from the agent at {self.endpoint}: {error}")
+            self._refused(str(error))
         else:
-            self._socket.heard_s = time.monotonic()
             self._answered(answer)
 
     def _answered(self, answer: m.Answer) -> None:
@@ -229,7 +314,7 @@ class AgentLink:
             return
         self._calls.answered(answer)
         if isinstance(answer, m.Pong):
-            self._patience.mapping = answer.mapping
+            self._is_mapping = answer.mapping
         elif isinstance(answer, m.Failure):
             if answer.code == m.UNKNOWN_PEER and self.online:
                 self._go_offline("it was restarted")
@@ -241,8 +326,8 @@ class AgentLink:
         self.welcome = welcome
         if self.online:
             return
-        self._logged = self.refusal = None
-        self._patience.mapping = False
+        self.refusal = None
+        self._is_mapping = False
         logger.info(
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
@@ -253,8 +338,10 @@ class AgentLink:
             self._on_welcome(welcome)
 
     def _refused(self, reason: str) -> None:
-        self.refusal = f"the agent at {self.endpoint} cannot be used: {reason}"
-        self._log_once(self.refusal)
+        refusal = f"the agent at {self.endpoint} cannot be used: {reason}"
+        if refusal != self.refusal:  # it is told once until the next WELCOME
+            logger.error("%s", refusal)
+        self.refusal = refusal
         self._set_state(LinkState.REFUSED)
         self._calls.lose_all()
 
@@ -267,12 +354,6 @@ class AgentLink:
         if self.state is not LinkState.REFUSED:
             self._set_state(LinkState.OFFLINE)
         self._calls.lose_all()
-
-    def _log_once(self, sentence: str) -> None:
-        """Logs a sentence, unless it was the last one logged since the last WELCOME."""
-        if sentence != self._logged:
-            self._logged = sentence
-            logger.error("%s", sentence)
 
     def _set_state(self, state: LinkState) -> None:
         with self._calls.changed:

@@ -1,19 +1,20 @@
 """The scheduler's client: asks how many leading tokens of a prompt are cached.
 
-Of an engine on several nodes it knows where the workers are registered (`Ranks`).
+And beside it, what it needs to know of an engine: where its workers are registered (`Ranks`), which
+hits it compares instead of loading (`Canaries`), what comes and goes in the tiers (`ChunkWatch`).
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import AgentCall
-from lmcache_redis.client.link import AgentLink
+from lmcache_redis.client.link import AgentCall, AgentLink
 from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)
@@ -22,21 +23,24 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 0.25
 # An engine that steps reports every worker within this time.
 _REPORTED_WITHIN_S = 2.0
+# Of the prompt tokens that the engine computes, those of canaries.
+CANARY_SHARE = 0.02
+# Beside them, so that a new engine begins: about the prompts of ten chats.
+FIRST_CANARY_TOKENS = 16_384
+_MISS = m.LookupResult(0, 0)
+_LOST = m.Changes(0, (), lost=True)
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """An agent that has mapped a worker's memory, and how the worker names its parts.
-
-    Workers send it to their scheduler through the engine.
-    """
+    """An agent that has mapped a worker's memory, and how the worker names its parts."""
 
     agent_id: str
     parts: tuple[m.RemoteParts, ...]
 
 
 class Ranks:
-    """The last place that each worker has reported. Until then, a worker counts as local."""
+    """The last place that each worker has reported; before, it counts as local."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -45,7 +49,7 @@ class Ranks:
         self._asked_s: float | None = None
 
     def reported(self, places: Mapping[int, RankPlace | None]) -> None:
-        """Workers that are registered there now; None: with no agent."""
+        """Where workers are registered now; None: with no agent."""
         self._places.update(places)
 
     def own_agent(self, agent_id: str) -> None:
@@ -61,10 +65,7 @@ class Ranks:
         return time.monotonic() - self._asked_s > _REPORTED_WITHIN_S
 
     def local_parts(self) -> dict[m.RemoteParts, int]:
-        """The different parts of a chunk, with the groups that they belong to.
-
-        Empty unless every worker is registered with the scheduler's own agent.
-        """
+        """The parts of a chunk, with their groups, if all workers have the scheduler's agent."""
         places = [self._places.get(rank) for rank in range(self._world_size)]
         parts: dict[tuple[bytes, int], tuple[m.RemoteParts, int]] = {}
         for place in places:
@@ -77,37 +78,37 @@ class Ranks:
 
     def remote(self) -> tuple[m.RemoteParts, ...]:
         """The parts of the workers that are registered with other agents."""
-        return tuple(
-            part
-            for place in self._places.values()
-            if place is not None and place.agent_id not in self._own_agents
-            for part in place.parts
-        )
+        places = [place for place in self._places.values() if place is not None]
+        others = [place for place in places if place.agent_id not in self._own_agents]
+        return tuple(part for place in others for part in place.parts)
 
 
 @dataclass(slots=True)
 class _AskedLookup:
+    """A lookup until its end. result: None while it is not known."""
+
     hashes: Sequence[bytes]
     first_chunk: int
     chunk_size_tokens: int
-    call: AgentCall | None = None  # None: nothing to look up
-    deadline_s: float = 0.0
-    hit_tokens: int | None = None  # None: not known yet
-    tiers: str = ""  # as in LOOKUP_RESULT
-    compare_only: bool = False
+    call: AgentCall
+    deadline_s: float
+    result: m.LookupResult | None = None
+
+    @property
+    def pinned_tokens(self) -> int:
+        """The end of the result's prefix; 0 without a hit."""
+        if self.result is None or not self.result.hit_chunks:
+            return 0
+        return (self.first_chunk + self.result.hit_chunks) * self.chunk_size_tokens
 
 
 class SchedulerClient:
-    """Asks the agent which leading chunks of prompts are cached. Blocks only for ``wait_s``.
+    """Asks the agent which leading chunks of prompts are cached. Without one, every lookup misses.
 
-    endpoint: where the agent listens.
     model_name, world_size: as in every key of this engine.
     block_size_tokens: tokens of one paged block, or the least common multiple if groups differ.
     engine_id: shared by the scheduler and the workers of one engine, unique to that engine.
     unnamed: the id is made up, and the workers may have other ones (`messages`, Unnamed engines).
-
-    Without an agent every lookup is a miss. An engine whose workers have agents of their own, on
-    other nodes, tells ``ranks`` where its workers are registered (`WorkerClient.place`).
     """
 
     def __init__(
@@ -156,73 +157,50 @@ class SchedulerClient:
         first_chunk: int = 0,
         token_s: float = 0.0,
     ) -> None:
-        """Starts a lookup for ``request_id``, unless that request has one.
-
-        hashes: the names of the prompt's chunks, from index ``first_chunk`` on.
-        token_s: what the engine takes to compute a prompt token. The agent loads what is expected
-            to take no longer; 0.0: everything.
-        """
+        """Starts a lookup, as LOOKUP says it, unless the request has one."""
         if request_id in self._lookups:
             return
-        hashes = tuple(hashes)
-        lookup = _AskedLookup(hashes, first_chunk, self.chunk_size_tokens())
-        self._lookups[request_id] = lookup
-        if not hashes or not self.link.online:
-            lookup.hit_tokens = 0
-            return
+        hashes, chunk_tokens = tuple(hashes), self.chunk_size_tokens()
+        question = m.Lookup(0, request_id, hashes, first_chunk, self.ranks.remote(), token_s)
+        (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         welcome = self.link.welcome
-        deadline_s = _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
-        lookup.deadline_s = time.monotonic() + deadline_s
-        lookup.call = self.link.submit(
-            m.Lookup,
-            request_id=request_id,
-            hashes=hashes,
-            first_chunk=first_chunk,
-            remote=self.ranks.remote(),
-            token_s=token_s,
-        )
+        deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
+        lookup = _AskedLookup(hashes, first_chunk, chunk_tokens, call, deadline_s)
+        self._lookups[request_id] = lookup
 
     def hit_tokens(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
         """The end of the prefix that can be loaded in tokens, 0 for a miss; None if not known yet.
 
-        Waits for at most ``wait_s``. The result is also 0 for an unknown request, a lost agent, and
-        a lookup that is not answered within the agent's deadline and a grace period.
+        Also 0 without an agent, and for a lookup that is not answered soon after its deadline.
         """
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return 0
-        if lookup.hit_tokens is None and lookup.call is not None:
+        if lookup.result is None:
             if lookup.call.wait(wait_s):
                 answer = lookup.call.answer
-                lookup.hit_tokens = 0
-                if isinstance(answer, m.LookupResult) and answer.hit_chunks:
-                    end = lookup.first_chunk + answer.hit_chunks
-                    lookup.hit_tokens = end * lookup.chunk_size_tokens
-                    lookup.tiers = answer.tiers
-                    lookup.compare_only = answer.compare_only
-                elif isinstance(answer, m.Failure):
+                lookup.result = answer if isinstance(answer, m.LookupResult) else _MISS
+                if isinstance(answer, m.Failure):
                     logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
                 logger.warning("no answer to a lookup in time; computing request %s", request_id)
-                lookup.hit_tokens = 0
+                lookup.result = _MISS
                 self.link.submit(m.EndSession, request_id=request_id)
-        return 0 if lookup.compare_only else lookup.hit_tokens
+            else:
+                return None
+        return 0 if lookup.result.compare_only else lookup.pinned_tokens
 
     def pinned_tokens(self, request_id: str) -> int:
-        """As `hit_tokens`; of a cache that is distrusted, what may only be compared.
-
-        0 before the result, and after `forget_lookup`.
-        """
+        """As `hit_tokens`, and what may only be compared; 0 without a result."""
         lookup = self._lookups.get(request_id)
-        return 0 if lookup is None else lookup.hit_tokens or 0
+        return 0 if lookup is None else lookup.pinned_tokens
 
     def hit_tiers(self, request_id: str) -> Sequence[str]:
-        """Where each chunk of the result was, from the lookup's first one on: host, disk or redis.
-
-        Empty before the result.
-        """
+        """Where each chunk of the result was: host, disk or redis."""
         lookup = self._lookups.get(request_id)
-        return [] if lookup is None else [m.TIER_NAMES[each] for each in lookup.tiers]
+        if lookup is None or lookup.result is None:
+            return []
+        return [m.TIER_NAMES[each] for each in lookup.result.tiers]
 
     def forget_lookup(self, request_id: str) -> None:
         """Forgets the result of a lookup; its chunks stay pinned."""
@@ -231,7 +209,7 @@ class SchedulerClient:
     def release_lookup(self, request_id: str) -> None:
         """Unpins the chunks of a lookup."""
         lookup = self._lookups.get(request_id)
-        if lookup is not None and lookup.hit_tokens:
+        if lookup is not None and lookup.pinned_tokens:
             self.link.submit(m.ReleaseLocks, request_id=request_id, hashes=lookup.hashes)
 
     def end_session(self, request_id: str) -> None:
@@ -240,12 +218,80 @@ class SchedulerClient:
         self.link.submit(m.EndSession, request_id=request_id)
 
     def clear(self, epoch: bytes | None = None) -> None:
-        """Asks the agent to remove this engine's chunks whose hashes begin with ``epoch``, or all.
-
-        Returns at once. The chunks stay if the agent is lost or Redis does not answer.
-        """
+        """Asks the agent to remove this engine's chunks: those of an epoch, or all."""
         self.link.submit(m.Clear, epoch=epoch, remote=self.ranks.remote())
 
     def shutdown(self) -> None:
-        """Closes the connection; the agent unpins the chunks of this scheduler's lookups."""
+        """Closes the connection; the agent unpins what lookups have pinned."""
         self.link.close()
+
+
+class Canaries:
+    """Decides which hits of one engine are canaries: computed again, and compared with the cache.
+
+    No rule says that a name covers everything that decides KV; looking does. A canary is computed
+    from its first token: what is computed behind a loaded prefix would inherit its faults. Each hit
+    is one with the same probability, whatever came before, so that restarts make no difference.
+    draw: a number from 0 to below 1.
+    """
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        self._draw = draw
+        self._left_tokens = float(FIRST_CANARY_TOKENS)
+
+    def computed(self, prompt_tokens: int) -> None:
+        """The engine has computed so many tokens of prompts, those of canaries included."""
+        self._left_tokens += CANARY_SHARE * prompt_tokens
+
+    def takes(self, hit_tokens: int, every: int) -> bool:
+        """Whether a hit that can be loaded is a canary; one in ``every`` is, 0: none."""
+        if not every or self._left_tokens < hit_tokens or self._draw() * every >= 1:
+            return False
+        self._left_tokens -= hit_tokens
+        return True
+
+
+class ChunkWatch:
+    """Asks which chunks come and go, while all workers of the engine are registered with one agent.
+
+    groups: of each part that a chunk has, the number of its group. `Change.part` is an index.
+    """
+
+    def __init__(self, link: AgentLink, ranks: Ranks) -> None:
+        self.groups: tuple[int, ...] = ()
+        self._link = link
+        self._ranks = ranks
+        self._welcome: m.Welcome | None = None
+        self._parts: tuple[m.RemoteParts, ...] = ()
+        self._call: AgentCall | None = None
+        self._refused_by: m.Welcome | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return self._call is not None and self._call.done
+
+    def take(self) -> m.Changes | None:
+        """The changes since the last call, if any. ``lost``: what was known before is void."""
+        welcome = self._link.welcome if self._link.online else None
+        parts = {} if welcome is None else self._ranks.local_parts()
+        if welcome is not self._welcome or tuple(parts) != self._parts:
+            self._welcome, self._parts = welcome, tuple(parts)
+            self.groups = tuple(parts.values())
+            self._ask()
+            return _LOST
+        if self._call is None or not self._call.done:
+            return None
+        answer = self._call.answer
+        if not isinstance(answer, m.Changes):
+            if isinstance(answer, m.Failure):
+                logger.warning("the agent reports no changes of chunks: %s", answer.reason)
+                self._refused_by = welcome
+            self._welcome = None  # asks again in the next call
+            return _LOST
+        self._ask()
+        return answer
+
+    def _ask(self) -> None:
+        self._call = None
+        if self._parts and self._refused_by is not self._welcome:
+            self._call = self._link.submit(m.Watch, parts=self._parts)

@@ -1,6 +1,8 @@
 """The worker's client: registers its paged KV cache once, then sends only block ids.
 
-`StoreTransfer.over` and `RetrieveTransfer.over` say when the engine may reuse the blocks.
+The engine may reuse the blocks of a store or a retrieve when that is ``over``. The docstring of
+`messages` gives the reasons (Leases). A call that never reached the agent (LOST, not ``sent``)
+holds no blocks.
 """
 
 from __future__ import annotations
@@ -9,33 +11,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
-from lmcache_redis.chunks.keys import share_rank
-from lmcache_redis.client.calls import AgentCall, CallState
-from lmcache_redis.client.link import AgentLink
+from lmcache_redis.client.link import AgentCall, AgentLink, CallState
+from lmcache_redis.client.registering import CacheGroup, ExportedMemory, SentRegistration
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import (
-    LEAST_RETRIEVE_RATE,
-    NEVER,
-    RETRIEVE_LEASE_S,
-    STEP_S,
-    STORE_LEASE_S,
-    AgentProcess,
-    CacheGroup,
-    RetrieveTransfer,
-    StoreTransfer,
-    TransferOp,
-)
 from lmcache_redis.device import export
-from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.handles import CudaFdHandle
-from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
-from lmcache_redis.device.signals import Signals
+from lmcache_redis.device.layout import engine_chunk_tokens
 from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -43,35 +30,148 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STORE_LEASE_S = 1.5
+# A store from a GPU waits for the queued work of that GPU: the step that computes the blocks.
+STEP_S = 5.0
+# A retrieve also has the time that its bytes take at this rate: the agent may have to load them.
+RETRIEVE_LEASE_S = 5.0
+LEAST_RETRIEVE_RATE = 100e6
+# In the place of a ticket that could not be recorded: what comes after it is lost at once.
+NEVER = 0
+
 
 @dataclass(frozen=True)
-class _ExportedMemory:
-    """What is registered with each agent. groups: the tensors, which keep the memory alive.
+class TransferOp:
+    """Parts of chunks of one request, and the blocks to store or to load them.
 
-    signals: of the GPU that the memory is on; None on the CPU.
+    block_ids: ids of paged blocks in token order, equally many for each chunk: all of its blocks,
+        or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
+    skip_first_n_tokens: a load does not write the first blocks, those of this many tokens, because
+        other requests may be reading them.
+
+    Raises TypeError for hashes that are no bytes, ValueError for blocks that do not divide among
+    the chunks.
     """
 
-    groups: Sequence[CacheGroup] = ()
-    layouts: Sequence[KVLayout] = ()
-    storages: tuple[m.StorageHandle, ...] = ()
-    signals: Signals | None = None
+    block_ids: Sequence[int]
+    hashes: Sequence[bytes]
+    skip_first_n_tokens: int = 0
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        # Only the first is checked: there may be thousands, and the agent checks each.
+        if len(self.hashes) and not isinstance(self.hashes[0], bytes):
+            raise TypeError(f"a chunk hash is bytes, not {type(self.hashes[0]).__name__}")
+        blocks, chunks = len(self.block_ids), len(self.hashes)
+        if blocks % chunks if chunks else blocks:
+            raise ValueError(f"{blocks} blocks do not divide among {chunks} chunks")
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def blocks_per_part(self) -> int:
+        """Blocks of each chunk's part; 1 for an operation without chunks."""
+        return max(1, len(self.block_ids) // max(1, len(self.hashes)))
+
+    def share(self, number: int, of: int) -> TransferOp:
+        """What replica ``number`` stores of ``of``: every chunk belongs to one, by its hash."""
+        if of == 1:
+            return self
+        size = self.blocks_per_part
+        mine = [n for n, name in enumerate(self.hashes) if name[-1] % of == number]
+        return replace(
+            self,
+            block_ids=[block for n in mine for block in self.block_ids[n * size : (n + 1) * size]],
+            hashes=[self.hashes[n] for n in mine],
+        )
 
 
-@dataclass(eq=False)
-class _SentRegistration:
-    """A registration that was sent: of a worker's memory, with the agent of a WELCOME.
+@dataclass(slots=True, eq=False)
+class BlockTransfer:
+    """An operation, the call that carries it, and its deadline on CLOCK_MONOTONIC.
 
-    number: of the worker's registrations, from 1 on. is_mapped: the agent has mapped the memory.
-    refusal: why the memory cannot be used.
+    registration: the last one when the call had been sent, with the agent that got it.
     """
 
-    number: int
-    memory: _ExportedMemory
-    welcome: m.Welcome
-    agent: AgentProcess
-    place: RankPlace
-    is_mapped: bool = False
-    refusal: str | None = None
+    call: AgentCall
+    op: TransferOp
+    lease_ns: int
+    registration: SentRegistration | None
+
+    @property
+    def chunks(self) -> int:
+        return len(self.op.hashes)
+
+    @property
+    def answered(self) -> bool:
+        return self.call.state is CallState.ANSWERED
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the call is lost and no agent can be executing it."""
+        if self.call.state is not CallState.LOST:
+            return False
+        registration = self.registration
+        return not self.call.sent or (registration is not None and registration.agent_has_ended())
+
+
+@dataclass(slots=True, eq=False)
+class StoreTransfer(BlockTransfer):
+    """The agent reads the blocks."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent no longer needs the blocks."""
+        return self.answered or time.monotonic_ns() > self.lease_ns or self.abandoned
+
+    @property
+    def result(self) -> m.StoreResult:
+        """The agent's answer; without one, all chunks count as dropped."""
+        answer = self.call.answer
+        return answer if isinstance(answer, m.StoreResult) else m.StoreResult(0, 0, 0, self.chunks)
+
+
+@dataclass(slots=True, eq=False)
+class RetrieveTransfer(BlockTransfer):
+    """The agent writes the blocks, except the first ``skip_blocks``.
+
+    remapped: whether the agent has mapped the engine's memory again since the call.
+    """
+
+    skip_blocks: int
+    remapped: Callable[[], bool]
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent can no longer write to the blocks."""
+        lost_mapping = self.call.state is CallState.LOST and self.remapped()
+        return self.answered or lost_mapping or self.abandoned
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the load counts as failed, although its blocks may still be written."""
+        if self.call.state is CallState.PENDING:
+            return time.monotonic_ns() > self.lease_ns
+        return self.call.state is CallState.LOST
+
+    @property
+    def failed_chunks(self) -> Sequence[int]:
+        """Indices of the operation's chunks that were not loaded."""
+        answer = self.call.answer
+        if not isinstance(answer, m.RetrieveResult):
+            return range(self.chunks)
+        return [index for index in answer.failed_chunks if index < self.chunks]
+
+    @property
+    def failed_blocks(self) -> set[int]:
+        """Ids of the blocks that the retrieve should have written and did not."""
+        size = self.op.blocks_per_part
+        return {
+            self.op.block_ids[block]
+            for index in self.failed_chunks
+            for block in range(max(self.skip_blocks, index * size), (index + 1) * size)
+        }
 
 
 class WorkerClient:
@@ -101,8 +201,8 @@ class WorkerClient:
         self._world_size = world_size
         self._worker_id = worker_id
         self._block_size_tokens = block_size_tokens
-        self._memory = _ExportedMemory()
-        self._registration: _SentRegistration | None = None  # the last one
+        self._memory = ExportedMemory()
+        self._registration: SentRegistration | None = None  # the last one
         self._unregistering: AgentCall | None = None
         self._mapped = 0  # number of the last registration that an agent has completed
         # Registrations are sent by the caller's thread and by the link's. The agent must get the
@@ -116,21 +216,6 @@ class WorkerClient:
         )
 
     # Registration
-
-    def register_kv_caches(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        *,
-        num_blocks: int,
-        dtype: str,
-        identity: Mapping[str, str],
-        block_strides: Mapping[str, int] | None = None,
-    ) -> None:
-        """Registers a KV cache of one group with ``block_size_tokens``; see `register_groups`."""
-        group = CacheGroup(kv_caches, dtype, self._block_size_tokens)
-        self.register_groups(
-            [group], num_blocks=num_blocks, identity=identity, block_strides=block_strides
-        )
 
     def register_groups(
         self,
@@ -148,40 +233,24 @@ class WorkerClient:
         block_strides: bytes between blocks, by tensor, if the engine knows them.
         Raises ``DeviceError`` if the memory cannot be exported, or its GPU cannot signal.
         """
-        tensors = [group.tensors for group in groups]
-        exported = export_kv_caches(tensors, num_blocks, block_strides)
-        layouts = [
-            KVLayout(
-                identity=tuple(sorted({**identity, **group.identity}.items())),
-                dtype=group.dtype,
-                device=exported.device,
-                block_size_tokens=group.block_size_tokens,
-                num_blocks=num_blocks,
-                segments=pages.segments,
-                page_format=pages.page_format,
-                reach=group.reach,
-                pages=pages.pages,
-            )
-            for group, pages in zip(groups, exported.groups, strict=True)
-        ]
-        memory = _ExportedMemory(groups, layouts, exported.storages, exported.signals)
+        memory = ExportedMemory.of(groups, num_blocks, identity, block_strides)
         with self._sending:
             former, self._memory, self._unregistering = self._memory, memory, None
         export.withdraw(former.storages)
         self._register()
 
     def wait_registered(self, timeout_s: float) -> None:
-        """Waits until an agent has mapped the registered memory.
+        """Waits until an agent has mapped the memory. Raises ``DeviceError`` if none does."""
 
-        Raises ``DeviceError`` if the agent refuses it, or if ``timeout_s`` passes.
-        """
-        self.link.wait_for(lambda: self.ready or self._refusal is not None, timeout_s)
-        refusal = self._refusal
-        if refusal is not None:
-            raise DeviceError(refusal)
+        def refusal() -> str | None:
+            of_now = self._registration_of_now()
+            return None if of_now is None else of_now.refusal
+
+        self.link.wait_for(lambda: self.ready or refusal() is not None, timeout_s)
         if not self.ready:
             raise DeviceError(
-                f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
+                refusal()
+                or f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
                 f"{self._worker_id} within {timeout_s:g} s: see its log"
             )
 
@@ -193,20 +262,16 @@ class WorkerClient:
     @property
     def place(self) -> RankPlace | None:
         """The agent that has mapped this worker's memory; None while it is not `ready`."""
-        last = self._registration
         # In this order, because the link stores a new agent's WELCOME before it is online again.
-        if not self.link.online or last is None or not last.is_mapped:
-            return None
-        return last.place if self._is_of_now(last) else None
+        of_now = self._registration_of_now() if self.link.online else None
+        return of_now.place if of_now is not None and of_now.is_mapped else None
 
-    @property
-    def _refusal(self) -> str | None:
+    def _registration_of_now(self) -> SentRegistration | None:
+        """That of the memory with the agent that has said WELCOME last; None: it was not sent."""
         last = self._registration
-        return last.refusal if last is not None and self._is_of_now(last) else None
-
-    def _is_of_now(self, registration: _SentRegistration) -> bool:
-        of = (registration.memory, registration.welcome)
-        return of[0] is self._memory and of[1] is self.link.welcome
+        if last is None or last.memory is not self._memory or last.welcome is not self.link.welcome:
+            return None
+        return last
 
     @property
     def on_cuda(self) -> bool:
@@ -224,28 +289,23 @@ class WorkerClient:
     def _register(self) -> None:
         """Registers the memory with the agent that has said WELCOME last, once with each."""
         with self._sending:
-            if not self._memory.layouts:  # perhaps there is no link yet
-                return
-            welcome, last = self.link.welcome, self._registration
-            if welcome is not None and (last is None or not self._is_of_now(last)):
-                self._send_registration(1 if last is None else last.number + 1, welcome)
+            # Without layouts there may be no link yet.
+            if self._memory.layouts and self.link.welcome and self._registration_of_now() is None:
+                self._send_registration(self.link.welcome)
 
-    def _send_registration(self, number: int, welcome: m.Welcome) -> None:
-        memory, chunk_tokens, groups = self._memory, self._chunk_tokens(welcome), []
-        for group, layout in zip(memory.groups, memory.layouts, strict=True):
-            share, shares = group.shard or (self._worker_id, self._world_size)
-            fingerprint = layout.fingerprint(chunk_tokens)
-            groups.append(m.KVGroup(share_rank(shares, share), layout, fingerprint))
+    def _send_registration(self, welcome: m.Welcome) -> None:
+        number = 1 + (0 if self._registration is None else self._registration.number)
+        memory = self._memory
+        groups = memory.named(self._worker_id, self._world_size, self._chunk_tokens(welcome))
         parts = tuple(
             m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
             for group in groups
         )
         place = RankPlace(welcome.agent_id, parts)
-        registration = _SentRegistration(number, memory, welcome, AgentProcess(welcome), place)
+        registration = SentRegistration(number, memory, welcome, place)
         self._registration = registration  # before it is sent: what follows it is of this agent
-        if not registration.agent.visible:
-            self._refused(
-                registration,
+        if not registration.agent_is_visible:
+            registration.refuse(
                 "the agent cannot be used: its process is not visible from the engine, which "
                 "could not notice its end; let both share one PID namespace "
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)",
@@ -256,12 +316,12 @@ class WorkerClient:
         self.link.submit(
             m.RegisterKVCache,
             partial(self._on_registered, registration),
-            groups=tuple(groups),
+            groups=groups,
             storages=memory.storages,
             signals=None if memory.signals is None else memory.signals.handle,
         )
 
-    def _on_registered(self, registration: _SentRegistration, call: AgentCall) -> None:
+    def _on_registered(self, registration: SentRegistration, call: AgentCall) -> None:
         if isinstance(call.answer, m.Done):
             self._mapped = registration.number
             registration.is_mapped = True
@@ -274,11 +334,7 @@ class WorkerClient:
             if call.answer.code == m.UNKNOWN_PEER:
                 logger.error("%s", refusal)  # the link says HELLO again, and it is sent again
             else:
-                self._refused(registration, refusal)
-
-    def _refused(self, registration: _SentRegistration, why: str) -> None:
-        registration.refusal = why
-        logger.error("%s", why)
+                registration.refuse(refusal)
 
     # Transfers
 
@@ -310,11 +366,10 @@ class WorkerClient:
     ) -> list[StoreTransfer]:
         """Starts a store of each op's chunks for its request, all in one message.
 
-        after: of `signal`; the agent reads the blocks when the GPU has come to it.
+        after: of `signal`; the agent uses the blocks when the GPU has come to it.
         compare: the agent compares the blocks with what it has, and stores nothing. Each replica
             compares all chunks, because its own bytes may be wrong.
-        Starts all of them or, if it raises ``ValueError`` because the lists have different lengths,
-        none.
+        Raises ``ValueError``, and starts none, for lists of different lengths.
         """
         if self._memory.groups and not compare:
             ops = [op.share(*self._memory.groups[op.group].replica) for op in ops]
@@ -326,18 +381,15 @@ class WorkerClient:
                 for name, op in zip(request_ids, ops, strict=True)
             ]
         )
-        agent = self._agent()
+        last = self._registration
         return [
-            StoreTransfer(call, op, lease_ns, agent) for call, op in zip(calls, ops, strict=True)
+            StoreTransfer(call, op, lease_ns, last) for call, op in zip(calls, ops, strict=True)
         ]
 
     def begin_retrieves(
         self, request_ids: Sequence[str], ops: Sequence[TransferOp], after: int | None = None
     ) -> list[RetrieveTransfer]:
-        """As `begin_stores`, for chunks that lookups have pinned: loads them into the ops' blocks.
-
-        after: of `signal`; the agent writes the blocks when the GPU has come to it.
-        """
+        """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks."""
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         before = self._registration
         registrations = 0 if before is None else before.number
@@ -350,44 +402,32 @@ class WorkerClient:
                 for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]
         )  # fmt: skip
-        agent = self._agent()
+        last = self._registration
         return [
             RetrieveTransfer(
-                call, op, lease_ns, agent,
+                call, op, lease_ns, last,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
             )
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]  # fmt: skip
 
-    def _agent(self) -> AgentProcess | None:
-        """The agent that calls go to, asked after they were sent."""
-        last = self._registration
-        return None if last is None else last.agent
-
     def unregister(self, wait_s: float = 0.0) -> bool:
-        """Unregisters the memory, until `register_groups` registers it again.
-
-        Waits at most ``wait_s``; may be called again.
-        Returns whether it is certain that no agent accesses it any more.
-        """
+        """Unregisters the memory; whether it is certain that no agent accesses it any more."""
         with self._sending:
             former = self._memory
             # The groups stay: transfers in flight ask for their block sizes.
-            self._memory = _ExportedMemory(former.groups, signals=former.signals)
+            self._memory = ExportedMemory(former.groups, signals=former.signals)
             call = self._unregistering
             if (call is None or call.state is CallState.LOST) and self.link.online:
                 call = self._unregistering = self.link.submit(m.UnregisterKVCache)
         closed = call is not None and call.wait(wait_s) and isinstance(call.answer, m.Done)
         export.withdraw(former.storages)
-        agent = self._agent()
-        return closed or agent is None or agent.has_ended()
+        last = self._registration
+        return closed or last is None or last.agent_has_ended()
 
     def shutdown(self) -> bool:
-        """Unregisters the memory, waiting a second, and closes the connection.
-
-        Returns what `unregister` does.
-        """
+        """Unregisters the memory within a second, as `unregister`, and closes the connection."""
         closed = self.unregister(1.0)
         self.link.close()
         return closed

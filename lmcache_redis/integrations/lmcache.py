@@ -16,12 +16,12 @@ Interface: LMCache 0.5.6, ``lmcache/v1/distributed/l2_adapters/base.py``. `get_m
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmcache.lmcache_native import Bitmap
@@ -35,17 +35,15 @@ from lmcache.v1.platform import create_event_notifier
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata, dtype_name, itemsize
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import FormatError
-from lmcache_redis.regions import DoorSettings, RegionChunk, RegionStore, form_of
+from lmcache_redis.regions import DoorSettings, RegionChunk, RegionStore, answered, form_of
 
 logger = logging.getLogger(__name__)
 
-KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 _KEPT_FORMS = 4096
 _KEPT_CHARGES = 131_072
 _CLOSE_S = 5.0
-_DELETE_S = 5.0
 _ENCODED = (
     "LMCache's serde is on: its objects do not tell which dtype and shape they encode, so they "
     'are not stored. Remove "serde" from this --l2-adapter'
@@ -78,10 +76,7 @@ class RedisL2AdapterConfig(L2AdapterConfigBase):
 
 
 class RedisL2Adapter(L2AdapterInterface):
-    """See the module. Called by LMCache's controllers on their threads; no call waits but `delete`.
-
-    Nothing is locked: whether Redis evicts is a matter of its own, and a load checks what it finds.
-    """
+    """See the module. LMCache calls it on threads of its own; no call waits but `delete`."""
 
     config_class_name = "RedisL2AdapterConfig"
 
@@ -89,15 +84,16 @@ class RedisL2Adapter(L2AdapterInterface):
         super().__init__(max_capacity_bytes=0)
         self._settings = config.settings
         self._store = RegionStore(config.settings)
-        self._forms = functools.lru_cache(_KEPT_FORMS)(self._form)
+        self._forms = lru_cache(_KEPT_FORMS)(self._form)
         self._numbers = itertools.count(1)
-        self._stores: _Finished[_StoreEnd] = _Finished()
+        self._stores: _Finished[list[_StoredObject]] = _Finished()
         self._lookups: _Finished[Bitmap] = _Finished()
-        self._loads: _Finished[tuple[list[ObjectKey], Bitmap]] = _Finished()
+        self._loads: _Finished[tuple[list[ObjectKey], list[int]]] = _Finished()
         # The last layout that a lookup or an object had: deletions come without one.
-        self._layouts = _Recent[_Place, _Layout](_KEPT_FORMS)
-        self._charges = _Recent[ObjectKey, int](_KEPT_CHARGES)
-        self._warnings = _Recent[str, bool](_KEPT_FORMS)
+        self._layouts: dict[_Place, _Layout] = {}
+        self._charges = _Charges()
+        # Once for each sentence: a server may have thousands of such objects a minute.
+        self._warn = lru_cache(_KEPT_FORMS)(partial(logger.warning, "objects are not cached: %s"))
 
     # The descriptors of completions
 
@@ -119,27 +115,22 @@ class RedisL2Adapter(L2AdapterInterface):
         present: list[bool] = []
 
         def stored(good: list[bool]) -> None:
-            self._stores.put(number, _StoreEnd(keys, sizes, present, good))
+            rows = zip(keys, sizes, present, good, strict=False)
+            self._stores.put(number, [_StoredObject(*row) for row in rows])
 
-        if chunks:
-            self._store.store(chunks, stored, present.extend)
-        else:
-            self._stores.put(number, _StoreEnd([], [], [], [False]))
+        self._store.store(chunks, stored, present.extend)
         return number
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """LMCache's listeners are told here, on its own thread."""
         results: dict[int, L2StoreResult] = {}
-        for number, (keys, sizes, present, good) in self._stores.take_all().items():
-            written, stored = 0, []
-            for key, size, was_there, is_good in zip(keys, sizes, present, good, strict=False):
-                if is_good:
-                    written += 0 if was_there else size
-                    # What was charged before is charged once.
-                    stored.append((key, size if self._charges.put(key, size) is None else 0))
+        for number, objects in self._stores.take_all().items():
+            stored = [each for each in objects if each.is_good]
+            sizes = [self._charges.add(each.key, each.size) for each in stored]
             if stored:
-                self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
-            results[number] = L2StoreResult(all(good), written)
+                self._notify_keys_stored([each.key for each in stored], sizes)
+            written = sum(each.size for each in stored if not each.was_there)
+            results[number] = L2StoreResult(0 < len(stored) == len(objects), written)
         return results
 
     # Lookups
@@ -149,24 +140,17 @@ class RedisL2Adapter(L2AdapterInterface):
     ) -> int:
         number = next(self._numbers)
         try:
-            layouts = {
-                group: _layout(each.shapes, each.dtypes)
-                for group, each in group_layout_descs.items()
-                if each.shapes
-            }
             for place in {_place(key) for key in keys}:
-                if place.group in layouts:
-                    self._learn(place, layouts[place.group])
+                described = group_layout_descs.get(place.group)
+                if described is not None and described.shapes:
+                    self._learn(place, "", _layout(described.shapes, described.dtypes))
         except FormatError as error:
-            self._warn(error)
+            self._warn(str(error))
         known = self._known(keys)
 
         def found(there: list[bool]) -> None:
-            hits = Bitmap(len(keys))
-            for (index, _), is_there in zip(known, there, strict=True):
-                if is_there:
-                    hits.set(index)
-            self._lookups.put(number, hits)
+            hits = [at for (at, _), is_there in zip(known, there, strict=True) if is_there]
+            self._lookups.put(number, _bitmap(len(keys), hits))
 
         self._store.lookup([chunk for _, chunk in known], found)
         return number
@@ -175,33 +159,27 @@ class RedisL2Adapter(L2AdapterInterface):
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Nothing is locked."""
+        """Nothing is locked: a load checks what it finds."""
 
     # Loads
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         number = next(self._numbers)
-        chunks = self._chunks(keys, objects)
 
         def loaded(good: Sequence[bool]) -> None:
-            bits = Bitmap(len(keys))
-            for index, is_good in enumerate(good):
-                if is_good:
-                    bits.set(index)
-            self._loads.put(number, (keys, bits))
+            self._loads.put(number, (keys, [at for at, is_good in enumerate(good) if is_good]))
 
-        self._store.load(chunks, loaded)
+        self._store.load(self._chunks(keys, objects), loaded)
         return number
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         ended = self._loads.take(task_id)
         if ended is None:
             return None
-        keys, bits = ended
-        used = [key for index, key in enumerate(keys) if bits.test(index)]
-        if used:
-            self._notify_keys_accessed(used)
-        return bits
+        keys, good = ended
+        if good:
+            self._notify_keys_accessed([keys[at] for at in good])
+        return _bitmap(len(keys), good)
 
     # The rest
 
@@ -211,22 +189,12 @@ class RedisL2Adapter(L2AdapterInterface):
         self._notify_keys_accessed(keys)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes objects, as LMCache's eviction and quotas want; waits for it, for seconds."""
+        """Removes objects, as LMCache's eviction and quotas want; waits for `lookup_timeout_s`."""
         known = self._known(keys)
-        removed: list[bool] = []
-        ended = threading.Event()
-
-        def done(results: list[bool]) -> None:
-            removed.extend(results)
-            ended.set()
-
-        self._store.remove([chunk for _, chunk in known], done)
-        if not ended.wait(_DELETE_S):
-            logger.warning("Redis did not remove %d objects in time", len(known))
-            return
+        removed = answered(partial(self._store.remove, [chunk for _, chunk in known]))
         gone = [keys[index] for (index, _), is_gone in zip(known, removed, strict=True) if is_gone]
         if gone:
-            self._notify_keys_deleted(gone, [self._charges.take(key) or 0 for key in gone])
+            self._notify_keys_deleted(gone, [self._charges.take(key) for key in gone])
 
     def report_status(self) -> dict[str, Any]:
         why = self._store.why_down
@@ -256,8 +224,7 @@ class RedisL2Adapter(L2AdapterInterface):
                 place = _place(key)
                 if _is_flat_bytes(layout) and self._layouts.get(place) not in (None, layout):
                     raise FormatError(_ENCODED)
-                self._learn(place, layout)
-                form = self._forms(place, key.cache_salt, layout)
+                form = self._learn(place, key.cache_salt, layout)
                 view = memoryview(each.byte_array).cast("B")
                 if view.nbytes != form.chunk_bytes:
                     raise FormatError(
@@ -265,14 +232,15 @@ class RedisL2Adapter(L2AdapterInterface):
                     )
                 chunks.append(RegionChunk(form, key.chunk_hash, [view]))
         except FormatError as error:
-            self._warn(error)
+            self._warn(str(error))
             return []
         return chunks
 
-    def _learn(self, place: _Place, layout: _Layout) -> None:
+    def _learn(self, place: _Place, salt: str, layout: _Layout) -> ChunkForm:
         """Raises FormatError, and keeps nothing, for objects that cannot be encoded."""
-        self._forms(place, "", layout)
-        self._layouts.put(place, layout)
+        form = self._forms(place, salt, layout)
+        self._layouts[place] = layout
+        return form
 
     def _known(self, keys: Sequence[ObjectKey]) -> list[tuple[int, RegionChunk]]:
         """The index and the name of those whose shape is known, from a lookup or an object."""
@@ -295,19 +263,14 @@ class RedisL2Adapter(L2AdapterInterface):
         metadata = RemoteMetadata(sum(sizes), *layout, MemoryFormat.UNDEFINED)
         return form_of(identity, place.model_name, place.kv_rank, metadata, self._settings)
 
-    def _warn(self, error: FormatError) -> None:
-        """Once for each sentence: a server may have thousands of such objects a minute."""
-        if self._warnings.put(str(error), True) is None:
-            logger.warning("objects of LMCache are not cached: %s", error)
 
+class _StoredObject(NamedTuple):
+    """What became of an object: whether it was there before, and whether it is now."""
 
-class _StoreEnd(NamedTuple):
-    """A store that has ended: of each key the size, whether it was there and whether it is."""
-
-    keys: list[ObjectKey]
-    sizes: list[int]
-    present: list[bool]
-    good: list[bool]
+    key: ObjectKey
+    size: int
+    was_there: bool
+    is_good: bool
 
 
 class _Finished(Generic[ValueT]):
@@ -343,29 +306,25 @@ class _Finished(Generic[ValueT]):
             self._notifier.close()
 
 
-class _Recent(Generic[KeyT, ValueT]):
-    """A dictionary that forgets what was put longest ago. Thread-safe."""
+class _Charges:
+    """What LMCache's quotas were told of the objects that were stored last. Thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[KeyT, ValueT] = {}
+        self._sizes: dict[ObjectKey, int] = {}
 
-    def get(self, key: KeyT) -> ValueT | None:
-        return self._values.get(key)
-
-    def put(self, key: KeyT, value: ValueT) -> ValueT | None:
-        """Returns what was there."""
+    def add(self, key: ObjectKey, size: int) -> int:
+        """What is to be told: what was charged before is charged once."""
         with self._lock:
-            before = self._values.pop(key, None)
-            if len(self._values) >= self._most:
-                del self._values[next(iter(self._values))]
-            self._values[key] = value
-        return before
+            was_charged = self._sizes.pop(key, None) is not None
+            if len(self._sizes) >= _KEPT_CHARGES:
+                del self._sizes[next(iter(self._sizes))]
+            self._sizes[key] = size
+        return 0 if was_charged else size
 
-    def take(self, key: KeyT) -> ValueT | None:
+    def take(self, key: ObjectKey) -> int:
         with self._lock:
-            return self._values.pop(key, None)
+            return self._sizes.pop(key, 0)
 
 
 def _place(key: ObjectKey) -> _Place:
@@ -374,6 +333,13 @@ def _place(key: ObjectKey) -> _Place:
 
 def _layout(shapes: Sequence[Any], dtypes: Sequence[Any]) -> _Layout:
     return tuple(tuple(shape) for shape in shapes), tuple(map(dtype_name, dtypes))
+
+
+def _bitmap(size: int, indices: Sequence[int]) -> Bitmap:
+    bits = Bitmap(size)
+    for index in indices:
+        bits.set(index)
+    return bits
 
 
 def _is_flat_bytes(layout: _Layout) -> bool:

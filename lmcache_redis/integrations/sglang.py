@@ -25,7 +25,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -42,8 +41,15 @@ from sglang.version import __version__ as sglang_version
 
 from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
-from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, form_of
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.regions import (
+    Answer,
+    DoorSettings,
+    RegionChunk,
+    RegionStore,
+    answered,
+    form_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +66,20 @@ _CLOSE_S = 5.0
 
 
 class RedisHiCache(HiCacheStorage):
-    """See the module. Raises ConfigError, a ValueError, for settings and pools it cannot serve."""
+    """See the module. Raises ValueError with a sentence for settings and pools it cannot serve."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
     ) -> None:
         given = dict(storage_config.extra_config or {})
         self._config = storage_config
-        self._is_zero_copy = bool(given.get("interface_v1"))
         self._kv_dtype = str(given.pop("kv_dtype", ""))
         self._settings = DoorSettings.of(given, _OF_SGLANG)
         self._pools: dict[str, HostPages] = {}
         if not storage_config.model_name:
             raise ConfigError("SGLang names no model: start it with --served-model-name")
+        if not given.get("interface_v1"):
+            raise ConfigError('set "interface_v1": 1, so that SGLang does not copy each page')
         self._store = RegionStore(self._settings)
 
     # Pools
@@ -92,19 +99,10 @@ class RedisHiCache(HiCacheStorage):
 
     def _register(self, name: str, pool: Any) -> None:
         sizes = _piece_bytes(name, pool)
-        try:
-            self._pools[name] = HostPages(pool, sizes, partial(self._form, name, pool))
-            if name == PoolName.KV:
-                total = [sum(sizes)] if sizes else []
-                self._flat = HostPages(pool, total, partial(self._form, name, pool, of="flat"))
-        except FormatError as error:
-            raise ConfigError(f"pages of SGLang's pool {name} have no names: {error}") from None
+        self._pools[name] = HostPages(pool, sizes, partial(self._form, name, pool))
 
-    def _form(
-        self, name: str, pool: Any, part: str, nbytes: int, views: int, of: str = "pieces"
-    ) -> ChunkForm:
-        # Pieces and a flat page may have another order of layers.
-        identity = {**self._identity(name, pool), "part": f"{of} {part}"}
+    def _form(self, name: str, pool: Any, part: str, nbytes: int, views: int) -> ChunkForm:
+        identity = {**self._identity(name, pool), "part": f"pieces {part}"}
         model = self._config.model_name
         return form_of(identity, model, 0, opaque_pages(nbytes), self._settings, views)
 
@@ -133,7 +131,7 @@ class RedisHiCache(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        pages = self._kv
+        pages = self._pools[PoolName.KV]
         return 0 if pages.is_logical else _leading(self._present(keys, [pages])[0])
 
     def batch_get_v1(
@@ -166,7 +164,7 @@ class RedisHiCache(HiCacheStorage):
         ]
         if any(each.name not in self._pools for each in transfers):
             return PoolTransferResult.empty()
-        pools = [self._kv, *(self._pools[each.name] for each in transfers)]
+        pools = [self._pools[name] for name in (PoolName.KV, *(each.name for each in transfers))]
         in_kv, *in_others = self._present(keys, pools)
         # The other pools alone decide where the KV pool has no memory.
         kv_pages = 0 if pools[0].is_logical and not transfers else _leading(in_kv)
@@ -201,7 +199,7 @@ class RedisHiCache(HiCacheStorage):
                 continue
             moved.append((transfer, len(chunks), len(pages.parts)))
             chunks += some
-        good = _answered(partial(call, chunks))
+        good = answered(partial(call, chunks))
         for transfer, at, parts in moved:
             results[transfer.name] = _by_page(good[at:], parts, len(transfer.keys or ()))
         return results
@@ -209,76 +207,25 @@ class RedisHiCache(HiCacheStorage):
     def _present(self, keys: Sequence[str], pools: Sequence[HostPages]) -> list[list[bool]]:
         """Of each pool, which keys have a page."""
         names = [pages.names(keys) for pages in pools]
-        there = _answered(partial(self._store.lookup, [chunk for some in names for chunk in some]))
+        there = answered(partial(self._store.lookup, [chunk for some in names for chunk in some]))
         found = []
         for pages, some in zip(pools, names, strict=True):
             mine, there = there[: len(some)], there[len(some) :]
             found.append(_by_page(mine, len(pages.parts), len(keys)))
         return found
 
-    @property
-    def _kv(self) -> HostPages:
-        """The pages that SGLang stores: without `interface_v1` it has them flattened, by v0."""
-        return self._pools[PoolName.KV] if self._is_zero_copy else self._flat
+    def _by_copies(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("pages go without a copy: SGLang does not call this")
 
-    # v0: pages of the KV pool in tensors of their own
-
-    def get(
-        self, key: str, target_location: Any = None, target_sizes: Any = None
-    ) -> torch.Tensor | None:
-        return self.batch_get([key], [target_location])[0]
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        targets = list(target_locations or ())
-        good = self._move_flat(keys, targets, self._store.load)
-        return [each if is_good else None for each, is_good in zip(targets, good, strict=True)]
-
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return self.batch_set([key], [value])
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        return all(self._move_flat(keys, list(values or ()), self._store.store))
-
-    def exists(self, key: str) -> bool:
-        """As it was stored by v0, or by v1."""
-        pools = [self._flat, self._pools[PoolName.KV]]
-        found = self._present([key], [pages for pages in pools if not pages.is_logical])
-        return [True] in found
-
-    def _move_flat(self, keys: Sequence[str], tensors: Sequence[Any], call: Call) -> list[bool]:
-        """False for what is no page in contiguous memory of the host."""
-        nbytes = sum(form.chunk_bytes for form, _ in self._flat.parts)
-        fit = [
-            index
-            for index, each in enumerate(tensors)
-            if isinstance(each, torch.Tensor)
-            and each.device.type == "cpu"
-            and each.is_contiguous()
-            and each.nbytes == nbytes > 0
-        ]
-        named = self._flat.names([keys[index] for index in fit])
-        views = [[_memory(tensors[index].data_ptr(), nbytes)] for index in fit]
-        chunks = [chunk._replace(views=view) for chunk, view in zip(named, views, strict=True)]
-        good = dict(zip(fit, _answered(partial(call, chunks)), strict=True))
-        return [good.get(index, False) for index in range(len(keys))]
+    get = batch_get = set = batch_set = exists = _by_copies
 
     # The rest
 
     def clear(self) -> None:
         """Removes every page of this rank's pools. Raises RuntimeError if any may be left."""
-        for pages in (*self._pools.values(), self._flat):
+        for pages in self._pools.values():
             for form, _ in pages.parts:
-                if _answered(partial(self._store.clear, form, _CLEAR_S)) != [True]:
+                if answered(partial(self._store.clear, form, _CLEAR_S)) != [True]:
                     why = self._store.why_down or "it did not answer in time"
                     raise RuntimeError(f"Redis may still hold pages: {why}")
 
@@ -352,11 +299,8 @@ def _layout(name: str, pool: Any) -> str:
 
 
 def _dtype(name: str, pool: Any, kv_dtype: str) -> str:
-    """What decides the meaning of the bytes of a pool. Raises ConfigError if that is not known."""
-    try:
-        names = [dtype_name(getattr(pool, each)) for each in _DTYPES if hasattr(pool, each)]
-    except FormatError as error:
-        raise ConfigError(f"the dtype of SGLang's pool {name} is not known: {error}") from None
+    """What decides the meaning of the bytes of a pool. Raises ValueError if that is not known."""
+    names = [dtype_name(getattr(pool, each)) for each in _DTYPES if hasattr(pool, each)]
     if not names:
         raise ConfigError(f"SGLang's pool {name} does not tell its dtype: it cannot be cached")
     # SGLang keeps floats of 8 bits and packed formats as bytes.
@@ -389,13 +333,6 @@ def _published_dtype() -> str:
 
 def _memory(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-
-
-def _answered(call: Callable[[Answer], None]) -> list[bool]:
-    """Waits for the answer of a store, which comes by its deadline."""
-    answers: SimpleQueue[list[bool]] = SimpleQueue()
-    call(answers.put)
-    return answers.get()
 
 
 def _by_page(good: Sequence[bool], parts: int, pages: int) -> list[bool]:

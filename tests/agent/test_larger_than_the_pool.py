@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.names import parse_stripe_key
-from lmcache_redis.client.transfers import RetrieveTransfer
+from lmcache_redis.client.worker import RetrieveTransfer
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 

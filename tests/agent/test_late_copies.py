@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lmcache_redis.client import worker as client_worker
-from lmcache_redis.client.transfers import RETRIEVE_LEASE_S, RetrieveTransfer
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import RETRIEVE_LEASE_S, RetrieveTransfer, WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -103,9 +103,8 @@ def test_an_engine_without_an_id_is_not_mapped(agent: AgentServer) -> None:
     with agent:
         worker = WorkerClient(agent.endpoint, "m", 1, 0, 16, engine_id="")
         try:
-            worker.register_kv_caches(
-                {"layer": torch.zeros(17, 2, 16, 64)}, num_blocks=17, dtype="float32", identity={}
-            )
+            group = CacheGroup({"layer": torch.zeros(17, 2, 16, 64)}, "float32", 16)
+            worker.register_groups([group], num_blocks=17, identity={})
             wait_until(lambda: agent.counter("wire_errors") > 0, what="a refusal")
             assert not worker.ready
         finally:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.client.registering import CacheGroup
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -138,9 +139,8 @@ def test_a_sleeping_engine_is_unmapped_and_hits_awake(agent: AgentServer) -> Non
         assert not worker.ready
         assert not mapped(agent)
 
-        worker.register_kv_caches(
-            caches, num_blocks=engine.num_blocks, dtype="float32", identity={"rank": "0"}
-        )
+        group = CacheGroup(caches, "float32", engine.block_size_tokens)
+        worker.register_groups([group], num_blocks=engine.num_blocks, identity={"rank": "0"})
         engine.wait_ready()
         assert engine.lookup("r2", HASHES) == 8 * engine.block_size_tokens
         assert not engine.retrieve("r2", HASHES, range(8))

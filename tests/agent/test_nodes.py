@@ -11,8 +11,8 @@ import torch
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import Reach, parse_stripe_key
-from lmcache_redis.client.transfers import CacheGroup, TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import TransferOp, WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 

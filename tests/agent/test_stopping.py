@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import AgentCall
+from lmcache_redis.client.link import AgentCall
 from tests.harness import WAIT_S, AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.watching import ChunkWatch
+from lmcache_redis.client.scheduler import ChunkWatch
 from tests.agent.test_disk import agent_with_disk
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lmcache_redis.client.canary import FIRST_TOKENS, SHARE, Canaries
+from lmcache_redis.client.scheduler import CANARY_SHARE, FIRST_CANARY_TOKENS, Canaries
 
 
 def test_one_hit_in_so_many_is_a_canary() -> None:
@@ -25,13 +25,13 @@ def test_those_before_do_not_decide() -> None:
 
 def test_canaries_stay_within_their_share() -> None:
     canaries = Canaries(lambda: 0.0)
-    assert not canaries.takes(FIRST_TOKENS + 1, 1)
-    assert canaries.takes(FIRST_TOKENS, 1)
+    assert not canaries.takes(FIRST_CANARY_TOKENS + 1, 1)
+    assert canaries.takes(FIRST_CANARY_TOKENS, 1)
     assert not canaries.takes(1, 1)
     spent, computed = 0, 0
     for _ in range(1000):
         canaries.computed(700)
         computed += 700
         spent += 300 * canaries.takes(300, 1)
-        assert spent <= SHARE * computed + 1e-6
-    assert spent > 0.9 * SHARE * computed
+        assert spent <= CANARY_SHARE * computed + 1e-6
+    assert spent > 0.9 * CANARY_SHARE * computed

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.client.transfers import NEVER
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import NEVER
 from lmcache_redis.device.handles import CudaFdHandle
 from lmcache_redis.errors import DeviceError
 from tests import cuda_driver
@@ -89,8 +90,8 @@ def test_an_engine_that_sleeps_gives_its_memory_back(agent: AgentServer, host: H
 
         caches = host.tensors(list(engine.caches[0]), (48, 2, 16, 64), memory="pieces")
         engine.caches[0] = caches
-        identity = {"rank": "0"}
-        worker.register_kv_caches(caches, num_blocks=48, dtype="float32", identity=identity)
+        group = CacheGroup(caches, "float32", 16)
+        worker.register_groups([group], num_blocks=48, identity={"rank": "0"})
         engine.wait_ready()
         assert worker._memory.signals is signals
         assert_moves(engine)

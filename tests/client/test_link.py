@@ -11,20 +11,11 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.calls import AgentCall, CallState
-from lmcache_redis.client.link import AgentLink, LinkState, Patience
+from lmcache_redis.client.link import AgentCall, AgentCalls, AgentLink, CallState, LinkState, lose
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
 HELLO = m.Hello(0, "e", "m", 1, 0, "0")
-
-
-def test_an_agent_that_maps_memory_may_be_silent_longer() -> None:
-    patience = Patience(1.5)
-    assert patience.seconds == 1.5
-    patience.mapping = True
-    assert patience.seconds == 10.0
-    assert Patience(20.0, mapping=True).seconds == 20.0
 
 
 class Agent:
@@ -121,12 +112,12 @@ def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink)
 
 def test_the_link_waits_for_an_agent_that_says_it_maps(agent: Agent, tmp_path: Path) -> None:
     """Until it says that it has ended."""
-    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.6)
+    link = AgentLink(agent.endpoint, HELLO, dead_after_s=0.3)
     (hello,) = agent.receive()
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     agent.answer(m.Pong(0, 1, "0", mapping=True))
     assert link.wait_for(lambda: link.online, WAIT_S)
-    assert not link.wait_for(lambda: not link.online, 1.5)
+    assert not link.wait_for(lambda: not link.online, 0.8)
     agent.answer(m.Pong(0, 1, "0"))
     assert link.wait_for(lambda: link.state is LinkState.OFFLINE, WAIT_S)
     link.close()
@@ -239,3 +230,47 @@ def test_calls_of_a_link_that_is_offline_are_lost_at_once(tmp_path: Path) -> Non
     call = link.submit(m.EndSession, request_id="r")
     assert (call.state, call.sent) == (CallState.LOST, False)
     assert link.state is LinkState.CLOSED
+
+
+def test_an_answer_that_cannot_be_decoded_refuses_the_agent(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = link.submit(m.EndSession, request_id="r")
+    agent.receive()
+    for _ in range(2):
+        agent.router.send_multipart([agent.peer, m.PREAMBLE, b"\xff"])
+    assert waiting.wait(WAIT_S)
+    assert (waiting.state, link.state) == (CallState.LOST, LinkState.REFUSED)
+    link.close()
+    assert [message.count("cannot be used") for message in caplog.messages] == [1]
+
+
+def test_an_answer_ends_its_call_alone() -> None:
+    calls, ended = AgentCalls(), list[AgentCall]()
+    one, other = calls.new(2, ended.append)
+    calls.put([m.EndSession(0, "a"), m.EndSession(0, "b")], [one, other])
+    for batch, _ in calls.take_queued():
+        calls.sent(batch)
+    assert one.sent
+    assert other.sent
+    calls.answered(m.Done(other.call_id))
+    calls.answered(m.Done(999))
+    assert ended == [other]
+    assert (one.state, other.state) == (CallState.PENDING, CallState.ANSWERED)
+    calls.answered(m.Done(other.call_id, 7))  # once
+    assert other.answer == m.Done(other.call_id)
+
+
+def test_queued_and_sent_calls_are_lost_together() -> None:
+    calls, ended = AgentCalls(), list[AgentCall]()
+    (sent,), (queued,) = calls.new(1, ended.append), calls.new(1, ended.append)
+    calls.sent([sent])
+    calls.put([m.EndSession(0, "b")], [queued])
+    calls.lose_all()
+    assert ended == [sent, queued]
+    assert {call.state for call in ended} == {CallState.LOST}
+    assert (sent.sent, queued.sent) == (True, False)
+    calls.lose_all()
+    lose(ended)
+    assert len(ended) == 2  # each ends once
+    assert [*calls.take_queued()] == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.device import export
 from lmcache_redis.processes import process_start_time
@@ -39,14 +40,16 @@ def test_a_welcome_meanwhile_does_not_register_twice(
 
     monkeypatch.setattr(export, "withdraw", welcomed_here)
     caches = {"layer": torch.zeros(2, 24, 16, 2, 8)}
-    worker.register_kv_caches(caches, num_blocks=24, dtype="float32", identity={})
+    worker.register_groups([CacheGroup(caches, "float32", 16)], num_blocks=24, identity={})
     monkeypatch.undo()
     registration = question()
     assert isinstance(registration, m.RegisterKVCache)
     agent.answer(m.Done(registration.call_id))
     wait_until(lambda: worker.ready, "a registration")
     worker.unregister()
-    assert isinstance(question(), m.UnregisterKVCache)
+    unregistration = question()
+    assert isinstance(unregistration, m.UnregisterKVCache)
     assert not worker.ready
+    agent.answer(m.Done(unregistration.call_id))
     worker.shutdown()
     agent.close()

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import CallState
-from lmcache_redis.client.transfers import AgentProcess, RetrieveTransfer, StoreTransfer, TransferOp
+from lmcache_redis.client.link import CallState
+from lmcache_redis.client.registering import ExportedMemory, SentRegistration
+from lmcache_redis.client.scheduler import RankPlace
+from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer, TransferOp
 
 OP = TransferOp([0], [b"hash"])
 P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST
@@ -21,8 +23,9 @@ def lease(passed: bool) -> int:
 
 
 def played(state: CallState, sent: bool, ended: bool) -> tuple[Any, Any]:
-    """A call, and the process of its agent."""
-    return SimpleNamespace(state=state, sent=sent), SimpleNamespace(has_ended=lambda: ended)
+    """A call, and the registration with its agent."""
+    call = SimpleNamespace(state=state, sent=sent)
+    return call, SimpleNamespace(agent_has_ended=lambda: ended)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +79,10 @@ def test_an_unknown_agent_is_not_known_to_have_ended() -> None:
 
 def test_the_end_of_an_invisible_agent_is_never_known() -> None:
     """It may run in another PID namespace: its absence proves nothing."""
-    gone = AgentProcess(m.Welcome(0, "agent", 2**22 + 1, 1, 64, 1.0, "0"))
-    assert not gone.visible
-    assert not gone.has_ended()
+    welcome = m.Welcome(0, "agent", 2**22 + 1, 1, 64, 1.0, "0")
+    gone = SentRegistration(1, ExportedMemory(), welcome, RankPlace("agent", ()))
+    assert not gone.agent_is_visible
+    assert not gone.agent_has_ended()
 
 
 @pytest.mark.parametrize("answer", [m.RetrieveResult(0, (1, 9)), m.Failure(0, "FAILED", "?"), None])

@@ -12,8 +12,7 @@ import pytest
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client.link import AgentLink
-from lmcache_redis.client.scheduler import RankPlace, Ranks
-from lmcache_redis.client.watching import ChunkWatch
+from lmcache_redis.client.scheduler import ChunkWatch, RankPlace, Ranks
 from tests.client.test_link import WAIT_S, Agent
 
 A, B = b"a" * 32, b"b" * 32

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lmcache_redis.client.transfers import RetrieveTransfer, StoreTransfer
+from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer
 from tests.cuda_driver.engine import GpuEngine, Host, gpus
 from tests.harness import block_hashes
 

@@ -1,5 +1,5 @@
 """Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): as many canaries as asked."""
 
-from lmcache_redis.client import canary
+from lmcache_redis.client import scheduler
 
-canary.SHARE = 1.0
+scheduler.CANARY_SHARE = 1.0

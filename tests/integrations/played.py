@@ -32,9 +32,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_redis.cache.pacing import PrefixNeeds
-from lmcache_redis.client.canary import Canaries
-from lmcache_redis.client.scheduler import Ranks
-from lmcache_redis.client.transfers import TransferOp
+from lmcache_redis.client.scheduler import Canaries, Ranks
+from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport

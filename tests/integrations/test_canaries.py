@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
-from lmcache_redis.client.canary import FIRST_TOKENS
+from lmcache_redis.client.scheduler import FIRST_CANARY_TOKENS
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
@@ -165,7 +165,7 @@ def test_an_engine_that_only_loads_compares_and_does_not_store(
 def test_canaries_have_a_share_of_what_is_computed(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
-    asked = FIRST_TOKENS // (3 * CHUNK) + 1
+    asked = FIRST_CANARY_TOKENS // (3 * CHUNK) + 1
     requests = [FakeRequest(f"r{n}") for n in range(asked)]
     found = [scheduler.matched_tokens(each, 0) for each in requests]
     assert found == [0] * (asked - 1) + [3 * CHUNK]
@@ -180,7 +180,7 @@ def test_of_a_distrusted_cache_every_hit_is_a_canary(
     """It costs no prefill, as nothing is loaded: neither chance nor share decide."""
     scheduler._canaries._draw = lambda: 0.999
     adapter.tokens, adapter.pinned, adapter.canary_every = 0, 3 * CHUNK, 1000
-    for number in range(2 * FIRST_TOKENS // (3 * CHUNK)):
+    for number in range(2 * FIRST_CANARY_TOKENS // (3 * CHUNK)):
         request = FakeRequest(f"r{number}")
         assert scheduler.matched_tokens(request, 0) == 0
         scheduler.allocated(request, (BLOCK_IDS,), 0)

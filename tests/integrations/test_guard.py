@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.client.transfers import TransferOp
+from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -236,7 +236,7 @@ def test_settings_reach_the_link(tmp_path: Path) -> None:
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         made = connector(tmp_path, role, agent_dead_after_s=3.5)
         assert made._adapter is not None
-        assert made._adapter.link._patience.usual_s == 3.5
+        assert made._adapter.link._dead_after_s == 3.5
         made.shutdown()
 
 

@@ -19,7 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import Ranks
-from lmcache_redis.client.transfers import TransferOp
+from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm import bookkeeping
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch

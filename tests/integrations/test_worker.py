@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from lmcache_redis.client.transfers import NEVER, TransferOp
+from lmcache_redis.client.worker import NEVER, TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.reports.stats import Recorder

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from lmcache_redis.chunks.keys import hash_chunks
-from lmcache_redis.client.transfers import TransferOp
+from lmcache_redis.client.worker import TransferOp
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.transfers import RetrieveTransfer, StoreTransfer
+from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import hash_chunks
-from lmcache_redis.client.calls import AgentCall
+from lmcache_redis.client.link import AgentCall
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.compat.multi_process_adapter.engine import (
     ENGINE_ID_VARIABLE,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from lmcache_redis.client.transfers import TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.worker import TransferOp, WorkerClient
 from lmcache_redis.compat.multi_process_adapter.engine import TIMEOUT_S, AdapterOfEngine
 from lmcache_redis.compat.multi_process_adapter.operations import LoadStoreOp, check_names
 from lmcache_redis.compat.multi_process_adapter.requests import RequestTransfers
@@ -82,10 +82,9 @@ class LMCacheMPWorkerAdapter(WorkerClient, AdapterOfEngine):
         check_tensors(kv_caches)
         if num_blocks is None:
             num_blocks = count_blocks(kv_caches, self._block_size_tokens)
-        super().register_kv_caches(
-            kv_caches,
+        self.register_groups(
+            [CacheGroup(kv_caches, dtype or common_dtype(kv_caches), self._block_size_tokens)],
             num_blocks=num_blocks,
-            dtype=dtype or common_dtype(kv_caches),
             identity={
                 "engine": "multi_process_adapter",
                 "world_size": str(self.world_size),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from lmcache_redis.client.transfers import TransferOp
+    from lmcache_redis.client.worker import TransferOp
 
 # Settings that give some layers another number of KV heads.
 _KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")

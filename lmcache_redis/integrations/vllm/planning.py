@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from lmcache_redis.chunks.names import FULL_REACH
-from lmcache_redis.client.transfers import TransferOp
+from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.requests import Tracked

@@ -8,7 +8,7 @@ vLLM calls, for one request:
     load_ended          its load has ended on all ranks
     finished            the chunks that its lookup pinned are released
 
-A request whose hit is a canary (`client.canary`) loads nothing. Its chunks are compared as soon as
+A request whose hit is a canary (`Canaries`) loads nothing. Its chunks are compared as soon as
 they are computed, with those that its lookup has pinned.
 
 The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
@@ -25,8 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmcache_redis.client.canary import Canaries
-from lmcache_redis.client.scheduler import SchedulerClient
+from lmcache_redis.client.scheduler import Canaries, SchedulerClient
 from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner

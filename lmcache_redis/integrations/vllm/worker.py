@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_redis.chunks.metadata import dtype_name
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import CacheGroup, RetrieveTransfer, StoreTransfer, TransferOp
-from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer, TransferOp, WorkerClient
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,

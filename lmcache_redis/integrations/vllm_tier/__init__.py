@@ -10,7 +10,6 @@ chunks between that region and Redis. A chunk holds the bytes of all ranks of a 
 
 tier      vLLM's interface: lookups, stores and loads of the primary tier's chunks
 naming    what decides the bytes of a chunk, besides the tokens that its key covers
-weights   which chunks an engine may use after its weights were replaced
 cpu       ``CPUTieringOffloadingSpec``: the same for engines on the CPU, which vLLM's own refuses
 
 Interface: vLLM 0.32 and 0.33, ``vllm/v1/kv_offload/tiering/base.py``.

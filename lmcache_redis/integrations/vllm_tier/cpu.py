@@ -76,34 +76,56 @@ class HostCopyWorker(OffloadingWorker):
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._finished: list[TransferResult] = []
-        pages, chunks = [], []
-        refs = [ref for group in kv_caches.group_data_refs for ref in group]
+        groups = kv_caches.group_data_refs
+        views = []
         for index, each in enumerate(kv_caches.tensors):
-            size = each.page_size_bytes
-            pages.append(each.tensor.view(torch.int8).view(-1, size))
-            view = region.create_next_worker_view
+            make_view, sizes = region.create_next_worker_view, [each.page_size_bytes]
             if canonical_layout:
-                view = region.create_next_canonical_view
-                size = max(
-                    ref.mapping.canonical_page_size_bytes
-                    for ref in refs
-                    if ref.mapping is not None and ref.tensor_idx == index
-                )
-            chunks.append(view(size * blocks_per_chunk))
+                make_view = region.create_next_canonical_view
+                refs = [ref for group in groups for ref in group if ref.tensor_idx == index]
+                sizes = [ref.mapping.canonical_page_size_bytes for ref in refs if ref.mapping]
+            pages = each.tensor.view(torch.int8).view(-1, each.page_size_bytes)
+            views.append((pages, make_view(max(sizes) * blocks_per_chunk)))
         self._groups = [
             [
                 part
                 for ref in group
-                for part in _parts(
-                    ref,
-                    canonical_layout,
-                    pages[ref.tensor_idx],
-                    chunks[ref.tensor_idx],
-                    blocks_per_chunk,
-                )
+                for part in self._parts(ref, canonical_layout, *views[ref.tensor_idx])
             ]
-            for group in kv_caches.group_data_refs
+            for group in groups
         ]
+
+    def _parts(
+        self,
+        ref: CanonicalKVCacheRef,
+        canonical_layout: bool,
+        pages: torch.Tensor,
+        chunks: torch.Tensor,
+    ) -> Iterator[_Parts]:
+        """The runs of a layer's page. pages, chunks: of its tensor, a row for each."""
+        mapping = ref.mapping if canonical_layout else None
+        runs: Sequence[CopyRun] = [CopyRun(0, 0, ref.page_size_bytes, 1, 0, 0)]
+        writers, writer = 1, 0
+        if mapping is not None:
+            runs, writers, writer = mapping.runs, mapping.num_writers, mapping.writer_index
+        blocks = self._blocks_per_chunk
+        for run in runs:
+            fragments = (run.num_fragments, run.fragment_size)
+            block_bytes = chunks.shape[1] // blocks
+            yield _Parts(
+                pages.as_strided(
+                    (len(pages), *fragments),
+                    (pages.stride(0), run.local_stride, 1),
+                    pages.storage_offset() + run.local_offset,
+                ),
+                chunks.as_strided(
+                    (len(chunks), blocks, *fragments),
+                    (chunks.stride(0), block_bytes, run.canonical_stride, 1),
+                    chunks.storage_offset() + run.canonical_offset,
+                ),
+                writers,
+                writer,
+            )
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -159,34 +181,3 @@ class HostCopyWorker(OffloadingWorker):
         took_s = time.monotonic() - started_s
         self._finished.append(TransferResult(job_id, True, copied, took_s))
         return True
-
-
-def _parts(
-    ref: CanonicalKVCacheRef,
-    canonical_layout: bool,
-    pages: torch.Tensor,
-    chunks: torch.Tensor,
-    blocks_per_chunk: int,
-) -> Iterator[_Parts]:
-    """The runs of a layer's page. pages, chunks: of its tensor, a row for each."""
-    mapping = ref.mapping if canonical_layout else None
-    runs: Sequence[CopyRun] = [CopyRun(0, 0, ref.page_size_bytes, 1, 0, 0)]
-    writers, writer = 1, 0
-    if mapping is not None:
-        runs, writers, writer = mapping.runs, mapping.num_writers, mapping.writer_index
-    for run in runs:
-        fragments = (run.num_fragments, run.fragment_size)
-        yield _Parts(
-            pages.as_strided(
-                (len(pages), *fragments),
-                (pages.stride(0), run.local_stride, 1),
-                pages.storage_offset() + run.local_offset,
-            ),
-            chunks.as_strided(
-                (len(chunks), blocks_per_chunk, *fragments),
-                (chunks.stride(0), chunks.shape[1] // blocks_per_chunk, run.canonical_stride, 1),
-                chunks.storage_offset() + run.canonical_offset,
-            ),
-            writers,
-            writer,
-        )

@@ -82,10 +82,7 @@ def is_portable(spec: TieringOffloadingSpec) -> bool:
 
 
 def payload_bytes(vllm_config: VllmConfig, spec: TieringOffloadingSpec) -> int:
-    """How many bytes of a chunk are used, from its start: the rest is padding.
-
-    More ranks than KV heads hold copies of them, and a certified chunk has one of each.
-    """
+    """How many bytes of a chunk are used; the rest is padding: a certified one has no copies."""
     copies = spec.config.parallel.world_size
     if spec.replicated_layout:
         copies = 1

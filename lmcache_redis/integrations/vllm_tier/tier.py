@@ -9,11 +9,12 @@ failed is a miss: vLLM computes it.
 from __future__ import annotations
 
 import logging
-import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -33,12 +34,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
-from lmcache_redis.integrations.vllm.engine import Engine
+from lmcache_redis.integrations.vllm.engine import Engine, listen, watch_resets
+from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.groups import Unsupported
 from lmcache_redis.integrations.vllm.identity.weights import Unidentified
 from lmcache_redis.integrations.vllm_tier.naming import chunk_form, describe_worker
-from lmcache_redis.integrations.vllm_tier.weights import TierEpochs
-from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore
+from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, answered
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
@@ -52,22 +53,16 @@ _CLOSE_S = 5.0
 _CHUNKS = "lmcache_redis_tier_chunks"
 _UP = "lmcache_redis_tier_up"
 
-# A transfer of the store: its chunks, and what to call with the verdict on each.
-Transfer = Callable[[Sequence[RegionChunk], Answer], None]
-
-
-class _EndedTransfer(NamedTuple):
-    """failed: keys that were to be loaded and are not."""
-
-    result: JobResult
-    failed: Sequence[OffloadKey]
+# `RegionStore.store` or `RegionStore.load`.
+Transfer = Callable[[RegionStore, Sequence[RegionChunk], Answer], None]
+# Of each key of a job, whether it was moved, and when that was known.
+Moved = tuple[list[bool], float]
 
 
 class RedisTierManager(SecondaryTierManager):
     """See the module. given: `DoorSettings`. Raises ConfigError for impossible ones.
 
-    An engine whose KV cannot be identified gets a tier that is off: it has nothing, and takes
-    nothing. The log says why.
+    An engine whose KV cannot be identified gets a tier that is off, and a line in the log.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -85,9 +80,7 @@ class RedisTierManager(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality)
         self._memory = primary_kv_view.cast("B")
-        self._under_way = 0  # transfers whose answer was not taken yet
-        self._answers: queue.SimpleQueue[_EndedTransfer] = queue.SimpleQueue()
-        self._ended: list[_EndedTransfer] = []
+        self._jobs: list[tuple[TransferJob, Future[Moved]]] = []
         self._counted: dict[str, float] = {}
         self._cache: _NamedChunks | None = None
         settings = DoorSettings.of(given)
@@ -112,13 +105,9 @@ class RedisTierManager(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         cache = self._cache
-        if (
-            cache is None
-            or cache.store.why_down
-            or not cache.epochs.are_current(req_context.req_id)
-        ):
+        if cache is None or not cache.epochs.are_current(req_context.req_id):
             return LookupResult.MISS
-        found = cache.lookup(key, req_context)
+        found = False if cache.store.why_down else cache.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
@@ -139,56 +128,51 @@ class RedisTierManager(SecondaryTierManager):
     # Transfers
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, None if self._cache is None else self._cache.store.store)
+        self._submit(job_metadata, RegionStore.store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, None if self._cache is None else self._cache.store.load)
+        self._submit(job_metadata, RegionStore.load)
 
-    def _submit(self, job: TransferJob, transfer: Transfer | None) -> None:
-        keys, cache = list(job.keys), self._cache
-        self._under_way += 1
-        done = partial(self._answer, job, keys)
-        if (
-            transfer is None
-            or cache is None
-            or not cache.epochs.are_current(job.req_context.req_id)
-        ):
-            done([False] * len(keys))
+    def _submit(self, job: TransferJob, transfer: Transfer) -> None:
+        cache, moved = self._cache, Future[Moved]()
+        self._jobs.append((job, moved))
+
+        def done(good: list[bool]) -> None:
+            moved.set_result((good, time.monotonic()))
+
+        if cache is None or not cache.epochs.are_current(job.req_context.req_id):
+            done([False] * len(job.keys))
             return
-        rows = [int(row) * self.block_size_bytes for row in job.chunk_ids]
-        size = cache.form.chunk_bytes
-        pairs = zip(keys, rows, strict=True)
-        transfer([cache.chunk(key, self._memory[at : at + size]) for key, at in pairs], done)
-
-    def _answer(self, job: TransferJob, keys: Sequence[OffloadKey], good: list[bool]) -> None:
-        """On a thread of the store, or of the call."""
-        pairs = list(zip(keys, good, strict=True))
-        result = JobResult(
-            job.job_id,
-            all(good),
-            tuple(key for key, is_good in pairs if is_good) if job.is_promotion else None,
-            time.monotonic() - job.submit_time,
-            sum(good) * self.block_size_bytes,
-        )
-        failed = [key for key, is_good in pairs if job.is_promotion and not is_good]
-        self._answers.put(_EndedTransfer(result, failed))
+        size, chunks = cache.form.chunk_bytes, []
+        for key, row in zip(job.keys, job.chunk_ids, strict=True):
+            start = int(row) * self.block_size_bytes
+            chunks.append(cache.chunk(key, self._memory[start : start + size]))
+        transfer(cache.store, chunks, done)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        while not self._answers.empty():
-            self._take_answer()
-        ended, self._ended = self._ended, []
-        for each in ended:
-            if each.failed and self._cache is not None:
-                self._cache.mark_miss(each.failed)
-        return [each.result for each in ended]
+        jobs, self._jobs = self._jobs, []
+        results = []
+        for job, moved in jobs:
+            if moved.done():
+                results.append(self._result(job, *moved.result()))
+            else:
+                self._jobs.append((job, moved))
+        return results
+
+    def _result(self, job: TransferJob, good: list[bool], ended_s: float) -> JobResult:
+        moved = tuple(key for key, is_good in zip(job.keys, good, strict=True) if is_good)
+        if job.is_promotion and self._cache is not None:
+            self._cache.mark_miss({*job.keys} - {*moved})
+        return JobResult(
+            job.job_id,
+            all(good),
+            moved if job.is_promotion else None,
+            ended_s - job.submit_time,
+            len(moved) * self.block_size_bytes,
+        )
 
     def drain_jobs(self) -> None:
-        while self._under_way:
-            self._take_answer()
-
-    def _take_answer(self) -> None:
-        self._ended.append(self._answers.get())
-        self._under_way -= 1
+        wait(moved for _, moved in self._jobs)
 
     def shutdown(self) -> None:
         if self._cache is not None:
@@ -210,16 +194,15 @@ class RedisTierManager(SecondaryTierManager):
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        stats = OffloadingConnectorStats()
-        is_up = self._cache is not None and not self._cache.store.why_down
+        stats, store = OffloadingConnectorStats(), self._cache and self._cache.store
+        is_up = store is not None and not store.why_down
         stats.set_gauge(_UP, int(is_up), (self.tier_type,))
-        if self._cache is not None:
-            counted = self._cache.store.metrics.snapshot()
-            for name, count in counted.items():
-                more = count - self._counted.get(name, 0)
-                if more and not name.endswith("_bytes"):
-                    stats.increase_counter(_CHUNKS, more, (self.tier_type, name))
-            self._counted = counted
+        counted = {} if store is None else store.metrics.snapshot()
+        for name, count in counted.items():
+            more = count - self._counted.get(name, 0)
+            if more and not name.endswith("_bytes"):
+                stats.increase_counter(_CHUNKS, more, (self.tier_type, name))
+        self._counted = counted
         return stats
 
 
@@ -231,10 +214,7 @@ def _workers(engine: Engine) -> Sequence[Mapping[str, str]]:
 
 
 class _NamedChunks(AsyncLookupManager):
-    """Chunks in Redis by vLLM's keys, in the namespace of an engine and its weights.
-
-    And vLLM's table of lookups, which asks on a thread of its own.
-    """
+    """Chunks in Redis by vLLM's keys, and vLLM's table of lookups, which asks on its own thread."""
 
     def __init__(
         self, tier_type: str, store: RegionStore, form: ChunkForm, epochs: TierEpochs
@@ -248,6 +228,58 @@ class _NamedChunks(AsyncLookupManager):
         return RegionChunk(self.form, self.epochs.current + key, views)
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
-        answers: queue.SimpleQueue[list[bool]] = queue.SimpleQueue()
-        self.store.lookup([self.chunk(key) for key in keys], answers.put)
-        return answers.get()
+        return answered(partial(self.store.lookup, [self.chunk(key) for key in keys]))
+
+
+class TierEpochs:
+    """Which requests may use Redis: those that began with the weights that the engine has now.
+
+    The name of a chunk begins with the epoch of the weights that computed it (`vllm.epoch`), so KV
+    of old weights is neither loaded nor stored as that of new ones. vLLM's own tiers have no such
+    thing. An `EngineListener`; used on the scheduler's thread.
+    """
+
+    is_paused = False  # a pause empties vLLM's caches, and leaves the weights alone
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._epochs = Epochs(None, None, engine.parameters)
+        self._requests: dict[str, bytes] = {}
+        self._watches_resets = False
+        if not listen(self):
+            logger.warning(
+                "this vLLM version does not report weight updates: restart engines whose weights "
+                "were replaced"
+            )
+
+    @property
+    def current(self) -> bytes:
+        return self._epochs.current
+
+    def begin_request(self, request_id: str) -> None:
+        if not self._watches_resets:  # the scheduler had no block pool when it made the tier
+            self._watches_resets = True
+            if (pool := self._engine.block_pool()) is not None:
+                watch_resets(pool, self._around_reset)
+            else:
+                logger.warning("this scheduler is unknown: restart engines with new weights")
+        self._epochs.is_used = True
+        self._requests[request_id] = self._epochs.current
+
+    def end_request(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def are_current(self, request_id: str) -> bool:
+        return self._requests.get(request_id) == self._epochs.current
+
+    @contextmanager
+    def _around_reset(self) -> Iterator[None]:
+        self.change_epoch(Epochs.check_parameters, "the parameters in memory have changed")
+        yield
+
+    def renamed(self, suffix: str) -> None:
+        """Names of chunks do not depend on the engine's."""
+
+    def change_epoch(self, change: EpochChange, why: str) -> None:
+        if change(self._epochs):
+            logger.info("%s: from now on chunks in Redis are those of other weights", why)

@@ -241,17 +241,15 @@ def test_objects_without_a_name_are_refused(door: L2Caller) -> None:
     assert door.store(keys(1), filled(1)).is_successful()
 
 
-def test_what_is_remembered_is_bounded(door: L2Caller) -> None:
+def test_charges_are_forgotten_beyond_a_bound(
+    door: L2Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_redis.integrations.lmcache._KEPT_CHARGES", 3)
     small = memory_object((2, 8))
-    for number in range(3):
-        door.store(keys(number, model_name=f"m{number}"), [small])
-    for kept in (door.adapter._layouts, door.adapter._charges):
-        kept._most = 3
-    door.store(keys(3, model_name="m3"), [small])
-    assert [len(kept._values) for kept in (door.adapter._layouts, door.adapter._charges)] == [3, 3]
-    like = layouts_of(small)
-    found = [door.lookup(keys(n, model_name=f"m{n}"), like) for n in range(4)]
-    assert found == [[True]] * 4
+    for number in range(4):
+        door.store(keys(number), [small])
+    assert len(door.adapter._charges._sizes) == 3
+    assert door.lookup(keys(*range(4)), layouts_of(small)) == [True] * 4
 
 
 OTHER_PROCESS = """

@@ -33,7 +33,7 @@ ffi._lib_fn_wrapper.get = lambda self, name: None
 
 @contextlib.contextmanager
 def stack(
-    wheel: Path, model_dir: Path, redis: RedisServer, log: Path, **options: object
+    wheel: Path, model_dir: Path, redis: RedisServer, log: Path
 ) -> Iterator[tuple[LMCacheServer, ForkedEngine]]:
     """A server whose pool is a buffer only, so that every hit comes from Redis, and an engine."""
     patch = log.with_name("patch.py")
@@ -45,7 +45,7 @@ def stack(
             model_dir,
             kv_transfer=server.kv_transfer,
             log_path=log.with_suffix(".engine"),
-            options={**OPTIONS, **options},
+            options=OPTIONS,
             env=env,
         ) as engine:
             yield server, engine
@@ -109,10 +109,3 @@ def test_a_new_server_hits_and_survives_redis(
         loaded = server.adapter_status()["loaded_chunks"]
         assert ask(engine, 2) == CHUNK
         assert server.adapter_status()["loaded_chunks"] == loaded + 1
-
-    with stack(wheel, model_dir, redis_server, tmp_path / "dtype", dtype="bfloat16") as (
-        server,
-        engine,
-    ):
-        empty(engine)
-        assert engine.generate([questions[2]], 1).details["cached_tokens"] == [0]

@@ -162,24 +162,6 @@ def test_pages_come_back_and_neighbours_stay(open_door: Open, make: Any, layout:
     assert [after[each] for each in unchanged] == [before[each] for each in unchanged]
 
 
-@pytest.mark.parametrize(("make", "layout"), POOLS)
-def test_v0_copies_pages_through_tensors(open_door: Open, make: Any, layout: str) -> None:
-    pool = make(layout)
-    door = open_door(pool, {"interface_v1": 0}, is_mla_model=make is mla)
-    fill(pool, 0, 1)
-    values = [pool.get_data_page(each * PAGE) for each in (0, 1)]
-    assert door.batch_set(KEYS[:2], values)
-    assert door.batch_exists(KEYS) == 2
-    assert (door.exists(KEYS[1]), door.exists(KEYS[2])) == (True, False)
-    got = door.batch_get(KEYS[:3], [pool.get_dummy_flat_data_page() for _ in range(3)])
-    assert got[2] is None
-    assert all(
-        torch.equal(one, other.flatten()) for one, other in zip(got[:2], values, strict=True)
-    )
-    assert door.get(KEYS[0], torch.zeros(7)) is None
-    assert not door.set(KEYS[3], values[0][:-1])
-
-
 def test_whatever_decides_the_bytes_makes_a_miss(
     open_door: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +171,7 @@ def test_whatever_decides_the_bytes_makes_a_miss(
     ranks = {"tp_size": 2}, {"pp_size": 2}, {"attn_cp_size": 2}, {"tp_size": 2, "tp_rank": 1}
     for config in (*ranks, {"model_name": "org/other"}):
         assert open_door(mha(), **config).batch_exists(KEYS) == 0, config
-    for extra in ({"weights_id": "v2"}, {"key_prefix": "x:"}, {"interface_v1": 0}):
+    for extra in ({"weights_id": "v2"}, {"key_prefix": "x:"}):
         assert open_door(mha(), extra).batch_exists(KEYS) == 0, extra
     # Two pages of 8 tokens of float32 are as large as one of 16 of bfloat16.
     for other in (mha(dtype=torch.float16), mha("layer_first"), mha(dtype=torch.float32, page=8)):
@@ -337,5 +319,7 @@ def test_pools_that_do_not_tell_enough_are_refused(open_door: Open) -> None:
         open_door(pool)
     with pytest.raises(ConfigError, match="names no model"):
         open_door(mha(), model_name=None)
+    with pytest.raises(ConfigError, match='set "interface_v1": 1'):
+        open_door(mha(), {"interface_v1": 0})
     with pytest.raises(ConfigError, match="unknown field `host`"):
         open_door(mha(), {"host": "x"})

@@ -47,12 +47,12 @@ def attach(tmp_path: Path) -> Iterator[Any]:
         redis = stack.enter_context(RedisServer(tmp_path))
         stack.enter_context(get_parallel().override(**ONE_RANK))
 
-        def attach(pool: Any, **extra: Any) -> Any:
+        def attach(pool: Any) -> Any:
             controller = HiCacheController(
                 SimpleNamespace(get_kvcache=lambda: device), pool, PAGE, None, threading.Event(),
                 io_backend="direct", storage_backend="dynamic", prefetch_threshold=PAGE,
                 model_name="org/model",
-                storage_backend_extra_config={**DYNAMIC, "url": redis.unix_url, **extra},
+                storage_backend_extra_config={**DYNAMIC, "url": redis.unix_url},
             )  # fmt: skip
             stack.callback(controller.detach_storage_backend)
             return controller
@@ -67,19 +67,16 @@ def hashes() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("interface", [1, 0], ids=["zero copy", "through tensors"])
-def test_a_restarted_server_prefetches_what_another_has_written(
-    attach: Any, interface: int
-) -> None:
+def test_a_restarted_server_prefetches_what_another_has_written(attach: Any) -> None:
     written = mha()
-    writer = attach(written, interface_v1=interface)
+    writer = attach(written)
     fill(written, 0, 1, 2)
     writer.write_storage(indices(0, 1, 2), TOKENS, hashes())
     assert writer.ack_backup_queue.get(timeout=WITHIN_S).completed_tokens == len(TOKENS)
     writer.detach_storage_backend()
 
     read = mha()
-    reader = attach(read, interface_v1=interface)
+    reader = attach(read)
     reader.prefetch("request", [*TOKENS, *range(900, 900 + PAGE)])
     hit = reader.prefetch_hit_queue.get(timeout=WITHIN_S)
     assert hit.storage_hit_count == len(TOKENS)

@@ -3,7 +3,7 @@
 Source: ``vllm/distributed/kv_events.py`` and ``KVConnectorBase_V1.take_events``. vLLM takes the
 events of the connector in its scheduler, once a step, and publishes them with its own. So they come
 from here and not from the workers (``get_kv_connector_kv_cache_events``): only the agent knows what
-it has, it tells the scheduler (`client.watching`), and the scheduler knows the requests' tokens.
+it has, it tells the scheduler (`ChunkWatch`), and the scheduler knows the requests' tokens.
 
 A chunk is described when a request names it, because an event has the tokens of its blocks. Of
 chunks that no request of this engine has named, there are no events.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 
-from lmcache_redis.client.watching import ChunkWatch
+from lmcache_redis.client.scheduler import ChunkWatch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 

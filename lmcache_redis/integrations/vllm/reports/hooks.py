@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.watching import ChunkWatch
+from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
