@@ -31,7 +31,6 @@ from lmcache_redis.resp.health import DataServer, Worker, stop_for
 from lmcache_redis.resp.jobs import Job, TaskQueue
 from lmcache_redis.resp.net.connection import Connection, Pipeline
 from lmcache_redis.resp.net.wire import (
-    ASKING_COMMAND,
     ErrorReply,
     Reply,
     error_of,
@@ -76,9 +75,7 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
     return len(keys)
 
 
-def find_present(
-    keys: Sequence[bytes], suffix: bytes = b"", *, asking: bool = False
-) -> Steps[list[int]]:
+def find_present(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[list[int]]:
     """For each key, with `suffix` at its end, 1 if it exists, else 0."""
     pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
     groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
@@ -132,25 +129,18 @@ def ask_each(
     pack: Callable[[Sequence[bytes]], bytes],
     parse: Callable[[Reply], Any],
     keys: Sequence[bytes],
-    *,
-    asking: bool,
     step_keys: int | None = None,
 ) -> Steps[list[Any]]:
     """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
 
-    pack: makes a command for each of some keys. asking: send ASKING before each. step_keys: keys of
-    a step; None: all keys in one step.
+    pack: makes a command for each of some keys. step_keys: keys of a step; None: all in one step.
     """
     step_keys = step_keys or max(1, len(keys))
-    stride = 2 if asking else 1
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
         some = keys[start : start + step_keys]
-        request = (
-            b"".join([ASKING_COMMAND + pack((key,)) for key in some]) if asking else pack(some)
-        )
-        pipeline = yield iter((request,)), stride * len(some)
-        results += [_result(reply, parse) for reply in pipeline.receive_all()[stride - 1 :: stride]]
+        pipeline = yield iter((pack(some),)), len(some)
+        results += [_result(reply, parse) for reply in pipeline.receive_all()]
     return results
 
 

@@ -30,7 +30,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, StripeTask, backoff_s, jittered
+from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
@@ -298,10 +298,6 @@ class DataServer(ABC):
         self.map_is_old()
 
     @abstractmethod
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
-        """Queue a redirected stripe at another node, if the map names it."""
-
-    @abstractmethod
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         """The server refused a write: pause writes; return the outcome of this one."""
 
@@ -379,7 +375,7 @@ class Worker(ABC):
                 self._health.down(error, time.monotonic())
         else:
             self._health.note(error)
-            if isinstance(error, RedisClusterDown):
+            if isinstance(error, (RedisClusterDown, RedisRedirect)):
                 # An answer of the cluster: this server is well.
                 self._server.map_is_old()
             elif isinstance(error, RedisAuthError):

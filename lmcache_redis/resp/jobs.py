@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from lmcache_redis.tiers import ChunkIO, ReadOutcome, WriteOutcome
 
@@ -34,15 +34,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LOOK_EVERY_S = 0.002
 
 
-class Hop(NamedTuple):
-    """The last redirection that a command has followed: the hop count, and whether it is an ASK."""
-
-    hops: int
-    asking: bool
-
-
-# A stripe: the job of its chunk, its index, and its last redirection, if any.
-StripeTask = tuple[Any, int, Hop | None]
+# A stripe: the job of its chunk, and its index.
+StripeTask = tuple[Any, int]
 
 
 class Stop(enum.Enum):

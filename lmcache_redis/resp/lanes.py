@@ -36,10 +36,9 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
     error_in,
 )
-from lmcache_redis.resp.health import DataServer, Worker, stop_for
+from lmcache_redis.resp.health import DataServer, Worker
 from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.wire import ASKING_COMMAND
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
@@ -72,7 +71,7 @@ class Lane:
 
     connection: Connection
     handle: Handle
-    task: StripeTask = (None, 0, None)
+    task: StripeTask = (None, 0)
     packed: Packed = SENT
     until: float = 0.0
 
@@ -187,11 +186,10 @@ class BulkWorker(Worker):
 
     def _move(self) -> None:
         """Call the mover with the stripes in flight and those that wait."""
-        begun: list[StripeTask] = []
+        begun, idle = (self._begin_next(), self._lanes.idle) if self._may_send else ([], [])
+        if not self._lanes.busy and not begun:
+            return
         try:
-            idle = self._begin_next(begun) if self._may_send else []
-            if not self._lanes.busy and not begun:
-                return
             packed = [self._pack(task) for task in begun]
             lanes = [*self._lanes.busy, *idle]
             now = time.monotonic()
@@ -215,37 +213,13 @@ class BulkWorker(Worker):
             raise
         self._account(lanes, begun, packed, moved, now)
 
-    def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
-        """Append stripes that wait to `begun`; return the lanes that they may use."""
+    def _begin_next(self) -> list[StripeTask]:
+        """Stripes that waited, and are in flight now."""
         most = MOST_TASKS
         if self._seal_keys is not None:
             # The ciphertext of one that was sent in part is still needed.
             most = 0 if self._lanes.is_sending else SEALED_TOGETHER
-        tasks = self._queue.take_some(most)
-        asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
-        if asking is not None:
-            # That one alone, on a lane that has sent ASKING; or those before it.
-            most = asking or min(1, len(self._lanes.idle))
-            self._queue.put(tasks[most:], urgent=True)
-            tasks = tasks[:most]
-        begun += self._jobs.begin_all(tasks)
-        if asking == 0 and begun:
-            return self._ask_first(begun)
-        return self._lanes.idle
-
-    def _ask_first(self, begun: list[StripeTask]) -> list[Lane]:
-        """Send ASKING, which a stripe that follows an ASK needs, on a lane; return that lane."""
-        lane, task = self._lanes.idle[0], begun[0]
-        try:
-            lane.connection.call(ASKING_COMMAND, 1, task[0].deadline)
-        except RedisError as error:
-            begun.clear()
-            self._jobs.release((task[0],))
-            if not lane.connection.is_open:
-                self._lanes.idle.remove(lane)
-            self._judge(error, lane.connection)
-            self._jobs.stop((task[0],), stop_for(error))
-        return [lane]
+        return self._jobs.begin_all(self._queue.take_some(most))
 
     def _account(
         self,

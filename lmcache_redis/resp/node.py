@@ -8,8 +8,8 @@ A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its pa
 stripes of a chunk differ in the last bytes of their keys, so they have different slots: many
 stripes spread evenly over the shards.
 
-A redirection is followed only to servers that the map names: what a single reply says opens no
-connection, and sends no password anywhere.
+A redirection is not followed: the key is a miss until the next map says where it is. So what a
+single reply says opens no connection, and sends no password anywhere.
 
 The map is looked up at the start, every few seconds, soon after a hint that it is outdated (a
 redirection, a server that went down, a master that is a replica), and more often while a server is
@@ -41,7 +41,6 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import DataServer, ErrorNotes, Worker
 from lmcache_redis.resp.jobs import (
-    Hop,
     Jobs,
     LoopThread,
     Stop,
@@ -54,15 +53,13 @@ from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import RemovalListener, Removals
-from lmcache_redis.resp.transfers import Read, Reader, Writer
+from lmcache_redis.resp.transfers import Reader, Writer
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
 # More nodes than this are not recommended in a cluster; each costs threads and connections.
 _MOST_SERVERS = 1000
-# Redirections that a command follows: one is usual, two while a slot is migrating.
-MAX_HOPS = 5
 # A cluster announces changes of its map by redirections; Sentinel does not.
 _REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
 # Hints come in bursts: a resharding redirects every key of a slot.
@@ -148,26 +145,14 @@ class DataNode(DataServer):
                 urgent,
             )
 
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
-        job, index, hop = task
-        followed = self._nodes.follow(self, redirect, hop)
-        if followed is None:
-            self.health.note(redirect)
-            self.jobs.stop((job,), Stop.UNAVAILABLE)
-            return
-        target, hop = followed
-        if target not in job.nodes:
-            job.nodes = (*job.nodes, target)
-        put = target.reads.put if isinstance(job, Read) else target.put_writes
-        put(((job, index, hop),), urgent=True)
-        # It may have been retired in the meantime.
-        self.jobs.refuse((job,))
-
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         self.health.note(error)
         refusal = WriteOutcome.REJECTED
         if isinstance(error, RedisFull):
             refusal = WriteOutcome.FULL
+        elif isinstance(error, RedisRedirect):
+            self.map_is_old()
+            return WriteOutcome.UNAVAILABLE
         elif isinstance(error, RedisClusterDown):
             refusal = WriteOutcome.UNAVAILABLE
             self.map_is_old()
@@ -267,22 +252,6 @@ class DataNodes:
         left = sum(node.join() for node in nodes)
         # A look-up in flight ends by its time-out.
         return left + (not self.watcher.thread.ends_within(timeout_s))
-
-    def follow(
-        self, node: DataNode, redirect: RedisRedirect, hop: Hop | None
-    ) -> tuple[DataNode, Hop] | None:
-        """Where a command goes that `node` redirects. hop: its last redirection.
-
-        None: to a server that the map, which is looked up then, lacks, or too often.
-        """
-        if not self.routes.is_cluster:
-            return None
-        host = redirect.host or node.connector.endpoint.host
-        target = self._nodes.get(self.deployment.at(host, redirect.port))
-        if target is None or not redirect.asking:
-            self.watcher.hint()
-        hop = Hop(1 if hop is None else hop.hops + 1, redirect.asking)
-        return None if target is None or hop.hops > MAX_HOPS else (target, hop)
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -43,7 +43,7 @@ from lmcache_redis.resp.control import (
     parse_header,
     walk_keys,
 )
-from lmcache_redis.resp.jobs import Hop, Job, Jobs, JobT, Stop, StripeTask
+from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, StripeTask
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
@@ -239,20 +239,22 @@ class RedisPlane:
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
 
-        def answer(outcome: CallOutcome, length: int | None) -> None:
-            done(ScanResult(outcome, length or 0))
+        lengths: list[int] = []
 
         def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
             # The first gap, or the end.
-            answer(outcome, [*counts, 0].index(0))
+            done(ScanResult(outcome, [*counts, 0].index(0)))
 
-        self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
             ask = partial(self._ask, _EXISTS, deadline, 0)
             ask_in_rounds(ask, keys, counted, _FIRST_STRIPE, only_prefix=True)
         else:
-            steps = partial(count_prefix, keys, _FIRST_STRIPE)
-            self._submit(steps, deadline, answer, self._nodes.routes.node_of(b""))
+            self._ask_nodes(
+                {self._nodes.routes.node_of(b""): partial(count_prefix, keys, _FIRST_STRIPE)},
+                deadline,
+                lambda outcomes: done(ScanResult(outcomes[0], *lengths)),
+                lambda _, length: lengths.append(length),
+            )
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""
@@ -317,7 +319,8 @@ class RedisPlane:
                 names.extend(some)
             return ()
 
-        def walked(outcome: CallOutcome) -> None:
+        def walked(outcomes: Sequence[CallOutcome]) -> None:
+            outcome = _of_all(outcomes)
             if outcome is CallOutcome.DONE and len(names) > limit:
                 outcome = CallOutcome.OVER_LIMIT
             if outcome is not CallOutcome.DONE:
@@ -328,7 +331,8 @@ class RedisPlane:
             done(KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends]))
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
-        self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, walked)
+        steps = partial(walk_keys, pattern, found, "TYPE", "string")
+        self._ask_nodes(self._each(steps), deadline, walked, is_urgent=False)
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
@@ -368,7 +372,11 @@ class RedisPlane:
         group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
         pattern = escape_pattern(key_prefix) + b"*"
         steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
-        self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, total)))
+
+        def walked(outcomes: Sequence[CallOutcome]) -> None:
+            done(RemoveResult(_of_all(outcomes), total))
+
+        self._ask_nodes(self._each(steps), deadline, walked, is_urgent=False)
 
     # --------------------------------------------------------------- what they share
 
@@ -387,6 +395,10 @@ class RedisPlane:
             job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
         return self._jobs.enter(jobs, chunks)
 
+    def _each(self, steps: Callable[[], Steps[None]]) -> Mapping[DataNode | None, Any]:
+        """The same steps for every server."""
+        return dict.fromkeys(self._nodes.routes.nodes or (None,), steps)
+
     def _ask(
         self,
         make_steps: Callable[..., Steps[Sequence[Any]]],
@@ -396,88 +408,67 @@ class RedisPlane:
         done: Callable[[CallOutcome, Sequence[Any]], None],
         is_urgent: bool = True,
     ) -> None:
-        """Ask each node for its keys, and follow redirections.
+        """Ask each node for its keys.
 
         make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
-        key, `missing` for keys without one.
+        key, `missing` for keys without one. DONE if any node answered.
+        """
+        results: list[Any] = [missing] * len(keys)
+        by_node = self._nodes.routes.split(keys)
+
+        def found(node: DataNode, some: Sequence[Any]) -> None:
+            for index, result in zip(by_node[node], some, strict=True):
+                if isinstance(result, RedisRedirect):
+                    node.map_is_old()
+                else:
+                    results[index] = result
+
+        steps = {
+            node: partial(make_steps, [keys[index] for index in indexes])
+            for node, indexes in by_node.items()
+        }
+
+        def answered(outcomes: Sequence[CallOutcome]) -> None:
+            done(_of_any(outcomes), results)
+
+        self._ask_nodes(steps, deadline, answered, found, is_urgent)
+
+    def _ask_nodes(
+        self,
+        steps: Mapping[DataNode | None, Callable[[], Steps[Any]]],
+        deadline: float,
+        done: Done[Sequence[CallOutcome]],
+        found: Callable[[Any, Any], None] = lambda node, result: None,
+        is_urgent: bool = True,
+    ) -> None:
+        """Take steps on servers. found: called with each that is DONE and its result.
+
+        done: called once, with an outcome for each server; None, one that is missing, is
+        UNAVAILABLE.
         """
         self._jobs.check_usable()
-        results: list[Any] = [missing] * len(keys)
-        lock = threading.Lock()
-        outcomes: set[CallOutcome] = set()
-        by_node = self._nodes.routes.split(keys)
-        parts = [(node, None, indexes) for node, indexes in by_node.items() if node is not None]
-        open_parts = len(parts)
-
-        def ask(node: DataNode, hop: Hop | None, indexes: Sequence[int]) -> None:
-            some = [keys[index] for index in indexes]
-            steps = partial(make_steps, some, asking=hop is not None and hop.asking)
-            self._submit(steps, deadline, partial(answered, node, hop, indexes), node, is_urgent)
-
-        def answered(
-            node: DataNode,
-            hop: Hop | None,
-            indexes: Sequence[int],
-            outcome: CallOutcome,
-            found: Sequence[Any] | None,
-        ) -> None:
-            nonlocal open_parts
-            redirected: dict[tuple[DataNode, Hop], list[int]] = defaultdict(list)
-            for index, result in zip(indexes, found or (), strict=False):
-                if not isinstance(result, RedisRedirect):
-                    results[index] = result
-                elif (followed := self._nodes.follow(node, result, hop)) is not None:
-                    redirected[followed].append(index)
-            with lock:
-                outcomes.add(outcome)
-                open_parts += len(redirected) - 1
-                is_over = not open_parts
-            for place, some in redirected.items():
-                ask(*place, some)
-            if is_over:
-                done(_total(outcomes), results)
-
-        for part in parts:
-            ask(*part)
-        if not parts:
-            # No keys, or no server has them.
-            outcome = CallOutcome.UNAVAILABLE if keys else CallOutcome.DONE
-            self._jobs.post(lambda: done(outcome, results))
-
-    def _walk(
-        self, make_steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
-    ) -> None:
-        """Take the same steps on every server."""
-        self._jobs.check_usable()
-        nodes = self._nodes.routes.nodes or (None,)
         lock = threading.Lock()
         outcomes: list[CallOutcome] = []
 
-        def answer(outcome: CallOutcome, _: None) -> None:
+        def answered(node: DataNode | None, outcome: CallOutcome, result: Any) -> None:
+            if outcome is CallOutcome.DONE:
+                found(node, result)
             with lock:
                 outcomes.append(outcome)
-                if len(outcomes) < len(nodes):
-                    return
-            failures = (each for each in outcomes if each is not CallOutcome.DONE)
-            done(next(failures, CallOutcome.DONE))
+                is_over = len(outcomes) == len(steps)
+            if is_over:
+                done(outcomes)
 
-        for node in nodes:
-            self._submit(make_steps, deadline, answer, node, is_urgent=False)
-
-    def _submit(
-        self,
-        make_steps: Callable[[], Steps[Any]],
-        deadline: float,
-        done: Callable[[CallOutcome, Any], None],
-        node: DataNode | None,
-        is_urgent: bool = True,
-    ) -> None:
-        question = KeyQuestion(make_steps, deadline, done, is_urgent=is_urgent)
-        question.nodes = (node,)
-        if self._jobs.enter((question,)) and node is not None:
-            node.control.put(question)
-            # The server may have gone down, or the plane been closed, in the meantime.
-            self._jobs.refuse((question,))
+        for node, make_steps in steps.items():
+            told = partial(answered, node)
+            question = KeyQuestion(make_steps, deadline, told, is_urgent=is_urgent)
+            question.nodes = (node,)
+            if self._jobs.enter((question,)) and node is not None:
+                node.control.put(question)
+                # The server may have gone down, or the plane been closed, in the meantime.
+                self._jobs.refuse((question,))
+        if not steps:
+            self._jobs.post(partial(done, (CallOutcome.DONE,)))
 
 
 def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[StripeTask]]:
@@ -485,7 +476,7 @@ def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[StripeTask]]:
     by_node: dict[Any, list[StripeTask]] = defaultdict(list)
     for job in jobs:
         for index, node in enumerate(job.nodes):
-            by_node[node].append((job, index, None))
+            by_node[node].append((job, index))
     return by_node
 
 
@@ -554,7 +545,13 @@ def _frame(header: StripeHeader | None) -> ChunkFrame | None:
     )
 
 
-def _total(outcomes: set[CallOutcome]) -> CallOutcome:
+def _of_any(outcomes: Sequence[CallOutcome]) -> CallOutcome:
+    """The outcome of a call that is DONE if any server answered."""
     if CallOutcome.DONE in outcomes and CallOutcome.CANCELLED not in outcomes:
         return CallOutcome.DONE
     return next(outcome for outcome in _FAILURES if outcome in outcomes)
+
+
+def _of_all(outcomes: Sequence[CallOutcome]) -> CallOutcome:
+    """The outcome of a call that is DONE if all servers answered."""
+    return next((each for each in outcomes if each is not CallOutcome.DONE), CallOutcome.DONE)

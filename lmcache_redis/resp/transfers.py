@@ -49,7 +49,6 @@ from lmcache_redis.errors import (
     RedisClusterDown,
     RedisError,
     RedisProtocolError,
-    RedisRedirect,
     RedisUnavailable,
     RedisWriteRefused,
 )
@@ -159,7 +158,7 @@ class Reader(BulkWorker):
     _is_load = True
 
     def _pack(self, task: StripeTask) -> Packed:
-        job, index, _ = task
+        job, index = task
         options = self._server.options
         # A server that takes no writes takes no GETEX either.
         refreshes = options.ttl_refresh and self._server.write_state.refusal is None
@@ -173,12 +172,12 @@ class Reader(BulkWorker):
     def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
         if self._seal_keys is None:
             with self._jobs.lock:
-                for (job, index, _), store_id in done:
+                for (job, index), store_id in done:
                     job.ended(index, None, store_id)
-            self._jobs.conclude([job for (job, _, _), _ in done])
+            self._jobs.conclude([job for (job, _), _ in done])
             return
         # The headers are the expected ones; the payloads are in their slots, still sealed.
-        for (job, index, _), header in done:
+        for (job, index), header in done:
             chunk: ChunkIO = job.chunk
             key, payload = stripe_key(chunk.key, index), chunk.slots[index]
             outcome = _OPENED[self._seal_keys.open(key, header, payload)]
@@ -189,7 +188,7 @@ class Reader(BulkWorker):
     def _failed(
         self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
     ) -> None:
-        job, index, _ = task
+        job, index = task
         frame, slot = job.chunk.frame, job.chunk.slots[index]
         verified = verify(frame, index, failure, slot, self._checksums, self._seal_keys is not None)
         if verified is not None:
@@ -202,9 +201,6 @@ class Reader(BulkWorker):
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
         job = task[0]
         self._jobs.release((job,))
-        if isinstance(error, RedisRedirect):
-            self._server.redirect(task, error)
-            return
         if isinstance(error, RedisWriteRefused) and self._server.options.ttl_refresh:
             # It refuses the GETEX: a GET follows.
             self._server.refuses_writes(error)
@@ -237,7 +233,7 @@ class Write(ChunkJob[WriteOutcome]):
         """Under the lock: a stripe is stored. The last one before stripe 0 queues stripe 0."""
         self.advance()
         if self.steps_left == 1 and self.outcome is None:
-            self.nodes[0].put_writes(((self, 0, None),), urgent=True)
+            self.nodes[0].put_writes(((self, 0),), urgent=True)
 
 
 class Writer(BulkWorker):
@@ -257,7 +253,7 @@ class Writer(BulkWorker):
         self._rooms = deque([bytearray()] * SEALED_TOGETHER)
 
     def _pack(self, task: StripeTask) -> Packed:
-        job, index, _ = task
+        job, index = task
         chunk: ChunkIO = job.chunk
         key, payload = stripe_key(chunk.key, index), chunk.slots[index]
         keys = self._seal_keys
@@ -293,9 +289,6 @@ class Writer(BulkWorker):
         if failure[0] != End.LINE:
             self._lost(lane, task, error)
             return
-        if isinstance(error, RedisRedirect):
-            self._server.redirect(task, error)
-            return
         is_answer = isinstance(error, RedisClusterDown)
         if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
             # It would answer any request so, or does not speak Redis.
@@ -327,11 +320,11 @@ class Writer(BulkWorker):
     def _may_send(self) -> bool:
         return self._loss is None and super()._may_send
 
-    def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
+    def _begin_next(self) -> list[StripeTask]:
         refusal = self._server.write_state.refusal
         while refusal is not None and (tasks := self._queue.take_some(MOST_TASKS)):
             self._jobs.stop([task[0] for task in tasks], refusal)
-        return super()._begin_next(begun)
+        return super()._begin_next()
 
     @property
     def _may_widen(self) -> bool:

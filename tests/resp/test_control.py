@@ -25,7 +25,7 @@ from lmcache_redis.resp.control import (
     walk_keys,
 )
 from lmcache_redis.resp.net.connection import Pipeline
-from lmcache_redis.resp.net.wire import ASKING_COMMAND, ErrorReply, Reply, keys_commands
+from lmcache_redis.resp.net.wire import ErrorReply, Reply, keys_commands
 from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
@@ -247,16 +247,13 @@ def test_each_key_is_asked_about_by_itself() -> None:
     asked = keys(3)
     moved = ErrorReply("MOVED", "MOVED 1 127.0.0.1:7")
     wrong = ErrorReply("WRONGTYPE", "WRONGTYPE of a string")
-    plain = play(ask_each(pack, parse_count, asked, asking=False, step_keys=2), [1, wrong], [0])
+    plain = play(ask_each(pack, parse_count, asked, step_keys=2), [1, wrong], [0])
     assert plain == ([pack(asked[:2]), pack(asked[2:])], [1, None, 0])
-    sent, result = play(ask_each(pack, parse_count, asked[:2], asking=True), [b"OK", 1, b"OK", 0])
-    assert sent == [b"".join(ASKING_COMMAND + pack([key]) for key in asked[:2])]
-    assert result == [1, 0]
-    _, (redirect,) = play(ask_each(pack, parse_count, asked[:1], asking=False), [moved])
+    _, (redirect,) = play(ask_each(pack, parse_count, asked[:1]), [moved])
     assert isinstance(redirect, RedisRedirect)
     for reply in (b"1", None, -1, 2, [1]):
         with pytest.raises(RedisProtocolError, match="0 or 1"):
-            play(ask_each(pack, parse_count, asked[:1], asking=False), [reply])
+            play(ask_each(pack, parse_count, asked[:1]), [reply])
 
 
 def test_a_header_is_read_to_its_last_byte() -> None:

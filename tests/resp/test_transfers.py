@@ -83,7 +83,7 @@ class Queued:
         self.indexes: list[int] = []
 
     def put_writes(self, tasks: Any, urgent: bool = False) -> None:
-        self.indexes += [index for _, index, _ in tasks]
+        self.indexes += [index for _, index in tasks]
 
 
 def new_write(stripes: int, number: int = 1) -> Write:
@@ -131,7 +131,7 @@ def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
     """Whatever the number of chunks."""
     writer = Harness().writer
     half = [new_write(2, number) for number in range(100)]
-    tasks = [((job, 1, None), b"") for job in half]
+    tasks = [((job, 1), b"") for job in half]
     assert writer._may_widen
     for task in tasks:
         writer._succeeded([task])
