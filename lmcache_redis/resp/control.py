@@ -292,12 +292,7 @@ class Controller(Worker):
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
                 connection = self._connection
-                if (
-                    connection is not None
-                    and self._ahead is None
-                    and not len(self.queue)
-                    and not self._server.write_state.is_outdated(connection.opened_at)
-                ):
+                if connection is not None and self._ahead is None and not len(self.queue):
                     question.send_ahead(connection)
                     self._ahead = question
             finally:
@@ -322,9 +317,6 @@ class Controller(Worker):
     def _take_turn(self, connection: Connection) -> None:
         """A step of the question whose replies come first, else of the next one."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None and self._server.write_state.is_outdated(connection.opened_at):
-            connection.close()
-            return
         questions = self.queue.take_some(1) if ahead is None else [ahead]
         if begun := self._jobs.begin_all([(each,) for each in questions]):
             self._take_step(connection, *begun[0])

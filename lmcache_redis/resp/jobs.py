@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
@@ -128,13 +128,14 @@ class Jobs:
     network. It also runs actions that must not run on the caller's thread.
 
     started, closing, closed: the plane's life cycle. counts: of transfers that were answered, by
-    outcome. moved_bytes: the payload of the chunks among them that were LOADED, and STORED.
+    outcome, and what `count` counts. moved_bytes: the payload of the chunks among them that were
+    LOADED, and STORED.
     """
 
     def __init__(self) -> None:
         self.started = self.closing = self.closed = False
         self.lock = threading.Lock()
-        self.counts: dict[enum.Enum, int] = dict.fromkeys((*ReadOutcome, *WriteOutcome), 0)
+        self.counts: Counter[enum.Enum | str] = Counter()
         self.moved_bytes: dict[enum.Enum, int] = {ReadOutcome.LOADED: 0, WriteOutcome.STORED: 0}
         # The transfers among them, by chunk.
         self.transfers: dict[Any, Job[Any]] = {}
@@ -149,6 +150,10 @@ class Jobs:
         """Raises RuntimeError unless the plane runs."""
         if not self.started or self.closed:
             raise RuntimeError("the Redis plane is not running")
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self.lock:
+            self.counts[what] += number
 
     def enter(self, jobs: Collection[JobT], chunks: Iterable[ChunkIO] = ()) -> Sequence[JobT]:
         """Register jobs: they will be answered. Returns those to queue, whose servers are up.

@@ -85,15 +85,14 @@ class Lane:
 class Lanes:
     """The lanes of a thread, `most` at most.
 
-    busy: in the order of the requests. is_sending: the last of these was sent in part. since: when
-    the first was opened. widen_at: when more may be.
+    busy: in the order of the requests. is_sending: the last of these was sent in part. widen_at:
+    when more may be opened.
     """
 
     most: int
     idle: list[Lane] = field(default_factory=list)
     busy: deque[Lane] = field(default_factory=deque)
     is_sending: bool = False
-    since: float = 0.0
     widen_at: float = 0.0
 
     def __len__(self) -> int:
@@ -150,7 +149,7 @@ class BulkWorker(Worker):
     @property
     def _may_send(self) -> bool:
         """False: what is in flight ends, then all connections are replaced."""
-        return not self._server.write_state.is_outdated(self._lanes.since)
+        return True
 
     @property
     def _may_widen(self) -> bool:
@@ -162,7 +161,7 @@ class BulkWorker(Worker):
     def serve(self, connection: Connection) -> bool:
         is_native = native.moves is not None and connection.plain_fileno >= 0
         self._mover = NativeMover() if is_native else PythonMover()
-        self._lanes = Lanes(self._lanes.most, since=connection.opened_at)
+        self._lanes = Lanes(self._lanes.most)
         self._add_lane(connection)
         try:
             while self._lanes.idle or self._lanes.busy:
@@ -308,7 +307,7 @@ class BulkWorker(Worker):
         deadline = min([lane.task[0].deadline for lane in lanes.busy], default=float("inf"))
         while len(lanes) < lanes.most and len(self._queue) > len(lanes.idle):
             try:
-                connection = self._open(deadline)
+                connection = self._server.open(self.name, deadline)
             except (RedisError, ConfigError) as error:
                 # The open connections show whether the server is up.
                 if isinstance(error, RedisError):
@@ -323,7 +322,8 @@ class BulkWorker(Worker):
         for lane in idle:
             lane.connection.check_idle()
         self._lanes.idle = [lane for lane in idle if lane.connection.is_open]
-        self.connections_lost += len(idle) - len(self._lanes.idle)
+        if dead := len(idle) - len(self._lanes.idle):
+            self._jobs.count("connections_lost", dead)
 
     def _close_all(self) -> None:
         lanes, self._lanes = self._lanes, Lanes(self._lanes.most)

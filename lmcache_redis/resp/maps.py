@@ -25,12 +25,10 @@ class ServerMap(NamedTuple):
     """The data servers, and in a cluster the slots of each.
 
     ranges: (first slot, last slot, number of the server); None: the one server has every key.
-    unplaced: (first slot, last slot) of those whose server the cluster does not name.
     """
 
     servers: tuple[Endpoint, ...]
     ranges: tuple[tuple[int, int, int], ...] | None = None
-    unplaced: tuple[tuple[int, int], ...] = ()
 
 
 class ServerFinder:
@@ -140,20 +138,17 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
     """
     numbers: dict[tuple[str, int], int] = {}
     ranges: list[tuple[int, int, int]] = []
-    unplaced: list[tuple[int, int]] = []
     for first, last, master, *_ in rows:
         if not 0 <= first <= last < SLOTS:
             raise ValueError
         host, port = _text(master[0] or b"") or asked.host, int(master[1])
-        if host == "?" or not 0 < port < 1 << 16:
-            unplaced.append((first, last))
-        else:
+        if host != "?" and 0 < port < 1 << 16:
             ranges.append((first, last, numbers.setdefault((host, port), len(numbers))))
     if not ranges:
-        missing = "does not name its servers (?)" if unplaced else "has no slots assigned yet"
+        missing = "does not name its servers (?)" if rows else "has no slots assigned yet"
         raise RedisUnavailable(f"the cluster at {asked.where} {missing}")
     servers = tuple(deployment.at(host, port) for host, port in numbers)
-    return ServerMap(servers, tuple(ranges), tuple(unplaced))
+    return ServerMap(servers, tuple(ranges))
 
 
 def _text(value: bytes) -> str:

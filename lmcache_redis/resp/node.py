@@ -30,16 +30,11 @@ from typing import Any, Generic, TypeVar
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import (
     ConfigError,
-    RedisClusterDown,
     RedisError,
-    RedisFull,
-    RedisReadOnly,
-    RedisRedirect,
     RedisUnavailable,
-    RedisWriteRefused,
 )
 from lmcache_redis.resp.control import Controller
-from lmcache_redis.resp.health import DataServer, ErrorNotes, Worker
+from lmcache_redis.resp.health import DataServer, RepeatedLines, Worker
 from lmcache_redis.resp.jobs import (
     Jobs,
     LoopThread,
@@ -54,7 +49,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import RemovalListener, Removals
 from lmcache_redis.resp.transfers import Reader, Writer
-from lmcache_redis.tiers import PlaneState, WriteOutcome
+from lmcache_redis.tiers import PlaneState
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +118,7 @@ class DataNode(DataServer):
 
     def __init__(self, endpoint: Endpoint, nodes: DataNodes) -> None:
         options = nodes.options
-        super().__init__(endpoint, options, nodes.jobs)
-        self._nodes = nodes
+        super().__init__(endpoint, options, nodes.jobs, nodes.look_up)
         self.reads: TaskQueue[StripeTask] = TaskQueue()
         self.control = Controller(self)
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
@@ -145,40 +139,9 @@ class DataNode(DataServer):
                 urgent,
             )
 
-    def refuses_writes(self, error: RedisError) -> WriteOutcome:
-        self.health.note(error)
-        refusal = WriteOutcome.REJECTED
-        if isinstance(error, RedisFull):
-            refusal = WriteOutcome.FULL
-        elif isinstance(error, RedisRedirect):
-            self.map_is_old()
-            return WriteOutcome.UNAVAILABLE
-        elif isinstance(error, RedisClusterDown):
-            refusal = WriteOutcome.UNAVAILABLE
-            self.map_is_old()
-        elif not isinstance(error, RedisWriteRefused):
-            # About this write alone, as far as one can tell.
-            return refusal
-        self.write_state.pause(refusal)
-        if isinstance(error, RedisReadOnly):
-            self.map_is_old()
-            if self._nodes.deployment.topology is Topology.STANDALONE:
-                # Its name, or what is between, may lead to another server by now.
-                self.write_state.renew_connections()
-        return refusal
-
-    def map_is_old(self) -> None:
-        self._nodes.watcher.hint()
-
     @property
     def is_up(self) -> bool:
         return self.health.is_up
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Since the start: connections made, connections lost, errors."""
-        lost = sum(worker.connections_lost for worker in self._workers)
-        return self.connector.connects, lost, self.health.notes.count
 
     @property
     def _threads(self) -> list[LoopThread]:
@@ -228,10 +191,11 @@ class DataNodes:
         self.routes: Routes[DataNode] = Routes(ServerMap(()), {})
         self._lock = threading.RLock()
         self._nodes: dict[Endpoint, DataNode] = {}
-        self._retired_counts = (0, 0, 0)
         self._closing = False
         self.removals = Removals(options.key_prefix)
         self.watcher = MapWatcher(self)
+        is_alone = deployment.topology is Topology.STANDALONE
+        self.look_up = None if is_alone else self.watcher.hint
 
     def start(self) -> None:
         """Raises RuntimeError if the process may not have the threads."""
@@ -268,32 +232,14 @@ class DataNodes:
         if not nodes:
             return self.watcher.state
         states = [node.health.state for node in nodes]
-        unplaced = self.routes.map.unplaced
-        if len(states) == 1 and not unplaced:
+        if len(states) == 1:
             return states[0]
         down = [state for state in states if not state.up]
         reason = next((state.reason for state in down or states if state.reason), "")
         if down:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
-        if unplaced:
-            where = ", ".join(f"{first}-{last}" for first, last in unplaced[:4])
-            more = " ..." if len(unplaced) > 4 else ""
-            reason = f"the cluster does not name the servers of slots {where}{more}. {reason}"
         probed, since = [state.probed for state in states], [state.since for state in states]
         return PlaneState(len(down) < len(states), all(probed), reason, max(since))
-
-    @property
-    def open_streams(self) -> int:
-        with self._lock:
-            return sum(node.connector.open_streams for node in self._nodes.values())
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The sums of the nodes' counts, retired nodes included."""
-        with self._lock:
-            counts = [self._retired_counts, *[node.counts for node in self._nodes.values()]]
-        connects, lost, errors = map(sum, zip(*counts, strict=True))
-        return connects, lost, errors
 
     def servers(self, up: bool = False) -> list[Endpoint]:
         """The servers of the map; up: only those that are up."""
@@ -340,9 +286,6 @@ class DataNodes:
             logger.warning("%d threads of a retired server did not end", left)
         with self._lock:
             del self._nodes[node.connector.endpoint]
-            connects, lost, errors = self._retired_counts
-            more = node.counts
-            self._retired_counts = connects + more[0], lost + more[1], errors + more[2]
 
 
 class MapWatcher:
@@ -357,7 +300,7 @@ class MapWatcher:
         self._nodes = nodes
         self._finder = ServerFinder(nodes.deployment, nodes.options.connect_timeout_s)
         self._quiet = 0  # look-ups that changed nothing, in a row
-        self._notes = ErrorNotes()
+        self._lines = RepeatedLines()
         # While there is no server.
         reason = "the servers have not been looked up yet"
         self.state = PlaneState(False, False, reason, time.monotonic())
@@ -382,7 +325,7 @@ class MapWatcher:
         except (RedisError, ConfigError) as error:
             if not self._nodes.routes.nodes:
                 self.state = replace(self.state, reason=str(error))
-            if self._notes.is_new(str(error)):
+            if self._lines.is_new(str(error)):
                 where = self._nodes.deployment.where
                 logger.warning("%s: the servers cannot be looked up: %s", where, error)
         finally:

@@ -165,24 +165,19 @@ class RedisPlane:
         """The servers, for messages: their addresses, without credentials."""
         return self.deployment.where
 
-    @property
-    def open_streams(self) -> int:
-        return self._nodes.open_streams
-
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
         jobs = self._jobs
         with jobs.lock:
-            connects, connections_lost, errors = self._nodes.counts
             transfers = list(jobs.transfers.values())
             return PlaneStats(
                 bytes_in=jobs.moved_bytes[ReadOutcome.LOADED],
                 bytes_out=jobs.moved_bytes[WriteOutcome.STORED],
                 reads={outcome: jobs.counts[outcome] for outcome in ReadOutcome},
                 writes={outcome: jobs.counts[outcome] for outcome in WriteOutcome},
-                connects=connects,
-                connections_lost=connections_lost,
-                errors=errors,
+                connects=jobs.counts["connects"],
+                connections_lost=jobs.counts["connections_lost"],
+                errors=jobs.counts["errors"],
                 queued_reads=sum(isinstance(job, Read) for job in transfers),
                 queued_writes=sum(isinstance(job, Write) for job in transfers),
             )

@@ -140,7 +140,7 @@ class RemovalListener:
         if self._has_ended or not self._server.health.wait_up():
             return False
         try:
-            with closing(self._server.connector.open("lmcache-redis:removals")) as connection:
+            with closing(self._server.open("removals")) as connection:
                 why, pause_s = self._why_silent(connection), _ASK_AGAIN_S
                 if not why:
                     self._listen(connection)

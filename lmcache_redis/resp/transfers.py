@@ -161,7 +161,7 @@ class Reader(BulkWorker):
         job, index = task
         options = self._server.options
         # A server that takes no writes takes no GETEX either.
-        refreshes = options.ttl_refresh and self._server.write_state.refusal is None
+        refreshes = options.ttl_refresh and self._server.refusal is None
         chunk: ChunkIO = job.chunk
         payload = chunk.slots[index]
         header = chunk.frame.bare_header(index, is_sealed=self._seal_keys is not None)
@@ -318,10 +318,10 @@ class Writer(BulkWorker):
 
     @property
     def _may_send(self) -> bool:
-        return self._loss is None and super()._may_send
+        return self._loss is None
 
     def _begin_next(self) -> list[StripeTask]:
-        refusal = self._server.write_state.refusal
+        refusal = self._server.refusal
         while refusal is not None and (tasks := self._queue.take_some(MOST_TASKS)):
             self._jobs.stop([task[0] for task in tasks], refusal)
         return super()._begin_next()

@@ -22,7 +22,7 @@ from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import parse_deployment
 from tests.resp.certificates import Authority
-from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer, free_port
 
@@ -37,7 +37,7 @@ def check(connector: Connector) -> None:
     """Connect, PING, close."""
     with contextlib.closing(connector.open("lmcache-redis:test")) as connection:
         connection.ping(time.monotonic() + 5.0)
-    assert connector.open_streams == 0
+    assert open_streams(connector) == 0
 
 
 # ----------------------------------------------------------- good servers
@@ -88,7 +88,7 @@ def refused(connector: Connector) -> RedisError:
     with pytest.raises(RedisError) as caught:
         connector.open("x")
     assert caught.value.__cause__ is None
-    assert connector.open_streams == 0
+    assert open_streams(connector) == 0
     return caught.value
 
 

@@ -24,6 +24,7 @@ from tests.resp.helpers import (
     Chunk,
     chunk_key,
     exists,
+    open_streams,
     our_connections,
     plane_threads,
     read,
@@ -258,7 +259,7 @@ def test_no_thread_of_a_plane_ends_by_an_exception(
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     with shard() as server, running(cluster_url(server)) as plane:
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         assert failed == {
             "lmcr-topology",
             "lmcr-health",

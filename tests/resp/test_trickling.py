@@ -36,6 +36,7 @@ from tests.resp.helpers import (
     find_servers,
     finish,
     first_key,
+    open_streams,
     plane_threads,
     read,
     remove,
@@ -231,7 +232,7 @@ def test_a_greeting_that_trickles(name: bytes) -> None:
         connector = connecting(server)
         with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
             connector.open("x")
-        assert connector.open_streams == 0
+        assert open_streams(connector) == 0
 
 
 def test_a_tls_handshake_that_trickles() -> None:
@@ -355,7 +356,7 @@ def test_every_call_of_a_plane_is_answered(
         running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
     ):
         for _ in range(2):
-            wait_until(lambda: plane.state.up and plane.open_streams == 4)
+            wait_until(lambda: plane.state.up and open_streams(plane) == 4)
             lost = plane.stats().connections_lost
             with over_in_time():
                 _check_call(plane, name, caplog)

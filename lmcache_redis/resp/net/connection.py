@@ -296,19 +296,12 @@ class Connector:
 
     def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
         self.endpoint = endpoint
-        self.connects = 0
         self._connect_timeout_s = connect_timeout_s
         self._op_timeout_s = op_timeout_s
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._look_up: concurrent.futures.Future[list[Address]] | None = None
         self._aborted = False
-
-    @property
-    def open_streams(self) -> int:
-        """Connections that were greeted and not closed."""
-        with self._lock:
-            return sum(each.opened_at > 0 for each in self._connections)
 
     def open(self, client_name: str, deadline: float = math.inf) -> Connection:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
@@ -333,9 +326,7 @@ class Connector:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
-        with self._lock:
-            # If it was aborted in the meantime, it fails at its first use.
-            self.connects += 1
+        # If it was aborted in the meantime, it fails at its first use.
         return connection
 
     def _forget(self, connection: Connection) -> None:
@@ -348,6 +339,11 @@ class Connector:
             self._aborted = True
             if self._look_up is not None:
                 self._look_up.cancel()
+        self.drop()
+
+    def drop(self) -> None:
+        """Fail the connections that there are."""
+        with self._lock:
             for connection in self._connections:
                 connection.abort()
 
