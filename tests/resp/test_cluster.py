@@ -98,7 +98,7 @@ def test_a_chunk_that_lost_a_stripe(cluster: Cluster) -> None:
             assert sum(keys_on(cluster.nodes)) == chunk.stripe_count - 1
 
 
-def test_what_slots_have_that_move_is_missed_until_they_have_moved(own_cluster: Cluster) -> None:
+def test_what_moving_slots_have_is_missed_until_they_moved(own_cluster: Cluster) -> None:
     chunk = Chunk(1, BIG, SLOT, seed=1)
     first = chunk.stripe_keys()[0]
     source, slot = own_cluster.node_of(first), slot_of(first)
