@@ -75,14 +75,14 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
     return len(keys)
 
 
-def find_present(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[list[int]]:
-    """For each key, with `suffix` at its end, 1 if it exists, else 0."""
-    pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
+def find_present(keys: Sequence[bytes]) -> Steps[list[int]]:
+    """For each key, 1 if it exists, else 0."""
+    pipeline = yield _in_groups(keys, GROUP_KEYS)
     groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
     counts = _counts(without_errors(pipeline.receive_all()), keys, 0, GROUP_KEYS)
     found = list(zip(groups, counts, strict=True))
     unclear = [key for group, count in found if 0 < count < len(group) for key in group]
-    looked_up = iter(_one_by_one(pipeline, unclear, suffix))
+    looked_up = iter(_one_by_one(pipeline, unclear))
     present: list[int] = []
     for group, count in found:
         size = len(group)
@@ -90,7 +90,7 @@ def find_present(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[list[int]]
     return present
 
 
-def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes) -> list[int]:
+def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes = b"") -> list[int]:
     """Ask about each key by itself, after what is outstanding: 1 if it exists, else 0."""
     earlier = pipeline.outstanding
     pipeline.send(*_in_groups(keys, 1, suffix))
@@ -98,7 +98,7 @@ def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes) -> lis
     return list(_counts(replies[earlier:], keys, 0, 1))
 
 
-def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes) -> Request:
+def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes = b"") -> Request:
     """The commands, packed on demand, and their number."""
     first = group_keys * _FIRST_GROUPS
     step = group_keys * _WRITE_GROUPS

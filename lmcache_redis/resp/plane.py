@@ -71,12 +71,8 @@ logger = logging.getLogger(__name__)
 # Enqueued together: a thread works on these while the next are prepared.
 _BATCH_STRIPES = 32
 _FIRST_STRIPE = stripe_key(b"", 0)
-# Of a cluster, keys in the first round of a question, and in any.
-_FIRST_ROUND_KEYS = 256
-_MOST_ROUND_KEYS = 16384
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS"), parse_count)
-_FIND_PRESENT = partial(find_present, suffix=_FIRST_STRIPE)
 _UNLINKS = partial(ask_each, partial(keys_commands, b"UNLINK"), parse_count, step_keys=STEP_KEYS)
 _HEADERS = partial(ask_each, header_commands, parse_header)
 # A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
@@ -241,8 +237,7 @@ class RedisPlane:
             done(ScanResult(outcome, [*counts, 0].index(0)))
 
         if self._nodes.routes.is_cluster:
-            ask = partial(self._ask, _EXISTS, deadline, 0)
-            ask_in_rounds(ask, keys, counted, _FIRST_STRIPE, only_prefix=True)
+            self._ask(_EXISTS, deadline, 0, [key + _FIRST_STRIPE for key in keys], counted)
         else:
             self._ask_nodes(
                 {self._nodes.routes.node_of(b""): partial(count_prefix, keys, _FIRST_STRIPE)},
@@ -258,10 +253,8 @@ class RedisPlane:
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        if self._nodes.routes.is_cluster:
-            ask_in_rounds(partial(self._ask, _EXISTS, deadline, 0), keys, answer, _FIRST_STRIPE)
-        else:
-            self._ask(_FIND_PRESENT, deadline, 0, keys, answer)
+        steps = _EXISTS if self._nodes.routes.is_cluster else find_present
+        self._ask(steps, deadline, 0, [key + _FIRST_STRIPE for key in keys], answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
@@ -282,7 +275,7 @@ class RedisPlane:
         if self.options.ttl_refresh:
             pack = partial(expire_commands, self.options.ttl_s)
         steps = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
-        ask_in_rounds(partial(self._ask, steps, deadline, 0, is_urgent=False), keys, counted)
+        self._ask(steps, deadline, 0, keys, counted, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -487,44 +480,6 @@ def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
             batch, stripes = [], 0
     if batch:
         yield batch
-
-
-def ask_in_rounds(
-    ask: Callable[[Sequence[bytes], Callable[[CallOutcome, Sequence[int]], None]], None],
-    keys: Sequence[bytes],
-    done: Callable[[CallOutcome, Sequence[int]], None],
-    suffix: bytes = b"",
-    only_prefix: bool = False,
-) -> None:
-    """Ask for some keys after the other: routing all at once would hold up the caller.
-
-    Each round is four times as large as the last, up to a limit. suffix: at the end of each key.
-    done: called with a count for each key; 0 for keys after the first gap with `only_prefix`, and
-    for those of which no server said anything.
-    """
-    counts: list[int] = []
-    round_keys = _FIRST_ROUND_KEYS
-
-    def ask_next() -> None:
-        start = len(counts)
-        some = keys[start : start + round_keys]
-        ask([key + suffix for key in some] if suffix else some, answered)
-
-    def answered(outcome: CallOutcome, more: Sequence[int]) -> None:
-        nonlocal round_keys
-        has_answer = len(counts) > 0
-        counts.extend(more)
-        left = len(keys) - len(counts)
-        if outcome is CallOutcome.DONE and left and not (only_prefix and 0 in more):
-            round_keys = min(4 * round_keys, _MOST_ROUND_KEYS)
-            ask_next()
-            return
-        if has_answer and outcome is not CallOutcome.CANCELLED:
-            # What is known stands.
-            outcome = CallOutcome.DONE
-        done(outcome, counts + [0] * left)
-
-    ask_next()
 
 
 def _frame(header: StripeHeader | None) -> ChunkFrame | None:
