@@ -47,7 +47,7 @@ from lmcache_redis.resp.jobs import (
 from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
-from lmcache_redis.resp.removals import RemovalListener, Removals
+from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.transfers import Reader, Writer
 from lmcache_redis.tiers import PlaneState
 
@@ -129,7 +129,6 @@ class DataNode(DataServer):
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
-        self._removals = RemovalListener(self, nodes.removals)
 
     def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
@@ -146,7 +145,7 @@ class DataNode(DataServer):
     @property
     def _threads(self) -> list[LoopThread]:
         workers = [worker.thread for worker in self._workers]
-        return [self.health.thread, *workers, self._removals.thread]
+        return [self.health.thread, *workers]
 
     def start(self) -> None:
         """Start all threads or none. Raises RuntimeError if the process may not have them."""
@@ -164,7 +163,6 @@ class DataNode(DataServer):
         for queue in queues:
             queue.close()
         self.health.close()
-        self._removals.close()
         self.connector.abort()
 
     def join(self) -> int:
@@ -192,7 +190,7 @@ class DataNodes:
         self._lock = threading.RLock()
         self._nodes: dict[Endpoint, DataNode] = {}
         self._closing = False
-        self.removals = Removals(options.key_prefix)
+        self.removals = Removals(options.key_prefix, lambda: self.routes.nodes)
         self.watcher = MapWatcher(self)
         is_alone = deployment.topology is Topology.STANDALONE
         self.look_up = None if is_alone else self.watcher.hint
@@ -211,11 +209,13 @@ class DataNodes:
             self._closing = True
             nodes = list(self._nodes.values())
         self.watcher.close()
+        self.removals.close()
         for node in nodes:
             node.stop()
         left = sum(node.join() for node in nodes)
         # A look-up in flight ends by its time-out.
-        return left + (not self.watcher.thread.ends_within(timeout_s))
+        threads = (self.watcher.thread, self.removals.thread)
+        return left + [thread.ends_within(timeout_s) for thread in threads].count(False)
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
