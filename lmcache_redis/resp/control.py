@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -196,14 +196,23 @@ def parse_count(reply: Reply) -> int:
     raise RedisProtocolError("expected 0 or 1 from a command with one key")
 
 
-def parse_header(reply: Reply) -> StripeHeader | None:
-    """The header in the reply to a GETRANGE; None if it is no header."""
+def parse_frame(reply: Reply) -> ChunkFrame | None:
+    """The chunk whose stripe 0 has the header in the reply to a GETRANGE."""
     if not isinstance(reply, bytes):
         raise RedisProtocolError("malformed reply to GETRANGE: expected a string")
     try:
-        return describe_header(reply)
+        header = describe_header(reply)
     except FormatError:
         return None
+    if header.stripe_index != 0:
+        return None
+    return ChunkFrame(
+        header.fingerprint,
+        header.chunk_hash,
+        header.chunk_bytes,
+        header.payload_bytes,  # no stripe is larger than stripe 0
+        header.metadata.serialize(),
+    )
 
 
 def header_commands(keys: Sequence[bytes]) -> bytes:

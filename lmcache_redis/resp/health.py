@@ -121,11 +121,6 @@ class Health:
             self._changed.wait_for(lambda: self._state.up or self._closing)
             return not self._closing
 
-    def wait_probed(self, timeout_s: float) -> None:
-        """Wait for the end of the first probe, at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._state.probed or self._closing, timeout_s)
-
     def suspect(self, error: RedisError) -> None:
         """An operation timed out: the server may only be slow. Have the prober probe."""
         with self._changed:

@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 # More nodes than this are not recommended in a cluster; each costs threads and connections.
 _MOST_SERVERS = 1000
+# How often a server's first probe is waited for.
+_LOOK_EVERY_S = 0.002
 # A cluster announces changes of its map by redirections; Sentinel does not.
 _REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
 # Hints come in bursts: a resharding redirects every key of a slot.
@@ -199,7 +201,6 @@ class DataNodes:
         """Raises RuntimeError if the process may not have the threads."""
         if self.deployment.topology is Topology.STANDALONE:
             self.adopt(ServerMap((self.deployment.server,)))
-            self.watcher.mapped.set()
         else:
             self.watcher.thread.start()
 
@@ -220,9 +221,8 @@ class DataNodes:
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
         deadline = time.monotonic() + timeout_s
-        self.watcher.mapped.wait(timeout_s)
-        for node in self.routes.nodes:
-            node.health.wait_probed(max(0.0, deadline - time.monotonic()))
+        while not self.state.probed and time.monotonic() < deadline and not self._closing:
+            time.sleep(_LOOK_EVERY_S)
         return self.state
 
     @property
@@ -289,13 +289,9 @@ class DataNodes:
 
 
 class MapWatcher:
-    """A thread that looks the servers up. mapped: the first look-up has ended.
-
-    Pauses have jitter, and grow while nothing changes.
-    """
+    """A thread that looks the servers up. Pauses have jitter, and grow while nothing changes."""
 
     def __init__(self, nodes: DataNodes) -> None:
-        self.mapped = threading.Event()
         self.thread = LoopThread("lmcr-topology", self._step)
         self._nodes = nodes
         self._finder = ServerFinder(nodes.deployment, nodes.options.connect_timeout_s)
@@ -330,7 +326,6 @@ class MapWatcher:
                 logger.warning("%s: the servers cannot be looked up: %s", where, error)
         finally:
             self.state = replace(self.state, probed=True)
-            self.mapped.set()
         self._pause()
         return True
 

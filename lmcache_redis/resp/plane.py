@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis import native
-from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame, StripeHeader
+from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisRedirect
@@ -40,7 +40,7 @@ from lmcache_redis.resp.control import (
     find_present,
     header_commands,
     parse_count,
-    parse_header,
+    parse_frame,
     walk_keys,
 )
 from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, StripeTask
@@ -74,7 +74,7 @@ _FIRST_STRIPE = stripe_key(b"", 0)
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS"), parse_count)
 _UNLINKS = partial(ask_each, partial(keys_commands, b"UNLINK"), parse_count, step_keys=STEP_KEYS)
-_HEADERS = partial(ask_each, header_commands, parse_header)
+_FRAMES = partial(ask_each, header_commands, parse_frame)
 # A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
 _FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
 
@@ -280,11 +280,10 @@ class RedisPlane:
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
 
-        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
-            is_done = outcome is CallOutcome.DONE
-            done(FramesResult(outcome, [_frame(header) for header in headers] if is_done else ()))
+        def answer(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
+            done(FramesResult(outcome, frames if outcome is CallOutcome.DONE else ()))
 
-        self._ask(_HEADERS, deadline, None, [key + _FIRST_STRIPE for key in keys], answer)
+        self._ask(_FRAMES, deadline, None, [key + _FIRST_STRIPE for key in keys], answer)
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """As `list_keys`, and blocks."""
@@ -325,18 +324,18 @@ class RedisPlane:
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
 
-        def found(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
+        def found(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
             if outcome is not CallOutcome.DONE:
                 done(RemoveResult(outcome))
                 return
-            count = headers[0].stripe_count if headers[0] is not None else 1
+            count = frames[0].stripe_count if frames[0] is not None else 1
             stripes = [stripe_key(key, index) for index in range(count)]
             self._ask(_UNLINKS, deadline, 0, stripes, unlinked, is_urgent=False)
 
         def unlinked(outcome: CallOutcome, removed: Sequence[int]) -> None:
             done(RemoveResult(outcome, sum(removed)))
 
-        self._ask(_HEADERS, deadline, None, (key + _FIRST_STRIPE,), found)
+        self._ask(_FRAMES, deadline, None, (key + _FIRST_STRIPE,), found)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -480,19 +479,6 @@ def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
             batch, stripes = [], 0
     if batch:
         yield batch
-
-
-def _frame(header: StripeHeader | None) -> ChunkFrame | None:
-    """The chunk whose stripe 0 has this header."""
-    if header is None or header.stripe_index != 0:
-        return None
-    return ChunkFrame(
-        header.fingerprint,
-        header.chunk_hash,
-        header.chunk_bytes,
-        header.payload_bytes,  # no stripe is larger than stripe 0
-        header.metadata.serialize(),
-    )
 
 
 def _of_any(outcomes: Sequence[CallOutcome]) -> CallOutcome:

@@ -21,7 +21,7 @@ from lmcache_redis.resp.control import (
     find_present,
     header_commands,
     parse_count,
-    parse_header,
+    parse_frame,
     walk_keys,
 )
 from lmcache_redis.resp.net.connection import Pipeline
@@ -260,9 +260,9 @@ def test_each_key_is_asked_about_by_itself() -> None:
 def test_a_header_is_read_to_its_last_byte() -> None:
     *_, start, _, end = header_commands([b"key"]).split(b"\r\n")[:-1]
     assert (int(start), int(end)) == (0, HEADER_BYTES - 1)
-    assert parse_header(b"no header") is None
+    assert parse_frame(b"no header") is None
     with pytest.raises(RedisProtocolError, match="GETRANGE"):
-        parse_header(None)
+        parse_frame(None)
 
 
 # ------------------------------------------------------------ the connection

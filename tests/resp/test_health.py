@@ -221,7 +221,6 @@ def test_a_server_is_up_once_a_probe_was_answered(
     probed: LyingServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     prober = Prober(probed)
-    prober.health.wait_probed(0.01)
     assert (prober.health.is_up, prober.health.state.probed) == (False, False)
     assert prober.health.state.reason == "Redis has not been asked yet"
     for number in range(1, 4):
@@ -229,7 +228,6 @@ def test_a_server_is_up_once_a_probe_was_answered(
         assert prober.health.is_up
         assert prober.health.wait_up()
         assert (pings(probed), prober.connects) == (number, 1)
-    prober.health.wait_probed(60)
     assert caplog.text.count("connected to Redis at") == 1
     prober.connector.drop()
     assert prober.step()
@@ -243,19 +241,17 @@ def test_a_server_is_up_once_a_probe_was_answered(
 def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
     prober = Prober(probed)
     woken: list[tuple[bool, bool]] = []
-    wait = [
-        lambda: woken.append((prober.health.wait_up(), prober.health.is_up)),
-        lambda: woken.append((prober.health.wait_probed(60) is None, prober.health.is_up)),
-    ]
-    threads = [threading.Thread(target=each) for each in wait]
-    for thread in threads:
-        thread.start()
+
+    def wait() -> None:
+        woken.append((prober.health.wait_up(), prober.health.is_up))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
     time.sleep(0.05)
     assert woken == []
     prober.step()
-    for thread in threads:
-        thread.join(10)
-    assert woken == [(True, True)] * 2
+    thread.join(10)
+    assert woken == [(True, True)]
     close(prober)
 
 

@@ -2,8 +2,8 @@
 
 Name look-up, connect and TLS handshake have the connect time-out together, however many addresses a
 name has. The greeting has the op time-out, however slowly its replies arrive. A caller's deadline
-shortens both. A name look-up cannot be interrupted: it has a thread of its own, which concurrent
-callers share, and no call waits for it beyond its deadline.
+shortens both. A name look-up cannot be interrupted: it has a thread of its own, and no call waits
+for it beyond its deadline.
 
 A connection closes itself after a time-out, a loss or a malformed reply: the next bytes on the
 socket would be unknown. An error reply leaves it in step and open.
@@ -300,7 +300,6 @@ class Connector:
         self._op_timeout_s = op_timeout_s
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
-        self._look_up: concurrent.futures.Future[list[Address]] | None = None
         self._aborted = False
 
     def open(self, client_name: str, deadline: float = math.inf) -> Connection:
@@ -337,8 +336,6 @@ class Connector:
         """Fail every connection, and every attempt to open one, from now on."""
         with self._lock:
             self._aborted = True
-            if self._look_up is not None:
-                self._look_up.cancel()
         self.drop()
 
     def drop(self) -> None:
@@ -396,34 +393,23 @@ class Connector:
             return [(socket.AF_UNIX, self.endpoint.path)]
         with contextlib.suppress(socket.gaierror):
             return self._resolve(socket.AI_NUMERICHOST)
-        with self._lock:
-            self._check_wanted()
-            look_up = self._look_up
-            if look_up is None or look_up.done():
-                look_up = concurrent.futures.Future()
-                thread = threading.Thread(
-                    target=self._look_up_name, args=(look_up,), name="redis-name", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    where = self.endpoint.where
-                    raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
-                self._look_up = look_up
+        found: concurrent.futures.Future[list[Address]] = concurrent.futures.Future()
+
+        def look_up() -> None:
+            try:
+                found.set_result(self._resolve(0))
+            except (OSError, UnicodeError) as error:
+                found.set_exception(error)
+
         try:
-            return list(look_up.result(max(0.0, deadline - time.monotonic())))
-        except concurrent.futures.CancelledError:
-            raise RedisUnavailable("the Redis plane is being closed") from None
+            threading.Thread(target=look_up, name="redis-name", daemon=True).start()
+        except RuntimeError as error:
+            where = self.endpoint.where
+            raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
+        try:
+            return found.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
             raise TimeoutError from None
-
-    def _look_up_name(self, look_up: concurrent.futures.Future[list[Address]]) -> None:
-        # Closing the plane cancels it.
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
-            try:
-                look_up.set_result(self._resolve(0))
-            except (OSError, UnicodeError) as error:
-                look_up.set_exception(error)
 
     def _resolve(self, flags: int) -> list[Address]:
         host, port = self.endpoint.host, self.endpoint.port
