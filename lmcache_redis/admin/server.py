@@ -27,7 +27,8 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 
 from lmcache_redis.admin.sentences import sentence_of
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport, auth_command
+from lmcache_redis.resp.net.connection import auth_command
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.tls import TlsParameters, tls_context
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology, parse_deployment
 

@@ -1,22 +1,42 @@
-"""Which servers there are, and which slots each has: asked of Sentinels or of a cluster."""
+"""Which servers there are, and which slots each has: asked of Sentinels or of a cluster.
+
+The map is looked up at the start, every few seconds, soon after a hint that it is outdated (a
+redirection, a server that went down, a master that is a replica), and more often while a server is
+down or none is known. A look-up that fails changes nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError, RedisUnavailable
+from lmcache_redis.resp.health import RepeatedLines
+from lmcache_redis.resp.jobs import LoopThread, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import NO_SENTINEL, Endpoint, is_no_sentinel
 from lmcache_redis.resp.net.wire import pack_command
 from lmcache_redis.resp.options import Deployment, Topology
+from lmcache_redis.tiers import PlaneState
+
+logger = logging.getLogger(__name__)
 
 SLOTS = 16384
 # No time-out: the deadline bounds a look-up.
 _FAR_S = 3600.0
+# More nodes than this are not recommended in a cluster; each costs threads and connections.
+_MOST_SERVERS = 1000
+# A cluster announces changes of its map by redirections; Sentinel does not.
+_REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
+# Hints come in bursts: a resharding redirects every key of a slot.
+_LEAST_PAUSE_S = 0.1
+# While a server is down, or hints come that lead to no other map.
+_LONGEST_PAUSE_S = 1.0
 # Connections to a Sentinel and the master, or to a node.
 _MOST_KEPT = 2
 
@@ -38,7 +58,7 @@ class ServerFinder:
     """
 
     def __init__(self, deployment: Deployment, timeout_s: float) -> None:
-        self._deployment = deployment
+        self.deployment = deployment
         self._timeout_s = timeout_s
         self._kept: dict[Endpoint, Connection] = {}
 
@@ -51,7 +71,7 @@ class ServerFinder:
         order, then the seeds, which may have left the cluster. closing: called before each server;
         True ends the look-up.
         """
-        deployment = self._deployment
+        deployment = self.deployment
         is_sentinel = deployment.topology is Topology.SENTINEL
         ask_one = self._master if is_sentinel else self._shards
         failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
@@ -73,7 +93,7 @@ class ServerFinder:
             self._drop(endpoint)
 
     def _in_order(self, known: Iterable[Endpoint]) -> Iterable[Endpoint]:
-        first, second = list(known), list(self._deployment.seeds)
+        first, second = list(known), list(self.deployment.seeds)
         random.shuffle(first)
         random.shuffle(second)
         return sorted(dict.fromkeys(first + second), key=lambda each: each not in self._kept)
@@ -97,7 +117,7 @@ class ServerFinder:
         return connection.call(pack_command(*words), 1, deadline)[0]
 
     def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:
-        service = self._deployment.service
+        service = self.deployment.service
         try:
             found = self._ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
         except RedisReplyError as error:
@@ -109,7 +129,7 @@ class ServerFinder:
                 f"Sentinel at {endpoint.where} watches no master named {service}: "
                 "correct the name in the Redis URL"
             )
-        master = self._deployment.at(_text(found[0]), int(found[1]))
+        master = self.deployment.at(_text(found[0]), int(found[1]))
         # Sentinel may be outdated: the server must agree. One that does not answer is the master.
         with contextlib.suppress(RedisError, ConfigError):
             role = self._ask(master, deadline, "ROLE")
@@ -127,7 +147,7 @@ class ServerFinder:
                     "redis+cluster://"
                 ) from None
             raise
-        return _read_slots(self._deployment, endpoint, rows)
+        return _read_slots(self.deployment, endpoint, rows)
 
 
 def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) -> ServerMap:
@@ -144,6 +164,9 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
         host, port = _text(master[0] or b"") or asked.host, int(master[1])
         if host != "?" and 0 < port < 1 << 16:
             ranges.append((first, last, numbers.setdefault((host, port), len(numbers))))
+    if len(numbers) > _MOST_SERVERS:
+        names = f"names {len(numbers)} servers, more than {_MOST_SERVERS}"
+        raise RedisUnavailable(f"the cluster at {asked.where} {names}")
     if not ranges:
         missing = "does not name its servers (?)" if rows else "has no slots assigned yet"
         raise RedisUnavailable(f"the cluster at {asked.where} {missing}")
@@ -153,3 +176,71 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
 
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "replace")
+
+
+class MapWatcher:
+    """A thread that looks the servers up. Pauses have jitter, and grow while nothing changes.
+
+    adopt: called with each map; whether it is another one. servers: returns those in use, and
+    whether each is up. state: while there are none.
+    """
+
+    def __init__(
+        self,
+        finder: ServerFinder,
+        adopt: Callable[[ServerMap], bool],
+        servers: Callable[[], Mapping[Endpoint, bool]],
+    ) -> None:
+        self.thread = LoopThread("lmcr-topology", self._step)
+        reason = "the servers have not been looked up yet"
+        self.state = PlaneState(False, False, reason, time.monotonic())
+        self._finder = finder
+        self._adopt = adopt
+        self._servers = servers
+        self._quiet = 0  # look-ups that changed nothing, in a row
+        self._lines = RepeatedLines()
+        self._hinted = threading.Event()
+        self._closing = threading.Event()
+
+    def hint(self) -> None:
+        """Have the servers looked up soon."""
+        self._hinted.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._hinted.set()
+
+    def _step(self) -> bool:
+        if self._closing.is_set():
+            self._finder.close()
+            return False
+        self._hinted.clear()
+        reason = self.state.reason
+        try:
+            up = [server for server, is_up in self._servers().items() if is_up]
+            found = self._finder.find(up, closing=self._closing.is_set)
+            if self._adopt(found):
+                self._quiet = 0
+            is_stale = "Sentinel names a server as master that is a replica"
+            reason = "" if found.servers else is_stale
+        except (RedisError, ConfigError) as error:
+            reason = str(error)
+            if self._lines.is_new(reason):
+                where = self._finder.deployment.where
+                logger.warning("%s: the servers cannot be looked up: %s", where, error)
+        finally:
+            since = self.state.since if reason == self.state.reason else time.monotonic()
+            self.state = PlaneState(False, True, reason, since)
+        self._pause()
+        return True
+
+    def _pause(self) -> None:
+        least_s = backoff_s(self._quiet, _LEAST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._quiet += 1
+        are_up = self._servers().values()
+        if self._closing.wait(least_s) or not are_up or not all(are_up):
+            return
+        left_s = jittered(_REFRESH_S[self._finder.deployment.topology]) - least_s
+        if not self._hinted.wait(max(0.0, left_s)):
+            # Without hints, and all servers are up.
+            self._quiet = 0

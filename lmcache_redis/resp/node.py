@@ -10,10 +10,6 @@ stripes spread evenly over the shards.
 
 A redirection is not followed: the key is a miss until the next map says where it is. So what a
 single reply says opens no connection, and sends no password anywhere.
-
-The map is looked up at the start, every few seconds, soon after a hint that it is outdated (a
-redirection, a server that went down, a master that is a replica), and more often while a server is
-down or none is known. A look-up that fails changes nothing.
 """
 
 from __future__ import annotations
@@ -23,46 +19,34 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.errors import (
-    ConfigError,
-    RedisError,
-    RedisUnavailable,
-)
-from lmcache_redis.resp.control import Controller
-from lmcache_redis.resp.health import DataServer, RepeatedLines, Worker
+from lmcache_redis.errors import RedisRedirect
+from lmcache_redis.resp.control import Controller, KeyQuestion, Steps
+from lmcache_redis.resp.health import DataServer, Worker
 from lmcache_redis.resp.jobs import (
     Jobs,
     LoopThread,
     Stop,
     StripeTask,
     TaskQueue,
-    backoff_s,
-    jittered,
 )
-from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
+from lmcache_redis.resp.maps import SLOTS, MapWatcher, ServerFinder, ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.transfers import Reader, Writer
-from lmcache_redis.tiers import PlaneState
+from lmcache_redis.tiers import CallOutcome, Done, PlaneState
 
 logger = logging.getLogger(__name__)
 
-# More nodes than this are not recommended in a cluster; each costs threads and connections.
-_MOST_SERVERS = 1000
+# A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
+_FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
 # How often a server's first probe is waited for.
 _LOOK_EVERY_S = 0.002
-# A cluster announces changes of its map by redirections; Sentinel does not.
-_REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
-# Hints come in bursts: a resharding redirects every key of a slot.
-_LEAST_PAUSE_S = 0.1
-# While a server is down, or hints come that lead to no other map.
-_LONGEST_PAUSE_S = 1.0
 NodeT = TypeVar("NodeT")
 
 
@@ -193,7 +177,9 @@ class DataNodes:
         self._nodes: dict[Endpoint, DataNode] = {}
         self._closing = False
         self.removals = Removals(options.key_prefix, lambda: self.routes.nodes)
-        self.watcher = MapWatcher(self)
+        self.watcher = MapWatcher(
+            ServerFinder(deployment, options.connect_timeout_s), self.adopt, self.servers
+        )
         is_alone = deployment.topology is Topology.STANDALONE
         self.look_up = None if is_alone else self.watcher.hint
 
@@ -241,19 +227,87 @@ class DataNodes:
         probed, since = [state.probed for state in states], [state.since for state in states]
         return PlaneState(len(down) < len(states), all(probed), reason, max(since))
 
-    def servers(self, up: bool = False) -> list[Endpoint]:
-        """The servers of the map; up: only those that are up."""
-        return [node.connector.endpoint for node in self.routes.nodes if node.is_up or not up]
+    def servers(self) -> dict[Endpoint, bool]:
+        """The servers of the map, and whether each is up."""
+        return {node.connector.endpoint: node.is_up for node in self.routes.nodes}
+
+    def ask_for_each(
+        self,
+        make_steps: Callable[..., Steps[Sequence[Any]]],
+        deadline: float,
+        missing: Any,
+        keys: Sequence[bytes],
+        done: Callable[[CallOutcome, Sequence[Any]], None],
+        is_urgent: bool = True,
+    ) -> None:
+        """Ask each node for its keys.
+
+        make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
+        key, `missing` for keys without one. DONE if any node answered.
+        """
+        results: list[Any] = [missing] * len(keys)
+        by_node = self.routes.split(keys)
+
+        def found(node: DataNode, some: Sequence[Any]) -> None:
+            for index, result in zip(by_node[node], some, strict=True):
+                if isinstance(result, RedisRedirect):
+                    node.map_is_old()
+                else:
+                    results[index] = result
+
+        steps = {
+            node: partial(make_steps, [keys[index] for index in indexes])
+            for node, indexes in by_node.items()
+        }
+
+        def answered(outcomes: Sequence[CallOutcome]) -> None:
+            done(_of_any(outcomes), results)
+
+        self.ask(steps, deadline, answered, found, is_urgent)
+
+    def ask(
+        self,
+        steps: Mapping[DataNode | None, Callable[[], Steps[Any]]],
+        deadline: float,
+        done: Done[Sequence[CallOutcome]],
+        found: Callable[[Any, Any], None] = lambda node, result: None,
+        is_urgent: bool = True,
+    ) -> None:
+        """Take steps on servers. found: called with each that is DONE and its result.
+
+        done: called once, with an outcome for each server; None, one that is missing, is
+        UNAVAILABLE.
+        """
+        self.jobs.check_usable()
+        lock = threading.Lock()
+        outcomes: list[CallOutcome] = []
+
+        def answered(node: DataNode | None, outcome: CallOutcome, result: Any) -> None:
+            if outcome is CallOutcome.DONE:
+                found(node, result)
+            with lock:
+                outcomes.append(outcome)
+                is_over = len(outcomes) == len(steps)
+            if is_over:
+                done(outcomes)
+
+        for node, make_steps in steps.items():
+            told = partial(answered, node)
+            question = KeyQuestion(make_steps, deadline, told, is_urgent=is_urgent)
+            question.nodes = (node,)
+            if self.jobs.enter((question,)) and node is not None:
+                node.control.put(question)
+                # The server may have gone down, or the plane been closed, in the meantime.
+                self.jobs.refuse((question,))
+        if not steps:
+            self.jobs.post(partial(done, (CallOutcome.DONE,)))
 
     def adopt(self, found: ServerMap) -> bool:
         """Use the servers of a map from now on; return whether it is another map.
 
-        Raises RuntimeError if the process may not have the threads of a new server, and
-        RedisUnavailable if there are too many servers; then the last map stays.
+        Raises RuntimeError if the process may not have the threads of a new server; then the last
+        map stays.
         """
-        if len(found.servers) > _MOST_SERVERS:
-            where, count = self.deployment.where, len(found.servers)
-            raise RedisUnavailable(f"{where} names {count} servers, more than {_MOST_SERVERS}")
         self.shards = max(1, len(found.servers))
         before = self.routes
         for server in found.servers:
@@ -288,66 +342,8 @@ class DataNodes:
             del self._nodes[node.connector.endpoint]
 
 
-class MapWatcher:
-    """A thread that looks the servers up. Pauses have jitter, and grow while nothing changes."""
-
-    def __init__(self, nodes: DataNodes) -> None:
-        self.thread = LoopThread("lmcr-topology", self._step)
-        self._nodes = nodes
-        self._finder = ServerFinder(nodes.deployment, nodes.options.connect_timeout_s)
-        self._quiet = 0  # look-ups that changed nothing, in a row
-        self._lines = RepeatedLines()
-        # While there is no server.
-        reason = "the servers have not been looked up yet"
-        self.state = PlaneState(False, False, reason, time.monotonic())
-        self._hinted = threading.Event()
-        self._closing = threading.Event()
-
-    def hint(self) -> None:
-        """Have the servers looked up soon."""
-        self._hinted.set()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._hinted.set()
-
-    def _step(self) -> bool:
-        if self._closing.is_set():
-            self._finder.close()
-            return False
-        self._hinted.clear()
-        try:
-            self._look_up()
-        except (RedisError, ConfigError) as error:
-            if not self._nodes.routes.nodes:
-                self.state = replace(self.state, reason=str(error))
-            if self._lines.is_new(str(error)):
-                where = self._nodes.deployment.where
-                logger.warning("%s: the servers cannot be looked up: %s", where, error)
-        finally:
-            self.state = replace(self.state, probed=True)
-        self._pause()
-        return True
-
-    def _look_up(self) -> None:
-        found = self._finder.find(self._nodes.servers(up=True), closing=self._closing.is_set)
-        if self._nodes.adopt(found):
-            self._quiet = 0
-        if found.servers:
-            self.state = replace(self.state, reason="")
-        elif not self.state.reason:
-            reason = "Sentinel names a server as master that is a replica"
-            self.state = PlaneState(False, True, reason, time.monotonic())
-
-    def _pause(self) -> None:
-        least_s = backoff_s(self._quiet, _LEAST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._quiet += 1
-        if self._closing.wait(least_s):
-            return
-        nodes = self._nodes.routes.nodes
-        if not nodes or not all(node.is_up for node in nodes):
-            return
-        left_s = jittered(_REFRESH_S[self._nodes.deployment.topology]) - least_s
-        if not self._hinted.wait(max(0.0, left_s)):
-            # Without hints, and all servers are up.
-            self._quiet = 0
+def _of_any(outcomes: Sequence[CallOutcome]) -> CallOutcome:
+    """The outcome of a call that is DONE if any server answered."""
+    if CallOutcome.DONE in outcomes and CallOutcome.CANCELLED not in outcomes:
+        return CallOutcome.DONE
+    return next(outcome for outcome in _FAILURES if outcome in outcomes)

@@ -29,10 +29,8 @@ from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.errors import RedisRedirect
 from lmcache_redis.resp.control import (
     STEP_KEYS,
-    KeyQuestion,
     Steps,
     ask_each,
     count_prefix,
@@ -75,8 +73,6 @@ _FIRST_STRIPE = stripe_key(b"", 0)
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS"), parse_count)
 _UNLINKS = partial(ask_each, partial(keys_commands, b"UNLINK"), parse_count, step_keys=STEP_KEYS)
 _FRAMES = partial(ask_each, header_commands, parse_frame)
-# A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
-_FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
 
 
 class RedisPlane:
@@ -237,9 +233,11 @@ class RedisPlane:
             done(ScanResult(outcome, [*counts, 0].index(0)))
 
         if self._nodes.routes.is_cluster:
-            self._ask(_EXISTS, deadline, 0, [key + _FIRST_STRIPE for key in keys], counted)
+            self._nodes.ask_for_each(
+                _EXISTS, deadline, 0, [key + _FIRST_STRIPE for key in keys], counted
+            )
         else:
-            self._ask_nodes(
+            self._nodes.ask(
                 {self._nodes.routes.node_of(b""): partial(count_prefix, keys, _FIRST_STRIPE)},
                 deadline,
                 lambda outcomes: done(ScanResult(outcomes[0], *lengths)),
@@ -254,7 +252,7 @@ class RedisPlane:
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
         steps = _EXISTS if self._nodes.routes.is_cluster else find_present
-        self._ask(steps, deadline, 0, [key + _FIRST_STRIPE for key in keys], answer)
+        self._nodes.ask_for_each(steps, deadline, 0, [key + _FIRST_STRIPE for key in keys], answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
@@ -275,7 +273,7 @@ class RedisPlane:
         if self.options.ttl_refresh:
             pack = partial(expire_commands, self.options.ttl_s)
         steps = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
-        self._ask(steps, deadline, 0, keys, counted, is_urgent=False)
+        self._nodes.ask_for_each(steps, deadline, 0, keys, counted, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -283,7 +281,9 @@ class RedisPlane:
         def answer(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
             done(FramesResult(outcome, frames if outcome is CallOutcome.DONE else ()))
 
-        self._ask(_FRAMES, deadline, None, [key + _FIRST_STRIPE for key in keys], answer)
+        self._nodes.ask_for_each(
+            _FRAMES, deadline, None, [key + _FIRST_STRIPE for key in keys], answer
+        )
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """As `list_keys`, and blocks."""
@@ -319,7 +319,7 @@ class RedisPlane:
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         steps = partial(walk_keys, pattern, found, "TYPE", "string")
-        self._ask_nodes(self._each(steps), deadline, walked, is_urgent=False)
+        self._nodes.ask(self._each(steps), deadline, walked, is_urgent=False)
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
@@ -330,12 +330,12 @@ class RedisPlane:
                 return
             count = frames[0].stripe_count if frames[0] is not None else 1
             stripes = [stripe_key(key, index) for index in range(count)]
-            self._ask(_UNLINKS, deadline, 0, stripes, unlinked, is_urgent=False)
+            self._nodes.ask_for_each(_UNLINKS, deadline, 0, stripes, unlinked, is_urgent=False)
 
         def unlinked(outcome: CallOutcome, removed: Sequence[int]) -> None:
             done(RemoveResult(outcome, sum(removed)))
 
-        self._ask(_FRAMES, deadline, None, (key + _FIRST_STRIPE,), found)
+        self._nodes.ask_for_each(_FRAMES, deadline, None, (key + _FIRST_STRIPE,), found)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -363,7 +363,7 @@ class RedisPlane:
         def walked(outcomes: Sequence[CallOutcome]) -> None:
             done(RemoveResult(_of_all(outcomes), total))
 
-        self._ask_nodes(self._each(steps), deadline, walked, is_urgent=False)
+        self._nodes.ask(self._each(steps), deadline, walked, is_urgent=False)
 
     # --------------------------------------------------------------- what they share
 
@@ -385,77 +385,6 @@ class RedisPlane:
     def _each(self, steps: Callable[[], Steps[None]]) -> Mapping[DataNode | None, Any]:
         """The same steps for every server."""
         return dict.fromkeys(self._nodes.routes.nodes or (None,), steps)
-
-    def _ask(
-        self,
-        make_steps: Callable[..., Steps[Sequence[Any]]],
-        deadline: float,
-        missing: Any,
-        keys: Sequence[bytes],
-        done: Callable[[CallOutcome, Sequence[Any]], None],
-        is_urgent: bool = True,
-    ) -> None:
-        """Ask each node for its keys.
-
-        make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
-        key, `missing` for keys without one. DONE if any node answered.
-        """
-        results: list[Any] = [missing] * len(keys)
-        by_node = self._nodes.routes.split(keys)
-
-        def found(node: DataNode, some: Sequence[Any]) -> None:
-            for index, result in zip(by_node[node], some, strict=True):
-                if isinstance(result, RedisRedirect):
-                    node.map_is_old()
-                else:
-                    results[index] = result
-
-        steps = {
-            node: partial(make_steps, [keys[index] for index in indexes])
-            for node, indexes in by_node.items()
-        }
-
-        def answered(outcomes: Sequence[CallOutcome]) -> None:
-            done(_of_any(outcomes), results)
-
-        self._ask_nodes(steps, deadline, answered, found, is_urgent)
-
-    def _ask_nodes(
-        self,
-        steps: Mapping[DataNode | None, Callable[[], Steps[Any]]],
-        deadline: float,
-        done: Done[Sequence[CallOutcome]],
-        found: Callable[[Any, Any], None] = lambda node, result: None,
-        is_urgent: bool = True,
-    ) -> None:
-        """Take steps on servers. found: called with each that is DONE and its result.
-
-        done: called once, with an outcome for each server; None, one that is missing, is
-        UNAVAILABLE.
-        """
-        self._jobs.check_usable()
-        lock = threading.Lock()
-        outcomes: list[CallOutcome] = []
-
-        def answered(node: DataNode | None, outcome: CallOutcome, result: Any) -> None:
-            if outcome is CallOutcome.DONE:
-                found(node, result)
-            with lock:
-                outcomes.append(outcome)
-                is_over = len(outcomes) == len(steps)
-            if is_over:
-                done(outcomes)
-
-        for node, make_steps in steps.items():
-            told = partial(answered, node)
-            question = KeyQuestion(make_steps, deadline, told, is_urgent=is_urgent)
-            question.nodes = (node,)
-            if self._jobs.enter((question,)) and node is not None:
-                node.control.put(question)
-                # The server may have gone down, or the plane been closed, in the meantime.
-                self._jobs.refuse((question,))
-        if not steps:
-            self._jobs.post(partial(done, (CallOutcome.DONE,)))
 
 
 def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[StripeTask]]:
@@ -479,13 +408,6 @@ def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
             batch, stripes = [], 0
     if batch:
         yield batch
-
-
-def _of_any(outcomes: Sequence[CallOutcome]) -> CallOutcome:
-    """The outcome of a call that is DONE if any server answered."""
-    if CallOutcome.DONE in outcomes and CallOutcome.CANCELLED not in outcomes:
-        return CallOutcome.DONE
-    return next(outcome for outcome in _FAILURES if outcome in outcomes)
 
 
 def _of_all(outcomes: Sequence[CallOutcome]) -> CallOutcome:

@@ -41,8 +41,10 @@ from lmcache_redis.resp.bulk import (
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.transfers import Verified, verify
 
+ENDPOINT = Endpoint(Transport.TCP, "test", 1)
 PAYLOAD = 4096
 FIXTURES = [HealthCheck.function_scoped_fixture]
 STORE_ID = bytes(range(16))
@@ -104,7 +106,7 @@ class Lanes:
 
     def __init__(self, mover: Mover, count: int = 3) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
-        self.connections = [Connection(ours, "test", 10.0) for ours, _ in pairs]
+        self.connections = [Connection(ours, ENDPOINT, 10.0) for ours, _ in pairs]
         self.servers = [server for _, server in pairs]
         self.handles = [mover.handle(each) for each in self.connections]
         self._mover = mover
@@ -535,7 +537,7 @@ def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
 @pytest.fixture
 def one() -> Iterator[tuple[Connection, socket.socket]]:
     ours, peer = socket.socketpair()
-    connection = Connection(ours, "test", 10.0)
+    connection = Connection(ours, ENDPOINT, 10.0)
     yield connection, peer
     connection.close()
     peer.close()
@@ -554,7 +556,7 @@ def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
 def test_calls_take_exactly_their_replies() -> None:
     def call(data: bytes, count: int) -> list[object]:
         ours, peer = socket.socketpair()
-        connection = Connection(ours, "test", 10.0)
+        connection = Connection(ours, ENDPOINT, 10.0)
         try:
             peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)

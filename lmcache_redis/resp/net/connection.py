@@ -27,11 +27,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import (
+    RedisAuthError,
+    RedisError,
+    RedisProtocolError,
+    RedisTimeout,
+    RedisUnavailable,
+)
 from lmcache_redis.resp.net.endpoint import (
+    Credentials,
     Endpoint,
     Transport,
-    auth_command,
+    brief,
     judge_greeting,
     translated,
 )
@@ -84,14 +91,14 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
-        where: str,
+        endpoint: Endpoint,
         op_timeout_s: float,
         on_close: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
         self.is_open = True
         self.opened_at = 0.0
         self._sock = sock
-        self._where = where
+        self._endpoint = endpoint
         self._op_timeout_s = op_timeout_s
         self._on_close = on_close
         self._deadline = 0.0
@@ -113,9 +120,7 @@ class Connection:
             self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
             self._sock.do_handshake()
 
-    def greet(
-        self, endpoint: Endpoint, commands: Sequence[tuple[str, ...]], deadline: float
-    ) -> None:
+    def greet(self, commands: Sequence[tuple[str, ...]], deadline: float) -> None:
         """Make it ready: authenticate, select the database, name the connection. Closes nothing."""
         self.arm(deadline)
         # A server at its maxclients says so and closes: its reply may have arrived.
@@ -125,7 +130,7 @@ class Connection:
             while not (replies := self._replies.take(1)):
                 self._replies.feed(self._view[: self.receive_some(self._view)])
             if isinstance(replies[0], ErrorReply):
-                judge_greeting(replies[0], name, endpoint)
+                judge_greeting(replies[0], name, self._endpoint)
         if self._replies.has_rest or not self._is_quiet():
             raise RedisProtocolError("the server sent something that was not asked for")
         self.opened_at = time.monotonic()
@@ -254,7 +259,7 @@ class Connection:
         return self._lost(error)
 
     def late(self) -> RedisTimeout:
-        return RedisTimeout(f"Redis at {self._where} did not answer in time")
+        return RedisTimeout(f"Redis at {self._endpoint.where} did not answer in time")
 
     def _is_quiet(self) -> bool:
         """Whether nothing has arrived: neither bytes nor the end of the connection."""
@@ -273,7 +278,8 @@ class Connection:
         if isinstance(error, (BlockingIOError, TimeoutError)):
             return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
-        return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
+        where = self._endpoint.where
+        return RedisUnavailable(f"the connection to Redis at {where} was lost: {why}")
 
 
 def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
@@ -317,7 +323,7 @@ class Connector:
         try:
             connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
             try:
-                connection.greet(self.endpoint, commands, deadline)
+                connection.greet(commands, deadline)
             except BaseException:
                 connection.close()
                 raise
@@ -380,7 +386,7 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-            return Connection(sock, endpoint.where, self._op_timeout_s, self._forget)
+            return Connection(sock, endpoint, self._op_timeout_s, self._forget)
         except BaseException:
             sock.close()
             raise
@@ -415,6 +421,28 @@ class Connector:
         host, port = self.endpoint.host, self.endpoint.port
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, address) for family, _, _, _, address in found]
+
+
+def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
+    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
+    if credentials is None:
+        return None
+    try:
+        words = credentials.get_credentials()
+    except RedisAuthError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {brief(str(error))}"
+        raise RedisAuthError(f"the credential provider failed: {why}") from None
+    if (
+        not isinstance(words, (tuple, list))
+        or not 1 <= len(words) <= 2
+        or not all(isinstance(word, str) for word in words)
+    ):
+        raise RedisAuthError(
+            "the credential provider returned neither (password,) nor (user, password)"
+        )
+    return ("AUTH", *words)
 
 
 class Pipeline:
