@@ -50,8 +50,6 @@ SHORT_BYTES = 240
 # `SHORT_BYTES`, which the native extension cannot hash; the slot, or its sealed copy; the rest of
 # the SET.
 Packed = tuple[bytes, bytes | bytearray, memoryview, bytes]
-# Replaces a SET that was sent.
-SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
 
 
 class End(enum.IntEnum):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
@@ -29,7 +29,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.health import DataServer, Worker, stop_for
 from lmcache_redis.resp.jobs import Job, TaskQueue
-from lmcache_redis.resp.net.connection import Connection, Pipeline
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
     Reply,
@@ -43,7 +43,7 @@ from lmcache_redis.tiers import CallOutcome
 ResultT = TypeVar("ResultT")
 # Packed commands, made on demand, and how many replies they have.
 Request = tuple[Iterator[bytes], int]
-Steps = Generator[Request, Pipeline, ResultT]
+Steps = Generator[Request, "Pipeline", ResultT]
 
 GROUP_KEYS = 32
 # Groups in a write. The first write is small: the server starts at once, and works while the next
@@ -220,6 +220,42 @@ def header_commands(keys: Sequence[bytes]) -> bytes:
 
 
 # ----------------------------------------------------------- the connection
+
+
+class Pipeline:
+    """Commands that are sent before earlier replies have arrived, by `deadline`.
+
+    Replies arrive in order. Those not received must be (`finish`) before the connection is used for
+    anything else. Every method raises what `Connection.call` raises.
+    """
+
+    def __init__(self, connection: Connection, deadline: float) -> None:
+        self.outstanding = 0
+        self._connection = connection
+        self._deadline = deadline
+
+    def send(self, requests: Iterable[bytes], replies: int) -> None:
+        """Send packed commands that have `replies` replies."""
+        self._connection.send(requests, self._deadline)
+        self.outstanding += replies
+
+    def receive(self, least: int) -> Sequence[Reply]:
+        """The next replies, at least `least`; raises the first error among them."""
+        return without_errors(self._receive(least))
+
+    def receive_all(self) -> Sequence[Reply]:
+        """Every outstanding reply, error replies among them."""
+        return self._receive(self.outstanding) if self.outstanding else ()
+
+    def finish(self, deadline: float) -> None:
+        """Receive and drop all outstanding replies."""
+        self._deadline = deadline
+        self.receive_all()
+
+    def _receive(self, least: int) -> Sequence[Reply]:
+        replies = self._connection.receive(self._deadline, least, self.outstanding)
+        self.outstanding -= len(replies)
+        return replies
 
 
 class KeyQuestion(Job[CallOutcome]):

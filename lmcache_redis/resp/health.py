@@ -10,12 +10,12 @@ server costs one time-out.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -37,6 +37,7 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
+from lmcache_redis.resp.net.wire import PING_COMMAND, PONG
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
@@ -162,15 +163,15 @@ class Health:
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
+        if self._closing:
+            self._disconnect()
+            return False
         try:
-            if not self._closing:
-                self._probe()
-                return True
+            self._probe()
         except Exception:
             self._disconnect()
             raise
-        self._disconnect()
-        return False
+        return True
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -202,11 +203,10 @@ class Health:
             self._failed(error)
 
     def _ping(self, connection: Connection, timeout_s: float) -> None:
-        try:
-            connection.ping(time.monotonic() + timeout_s)
-        except RedisReplyError as error:
-            # The server answers. A user who may not PING may still GET and SET.
-            logger.debug("PING is answered with an error: %s", error)
+        # A user who may not PING may still GET and SET.
+        with contextlib.suppress(RedisReplyError):
+            if connection.call(PING_COMMAND, 1, time.monotonic() + timeout_s) != [PONG]:
+                connection.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
         self._answered()
 
     def _answered(self) -> None:
@@ -216,11 +216,12 @@ class Health:
             if self._closing or before.up:
                 return
             self._state = PlaneState(True, True, "", now)
+            was_logged, self._logged_down = self._logged_down, False
             self._changed.notify_all()
         where = self._server.connector.endpoint.where
         if not before.probed:
             logger.info("connected to Redis at %s", where)
-        elif self._logged_down:
+        elif was_logged:
             logger.info("Redis at %s is up again after %.1f s", where, now - before.since)
 
     def _failed(self, error: RedisError | ConfigError) -> None:
@@ -239,10 +240,8 @@ class Health:
             self._state = PlaneState(False, True, str(error), now if before.up else before.since)
             self._count(error)
             self._changed.notify_all()
-            changed = before.up or not before.probed
-            # If a server changes every second, log the same line once a minute.
-            log = self._lines.is_new(str(error)) or (changed and self._failures <= 1)
-            self._logged_down = log or (self._logged_down and not changed)
+            log = self._lines.is_new(str(error))
+            self._logged_down |= log
         if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
         if before.up:
@@ -360,7 +359,7 @@ class Worker(ABC):
             self._has_failed = True
             return True
         self._has_failed = False
-        with closing(connection):
+        with contextlib.closing(connection):
             return self.serve(connection)
 
     def _may_retry(self, job: Job[Any], connection: Connection) -> bool:

@@ -231,6 +231,7 @@ class Write(ChunkJob[WriteOutcome]):
 
     def acknowledged(self) -> None:
         """Under the lock: a stripe is stored. The last one before stripe 0 queues stripe 0."""
+        self.in_flight -= 1
         self.advance()
         if self.steps_left == 1 and self.outcome is None:
             self.nodes[0].put_writes(((self, 0),), urgent=True)
@@ -289,6 +290,7 @@ class Writer(BulkWorker):
         if failure[0] != End.LINE:
             self._lost(lane, task, error)
             return
+        self._jobs.release((job,))
         is_answer = isinstance(error, RedisClusterDown)
         if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
             # It would answer any request so, or does not speak Redis.
@@ -301,8 +303,7 @@ class Writer(BulkWorker):
 
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
         job: Write = task[0]
-        if lane.uses_slot:
-            self._jobs.release((job,))
+        self._jobs.release((job,))
         self._lose(lane, error)
         if self._may_retry(job, lane.connection):
             # On a new connection: until then nothing is sent.
@@ -329,7 +330,7 @@ class Writer(BulkWorker):
     @property
     def _may_widen(self) -> bool:
         """No chunk is half stored."""
-        return not self._lanes.busy and all(job.outcome is not None for job in self._acknowledged)
+        return not self._busy and all(job.outcome is not None for job in self._acknowledged)
 
     def _all_closed(self) -> None:
         """Fail chunks that the old connections acknowledged in part."""

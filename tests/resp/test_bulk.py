@@ -28,7 +28,6 @@ from lmcache_redis.resp import ReadOutcome
 from lmcache_redis.resp.bulk import (
     MOST_LINE_BYTES,
     QUIET_MS,
-    SENT,
     SHORT_BYTES,
     End,
     MoveCall,
@@ -42,8 +41,11 @@ from lmcache_redis.resp.bulk import (
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.resp.transfers import Verified, verify
 
+# In place of a SET that was sent.
+SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
 ENDPOINT = Endpoint(Transport.TCP, "test", 1)
 PAYLOAD = 4096
 FIXTURES = [HealthCheck.function_scoped_fixture]
@@ -590,7 +592,7 @@ def test_a_deadline_in_the_past_costs_no_connection(one: tuple[Connection, socke
         connection.call(b"PING\r\n", 1, time.monotonic() - 1)
     assert connection.is_open
     peer.sendall(b"+PONG\r\n")
-    connection.ping(time.monotonic() + 5)
+    connection.call(PING_COMMAND, 1, time.monotonic() + 5)
 
 
 def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket]) -> None:
@@ -598,4 +600,4 @@ def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket])
     connection.close()
     connection.close()
     with pytest.raises(RedisUnavailable):
-        connection.ping(time.monotonic() + 5)
+        connection.call(PING_COMMAND, 1, time.monotonic() + 5)

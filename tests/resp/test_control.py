@@ -15,6 +15,7 @@ from lmcache_redis.errors import RedisProtocolError, RedisRedirect
 from lmcache_redis.resp import CallOutcome, RedisPlane, control
 from lmcache_redis.resp.control import (
     GROUP_KEYS,
+    Pipeline,
     Steps,
     ask_each,
     count_prefix,
@@ -24,7 +25,6 @@ from lmcache_redis.resp.control import (
     parse_frame,
     walk_keys,
 )
-from lmcache_redis.resp.net.connection import Pipeline
 from lmcache_redis.resp.net.wire import ErrorReply, Reply, keys_commands
 from tests.resp.helpers import (
     PATIENCE_S,

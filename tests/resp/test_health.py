@@ -296,10 +296,11 @@ def test_a_heartbeat_has_the_time_that_operations_have(
 ) -> None:
     given_s: list[float] = []
 
-    def ping(connection: Connection, deadline: float) -> None:
+    def call(connection: Connection, request: bytes, count: int, deadline: float) -> list[bytes]:
         given_s.append(deadline - time.monotonic())
+        return [b"PONG"]
 
-    monkeypatch.setattr(Connection, "ping", ping)
+    monkeypatch.setattr(Connection, "call", call)
     for op_timeout_s in (0.3, 1.0, 8.0):
         prober = Prober(probed, op_timeout_s=op_timeout_s)
         prober.step()

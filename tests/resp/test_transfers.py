@@ -93,6 +93,7 @@ def new_write(stripes: int, number: int = 1) -> Write:
 
 
 def acknowledge(jobs: Jobs, job: Write) -> None:
+    jobs.begin_all([(job,)])
     with jobs.lock:
         job.acknowledged()
 

@@ -7,9 +7,6 @@ for it beyond its deadline.
 
 A connection closes itself after a time-out, a loss or a malformed reply: the next bytes on the
 socket would be unknown. An error reply leaves it in step and open.
-
-A `Pipeline` sends commands before earlier replies have arrived. Replies arrive in order; those not
-received must be (`Pipeline.finish`) before the connection is used for anything else.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ from lmcache_redis.resp.net.endpoint import (
 )
 from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
-    PING_COMMAND,
-    PONG,
     ErrorReply,
     Reply,
     ReplyBuffer,
@@ -205,11 +200,6 @@ class Connection:
         """Send packed commands and receive exactly their replies; the first error is raised."""
         self.send((request,), deadline)
         return without_errors(self.receive(deadline, replies, replies))
-
-    def ping(self, deadline: float) -> None:
-        """Raises what `call` raises unless the server answers PONG."""
-        if self.call(PING_COMMAND, 1, deadline) != [PONG]:
-            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
 
     # ------------------------------------------------------------------ bytes
 
@@ -443,38 +433,3 @@ def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
             "the credential provider returned neither (password,) nor (user, password)"
         )
     return ("AUTH", *words)
-
-
-class Pipeline:
-    """Commands and replies on an open connection, by `deadline` (`time.monotonic()`).
-
-    Every method raises what `Connection.call` raises.
-    """
-
-    def __init__(self, connection: Connection, deadline: float) -> None:
-        self.outstanding = 0
-        self._connection = connection
-        self._deadline = deadline
-
-    def send(self, requests: Iterable[bytes], replies: int) -> None:
-        """Send packed commands that have `replies` replies."""
-        self._connection.send(requests, self._deadline)
-        self.outstanding += replies
-
-    def receive(self, least: int) -> Sequence[Reply]:
-        """The next replies, at least `least`; raises the first error among them."""
-        return without_errors(self._receive(least))
-
-    def receive_all(self) -> Sequence[Reply]:
-        """Every outstanding reply, error replies among them."""
-        return self._receive(self.outstanding) if self.outstanding else ()
-
-    def finish(self, deadline: float) -> None:
-        """Receive and drop all outstanding replies."""
-        self._deadline = deadline
-        self.receive_all()
-
-    def _receive(self, least: int) -> Sequence[Reply]:
-        replies = self._connection.receive(self._deadline, least, self.outstanding)
-        self.outstanding -= len(replies)
-        return replies
