@@ -122,7 +122,7 @@ class ChunkJob(Job[OutcomeT]):
 
 
 class Jobs:
-    """All jobs that are not answered, and the timekeeper. Thread-safe.
+    """All jobs that are not answered. Thread-safe.
 
     The timekeeper, a thread without a connection, ends late jobs while other threads wait for the
     network. It also runs actions that must not run on the caller's thread.
@@ -245,8 +245,6 @@ class Jobs:
                     job.answered = True
                     job.leave(self)
                     final.append(job)
-        if not final:
-            return
         for job in final:
             _answer(job)
         self._jobs.difference_update(final)

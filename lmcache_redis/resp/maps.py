@@ -7,7 +7,6 @@ down or none is known. A look-up that fails changes nothing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
@@ -37,8 +36,6 @@ _REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
 _LEAST_PAUSE_S = 0.1
 # While a server is down, or hints come that lead to no other map.
 _LONGEST_PAUSE_S = 1.0
-# Connections to a Sentinel and the master, or to a node.
-_MOST_KEPT = 2
 
 
 class ServerMap(NamedTuple):
@@ -52,7 +49,7 @@ class ServerMap(NamedTuple):
 
 
 class ServerFinder:
-    """Asks Sentinels or a cluster which servers there are. Keeps the connections that answered.
+    """Asks Sentinels or a cluster which servers there are. Keeps the connection that answered.
 
     timeout_s: for all questions to one server. One thread uses it.
     """
@@ -60,7 +57,8 @@ class ServerFinder:
     def __init__(self, deployment: Deployment, timeout_s: float) -> None:
         self.deployment = deployment
         self._timeout_s = timeout_s
-        self._kept: dict[Endpoint, Connection] = {}
+        self._connection: Connection | None = None
+        self._asked: Endpoint | None = None  # where that leads
 
     def find(
         self, known: Iterable[Endpoint] = (), closing: Callable[[], bool] = lambda: False
@@ -79,47 +77,43 @@ class ServerFinder:
             if closing():
                 break
             try:
-                return ask_one(endpoint, time.monotonic() + self._timeout_s)
+                return ask_one(endpoint)
             except (RedisError, ConfigError) as error:
                 failure = error
             except (TypeError, ValueError, IndexError, AttributeError):
                 command = "SENTINEL" if is_sentinel else "CLUSTER SLOTS"
                 failure = RedisUnavailable(f"malformed {command} reply from {endpoint.where}")
-            self._drop(endpoint)
+            self.close()
         raise failure
 
     def close(self) -> None:
-        for endpoint in list(self._kept):
-            self._drop(endpoint)
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._asked = None
 
     def _in_order(self, known: Iterable[Endpoint]) -> Iterable[Endpoint]:
         first, second = list(known), list(self.deployment.seeds)
         random.shuffle(first)
         random.shuffle(second)
-        return sorted(dict.fromkeys(first + second), key=lambda each: each not in self._kept)
+        return sorted(dict.fromkeys(first + second), key=lambda each: each != self._asked)
 
-    def _drop(self, endpoint: Endpoint) -> None:
-        if (connection := self._kept.pop(endpoint, None)) is not None:
-            connection.close()
-
-    def _ask(self, endpoint: Endpoint, deadline: float, *words: str) -> Any:
+    def _ask(self, endpoint: Endpoint, *words: str) -> Any:
         """The reply to one command. Raises RedisError and ConfigError."""
-        connection = self._kept.pop(endpoint, None)
-        if connection is not None:
-            connection.check_idle()
-        if connection is None or not connection.is_open:
+        deadline = time.monotonic() + self._timeout_s
+        if self._connection is not None:
+            self._connection.check_idle()
+        if self._connection is None or endpoint != self._asked or not self._connection.is_open:
+            self.close()
             connector = Connector(endpoint, _FAR_S, _FAR_S)
-            connection = connector.open("lmcache-redis:topology", deadline)
-        # The one used last is the last.
-        self._kept[endpoint] = connection
-        if len(self._kept) > _MOST_KEPT:
-            self._drop(next(iter(self._kept)))
-        return connection.call(pack_command(*words), 1, deadline)[0]
+            self._connection = connector.open("lmcache-redis:topology", deadline)
+            self._asked = endpoint
+        return self._connection.call(pack_command(*words), 1, deadline)[0]
 
-    def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:
+    def _master(self, endpoint: Endpoint) -> ServerMap:
+        """As the Sentinel says. If it is outdated, a refused write has it asked again."""
         service = self.deployment.service
         try:
-            found = self._ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+            found = self._ask(endpoint, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
         except RedisReplyError as error:
             if is_no_sentinel(str(error)):
                 raise RedisUnavailable(f"Redis at {endpoint.where} {NO_SENTINEL}") from None
@@ -129,17 +123,11 @@ class ServerFinder:
                 f"Sentinel at {endpoint.where} watches no master named {service}: "
                 "correct the name in the Redis URL"
             )
-        master = self.deployment.at(_text(found[0]), int(found[1]))
-        # Sentinel may be outdated: the server must agree. One that does not answer is the master.
-        with contextlib.suppress(RedisError, ConfigError):
-            role = self._ask(master, deadline, "ROLE")
-            if not role or _text(role[0]) != "master":
-                return ServerMap(())
-        return ServerMap((master,))
+        return ServerMap((self.deployment.at(_text(found[0]), int(found[1])),))
 
-    def _shards(self, endpoint: Endpoint, deadline: float) -> ServerMap:
+    def _shards(self, endpoint: Endpoint) -> ServerMap:
         try:
-            rows = self._ask(endpoint, deadline, "CLUSTER", "SLOTS")
+            rows = self._ask(endpoint, "CLUSTER", "SLOTS")
         except RedisError as error:
             if "cluster support disabled" in str(error):
                 raise ConfigError(
@@ -218,11 +206,9 @@ class MapWatcher:
         reason = self.state.reason
         try:
             up = [server for server, is_up in self._servers().items() if is_up]
-            found = self._finder.find(up, closing=self._closing.is_set)
-            if self._adopt(found):
+            if self._adopt(self._finder.find(up, closing=self._closing.is_set)):
                 self._quiet = 0
-            is_stale = "Sentinel names a server as master that is a replica"
-            reason = "" if found.servers else is_stale
+            reason = ""
         except (RedisError, ConfigError) as error:
             reason = str(error)
             if self._lines.is_new(reason):

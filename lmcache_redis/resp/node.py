@@ -308,7 +308,7 @@ class DataNodes:
         Raises RuntimeError if the process may not have the threads of a new server; then the last
         map stays.
         """
-        self.shards = max(1, len(found.servers))
+        self.shards = len(found.servers)
         before = self.routes
         for server in found.servers:
             if server in self._nodes:
@@ -328,7 +328,7 @@ class DataNodes:
             self._retire(node)
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:
-            places = ", ".join(server.where for server in found.servers) or "no server"
+            places = ", ".join(server.where for server in found.servers)
             logger.info("%s: the data is with %s", self.deployment.where, places)
         return is_new or before.map.ranges != found.ranges
 

@@ -168,20 +168,6 @@ def test_known_servers_are_asked_when_the_seeds_have_gone() -> None:
         finder.close()
 
 
-@pytest.mark.parametrize(("role", "count"), [(b"master", 1), (b"slave", 0)])
-def test_a_sentinel_is_not_believed_against_the_server(role: bytes, count: int) -> None:
-    def answer(words: list[bytes]) -> Answer:
-        if words[0] == b"SENTINEL":
-            return b"*2\r\n" + bulk("127.0.0.1") + bulk(server.port)
-        return b"*1\r\n" + bulk(role.decode()) if words[0] == b"ROLE" else None
-
-    with LyingServer(answer) as server:
-        url = f"redis+sentinel://127.0.0.1:{server.port}/main"
-        finder = ServerFinder(parse_deployment(RedisOptions(url)), 5.0)
-        assert len(finder.find().servers) == count
-        finder.close()
-
-
 def test_more_servers_than_a_cluster_has_are_refused() -> None:
     with LyingServer(lambda words: slots_of(*range(10_000, 11_001))) as server:
         plane = RedisPlane(RedisOptions(cluster_url(server)))
