@@ -304,7 +304,7 @@ def _master(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServe
         except MasterNotFoundError:
             sentinels[0].check_access()  # says why it does not answer
             raise RedisUnavailable(
-                f"{deployment.where}: there is no master named {deployment.service} that is up: "
+                f"{deployment.url}: there is no master named {deployment.service} that is up: "
                 "correct the name in the Redis URL, or try again"
             ) from None
     return PrimaryServers(deployment, [Primary(master, client)])

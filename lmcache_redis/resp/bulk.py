@@ -262,8 +262,3 @@ def error_in(failure: StripeFailure, connection: Connection) -> RedisError | Non
     if end == End.LOST:
         return RedisUnavailable(data.decode()) if data else connection.lost(error_number)
     return None
-
-
-def is_other_type(failure: StripeFailure) -> bool:
-    """Whether the key has a value that is not a string."""
-    return failure[0] == End.LINE and failure[2].startswith(b"-WRONGTYPE")

@@ -63,8 +63,6 @@ _REFUSALS = {
 }
 # The least time between two moments at which all connections are replaced.
 _RENEW_EVERY_S = 5.0
-# Between a worker's first failed attempt to connect and the next.
-_AGAIN_S = 0.05
 
 
 class RepeatedLines:
@@ -333,7 +331,6 @@ class Worker(ABC):
         self._server = server
         self._jobs = server.jobs
         self._health = server.health
-        self._has_failed = False
         self.thread = LoopThread(f"lmcr-{name}", self._step)
 
     @abstractmethod
@@ -351,14 +348,8 @@ class Worker(ABC):
         try:
             connection = self._server.open(self.name)
         except (RedisError, ConfigError) as error:
-            # A single failure may be a server that has just restarted: try again soon.
-            if self._has_failed or not isinstance(error, RedisUnavailable):
-                self._health.down(error, tried_at)
-            else:
-                time.sleep(jittered(_AGAIN_S))
-            self._has_failed = True
+            self._health.down(error, tried_at)
             return True
-        self._has_failed = False
         with contextlib.closing(connection):
             return self.serve(connection)
 

@@ -26,8 +26,6 @@ from lmcache_redis.tiers import PlaneState
 logger = logging.getLogger(__name__)
 
 SLOTS = 16384
-# No time-out: the deadline bounds a look-up.
-_FAR_S = 3600.0
 # More nodes than this are not recommended in a cluster; each costs threads and connections.
 _MOST_SERVERS = 1000
 # A cluster announces changes of its map by redirections; Sentinel does not.
@@ -72,7 +70,7 @@ class ServerFinder:
         deployment = self.deployment
         is_sentinel = deployment.topology is Topology.SENTINEL
         ask_one = self._master if is_sentinel else self._shards
-        failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
+        failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.url} has no servers")
         for endpoint in self._in_order(() if is_sentinel else known):
             if closing():
                 break
@@ -104,7 +102,7 @@ class ServerFinder:
             self._connection.check_idle()
         if self._connection is None or endpoint != self._asked or not self._connection.is_open:
             self.close()
-            connector = Connector(endpoint, _FAR_S, _FAR_S)
+            connector = Connector(endpoint, self._timeout_s, self._timeout_s)
             self._connection = connector.open("lmcache-redis:topology", deadline)
             self._asked = endpoint
         return self._connection.call(pack_command(*words), 1, deadline)[0]
@@ -212,7 +210,7 @@ class MapWatcher:
         except (RedisError, ConfigError) as error:
             reason = str(error)
             if self._lines.is_new(reason):
-                where = self._finder.deployment.where
+                where = self._finder.deployment.url
                 logger.warning("%s: the servers cannot be looked up: %s", where, error)
         finally:
             since = self.state.since if reason == self.state.reason else time.monotonic()

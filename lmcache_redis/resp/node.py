@@ -329,7 +329,7 @@ class DataNodes:
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:
             places = ", ".join(server.where for server in found.servers)
-            logger.info("%s: the data is with %s", self.deployment.where, places)
+            logger.info("%s: the data is with %s", self.deployment.url, places)
         return is_new or before.map.ranges != found.ranges
 
     def _retire(self, node: DataNode) -> None:

@@ -216,14 +216,6 @@ class Deployment:
         return dataclasses.replace(self.server, host=host, port=port)
 
     @property
-    def where(self) -> str:
-        places = ",".join(seed.where for seed in self.seeds)
-        if self.topology is Topology.STANDALONE:
-            return places
-        named = f" {self.service}" if self.service else ""
-        return f"{self.topology.value[1:]}{named} at {places}"
-
-    @property
     def url(self) -> str:
         """The URL of the servers, without user, passwords and what else is secret."""
         server = self.server

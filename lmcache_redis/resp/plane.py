@@ -152,11 +152,6 @@ class RedisPlane:
         """Up or down, and why. A cluster is up while any of its shards is."""
         return self._nodes.state
 
-    @property
-    def where(self) -> str:
-        """The servers, for messages: their addresses, without credentials."""
-        return self.deployment.where
-
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
         jobs = self._jobs

@@ -58,7 +58,6 @@ from lmcache_redis.resp.bulk import (
     End,
     Packed,
     StripeFailure,
-    is_other_type,
 )
 from lmcache_redis.resp.health import DataServer, stop_for
 from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask, TaskQueue
@@ -102,7 +101,7 @@ def verify(
     end, _, data = failure
     if end == End.NOTHING:
         return Verified(ReadOutcome.INCOMPLETE)
-    if is_other_type(failure):
+    if end == End.LINE and data.startswith(b"-WRONGTYPE"):
         return Verified(ReadOutcome.FOREIGN)
     if end not in (End.MISMATCH, End.OTHER_LENGTH):
         return None

@@ -84,7 +84,7 @@ def test_no_such_master(watched: Watched) -> None:
     with running(watched.url.replace("mymaster", "other")) as plane:
         assert not plane.state.up
         assert "watches no master named other" in plane.state.reason
-        assert plane.where == f"sentinel other at 127.0.0.1:{watched.port}"
+        assert plane.deployment.url == f"redis+sentinel://127.0.0.1:{watched.port}/other"
 
 
 def test_no_sentinel_there() -> None:
@@ -103,6 +103,6 @@ def test_passwords_of_master_and_sentinel_are_apart(tmp_path: Path) -> None:
         with running(url) as plane:
             assert not plane.state.up
             assert "wants a password" in plane.state.reason
-            assert "of the" not in repr(plane.options) + plane.state.reason + plane.where
+            assert "of the" not in repr(plane.options) + plane.state.reason + plane.deployment.url
         with running(url + "?sentinel_password=of+the+sentinel") as plane:
             assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
