@@ -41,7 +41,7 @@ from lmcache_redis.resp.control import (
     parse_frame,
     walk_keys,
 )
-from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, StripeTask
+from lmcache_redis.resp.jobs import ChunkJob, Jobs, Stop, StripeTask
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
@@ -180,11 +180,8 @@ class RedisPlane:
         self._check(chunks, writable=True)
         for some in _batches(chunks):
             now = time.monotonic()
-            accepted = self._enter(some, [Read(chunk, done, now) for chunk in some])
-            for node, tasks in _by_node(accepted).items():
-                node.reads.put(tasks)
-            # A server may have gone down, or the plane been closed, in the meantime.
-            self._jobs.refuse(accepted)
+            reads = [Read(chunk, done, now) for chunk in some]
+            self._queue(reads, lambda node, tasks: node.reads.put(tasks))
 
     def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
         """Store chunks from their slots, in this order; `done` is called for each.
@@ -192,20 +189,21 @@ class RedisPlane:
         Slots must not change until `done`.
         """
         self._check(chunks, writable=False)
+        if self.options.seal_keys is not None:
+            for chunk in chunks:
+                if not chunk.frame.has_room_for_seal:
+                    self._jobs.post(partial(done, chunk, WriteOutcome.NO_ROOM_FOR_SEAL))
+            chunks = [chunk for chunk in chunks if chunk.frame.has_room_for_seal]
+
+        def put(node: DataNode, tasks: Sequence[StripeTask]) -> None:
+            # Stripe 0 follows the others, unless it is the only one.
+            node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
+
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
-            jobs = [Write(c, done, now, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
-            accepted = self._enter(some, jobs)
-            if self.options.seal_keys is not None:
-                unfit = [job for job in accepted if not job.chunk.frame.has_room_for_seal]
-                if unfit:
-                    self._jobs.post(partial(self._jobs.stop, unfit, WriteOutcome.NO_ROOM_FOR_SEAL))
-                    accepted = [job for job in accepted if job not in unfit]
-            for node, tasks in _by_node(accepted).items():
-                # Stripe 0 follows the others, unless it is the only one.
-                node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
-            self._jobs.refuse(accepted)
+            writes = [Write(c, done, now, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
+            self._queue(writes, put)
 
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
@@ -370,25 +368,27 @@ class RedisPlane:
         if len(set(chunks)) < len(chunks) or not self._jobs.transfers.keys().isdisjoint(chunks):
             raise RuntimeError("the chunk is being read or written already")
 
-    def _enter(self, chunks: Sequence[ChunkIO], jobs: Sequence[JobT]) -> Sequence[JobT]:
-        """Route and register jobs; return those to queue."""
-        nodes_of = self._nodes.routes.nodes_of
-        for chunk, job in zip(chunks, jobs, strict=True):
-            job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
-        return self._jobs.enter(jobs, chunks)
+    def _queue(
+        self,
+        jobs: Sequence[ChunkJob[Any]],
+        put: Callable[[DataNode, Sequence[StripeTask]], None],
+    ) -> None:
+        """Route and register jobs, and put the stripes of each node into its queues, in order."""
+        for job in jobs:
+            job.nodes = self._nodes.routes.nodes_of(job.chunk_key, job.steps_left)
+        accepted = self._jobs.enter(jobs, [job.chunk for job in jobs])
+        by_node: dict[Any, list[StripeTask]] = defaultdict(list)
+        for job in accepted:
+            for index, node in enumerate(job.nodes):
+                by_node[node].append((job, index))
+        for node, tasks in by_node.items():
+            put(node, tasks)
+        # A server may have gone down, or the plane been closed, in the meantime.
+        self._jobs.refuse(accepted)
 
     def _each(self, steps: Callable[[], Steps[None]]) -> Mapping[DataNode | None, Any]:
         """The same steps for every server."""
         return dict.fromkeys(self._nodes.routes.nodes or (None,), steps)
-
-
-def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[StripeTask]]:
-    """The stripes of the jobs, in order."""
-    by_node: dict[Any, list[StripeTask]] = defaultdict(list)
-    for job in jobs:
-        for index, node in enumerate(job.nodes):
-            by_node[node].append((job, index))
-    return by_node
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
