@@ -311,13 +311,24 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reply"),
     [
-        (b"EXISTS", LINE),
-        (b"EXISTS", b":"),
         (b"GET", b"$4608\r\n" + b"h" * 200),
         (b"GET", b"$4608\r\n" + b"h" * 512),
         (b"GET", b"$46"),
         (b"SET", b"+"),
         (b"SET", b"-ERR x"),
+    ],
+)
+def test_every_transfer_of_a_plane_is_answered(
+    name: bytes, reply: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _check_calls(name, reply, tmp_path, caplog)
+
+
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [
+        (b"EXISTS", LINE),
+        (b"EXISTS", b":"),
         (b"SCAN", b"*2\r\n$1\r\n0\r\n*500\r\n" + b"$1\r\nx\r\n" * 50),
         (b"UNLINK", LINE),
         (b"GETRANGE", LINE),
@@ -326,10 +337,16 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
 def test_every_call_of_a_plane_is_answered(
     name: bytes, reply: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    _check_calls(name, reply, tmp_path, caplog)
+
+
+def _check_calls(
+    name: bytes, reply: bytes, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The thread gives the connection up in time, and works on."""
     trickles = only(name, answer=Trickle(reply, 0.02))
     with (
-        LyingServer(trickles, path=tmp_path / "lying.sock") as server,
+        LyingServer(trickles, path=directory / "lying.sock") as server,
         running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
     ):
         for _ in range(2):
@@ -451,7 +468,7 @@ def test_a_reply_without_end_is_no_reply(endless: Endless) -> None:
         assert not connection.is_open
 
 
-@pytest.mark.parametrize("endless", ENDLESS, ids=range(len(ENDLESS)))
+@pytest.mark.parametrize("endless", ENDLESS[::2], ids=range(0, len(ENDLESS), 2))
 def test_a_greeting_without_end(endless: Endless) -> None:
     with LyingServer(only(b"CLIENT", answer=endless)) as server:
         connector = Connector(parse_deployment(RedisOptions(server.url)).server, 20.0, 20.0)
@@ -459,7 +476,7 @@ def test_a_greeting_without_end(endless: Endless) -> None:
             connector.open("x")
 
 
-@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
+@pytest.mark.parametrize("endless", ENDLESS[4:7], ids=range(4, 7))
 @pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
 def test_a_map_without_end(scheme: str, endless: Endless) -> None:
     with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=endless)) as server:
@@ -469,10 +486,26 @@ def test_a_map_without_end(scheme: str, endless: Endless) -> None:
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"SCAN", b"UNLINK", b"GETRANGE"])
+@pytest.mark.parametrize("name", [b"GET", b"SET"])
 @pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
-def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
+def test_no_reply_without_end_to_a_mover(name: bytes, endless: Endless) -> None:
     """UNAVAILABLE, or TIMED_OUT where a value of another length is read up to its end."""
+    with (
+        LyingServer(only(name, answer=endless)) as server,
+        running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
+        in_bounded_memory(),
+    ):
+        chunk = Chunk(1, SLOT, SLOT, seed=1)
+        if name == b"GET":
+            (outcome,) = read(plane, chunk, within_s=2.0)
+            assert outcome not in (ReadOutcome.LOADED, ReadOutcome.MISSING)
+        else:
+            assert write(plane, chunk) != [WriteOutcome.STORED]
+
+
+@pytest.mark.parametrize("name", [b"EXISTS", b"SCAN", b"UNLINK", b"GETRANGE"])
+@pytest.mark.parametrize("endless", ENDLESS[3:9:2], ids=range(3, 9, 2))
+def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
     with (
         LyingServer(only(name, answer=endless)) as server,
         running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
@@ -481,11 +514,6 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
         chunk = Chunk(1, SLOT, SLOT, seed=1)
         if name == b"EXISTS":
             assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
-        elif name == b"GET":
-            (outcome,) = read(plane, chunk, within_s=2.0)
-            assert outcome not in (ReadOutcome.LOADED, ReadOutcome.MISSING)
-        elif name == b"SET":
-            assert write(plane, chunk) != [WriteOutcome.STORED]
         elif name == b"SCAN":
             assert clear(plane, first_key(1)[:10]).outcome is CallOutcome.UNAVAILABLE
         elif name == b"GETRANGE":
