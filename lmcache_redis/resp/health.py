@@ -354,16 +354,11 @@ class Worker(ABC):
             return self.serve(connection)
 
     def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
-        """Whether to retry a job that lost its connection.
-
-        An idle connection that dies unnoticed when the server restarts is not an outage. There is
-        no retry if the connection was opened after the job was created.
-        """
+        """Whether a job lost a connection that may have died unnoticed before: it is retried."""
         lost = not connection.is_open
         return lost and connection.opened_at < job.created_at and self._health.is_up
 
     def _judge(self, error: RedisError, connection: Connection) -> None:
-        """Update connection and health after an operation has failed."""
         is_answer = connection.is_open
         if not is_answer or isinstance(error, RedisProtocolError):
             self._jobs.count("connections_lost")

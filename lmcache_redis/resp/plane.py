@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -299,8 +299,7 @@ class RedisPlane:
                 names.extend(some)
             return ()
 
-        def walked(outcomes: Sequence[CallOutcome]) -> None:
-            outcome = _of_all(outcomes)
+        def walked(outcome: CallOutcome) -> None:
             if outcome is CallOutcome.DONE and len(names) > limit:
                 outcome = CallOutcome.OVER_LIMIT
             if outcome is not CallOutcome.DONE:
@@ -312,7 +311,7 @@ class RedisPlane:
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         steps = partial(walk_keys, pattern, found, "TYPE", "string")
-        self._nodes.ask(self._each(steps), deadline, walked, is_urgent=False)
+        self._walk(steps, deadline, walked)
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
@@ -352,11 +351,7 @@ class RedisPlane:
         group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
         pattern = escape_pattern(key_prefix) + b"*"
         steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
-
-        def walked(outcomes: Sequence[CallOutcome]) -> None:
-            done(RemoveResult(_of_all(outcomes), total))
-
-        self._nodes.ask(self._each(steps), deadline, walked, is_urgent=False)
+        self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, total)))
 
     # --------------------------------------------------------------- what they share
 
@@ -386,9 +381,17 @@ class RedisPlane:
         # A server may have gone down, or the plane been closed, in the meantime.
         self._jobs.refuse(accepted)
 
-    def _each(self, steps: Callable[[], Steps[None]]) -> Mapping[DataNode | None, Any]:
-        """The same steps for every server."""
-        return dict.fromkeys(self._nodes.routes.nodes or (None,), steps)
+    def _walk(
+        self, steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
+    ) -> None:
+        """Take the same steps on every server, after scans. DONE if all of them answered."""
+
+        def answered(outcomes: Sequence[CallOutcome]) -> None:
+            failures = (each for each in outcomes if each is not CallOutcome.DONE)
+            done(next(failures, CallOutcome.DONE))
+
+        every = dict.fromkeys(self._nodes.routes.nodes or (None,), steps)
+        self._nodes.ask(every, deadline, answered, is_urgent=False)
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
@@ -403,8 +406,3 @@ def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
             batch, stripes = [], 0
     if batch:
         yield batch
-
-
-def _of_all(outcomes: Sequence[CallOutcome]) -> CallOutcome:
-    """The outcome of a call that is DONE if all servers answered."""
-    return next((each for each in outcomes if each is not CallOutcome.DONE), CallOutcome.DONE)
