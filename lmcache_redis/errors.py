@@ -86,17 +86,7 @@ class RedisReadOnly(RedisWriteRefused):
 
 
 class RedisRedirect(RedisReplyError):
-    """A node of a Redis Cluster redirects a command to another node.
-
-    host is empty if it is the host of the redirecting node. asking: ask there this once, after
-    ASKING (ASK); otherwise from now on (MOVED).
-    """
-
-    def __init__(self, message: str, host: str, port: int, asking: bool) -> None:
-        super().__init__(message)
-        self.host = host
-        self.port = port
-        self.asking = asking
+    """A node of a Redis Cluster does not have the slot of a key, or not all of it (MOVED, ASK)."""
 
 
 def check_int(what: str, value: int, least: int, most: int) -> None:

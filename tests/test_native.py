@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
-from lmcache_redis.resp.bulk import MOST_TASKS, SENT, End
+from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.resp.bulk import MOST_TASKS, End
 
+# In place of a SET that was sent.
+SENT = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
 pytestmark = pytest.mark.skipif(native.moves is None, reason=native.why_not)
 
 

@@ -49,7 +49,7 @@ class PlaneClient:
     @property
     def where(self) -> str:
         """The server, without credentials."""
-        return self._plane.where
+        return self._plane.deployment.url
 
     def close(self) -> None:
         self._plane.close(1.0)

@@ -30,12 +30,12 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
+from lmcache_redis.resp.net.connection import auth_command
 from lmcache_redis.resp.net.endpoint import (
     NO_PASSWORD,
     NO_SENTINEL,
     Endpoint,
     Transport,
-    auth_command,
     has_no_password,
     is_no_sentinel,
     translated,
@@ -248,7 +248,7 @@ def _master(deployment: Deployment, stack: contextlib.ExitStack) -> Primary:
         except MasterNotFoundError:
             sentinels[0].check_access()  # says why it does not answer
             raise RedisUnavailable(
-                f"{deployment.where}: there is no master named {deployment.service} that is up: "
+                f"{deployment.url}: there is no master named {deployment.service} that is up: "
                 "correct the name in the Redis URL, or try again"
             ) from None
     return _primary(master, client, stack)

@@ -267,7 +267,7 @@ def _feed_watchdog(agent: Agent, manager: ServiceManager) -> None:
 
 
 def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
-    where = plane.where if config.redis_url else "an embedded Redis"
+    where = plane.deployment.url if config.redis_url else "an embedded Redis"
     state = plane.wait_probed(_FIRST_PROBE_S)
     logger.info(
         "lmcache-redis %s serves %s: %s, host pool of %s, chunks of %d tokens (%.2f s)",

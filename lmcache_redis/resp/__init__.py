@@ -1,8 +1,8 @@
 """The Redis data plane. `RedisPlane` is its interface (docs/internals/data-plane.md).
 
-plane       everything below, started and closed together; routes calls about keys
+plane       the calls; starts and closes everything below
 control     the control connection of a server: questions about keys, as steps
-node        the servers, which has which keys, and their threads
+node        the servers and their threads, which has which keys; asks several of them
 transfers   a chunk in flight, and the end of each of its stripes
 lanes       a thread with several connections, for stripes
 health      whether a server is up, and the threads that connect to it while it is

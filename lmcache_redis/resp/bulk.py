@@ -50,8 +50,6 @@ SHORT_BYTES = 240
 # `SHORT_BYTES`, which the native extension cannot hash; the slot, or its sealed copy; the rest of
 # the SET.
 Packed = tuple[bytes, bytes | bytearray, memoryview, bytes]
-# Replaces a SET that was sent.
-SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
 
 
 class End(enum.IntEnum):
@@ -264,8 +262,3 @@ def error_in(failure: StripeFailure, connection: Connection) -> RedisError | Non
     if end == End.LOST:
         return RedisUnavailable(data.decode()) if data else connection.lost(error_number)
     return None
-
-
-def is_other_type(failure: StripeFailure) -> bool:
-    """Whether the key has a value that is not a string."""
-    return failure[0] == End.LINE and failure[2].startswith(b"-WRONGTYPE")

@@ -16,10 +16,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -29,9 +29,8 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.health import DataServer, Worker, stop_for
 from lmcache_redis.resp.jobs import Job, TaskQueue
-from lmcache_redis.resp.net.connection import Connection, Pipeline
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import (
-    ASKING_COMMAND,
     ErrorReply,
     Reply,
     error_of,
@@ -44,7 +43,7 @@ from lmcache_redis.tiers import CallOutcome
 ResultT = TypeVar("ResultT")
 # Packed commands, made on demand, and how many replies they have.
 Request = tuple[Iterator[bytes], int]
-Steps = Generator[Request, Pipeline, ResultT]
+Steps = Generator[Request, "Pipeline", ResultT]
 
 GROUP_KEYS = 32
 # Groups in a write. The first write is small: the server starts at once, and works while the next
@@ -76,16 +75,14 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
     return len(keys)
 
 
-def find_present(
-    keys: Sequence[bytes], suffix: bytes = b"", *, asking: bool = False
-) -> Steps[list[int]]:
-    """For each key, with `suffix` at its end, 1 if it exists, else 0."""
-    pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
+def find_present(keys: Sequence[bytes]) -> Steps[list[int]]:
+    """For each key, 1 if it exists, else 0."""
+    pipeline = yield _in_groups(keys, GROUP_KEYS)
     groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
     counts = _counts(without_errors(pipeline.receive_all()), keys, 0, GROUP_KEYS)
     found = list(zip(groups, counts, strict=True))
     unclear = [key for group, count in found if 0 < count < len(group) for key in group]
-    looked_up = iter(_one_by_one(pipeline, unclear, suffix))
+    looked_up = iter(_one_by_one(pipeline, unclear))
     present: list[int] = []
     for group, count in found:
         size = len(group)
@@ -93,7 +90,7 @@ def find_present(
     return present
 
 
-def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes) -> list[int]:
+def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes = b"") -> list[int]:
     """Ask about each key by itself, after what is outstanding: 1 if it exists, else 0."""
     earlier = pipeline.outstanding
     pipeline.send(*_in_groups(keys, 1, suffix))
@@ -101,7 +98,7 @@ def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes) -> lis
     return list(_counts(replies[earlier:], keys, 0, 1))
 
 
-def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes) -> Request:
+def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes = b"") -> Request:
     """The commands, packed on demand, and their number."""
     first = group_keys * _FIRST_GROUPS
     step = group_keys * _WRITE_GROUPS
@@ -132,25 +129,18 @@ def ask_each(
     pack: Callable[[Sequence[bytes]], bytes],
     parse: Callable[[Reply], Any],
     keys: Sequence[bytes],
-    *,
-    asking: bool,
     step_keys: int | None = None,
 ) -> Steps[list[Any]]:
     """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
 
-    pack: makes a command for each of some keys. asking: send ASKING before each. step_keys: keys of
-    a step; None: all keys in one step.
+    pack: makes a command for each of some keys. step_keys: keys of a step; None: all in one step.
     """
     step_keys = step_keys or max(1, len(keys))
-    stride = 2 if asking else 1
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
         some = keys[start : start + step_keys]
-        request = (
-            b"".join([ASKING_COMMAND + pack((key,)) for key in some]) if asking else pack(some)
-        )
-        pipeline = yield iter((request,)), stride * len(some)
-        results += [_result(reply, parse) for reply in pipeline.receive_all()[stride - 1 :: stride]]
+        pipeline = yield iter((pack(some),)), len(some)
+        results += [_result(reply, parse) for reply in pipeline.receive_all()]
     return results
 
 
@@ -206,14 +196,23 @@ def parse_count(reply: Reply) -> int:
     raise RedisProtocolError("expected 0 or 1 from a command with one key")
 
 
-def parse_header(reply: Reply) -> StripeHeader | None:
-    """The header in the reply to a GETRANGE; None if it is no header."""
+def parse_frame(reply: Reply) -> ChunkFrame | None:
+    """The chunk whose stripe 0 has the header in the reply to a GETRANGE."""
     if not isinstance(reply, bytes):
         raise RedisProtocolError("malformed reply to GETRANGE: expected a string")
     try:
-        return describe_header(reply)
+        header = describe_header(reply)
     except FormatError:
         return None
+    if header.stripe_index != 0:
+        return None
+    return ChunkFrame(
+        header.fingerprint,
+        header.chunk_hash,
+        header.chunk_bytes,
+        header.payload_bytes,  # no stripe is larger than stripe 0
+        header.metadata.serialize(),
+    )
 
 
 def header_commands(keys: Sequence[bytes]) -> bytes:
@@ -221,6 +220,42 @@ def header_commands(keys: Sequence[bytes]) -> bytes:
 
 
 # ----------------------------------------------------------- the connection
+
+
+class Pipeline:
+    """Commands that are sent before earlier replies have arrived, by `deadline`.
+
+    Replies arrive in order. Those not received must be (`finish`) before the connection is used for
+    anything else. Every method raises what `Connection.call` raises.
+    """
+
+    def __init__(self, connection: Connection, deadline: float) -> None:
+        self.outstanding = 0
+        self._connection = connection
+        self._deadline = deadline
+
+    def send(self, requests: Iterable[bytes], replies: int) -> None:
+        """Send packed commands that have `replies` replies."""
+        self._connection.send(requests, self._deadline)
+        self.outstanding += replies
+
+    def receive(self, least: int) -> Sequence[Reply]:
+        """The next replies, at least `least`; raises the first error among them."""
+        return without_errors(self._receive(least))
+
+    def receive_all(self) -> Sequence[Reply]:
+        """Every outstanding reply, error replies among them."""
+        return self._receive(self.outstanding) if self.outstanding else ()
+
+    def finish(self, deadline: float) -> None:
+        """Receive and drop all outstanding replies."""
+        self._deadline = deadline
+        self.receive_all()
+
+    def _receive(self, least: int) -> Sequence[Reply]:
+        replies = self._connection.receive(self._deadline, least, self.outstanding)
+        self.outstanding -= len(replies)
+        return replies
 
 
 class KeyQuestion(Job[CallOutcome]):
@@ -302,12 +337,7 @@ class Controller(Worker):
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
                 connection = self._connection
-                if (
-                    connection is not None
-                    and self._ahead is None
-                    and not len(self.queue)
-                    and not self._server.write_state.is_outdated(connection.opened_at)
-                ):
+                if connection is not None and self._ahead is None and not len(self.queue):
                     question.send_ahead(connection)
                     self._ahead = question
             finally:
@@ -332,9 +362,6 @@ class Controller(Worker):
     def _take_turn(self, connection: Connection) -> None:
         """A step of the question whose replies come first, else of the next one."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None and self._server.write_state.is_outdated(connection.opened_at):
-            connection.close()
-            return
         questions = self.queue.take_some(1) if ahead is None else [ahead]
         if begun := self._jobs.begin_all([(each,) for each in questions]):
             self._take_step(connection, *begun[0])

@@ -10,11 +10,12 @@ server costs one time-out.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -24,15 +25,19 @@ from lmcache_redis.errors import (
     RedisAuthError,
     RedisClusterDown,
     RedisError,
+    RedisFull,
     RedisProtocolError,
+    RedisReadOnly,
     RedisRedirect,
     RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
+    RedisWriteRefused,
 )
-from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, StripeTask, backoff_s, jittered
+from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
+from lmcache_redis.resp.net.wire import PING_COMMAND, PONG
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
@@ -50,59 +55,24 @@ STEADY_AFTER_S = 5.0
 LONGEST_PAUSE_S = 2.0
 # After a refused write, others are not sent for about this long.
 WRITE_PAUSE_S = 0.5
+_REFUSALS = {
+    RedisFull: WriteOutcome.FULL,
+    RedisClusterDown: WriteOutcome.UNAVAILABLE,
+    RedisReadOnly: WriteOutcome.REJECTED,
+    RedisWriteRefused: WriteOutcome.REJECTED,
+}
 # The least time between two moments at which all connections are replaced.
 _RENEW_EVERY_S = 5.0
-# Between a worker's first failed attempt to connect and the next.
-_AGAIN_S = 0.05
 
 
-class WritePause:
-    """Whether a server takes writes, and which connections lead to one that may. Thread-safe.
-
-    A server that refuses writes (full, a replica, without replicas or disk) serves reads as before.
-    The writes of the next moment are refused without being sent.
-    """
+class RepeatedLines:
+    """Lines of a log that may come in bursts: each is logged once a minute."""
 
     def __init__(self) -> None:
-        self._refused_until = 0.0
-        self._refusal = WriteOutcome.REJECTED
-        self._renewed_at = 0.0
-
-    def pause(self, refusal: WriteOutcome) -> None:
-        """A write was refused, with this outcome."""
-        self._refusal = refusal
-        self._refused_until = time.monotonic() + jittered(WRITE_PAUSE_S)
-
-    @property
-    def refusal(self) -> WriteOutcome | None:
-        """The outcome of writes now; None: they may be sent."""
-        return self._refusal if time.monotonic() < self._refused_until else None
-
-    def renew_connections(self) -> None:
-        """Have all connections replaced that are open now, at most every few seconds."""
-        now = time.monotonic()
-        if now - self._renewed_at >= _RENEW_EVERY_S:
-            self._renewed_at = now
-
-    def is_outdated(self, opened_at: float) -> bool:
-        """Whether to replace a connection of that age, once its replies have arrived."""
-        return opened_at < self._renewed_at
-
-
-class ErrorNotes:
-    """Errors, counted. count: since the start. last: the text of the last one."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.last = ""
         self._logged_at: dict[str, float] = {}
 
-    def add(self, error: RedisError | ConfigError) -> None:
-        self.count += 1
-        self.last = str(error)
-
     def is_new(self, text: str) -> bool:
-        """Whether to log a sentence: it was not logged within a minute."""
+        """Whether to log it now."""
         now = time.monotonic()
         if now - self._logged_at.get(text, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
             return False
@@ -122,13 +92,14 @@ class Health:
     """
 
     def __init__(self, server: DataServer) -> None:
-        self.notes = ErrorNotes()
         self.thread = LoopThread("lmcr-health", self._step)
         self._server = server
         self._state = PlaneState(False, False, "Redis has not been asked yet", time.monotonic())
         self._next_probe_at = 0.0
         self._failures = 0  # since the server was last steady
         self._connection: Connection | None = None
+        self._last_error = ""
+        self._lines = RepeatedLines()
         self._logged_down = False
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
@@ -141,7 +112,7 @@ class Health:
     def state(self) -> PlaneState:
         """Its reason is the last error, while the server is up."""
         state = self._state
-        return replace(state, reason=state.reason or self.notes.last)
+        return replace(state, reason=state.reason or self._last_error)
 
     def wait_up(self) -> bool:
         """Wait until the server is up; False if the plane is closed first."""
@@ -149,15 +120,10 @@ class Health:
             self._changed.wait_for(lambda: self._state.up or self._closing)
             return not self._closing
 
-    def wait_probed(self, timeout_s: float) -> None:
-        """Wait for the end of the first probe, at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._state.probed or self._closing, timeout_s)
-
     def suspect(self, error: RedisError) -> None:
         """An operation timed out: the server may only be slow. Have the prober probe."""
         with self._changed:
-            self.notes.add(error)
+            self._count(error)
             if self._state.up:
                 self._next_probe_at = time.monotonic()
             self._changed.notify_all()
@@ -171,10 +137,14 @@ class Health:
     def note(self, error: RedisError) -> None:
         """An operation failed; others may succeed. Logged once a minute."""
         with self._changed:
-            self.notes.add(error)
-            log = self.notes.is_new(str(error))
+            self._count(error)
+            log = self._lines.is_new(str(error))
         if log:
             logger.warning("%s", error)
+
+    def _count(self, error: RedisError | ConfigError) -> None:
+        self._last_error = str(error)
+        self._server.jobs.count("errors")
 
     def close(self) -> None:
         """Wake all waiting threads. The connector must be aborted for the prober to end."""
@@ -191,15 +161,15 @@ class Health:
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
+        if self._closing:
+            self._disconnect()
+            return False
         try:
-            if not self._closing:
-                self._probe()
-                return True
+            self._probe()
         except Exception:
             self._disconnect()
             raise
-        self._disconnect()
-        return False
+        return True
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -208,9 +178,8 @@ class Health:
     def _probe(self) -> None:
         """Probe once, on the connection of the last probe if the server is up."""
         connection, op_timeout_s = self._connection, self._server.options.op_timeout_s
-        is_outdated = self._server.write_state.is_outdated
         # A server without room for more connections is down for every new connection.
-        if connection is not None and (not self.is_up or is_outdated(connection.opened_at)):
+        if connection is not None and not self.is_up:
             connection.close()
         if connection is not None and connection.is_open:
             # A user who grants operations more time grants it to PINGs, too.
@@ -225,18 +194,17 @@ class Health:
                     self._failed(error)
                     return
         try:
-            self._connection = self._server.connector.open("lmcache-redis:health")
+            self._connection = self._server.open("health")
             self._ping(self._connection, op_timeout_s)
         except (RedisError, ConfigError) as error:
             self._disconnect()
             self._failed(error)
 
     def _ping(self, connection: Connection, timeout_s: float) -> None:
-        try:
-            connection.ping(time.monotonic() + timeout_s)
-        except RedisReplyError as error:
-            # The server answers. A user who may not PING may still GET and SET.
-            logger.debug("PING is answered with an error: %s", error)
+        # A user who may not PING may still GET and SET.
+        with contextlib.suppress(RedisReplyError):
+            if connection.call(PING_COMMAND, 1, time.monotonic() + timeout_s) != [PONG]:
+                connection.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
         self._answered()
 
     def _answered(self) -> None:
@@ -246,11 +214,12 @@ class Health:
             if self._closing or before.up:
                 return
             self._state = PlaneState(True, True, "", now)
+            was_logged, self._logged_down = self._logged_down, False
             self._changed.notify_all()
         where = self._server.connector.endpoint.where
         if not before.probed:
             logger.info("connected to Redis at %s", where)
-        elif self._logged_down:
+        elif was_logged:
             logger.info("Redis at %s is up again after %.1f s", where, now - before.since)
 
     def _failed(self, error: RedisError | ConfigError) -> None:
@@ -267,12 +236,10 @@ class Health:
             self._next_probe_at = now + max(pause_s, jittered(retry_after_s))
             self._failures += 1
             self._state = PlaneState(False, True, str(error), now if before.up else before.since)
-            self.notes.add(error)
+            self._count(error)
             self._changed.notify_all()
-            changed = before.up or not before.probed
-            # If a server changes every second, log the same line once a minute.
-            log = self.notes.is_new(str(error)) or (changed and self._failures <= 1)
-            self._logged_down = log or (self._logged_down and not changed)
+            log = self._lines.is_new(str(error))
+            self._logged_down |= log
         if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
         if before.up:
@@ -282,32 +249,75 @@ class Health:
 # ------------------------------------------------------------------- workers
 
 
-class DataServer(ABC):
-    """A server as its threads see it."""
+class DataServer:
+    """A server as its threads see it: how to connect, whether it is up, whether it takes writes.
 
-    def __init__(self, endpoint: Endpoint, options: RedisOptions, jobs: Jobs) -> None:
+    A server that refuses writes (full, a replica, without replicas or disk) serves reads as before.
+    The writes of the next moment are refused without being sent.
+
+    look_up: has the servers looked up soon; None: the URL itself names this one.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        options: RedisOptions,
+        jobs: Jobs,
+        look_up: Callable[[], None] | None = None,
+    ) -> None:
         self.options = options
         self.jobs = jobs
         self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
-        self.write_state = WritePause()
         self.health = Health(self)
+        self._look_up = look_up
+        self._refusal = WriteOutcome.REJECTED
+        self._refused_until = 0.0
+        self._renewed_at = 0.0
+
+    def open(self, name: str, deadline: float = inf) -> Connection:
+        """A new connection. Raises what `Connector.open` raises."""
+        connection = self.connector.open(f"lmcache-redis:{name}", deadline)
+        self.jobs.count("connects")
+        return connection
 
     def went_down(self) -> None:
         """Called on the thread that noticed, after `health.is_up` has become False."""
         self.jobs.stop_all(Stop.UNAVAILABLE, node=self)
         self.map_is_old()
 
-    @abstractmethod
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
-        """Queue a redirected stripe at another node, if the map names it."""
+    def map_is_old(self) -> None:
+        if self._look_up is not None:
+            self._look_up()
 
-    @abstractmethod
+    def note(self, error: RedisError) -> None:
+        """An operation failed, others may succeed."""
+        if isinstance(error, (RedisClusterDown, RedisReadOnly, RedisRedirect)):
+            self.map_is_old()
+        # In a cluster, redirections are no fault.
+        if self._look_up is None or not isinstance(error, RedisRedirect):
+            self.health.note(error)
+
+    @property
+    def refusal(self) -> WriteOutcome | None:
+        """The outcome of writes now; None: they may be sent."""
+        return self._refusal if time.monotonic() < self._refused_until else None
+
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         """The server refused a write: pause writes; return the outcome of this one."""
-
-    @abstractmethod
-    def map_is_old(self) -> None:
-        """Have the servers looked up soon."""
+        self.note(error)
+        refusal = _REFUSALS.get(type(error))
+        if refusal is None:
+            # About this write alone, as far as one can tell.
+            is_moved = isinstance(error, RedisRedirect)
+            return WriteOutcome.UNAVAILABLE if is_moved else WriteOutcome.REJECTED
+        now = time.monotonic()
+        self._refusal, self._refused_until = refusal, now + jittered(WRITE_PAUSE_S)
+        is_replica = self._look_up is None and isinstance(error, RedisReadOnly)
+        if is_replica and now - self._renewed_at >= _RENEW_EVERY_S:
+            # Its name, or what is between, may lead to another server by now.
+            self._renewed_at = now
+            self.connector.drop()
+        return refusal
 
 
 class Worker(ABC):
@@ -318,11 +328,9 @@ class Worker(ABC):
 
     def __init__(self, name: str, server: DataServer) -> None:
         self.name = name
-        self.connections_lost = 0
         self._server = server
         self._jobs = server.jobs
         self._health = server.health
-        self._has_failed = False
         self.thread = LoopThread(f"lmcr-{name}", self._step)
 
     @abstractmethod
@@ -333,41 +341,27 @@ class Worker(ABC):
         job that it takes, whatever happens.
         """
 
-    def _open(self, deadline: float = inf) -> Connection:
-        return self._server.connector.open(f"lmcache-redis:{self.name}", deadline)
-
     def _step(self) -> bool:
         if not self._health.wait_up():
             return False
         tried_at = time.monotonic()
         try:
-            connection = self._open()
+            connection = self._server.open(self.name)
         except (RedisError, ConfigError) as error:
-            # A single failure may be a server that has just restarted: try again soon.
-            if self._has_failed or not isinstance(error, RedisUnavailable):
-                self._health.down(error, tried_at)
-            else:
-                time.sleep(jittered(_AGAIN_S))
-            self._has_failed = True
+            self._health.down(error, tried_at)
             return True
-        self._has_failed = False
-        with closing(connection):
+        with contextlib.closing(connection):
             return self.serve(connection)
 
     def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
-        """Whether to retry a job that lost its connection.
-
-        An idle connection that dies unnoticed when the server restarts is not an outage. There is
-        no retry if the connection was opened after the job was created.
-        """
+        """Whether a job lost a connection that may have died unnoticed before: it is retried."""
         lost = not connection.is_open
         return lost and connection.opened_at < job.created_at and self._health.is_up
 
     def _judge(self, error: RedisError, connection: Connection) -> None:
-        """Update connection and health after an operation has failed."""
         is_answer = connection.is_open
         if not is_answer or isinstance(error, RedisProtocolError):
-            self.connections_lost += 1
+            self._jobs.count("connections_lost")
         if isinstance(error, RedisTimeout):
             if not is_answer:
                 self._health.suspect(error)
@@ -378,11 +372,8 @@ class Worker(ABC):
                 connection.close()
                 self._health.down(error, time.monotonic())
         else:
-            self._health.note(error)
-            if isinstance(error, RedisClusterDown):
-                # An answer of the cluster: this server is well.
-                self._server.map_is_old()
-            elif isinstance(error, RedisAuthError):
+            self._server.note(error)
+            if isinstance(error, RedisAuthError):
                 # Credentials were revoked: connecting again shows it.
                 connection.close()
 

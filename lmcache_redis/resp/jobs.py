@@ -15,12 +15,12 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from lmcache_redis.tiers import ChunkIO, ReadOutcome, WriteOutcome
 
@@ -34,15 +34,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LOOK_EVERY_S = 0.002
 
 
-class Hop(NamedTuple):
-    """The last redirection that a command has followed: the hop count, and whether it is an ASK."""
-
-    hops: int
-    asking: bool
-
-
-# A stripe: the job of its chunk, its index, and its last redirection, if any.
-StripeTask = tuple[Any, int, Hop | None]
+# A stripe: the job of its chunk, and its index.
+StripeTask = tuple[Any, int]
 
 
 class Stop(enum.Enum):
@@ -129,19 +122,20 @@ class ChunkJob(Job[OutcomeT]):
 
 
 class Jobs:
-    """All jobs that are not answered, and the timekeeper. Thread-safe.
+    """All jobs that are not answered. Thread-safe.
 
     The timekeeper, a thread without a connection, ends late jobs while other threads wait for the
     network. It also runs actions that must not run on the caller's thread.
 
     started, closing, closed: the plane's life cycle. counts: of transfers that were answered, by
-    outcome. moved_bytes: the payload of the chunks among them that were LOADED, and STORED.
+    outcome, and what `count` counts. moved_bytes: the payload of the chunks among them that were
+    LOADED, and STORED.
     """
 
     def __init__(self) -> None:
         self.started = self.closing = self.closed = False
         self.lock = threading.Lock()
-        self.counts: dict[enum.Enum, int] = dict.fromkeys((*ReadOutcome, *WriteOutcome), 0)
+        self.counts: Counter[enum.Enum | str] = Counter()
         self.moved_bytes: dict[enum.Enum, int] = {ReadOutcome.LOADED: 0, WriteOutcome.STORED: 0}
         # The transfers among them, by chunk.
         self.transfers: dict[Any, Job[Any]] = {}
@@ -156,6 +150,10 @@ class Jobs:
         """Raises RuntimeError unless the plane runs."""
         if not self.started or self.closed:
             raise RuntimeError("the Redis plane is not running")
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self.lock:
+            self.counts[what] += number
 
     def enter(self, jobs: Collection[JobT], chunks: Iterable[ChunkIO] = ()) -> Sequence[JobT]:
         """Register jobs: they will be answered. Returns those to queue, whose servers are up.
@@ -247,8 +245,6 @@ class Jobs:
                     job.answered = True
                     job.leave(self)
                     final.append(job)
-        if not final:
-            return
         for job in final:
             _answer(job)
         self._jobs.difference_update(final)

@@ -6,8 +6,8 @@ One thread is faster than several, which would wait for each other's GIL
 (docs/internals/data-plane.md has the measurement). Replies arrive in the order of the requests, so
 the thread waits for the connection that it asked first.
 
-A stripe is in flight from its request to its end. A connection whose stripe still uses a slot at
-the deadline of its job is closed. `transfers` says what follows from the end of a stripe.
+A stripe is in flight, and uses its slot, from its request to its end. A connection whose stripe is
+in flight at the deadline of its job is closed. `transfers` says what follows from the end of one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lmcache_redis import native
@@ -25,7 +25,6 @@ from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
     QUIET_MS,
-    SENT,
     SLICE_S,
     End,
     Handle,
@@ -36,10 +35,9 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
     error_in,
 )
-from lmcache_redis.resp.health import DataServer, Worker, stop_for
+from lmcache_redis.resp.health import DataServer, Worker
 from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.wire import ASKING_COMMAND
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
@@ -72,40 +70,9 @@ class Lane:
 
     connection: Connection
     handle: Handle
-    task: StripeTask = (None, 0, None)
-    packed: Packed = SENT
+    task: StripeTask = (None, 0)
+    packed: Packed = (b"", b"", memoryview(b""), b"")
     until: float = 0.0
-
-    @property
-    def uses_slot(self) -> bool:
-        """A stripe is in flight to a slot, or has not left one."""
-        return self.packed is not SENT
-
-
-@dataclass(slots=True, eq=False)
-class Lanes:
-    """The lanes of a thread, `most` at most.
-
-    busy: in the order of the requests. is_sending: the last of these was sent in part. since: when
-    the first was opened. widen_at: when more may be.
-    """
-
-    most: int
-    idle: list[Lane] = field(default_factory=list)
-    busy: deque[Lane] = field(default_factory=deque)
-    is_sending: bool = False
-    since: float = 0.0
-    widen_at: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.idle) + len(self.busy)
-
-    def accept(self, in_flight: Sequence[Lane], ended: Sequence[Lane]) -> None:
-        """Those in flight are busy now; those that have ended, and all others, are idle."""
-        self.busy = deque(in_flight)
-        busy = set(self.busy)
-        free = dict.fromkeys([*self.idle, *ended])
-        self.idle = [lane for lane in free if lane not in busy]
 
 
 class BulkWorker(Worker):
@@ -121,8 +88,12 @@ class BulkWorker(Worker):
     ) -> None:
         super().__init__(name, server)
         self._queue = queue
-        self._lanes = Lanes(connections)
+        self._most = connections
         self._mover: Mover
+        self._idle: list[Lane] = []
+        self._busy: deque[Lane] = deque()  # in the order of the requests
+        self._is_sending = False  # the last of these was sent in part
+        self._widen_at = 0.0  # when more may be opened
         self._seal_keys = server.options.seal_keys
         # A sealed payload is verified by its tag.
         self._checksums = server.options.verify_checksums and self._seal_keys is None
@@ -151,7 +122,7 @@ class BulkWorker(Worker):
     @property
     def _may_send(self) -> bool:
         """False: what is in flight ends, then all connections are replaced."""
-        return not self._server.write_state.is_outdated(self._lanes.since)
+        return True
 
     @property
     def _may_widen(self) -> bool:
@@ -163,18 +134,18 @@ class BulkWorker(Worker):
     def serve(self, connection: Connection) -> bool:
         is_native = native.moves is not None and connection.plain_fileno >= 0
         self._mover = NativeMover() if is_native else PythonMover()
-        self._lanes = Lanes(self._lanes.most, since=connection.opened_at)
+        self._widen_at = 0.0
         self._add_lane(connection)
         try:
-            while self._lanes.idle or self._lanes.busy:
-                if not self._lanes.busy:
+            while self._idle or self._busy:
+                if not self._busy:
                     if self._may_send and not self._queue.wait():
                         return False
                     # A connection that died at rest must not cost the others their next stripes.
                     self._drop_dead()
-                    if not self._lanes.idle or not self._may_send:
+                    if not self._idle or not self._may_send:
                         return True
-                if self._may_send and len(self._queue) > len(self._lanes.idle):
+                if self._may_send and self._wants_more:
                     self._widen()
                 self._move()
                 self._end_late()
@@ -183,26 +154,26 @@ class BulkWorker(Worker):
             self._close_all()
 
     def _add_lane(self, connection: Connection) -> None:
-        self._lanes.idle.append(Lane(connection, self._mover.handle(connection)))
+        self._idle.append(Lane(connection, self._mover.handle(connection)))
 
     def _move(self) -> None:
         """Call the mover with the stripes in flight and those that wait."""
-        begun: list[StripeTask] = []
+        begun, idle = (self._begin_next(), self._idle) if self._may_send else ([], [])
+        if not self._busy and not begun:
+            return
         try:
-            idle = self._begin_next(begun) if self._may_send else []
-            if not self._lanes.busy and not begun:
-                return
             packed = [self._pack(task) for task in begun]
-            lanes = [*self._lanes.busy, *idle]
+            lanes = [*self._busy, *idle]
             now = time.monotonic()
-            using = [lane.task for lane in self._lanes.busy if lane.uses_slot] + begun
+            deadlines = [lane.task[0].deadline for lane in lanes[: len(self._busy)]]
+            deadlines += [task[0].deadline for task in begun]
             call = MoveCall(
                 [lane.handle for lane in lanes],
-                [lane.packed for lane in self._lanes.busy] + packed,
-                len(self._lanes.busy),
-                self._lanes.is_sending,
-                not len(self._queue) or not (begun or self._lanes.is_sending),
-                min([now + SLICE_S, *[task[0].deadline for task in using]]),
+                [lane.packed for lane in self._busy] + packed,
+                len(self._busy),
+                self._is_sending,
+                not len(self._queue) or not (begun or self._is_sending),
+                min([now + SLICE_S, *deadlines]),
                 self._checksums,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
@@ -215,37 +186,13 @@ class BulkWorker(Worker):
             raise
         self._account(lanes, begun, packed, moved, now)
 
-    def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
-        """Append stripes that wait to `begun`; return the lanes that they may use."""
+    def _begin_next(self) -> list[StripeTask]:
+        """Stripes that waited, and are in flight now."""
         most = MOST_TASKS
         if self._seal_keys is not None:
             # The ciphertext of one that was sent in part is still needed.
-            most = 0 if self._lanes.is_sending else SEALED_TOGETHER
-        tasks = self._queue.take_some(most)
-        asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
-        if asking is not None:
-            # That one alone, on a lane that has sent ASKING; or those before it.
-            most = asking or min(1, len(self._lanes.idle))
-            self._queue.put(tasks[most:], urgent=True)
-            tasks = tasks[:most]
-        begun += self._jobs.begin_all(tasks)
-        if asking == 0 and begun:
-            return self._ask_first(begun)
-        return self._lanes.idle
-
-    def _ask_first(self, begun: list[StripeTask]) -> list[Lane]:
-        """Send ASKING, which a stripe that follows an ASK needs, on a lane; return that lane."""
-        lane, task = self._lanes.idle[0], begun[0]
-        try:
-            lane.connection.call(ASKING_COMMAND, 1, task[0].deadline)
-        except RedisError as error:
-            begun.clear()
-            self._jobs.release((task[0],))
-            if not lane.connection.is_open:
-                self._lanes.idle.remove(lane)
-            self._judge(error, lane.connection)
-            self._jobs.stop((task[0],), stop_for(error))
-        return [lane]
+            most = 0 if self._is_sending else SEALED_TOGETHER
+        return self._jobs.begin_all(self._queue.take_some(most))
 
     def _account(
         self,
@@ -256,7 +203,7 @@ class BulkWorker(Worker):
         now: float,
     ) -> None:
         """Process what was sent, what ended, and what was not sent."""
-        in_flight = [(lane, lane.task) for lane in self._lanes.busy]
+        in_flight = [(lane, lane.task) for lane in self._busy]
         until = now + self._server.options.op_timeout_s
         for number, task, some in zip(moved.lanes, begun, packed, strict=False):
             lane = lanes[number]
@@ -267,21 +214,12 @@ class BulkWorker(Worker):
             self._jobs.release([task[0] for task in left])
             self._queue.put(left, urgent=True)
 
-        # The stripe that was sent in part before is sent now, or is still the last.
-        sent = in_flight[len(self._lanes.busy) - self._lanes.is_sending :]
-        self._lanes.is_sending = moved.sending == errno.EAGAIN
-        if self._lanes.is_sending:
-            sent.pop()
-        if sent and not self._is_load:
-            # The kernel has the bytes, or will never get them: the slots are free either way.
-            self._jobs.release([task[0] for _, task in sent])
-            half_sent = in_flight[-1][0] if self._lanes.is_sending else None
-            for lane, _ in sent:
-                if lane is not half_sent:
-                    lane.packed = SENT
-
+        self._is_sending = moved.sending == errno.EAGAIN
         ended, in_flight = in_flight[: len(moved.done)], in_flight[len(moved.done) :]
-        self._lanes.accept([lane for lane, _ in in_flight], [lane for lane, _ in ended])
+        free = dict.fromkeys([*self._idle, *[lane for lane, _ in ended]])
+        self._busy = deque([lane for lane, _ in in_flight])
+        busy = set(self._busy)
+        self._idle = [lane for lane in free if lane not in busy]
 
         good = [
             (task, result)
@@ -292,8 +230,8 @@ class BulkWorker(Worker):
             self._succeeded(good)
         if moved.done and not isinstance(moved.done[-1], bytes):
             self._see_to(*ended[-1], moved.done[-1])
-        if moved.sending and not self._lanes.is_sending:
-            lane = self._lanes.busy[-1]
+        if moved.sending and not self._is_sending:
+            lane = self._busy[-1]
             self._give_up(lane, lane.connection.lost(moved.sending))
 
     def _see_to(self, lane: Lane, task: StripeTask, failure: StripeFailure) -> None:
@@ -301,60 +239,64 @@ class BulkWorker(Worker):
         if failure[0] >= End.OTHER_LENGTH:
             lane.connection.close()
         self._failed(lane, task, failure, error)
-        if not lane.connection.is_open and lane in self._lanes.idle:
-            self._lanes.idle.remove(lane)
+        if not lane.connection.is_open and lane in self._idle:
+            self._idle.remove(lane)
 
     def _end_late(self) -> None:
         """Close connections whose replies are overdue, or whose jobs are."""
         now = time.monotonic()
-        busy = self._lanes.busy
-        for lane in [each for each in busy if each.uses_slot and each.task[0].deadline <= now]:
+        for lane in [each for each in self._busy if each.task[0].deadline <= now]:
             self._give_up(lane, lane.connection.late())
         # One at a time: what has arrived on the others is received first.
-        if busy and busy[0].until <= now:
-            self._give_up(busy[0], busy[0].connection.late())
+        if self._busy and (first := self._busy[0]).until <= now:
+            self._give_up(first, first.connection.late())
 
     def _give_up(self, lane: Lane, error: RedisError) -> None:
         """Close a connection that has a stripe in flight."""
-        if lane is self._lanes.busy[-1]:
-            self._lanes.is_sending = False
-        self._lanes.busy.remove(lane)
+        if lane is self._busy[-1]:
+            self._is_sending = False
+        self._busy.remove(lane)
         lane.connection.close()
         self._lost(lane, lane.task, error)
 
+    @property
+    def _wants_more(self) -> bool:
+        """Whether stripes wait for another connection."""
+        idle = len(self._idle)
+        return len(self._queue) > idle and len(self._busy) + idle < self._most
+
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
-        lanes = self._lanes
-        may_widen = len(lanes) < lanes.most and self._may_widen and self._health.is_up
-        if not may_widen or time.monotonic() < lanes.widen_at:
+        if time.monotonic() < self._widen_at or not (self._may_widen and self._health.is_up):
             return
         # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
         self._drop_dead()
         # The stripes in flight have deadlines to keep.
-        deadline = min([lane.task[0].deadline for lane in lanes.busy], default=float("inf"))
-        while len(lanes) < lanes.most and len(self._queue) > len(lanes.idle):
+        deadline = min([lane.task[0].deadline for lane in self._busy], default=float("inf"))
+        while self._wants_more:
             try:
-                connection = self._open(deadline)
+                connection = self._server.open(self.name, deadline)
             except (RedisError, ConfigError) as error:
                 # The open connections show whether the server is up.
                 if isinstance(error, RedisError):
                     self._health.note(error)
-                lanes.widen_at = time.monotonic() + jittered(_WIDEN_AGAIN_S)
+                self._widen_at = time.monotonic() + jittered(_WIDEN_AGAIN_S)
                 return
             self._add_lane(connection)
 
     def _drop_dead(self) -> None:
         """Drop idle lanes whose connections the server has closed."""
-        idle = self._lanes.idle
-        for lane in idle:
+        for lane in self._idle:
             lane.connection.check_idle()
-        self._lanes.idle = [lane for lane in idle if lane.connection.is_open]
-        self.connections_lost += len(idle) - len(self._lanes.idle)
+        idle, self._idle = self._idle, [lane for lane in self._idle if lane.connection.is_open]
+        if dead := len(idle) - len(self._idle):
+            self._jobs.count("connections_lost", dead)
 
     def _close_all(self) -> None:
-        lanes, self._lanes = self._lanes, Lanes(self._lanes.most)
-        for lane in (*lanes.busy, *lanes.idle):
+        busy, idle = self._busy, self._idle
+        self._busy, self._idle, self._is_sending = deque(), [], False
+        for lane in (*busy, *idle):
             lane.connection.close()
-        for lane in lanes.busy:
+        for lane in busy:
             self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
         self._all_closed()

@@ -1,48 +1,62 @@
-"""Which servers there are, and which slots each has: asked of Sentinels or of a cluster."""
+"""Which servers there are, and which slots each has: asked of Sentinels or of a cluster.
+
+The map is looked up at the start, every few seconds, soon after a hint that it is outdated (a
+redirection, a server that went down, a master that is a replica), and more often while a server is
+down or none is known. A look-up that fails changes nothing.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import random
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError, RedisUnavailable
+from lmcache_redis.resp.health import RepeatedLines
+from lmcache_redis.resp.jobs import LoopThread, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import NO_SENTINEL, Endpoint, is_no_sentinel
 from lmcache_redis.resp.net.wire import pack_command
 from lmcache_redis.resp.options import Deployment, Topology
+from lmcache_redis.tiers import PlaneState
+
+logger = logging.getLogger(__name__)
 
 SLOTS = 16384
-# No time-out: the deadline bounds a look-up.
-_FAR_S = 3600.0
-# Connections to a Sentinel and the master, or to a node.
-_MOST_KEPT = 2
+# More nodes than this are not recommended in a cluster; each costs threads and connections.
+_MOST_SERVERS = 1000
+# A cluster announces changes of its map by redirections; Sentinel does not.
+_REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
+# Hints come in bursts: a resharding redirects every key of a slot.
+_LEAST_PAUSE_S = 0.1
+# While a server is down, or hints come that lead to no other map.
+_LONGEST_PAUSE_S = 1.0
 
 
 class ServerMap(NamedTuple):
     """The data servers, and in a cluster the slots of each.
 
     ranges: (first slot, last slot, number of the server); None: the one server has every key.
-    unplaced: (first slot, last slot) of those whose server the cluster does not name.
     """
 
     servers: tuple[Endpoint, ...]
     ranges: tuple[tuple[int, int, int], ...] | None = None
-    unplaced: tuple[tuple[int, int], ...] = ()
 
 
 class ServerFinder:
-    """Asks Sentinels or a cluster which servers there are. Keeps the connections that answered.
+    """Asks Sentinels or a cluster which servers there are. Keeps the connection that answered.
 
     timeout_s: for all questions to one server. One thread uses it.
     """
 
     def __init__(self, deployment: Deployment, timeout_s: float) -> None:
-        self._deployment = deployment
+        self.deployment = deployment
         self._timeout_s = timeout_s
-        self._kept: dict[Endpoint, Connection] = {}
+        self._connection: Connection | None = None
+        self._asked: Endpoint | None = None  # where that leads
 
     def find(
         self, known: Iterable[Endpoint] = (), closing: Callable[[], bool] = lambda: False
@@ -53,55 +67,51 @@ class ServerFinder:
         order, then the seeds, which may have left the cluster. closing: called before each server;
         True ends the look-up.
         """
-        deployment = self._deployment
+        deployment = self.deployment
         is_sentinel = deployment.topology is Topology.SENTINEL
         ask_one = self._master if is_sentinel else self._shards
-        failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
+        failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.url} has no servers")
         for endpoint in self._in_order(() if is_sentinel else known):
             if closing():
                 break
             try:
-                return ask_one(endpoint, time.monotonic() + self._timeout_s)
+                return ask_one(endpoint)
             except (RedisError, ConfigError) as error:
                 failure = error
             except (TypeError, ValueError, IndexError, AttributeError):
                 command = "SENTINEL" if is_sentinel else "CLUSTER SLOTS"
                 failure = RedisUnavailable(f"malformed {command} reply from {endpoint.where}")
-            self._drop(endpoint)
+            self.close()
         raise failure
 
     def close(self) -> None:
-        for endpoint in list(self._kept):
-            self._drop(endpoint)
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._asked = None
 
     def _in_order(self, known: Iterable[Endpoint]) -> Iterable[Endpoint]:
-        first, second = list(known), list(self._deployment.seeds)
+        first, second = list(known), list(self.deployment.seeds)
         random.shuffle(first)
         random.shuffle(second)
-        return sorted(dict.fromkeys(first + second), key=lambda each: each not in self._kept)
+        return sorted(dict.fromkeys(first + second), key=lambda each: each != self._asked)
 
-    def _drop(self, endpoint: Endpoint) -> None:
-        if (connection := self._kept.pop(endpoint, None)) is not None:
-            connection.close()
-
-    def _ask(self, endpoint: Endpoint, deadline: float, *words: str) -> Any:
+    def _ask(self, endpoint: Endpoint, *words: str) -> Any:
         """The reply to one command. Raises RedisError and ConfigError."""
-        connection = self._kept.pop(endpoint, None)
-        if connection is not None:
-            connection.check_idle()
-        if connection is None or not connection.is_open:
-            connector = Connector(endpoint, _FAR_S, _FAR_S)
-            connection = connector.open("lmcache-redis:topology", deadline)
-        # The one used last is the last.
-        self._kept[endpoint] = connection
-        if len(self._kept) > _MOST_KEPT:
-            self._drop(next(iter(self._kept)))
-        return connection.call(pack_command(*words), 1, deadline)[0]
+        deadline = time.monotonic() + self._timeout_s
+        if self._connection is not None:
+            self._connection.check_idle()
+        if self._connection is None or endpoint != self._asked or not self._connection.is_open:
+            self.close()
+            connector = Connector(endpoint, self._timeout_s, self._timeout_s)
+            self._connection = connector.open("lmcache-redis:topology", deadline)
+            self._asked = endpoint
+        return self._connection.call(pack_command(*words), 1, deadline)[0]
 
-    def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:
-        service = self._deployment.service
+    def _master(self, endpoint: Endpoint) -> ServerMap:
+        """As the Sentinel says. If it is outdated, a refused write has it asked again."""
+        service = self.deployment.service
         try:
-            found = self._ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+            found = self._ask(endpoint, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
         except RedisReplyError as error:
             if is_no_sentinel(str(error)):
                 raise RedisUnavailable(f"Redis at {endpoint.where} {NO_SENTINEL}") from None
@@ -111,17 +121,11 @@ class ServerFinder:
                 f"Sentinel at {endpoint.where} watches no master named {service}: "
                 "correct the name in the Redis URL"
             )
-        master = self._deployment.at(_text(found[0]), int(found[1]))
-        # Sentinel may be outdated: the server must agree. One that does not answer is the master.
-        with contextlib.suppress(RedisError, ConfigError):
-            role = self._ask(master, deadline, "ROLE")
-            if not role or _text(role[0]) != "master":
-                return ServerMap(())
-        return ServerMap((master,))
+        return ServerMap((self.deployment.at(_text(found[0]), int(found[1])),))
 
-    def _shards(self, endpoint: Endpoint, deadline: float) -> ServerMap:
+    def _shards(self, endpoint: Endpoint) -> ServerMap:
         try:
-            rows = self._ask(endpoint, deadline, "CLUSTER", "SLOTS")
+            rows = self._ask(endpoint, "CLUSTER", "SLOTS")
         except RedisError as error:
             if "cluster support disabled" in str(error):
                 raise ConfigError(
@@ -129,7 +133,7 @@ class ServerFinder:
                     "redis+cluster://"
                 ) from None
             raise
-        return _read_slots(self._deployment, endpoint, rows)
+        return _read_slots(self.deployment, endpoint, rows)
 
 
 def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) -> ServerMap:
@@ -140,21 +144,87 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
     """
     numbers: dict[tuple[str, int], int] = {}
     ranges: list[tuple[int, int, int]] = []
-    unplaced: list[tuple[int, int]] = []
     for first, last, master, *_ in rows:
         if not 0 <= first <= last < SLOTS:
             raise ValueError
         host, port = _text(master[0] or b"") or asked.host, int(master[1])
-        if host == "?" or not 0 < port < 1 << 16:
-            unplaced.append((first, last))
-        else:
+        if host != "?" and 0 < port < 1 << 16:
             ranges.append((first, last, numbers.setdefault((host, port), len(numbers))))
+    if len(numbers) > _MOST_SERVERS:
+        names = f"names {len(numbers)} servers, more than {_MOST_SERVERS}"
+        raise RedisUnavailable(f"the cluster at {asked.where} {names}")
     if not ranges:
-        missing = "does not name its servers (?)" if unplaced else "has no slots assigned yet"
+        missing = "does not name its servers (?)" if rows else "has no slots assigned yet"
         raise RedisUnavailable(f"the cluster at {asked.where} {missing}")
     servers = tuple(deployment.at(host, port) for host, port in numbers)
-    return ServerMap(servers, tuple(ranges), tuple(unplaced))
+    return ServerMap(servers, tuple(ranges))
 
 
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "replace")
+
+
+class MapWatcher:
+    """A thread that looks the servers up. Pauses have jitter, and grow while nothing changes.
+
+    adopt: called with each map; whether it is another one. servers: returns those in use, and
+    whether each is up. state: while there are none.
+    """
+
+    def __init__(
+        self,
+        finder: ServerFinder,
+        adopt: Callable[[ServerMap], bool],
+        servers: Callable[[], Mapping[Endpoint, bool]],
+    ) -> None:
+        self.thread = LoopThread("lmcr-topology", self._step)
+        reason = "the servers have not been looked up yet"
+        self.state = PlaneState(False, False, reason, time.monotonic())
+        self._finder = finder
+        self._adopt = adopt
+        self._servers = servers
+        self._quiet = 0  # look-ups that changed nothing, in a row
+        self._lines = RepeatedLines()
+        self._hinted = threading.Event()
+        self._closing = threading.Event()
+
+    def hint(self) -> None:
+        """Have the servers looked up soon."""
+        self._hinted.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._hinted.set()
+
+    def _step(self) -> bool:
+        if self._closing.is_set():
+            self._finder.close()
+            return False
+        self._hinted.clear()
+        reason = self.state.reason
+        try:
+            up = [server for server, is_up in self._servers().items() if is_up]
+            if self._adopt(self._finder.find(up, closing=self._closing.is_set)):
+                self._quiet = 0
+            reason = ""
+        except (RedisError, ConfigError) as error:
+            reason = str(error)
+            if self._lines.is_new(reason):
+                where = self._finder.deployment.url
+                logger.warning("%s: the servers cannot be looked up: %s", where, error)
+        finally:
+            since = self.state.since if reason == self.state.reason else time.monotonic()
+            self.state = PlaneState(False, True, reason, since)
+        self._pause()
+        return True
+
+    def _pause(self) -> None:
+        least_s = backoff_s(self._quiet, _LEAST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._quiet += 1
+        are_up = self._servers().values()
+        if self._closing.wait(least_s) or not are_up or not all(are_up):
+            return
+        left_s = jittered(_REFRESH_S[self._finder.deployment.topology]) - least_s
+        if not self._hinted.wait(max(0.0, left_s)):
+            # Without hints, and all servers are up.
+            self._quiet = 0

@@ -8,12 +8,8 @@ A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its pa
 stripes of a chunk differ in the last bytes of their keys, so they have different slots: many
 stripes spread evenly over the shards.
 
-A redirection is followed only to servers that the map names: what a single reply says opens no
-connection, and sends no password anywhere.
-
-The map is looked up at the start, every few seconds, soon after a hint that it is outdated (a
-redirection, a server that went down, a master that is a replica), and more often while a server is
-down or none is known. A look-up that fails changes nothing.
+A redirection is not followed: the key is a miss until the next map says where it is. So what a
+single reply says opens no connection, and sends no password anywhere.
 """
 
 from __future__ import annotations
@@ -23,52 +19,34 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.errors import (
-    ConfigError,
-    RedisClusterDown,
-    RedisError,
-    RedisFull,
-    RedisReadOnly,
-    RedisRedirect,
-    RedisUnavailable,
-    RedisWriteRefused,
-)
-from lmcache_redis.resp.control import Controller
-from lmcache_redis.resp.health import DataServer, ErrorNotes, Worker
+from lmcache_redis.errors import RedisRedirect
+from lmcache_redis.resp.control import Controller, KeyQuestion, Steps
+from lmcache_redis.resp.health import DataServer, Worker
 from lmcache_redis.resp.jobs import (
-    Hop,
     Jobs,
     LoopThread,
     Stop,
     StripeTask,
     TaskQueue,
-    backoff_s,
-    jittered,
 )
-from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
+from lmcache_redis.resp.maps import SLOTS, MapWatcher, ServerFinder, ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
-from lmcache_redis.resp.removals import RemovalListener, Removals
-from lmcache_redis.resp.transfers import Read, Reader, Writer
-from lmcache_redis.tiers import PlaneState, WriteOutcome
+from lmcache_redis.resp.removals import Removals
+from lmcache_redis.resp.transfers import Reader, Writer
+from lmcache_redis.tiers import CallOutcome, Done, PlaneState
 
 logger = logging.getLogger(__name__)
 
-# More nodes than this are not recommended in a cluster; each costs threads and connections.
-_MOST_SERVERS = 1000
-# Redirections that a command follows: one is usual, two while a slot is migrating.
-MAX_HOPS = 5
-# A cluster announces changes of its map by redirections; Sentinel does not.
-_REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
-# Hints come in bursts: a resharding redirects every key of a slot.
-_LEAST_PAUSE_S = 0.1
-# While a server is down, or hints come that lead to no other map.
-_LONGEST_PAUSE_S = 1.0
+# A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
+_FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
+# How often a server's first probe is waited for.
+_LOOK_EVERY_S = 0.002
 NodeT = TypeVar("NodeT")
 
 
@@ -126,8 +104,7 @@ class DataNode(DataServer):
 
     def __init__(self, endpoint: Endpoint, nodes: DataNodes) -> None:
         options = nodes.options
-        super().__init__(endpoint, options, nodes.jobs)
-        self._nodes = nodes
+        super().__init__(endpoint, options, nodes.jobs, nodes.look_up)
         self.reads: TaskQueue[StripeTask] = TaskQueue()
         self.control = Controller(self)
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
@@ -138,7 +115,6 @@ class DataNode(DataServer):
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
-        self._removals = RemovalListener(self, nodes.removals)
 
     def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
@@ -148,57 +124,14 @@ class DataNode(DataServer):
                 urgent,
             )
 
-    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> None:
-        job, index, hop = task
-        followed = self._nodes.follow(self, redirect, hop)
-        if followed is None:
-            self.health.note(redirect)
-            self.jobs.stop((job,), Stop.UNAVAILABLE)
-            return
-        target, hop = followed
-        if target not in job.nodes:
-            job.nodes = (*job.nodes, target)
-        put = target.reads.put if isinstance(job, Read) else target.put_writes
-        put(((job, index, hop),), urgent=True)
-        # It may have been retired in the meantime.
-        self.jobs.refuse((job,))
-
-    def refuses_writes(self, error: RedisError) -> WriteOutcome:
-        self.health.note(error)
-        refusal = WriteOutcome.REJECTED
-        if isinstance(error, RedisFull):
-            refusal = WriteOutcome.FULL
-        elif isinstance(error, RedisClusterDown):
-            refusal = WriteOutcome.UNAVAILABLE
-            self.map_is_old()
-        elif not isinstance(error, RedisWriteRefused):
-            # About this write alone, as far as one can tell.
-            return refusal
-        self.write_state.pause(refusal)
-        if isinstance(error, RedisReadOnly):
-            self.map_is_old()
-            if self._nodes.deployment.topology is Topology.STANDALONE:
-                # Its name, or what is between, may lead to another server by now.
-                self.write_state.renew_connections()
-        return refusal
-
-    def map_is_old(self) -> None:
-        self._nodes.watcher.hint()
-
     @property
     def is_up(self) -> bool:
         return self.health.is_up
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """Since the start: connections made, connections lost, errors."""
-        lost = sum(worker.connections_lost for worker in self._workers)
-        return self.connector.connects, lost, self.health.notes.count
-
-    @property
     def _threads(self) -> list[LoopThread]:
         workers = [worker.thread for worker in self._workers]
-        return [self.health.thread, *workers, self._removals.thread]
+        return [self.health.thread, *workers]
 
     def start(self) -> None:
         """Start all threads or none. Raises RuntimeError if the process may not have them."""
@@ -216,7 +149,6 @@ class DataNode(DataServer):
         for queue in queues:
             queue.close()
         self.health.close()
-        self._removals.close()
         self.connector.abort()
 
     def join(self) -> int:
@@ -243,16 +175,18 @@ class DataNodes:
         self.routes: Routes[DataNode] = Routes(ServerMap(()), {})
         self._lock = threading.RLock()
         self._nodes: dict[Endpoint, DataNode] = {}
-        self._retired_counts = (0, 0, 0)
         self._closing = False
-        self.removals = Removals(options.key_prefix)
-        self.watcher = MapWatcher(self)
+        self.removals = Removals(options.key_prefix, lambda: self.routes.nodes)
+        self.watcher = MapWatcher(
+            ServerFinder(deployment, options.connect_timeout_s), self.adopt, self.servers
+        )
+        is_alone = deployment.topology is Topology.STANDALONE
+        self.look_up = None if is_alone else self.watcher.hint
 
     def start(self) -> None:
         """Raises RuntimeError if the process may not have the threads."""
         if self.deployment.topology is Topology.STANDALONE:
             self.adopt(ServerMap((self.deployment.server,)))
-            self.watcher.mapped.set()
         else:
             self.watcher.thread.start()
 
@@ -262,34 +196,19 @@ class DataNodes:
             self._closing = True
             nodes = list(self._nodes.values())
         self.watcher.close()
+        self.removals.close()
         for node in nodes:
             node.stop()
         left = sum(node.join() for node in nodes)
         # A look-up in flight ends by its time-out.
-        return left + (not self.watcher.thread.ends_within(timeout_s))
-
-    def follow(
-        self, node: DataNode, redirect: RedisRedirect, hop: Hop | None
-    ) -> tuple[DataNode, Hop] | None:
-        """Where a command goes that `node` redirects. hop: its last redirection.
-
-        None: to a server that the map, which is looked up then, lacks, or too often.
-        """
-        if not self.routes.is_cluster:
-            return None
-        host = redirect.host or node.connector.endpoint.host
-        target = self._nodes.get(self.deployment.at(host, redirect.port))
-        if target is None or not redirect.asking:
-            self.watcher.hint()
-        hop = Hop(1 if hop is None else hop.hops + 1, redirect.asking)
-        return None if target is None or hop.hops > MAX_HOPS else (target, hop)
+        threads = (self.watcher.thread, self.removals.thread)
+        return left + [thread.ends_within(timeout_s) for thread in threads].count(False)
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
         deadline = time.monotonic() + timeout_s
-        self.watcher.mapped.wait(timeout_s)
-        for node in self.routes.nodes:
-            node.health.wait_probed(max(0.0, deadline - time.monotonic()))
+        while not self.state.probed and time.monotonic() < deadline and not self._closing:
+            time.sleep(_LOOK_EVERY_S)
         return self.state
 
     @property
@@ -299,47 +218,97 @@ class DataNodes:
         if not nodes:
             return self.watcher.state
         states = [node.health.state for node in nodes]
-        unplaced = self.routes.map.unplaced
-        if len(states) == 1 and not unplaced:
+        if len(states) == 1:
             return states[0]
         down = [state for state in states if not state.up]
         reason = next((state.reason for state in down or states if state.reason), "")
         if down:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
-        if unplaced:
-            where = ", ".join(f"{first}-{last}" for first, last in unplaced[:4])
-            more = " ..." if len(unplaced) > 4 else ""
-            reason = f"the cluster does not name the servers of slots {where}{more}. {reason}"
         probed, since = [state.probed for state in states], [state.since for state in states]
         return PlaneState(len(down) < len(states), all(probed), reason, max(since))
 
-    @property
-    def open_streams(self) -> int:
-        with self._lock:
-            return sum(node.connector.open_streams for node in self._nodes.values())
+    def servers(self) -> dict[Endpoint, bool]:
+        """The servers of the map, and whether each is up."""
+        return {node.connector.endpoint: node.is_up for node in self.routes.nodes}
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The sums of the nodes' counts, retired nodes included."""
-        with self._lock:
-            counts = [self._retired_counts, *[node.counts for node in self._nodes.values()]]
-        connects, lost, errors = map(sum, zip(*counts, strict=True))
-        return connects, lost, errors
+    def ask_for_each(
+        self,
+        make_steps: Callable[..., Steps[Sequence[Any]]],
+        deadline: float,
+        missing: Any,
+        keys: Sequence[bytes],
+        done: Callable[[CallOutcome, Sequence[Any]], None],
+        is_urgent: bool = True,
+    ) -> None:
+        """Ask each node for its keys.
 
-    def servers(self, up: bool = False) -> list[Endpoint]:
-        """The servers of the map; up: only those that are up."""
-        return [node.connector.endpoint for node in self.routes.nodes if node.is_up or not up]
+        make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
+        key, `missing` for keys without one. DONE if any node answered.
+        """
+        results: list[Any] = [missing] * len(keys)
+        by_node = self.routes.split(keys)
+
+        def found(node: DataNode, some: Sequence[Any]) -> None:
+            for index, result in zip(by_node[node], some, strict=True):
+                if isinstance(result, RedisRedirect):
+                    node.map_is_old()
+                else:
+                    results[index] = result
+
+        steps = {
+            node: partial(make_steps, [keys[index] for index in indexes])
+            for node, indexes in by_node.items()
+        }
+
+        def answered(outcomes: Sequence[CallOutcome]) -> None:
+            done(_of_any(outcomes), results)
+
+        self.ask(steps, deadline, answered, found, is_urgent)
+
+    def ask(
+        self,
+        steps: Mapping[DataNode | None, Callable[[], Steps[Any]]],
+        deadline: float,
+        done: Done[Sequence[CallOutcome]],
+        found: Callable[[Any, Any], None] = lambda node, result: None,
+        is_urgent: bool = True,
+    ) -> None:
+        """Take steps on servers. found: called with each that is DONE and its result.
+
+        done: called once, with an outcome for each server; None, one that is missing, is
+        UNAVAILABLE.
+        """
+        self.jobs.check_usable()
+        lock = threading.Lock()
+        outcomes: list[CallOutcome] = []
+
+        def answered(node: DataNode | None, outcome: CallOutcome, result: Any) -> None:
+            if outcome is CallOutcome.DONE:
+                found(node, result)
+            with lock:
+                outcomes.append(outcome)
+                is_over = len(outcomes) == len(steps)
+            if is_over:
+                done(outcomes)
+
+        for node, make_steps in steps.items():
+            told = partial(answered, node)
+            question = KeyQuestion(make_steps, deadline, told, is_urgent=is_urgent)
+            question.nodes = (node,)
+            if self.jobs.enter((question,)) and node is not None:
+                node.control.put(question)
+                # The server may have gone down, or the plane been closed, in the meantime.
+                self.jobs.refuse((question,))
+        if not steps:
+            self.jobs.post(partial(done, (CallOutcome.DONE,)))
 
     def adopt(self, found: ServerMap) -> bool:
         """Use the servers of a map from now on; return whether it is another map.
 
-        Raises RuntimeError if the process may not have the threads of a new server, and
-        RedisUnavailable if there are too many servers; then the last map stays.
+        Raises RuntimeError if the process may not have the threads of a new server; then the last
+        map stays.
         """
-        if len(found.servers) > _MOST_SERVERS:
-            where, count = self.deployment.where, len(found.servers)
-            raise RedisUnavailable(f"{where} names {count} servers, more than {_MOST_SERVERS}")
-        self.shards = max(1, len(found.servers))
+        self.shards = len(found.servers)
         before = self.routes
         for server in found.servers:
             if server in self._nodes:
@@ -359,8 +328,8 @@ class DataNodes:
             self._retire(node)
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:
-            places = ", ".join(server.where for server in found.servers) or "no server"
-            logger.info("%s: the data is with %s", self.deployment.where, places)
+            places = ", ".join(server.where for server in found.servers)
+            logger.info("%s: the data is with %s", self.deployment.url, places)
         return is_new or before.map.ranges != found.ranges
 
     def _retire(self, node: DataNode) -> None:
@@ -371,76 +340,10 @@ class DataNodes:
             logger.warning("%d threads of a retired server did not end", left)
         with self._lock:
             del self._nodes[node.connector.endpoint]
-            connects, lost, errors = self._retired_counts
-            more = node.counts
-            self._retired_counts = connects + more[0], lost + more[1], errors + more[2]
 
 
-class MapWatcher:
-    """A thread that looks the servers up. mapped: the first look-up has ended.
-
-    Pauses have jitter, and grow while nothing changes.
-    """
-
-    def __init__(self, nodes: DataNodes) -> None:
-        self.mapped = threading.Event()
-        self.thread = LoopThread("lmcr-topology", self._step)
-        self._nodes = nodes
-        self._finder = ServerFinder(nodes.deployment, nodes.options.connect_timeout_s)
-        self._quiet = 0  # look-ups that changed nothing, in a row
-        self._notes = ErrorNotes()
-        # While there is no server.
-        reason = "the servers have not been looked up yet"
-        self.state = PlaneState(False, False, reason, time.monotonic())
-        self._hinted = threading.Event()
-        self._closing = threading.Event()
-
-    def hint(self) -> None:
-        """Have the servers looked up soon."""
-        self._hinted.set()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._hinted.set()
-
-    def _step(self) -> bool:
-        if self._closing.is_set():
-            self._finder.close()
-            return False
-        self._hinted.clear()
-        try:
-            self._look_up()
-        except (RedisError, ConfigError) as error:
-            if not self._nodes.routes.nodes:
-                self.state = replace(self.state, reason=str(error))
-            if self._notes.is_new(str(error)):
-                where = self._nodes.deployment.where
-                logger.warning("%s: the servers cannot be looked up: %s", where, error)
-        finally:
-            self.state = replace(self.state, probed=True)
-            self.mapped.set()
-        self._pause()
-        return True
-
-    def _look_up(self) -> None:
-        found = self._finder.find(self._nodes.servers(up=True), closing=self._closing.is_set)
-        if self._nodes.adopt(found):
-            self._quiet = 0
-        if found.servers:
-            self.state = replace(self.state, reason="")
-        elif not self.state.reason:
-            reason = "Sentinel names a server as master that is a replica"
-            self.state = PlaneState(False, True, reason, time.monotonic())
-
-    def _pause(self) -> None:
-        least_s = backoff_s(self._quiet, _LEAST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._quiet += 1
-        if self._closing.wait(least_s):
-            return
-        nodes = self._nodes.routes.nodes
-        if not nodes or not all(node.is_up for node in nodes):
-            return
-        left_s = jittered(_REFRESH_S[self._nodes.deployment.topology]) - least_s
-        if not self._hinted.wait(max(0.0, left_s)):
-            # Without hints, and all servers are up.
-            self._quiet = 0
+def _of_any(outcomes: Sequence[CallOutcome]) -> CallOutcome:
+    """The outcome of a call that is DONE if any server answered."""
+    if CallOutcome.DONE in outcomes and CallOutcome.CANCELLED not in outcomes:
+        return CallOutcome.DONE
+    return next(outcome for outcome in _FAILURES if outcome in outcomes)

@@ -216,14 +216,6 @@ class Deployment:
         return dataclasses.replace(self.server, host=host, port=port)
 
     @property
-    def where(self) -> str:
-        places = ",".join(seed.where for seed in self.seeds)
-        if self.topology is Topology.STANDALONE:
-            return places
-        named = f" {self.service}" if self.service else ""
-        return f"{self.topology.value[1:]}{named} at {places}"
-
-    @property
     def url(self) -> str:
         """The URL of the servers, without user, passwords and what else is secret."""
         server = self.server
@@ -383,16 +375,12 @@ def _addresses(hosts: str, topology: Topology) -> list[tuple[str, int]]:
             raise ConfigError("the Redis URL names no host: write redis://HOST:PORT")
         if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
             raise ConfigError(f"the port in the Redis URL is not 1 to 65535 ({_ESCAPE})")
-        _check_host(host)
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            raise ConfigError(f"the host in the Redis URL is not a host name: {_ESCAPE}") from None
         found.append((host, int(port)))
     return found
-
-
-def _check_host(host: str) -> None:
-    try:
-        host.encode("idna")
-    except UnicodeError:
-        raise ConfigError(f"the host in the Redis URL is not a host name: {_ESCAPE}") from None
 
 
 def _tls(parameters: dict[str, str]) -> tuple[tuple[str, str | bool], ...]:

@@ -26,13 +26,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis import native
-from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame, StripeHeader
+from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.errors import RedisRedirect
 from lmcache_redis.resp.control import (
     STEP_KEYS,
-    KeyQuestion,
     Steps,
     ask_each,
     count_prefix,
@@ -40,10 +38,10 @@ from lmcache_redis.resp.control import (
     find_present,
     header_commands,
     parse_count,
-    parse_header,
+    parse_frame,
     walk_keys,
 )
-from lmcache_redis.resp.jobs import Hop, Job, Jobs, JobT, Stop, StripeTask
+from lmcache_redis.resp.jobs import ChunkJob, Jobs, Stop, StripeTask
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
@@ -71,16 +69,10 @@ logger = logging.getLogger(__name__)
 # Enqueued together: a thread works on these while the next are prepared.
 _BATCH_STRIPES = 32
 _FIRST_STRIPE = stripe_key(b"", 0)
-# Of a cluster, keys in the first round of a question, and in any.
-_FIRST_ROUND_KEYS = 256
-_MOST_ROUND_KEYS = 16384
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS"), parse_count)
-_FIND_PRESENT = partial(find_present, suffix=_FIRST_STRIPE)
 _UNLINKS = partial(ask_each, partial(keys_commands, b"UNLINK"), parse_count, step_keys=STEP_KEYS)
-_HEADERS = partial(ask_each, header_commands, parse_header)
-# A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
-_FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
+_FRAMES = partial(ask_each, header_commands, parse_frame)
 
 
 class RedisPlane:
@@ -160,29 +152,19 @@ class RedisPlane:
         """Up or down, and why. A cluster is up while any of its shards is."""
         return self._nodes.state
 
-    @property
-    def where(self) -> str:
-        """The servers, for messages: their addresses, without credentials."""
-        return self.deployment.where
-
-    @property
-    def open_streams(self) -> int:
-        return self._nodes.open_streams
-
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
         jobs = self._jobs
         with jobs.lock:
-            connects, connections_lost, errors = self._nodes.counts
             transfers = list(jobs.transfers.values())
             return PlaneStats(
                 bytes_in=jobs.moved_bytes[ReadOutcome.LOADED],
                 bytes_out=jobs.moved_bytes[WriteOutcome.STORED],
                 reads={outcome: jobs.counts[outcome] for outcome in ReadOutcome},
                 writes={outcome: jobs.counts[outcome] for outcome in WriteOutcome},
-                connects=connects,
-                connections_lost=connections_lost,
-                errors=errors,
+                connects=jobs.counts["connects"],
+                connections_lost=jobs.counts["connections_lost"],
+                errors=jobs.counts["errors"],
                 queued_reads=sum(isinstance(job, Read) for job in transfers),
                 queued_writes=sum(isinstance(job, Write) for job in transfers),
             )
@@ -198,11 +180,8 @@ class RedisPlane:
         self._check(chunks, writable=True)
         for some in _batches(chunks):
             now = time.monotonic()
-            accepted = self._enter(some, [Read(chunk, done, now) for chunk in some])
-            for node, tasks in _by_node(accepted).items():
-                node.reads.put(tasks)
-            # A server may have gone down, or the plane been closed, in the meantime.
-            self._jobs.refuse(accepted)
+            reads = [Read(chunk, done, now) for chunk in some]
+            self._queue(reads, lambda node, tasks: node.reads.put(tasks))
 
     def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
         """Store chunks from their slots, in this order; `done` is called for each.
@@ -210,20 +189,21 @@ class RedisPlane:
         Slots must not change until `done`.
         """
         self._check(chunks, writable=False)
+        if self.options.seal_keys is not None:
+            for chunk in chunks:
+                if not chunk.frame.has_room_for_seal:
+                    self._jobs.post(partial(done, chunk, WriteOutcome.NO_ROOM_FOR_SEAL))
+            chunks = [chunk for chunk in chunks if chunk.frame.has_room_for_seal]
+
+        def put(node: DataNode, tasks: Sequence[StripeTask]) -> None:
+            # Stripe 0 follows the others, unless it is the only one.
+            node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
+
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
-            jobs = [Write(c, done, now, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
-            accepted = self._enter(some, jobs)
-            if self.options.seal_keys is not None:
-                unfit = [job for job in accepted if not job.chunk.frame.has_room_for_seal]
-                if unfit:
-                    self._jobs.post(partial(self._jobs.stop, unfit, WriteOutcome.NO_ROOM_FOR_SEAL))
-                    accepted = [job for job in accepted if job not in unfit]
-            for node, tasks in _by_node(accepted).items():
-                # Stripe 0 follows the others, unless it is the only one.
-                node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
-            self._jobs.refuse(accepted)
+            writes = [Write(c, done, now, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
+            self._queue(writes, put)
 
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
@@ -239,20 +219,23 @@ class RedisPlane:
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
 
-        def answer(outcome: CallOutcome, length: int | None) -> None:
-            done(ScanResult(outcome, length or 0))
+        lengths: list[int] = []
 
         def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
             # The first gap, or the end.
-            answer(outcome, [*counts, 0].index(0))
+            done(ScanResult(outcome, [*counts, 0].index(0)))
 
-        self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
-            ask = partial(self._ask, _EXISTS, deadline, 0)
-            ask_in_rounds(ask, keys, counted, _FIRST_STRIPE, only_prefix=True)
+            self._nodes.ask_for_each(
+                _EXISTS, deadline, 0, [key + _FIRST_STRIPE for key in keys], counted
+            )
         else:
-            steps = partial(count_prefix, keys, _FIRST_STRIPE)
-            self._submit(steps, deadline, answer, self._nodes.routes.node_of(b""))
+            self._nodes.ask(
+                {self._nodes.routes.node_of(b""): partial(count_prefix, keys, _FIRST_STRIPE)},
+                deadline,
+                lambda outcomes: done(ScanResult(outcomes[0], *lengths)),
+                lambda _, length: lengths.append(length),
+            )
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""
@@ -261,10 +244,8 @@ class RedisPlane:
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        if self._nodes.routes.is_cluster:
-            ask_in_rounds(partial(self._ask, _EXISTS, deadline, 0), keys, answer, _FIRST_STRIPE)
-        else:
-            self._ask(_FIND_PRESENT, deadline, 0, keys, answer)
+        steps = _EXISTS if self._nodes.routes.is_cluster else find_present
+        self._nodes.ask_for_each(steps, deadline, 0, [key + _FIRST_STRIPE for key in keys], answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
@@ -285,16 +266,17 @@ class RedisPlane:
         if self.options.ttl_refresh:
             pack = partial(expire_commands, self.options.ttl_s)
         steps = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
-        ask_in_rounds(partial(self._ask, steps, deadline, 0, is_urgent=False), keys, counted)
+        self._nodes.ask_for_each(steps, deadline, 0, keys, counted, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
 
-        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
-            is_done = outcome is CallOutcome.DONE
-            done(FramesResult(outcome, [_frame(header) for header in headers] if is_done else ()))
+        def answer(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
+            done(FramesResult(outcome, frames if outcome is CallOutcome.DONE else ()))
 
-        self._ask(_HEADERS, deadline, None, [key + _FIRST_STRIPE for key in keys], answer)
+        self._nodes.ask_for_each(
+            _FRAMES, deadline, None, [key + _FIRST_STRIPE for key in keys], answer
+        )
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """As `list_keys`, and blocks."""
@@ -328,23 +310,24 @@ class RedisPlane:
             done(KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends]))
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
-        self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, walked)
+        steps = partial(walk_keys, pattern, found, "TYPE", "string")
+        self._walk(steps, deadline, walked)
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
 
-        def found(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
+        def found(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
             if outcome is not CallOutcome.DONE:
                 done(RemoveResult(outcome))
                 return
-            count = headers[0].stripe_count if headers[0] is not None else 1
+            count = frames[0].stripe_count if frames[0] is not None else 1
             stripes = [stripe_key(key, index) for index in range(count)]
-            self._ask(_UNLINKS, deadline, 0, stripes, unlinked, is_urgent=False)
+            self._nodes.ask_for_each(_UNLINKS, deadline, 0, stripes, unlinked, is_urgent=False)
 
         def unlinked(outcome: CallOutcome, removed: Sequence[int]) -> None:
             done(RemoveResult(outcome, sum(removed)))
 
-        self._ask(_HEADERS, deadline, None, (key + _FIRST_STRIPE,), found)
+        self._nodes.ask_for_each(_FRAMES, deadline, None, (key + _FIRST_STRIPE,), found)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -380,113 +363,35 @@ class RedisPlane:
         if len(set(chunks)) < len(chunks) or not self._jobs.transfers.keys().isdisjoint(chunks):
             raise RuntimeError("the chunk is being read or written already")
 
-    def _enter(self, chunks: Sequence[ChunkIO], jobs: Sequence[JobT]) -> Sequence[JobT]:
-        """Route and register jobs; return those to queue."""
-        nodes_of = self._nodes.routes.nodes_of
-        for chunk, job in zip(chunks, jobs, strict=True):
-            job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
-        return self._jobs.enter(jobs, chunks)
-
-    def _ask(
+    def _queue(
         self,
-        make_steps: Callable[..., Steps[Sequence[Any]]],
-        deadline: float,
-        missing: Any,
-        keys: Sequence[bytes],
-        done: Callable[[CallOutcome, Sequence[Any]], None],
-        is_urgent: bool = True,
+        jobs: Sequence[ChunkJob[Any]],
+        put: Callable[[DataNode, Sequence[StripeTask]], None],
     ) -> None:
-        """Ask each node for its keys, and follow redirections.
-
-        make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
-        key, `missing` for keys without one.
-        """
-        self._jobs.check_usable()
-        results: list[Any] = [missing] * len(keys)
-        lock = threading.Lock()
-        outcomes: set[CallOutcome] = set()
-        by_node = self._nodes.routes.split(keys)
-        parts = [(node, None, indexes) for node, indexes in by_node.items() if node is not None]
-        open_parts = len(parts)
-
-        def ask(node: DataNode, hop: Hop | None, indexes: Sequence[int]) -> None:
-            some = [keys[index] for index in indexes]
-            steps = partial(make_steps, some, asking=hop is not None and hop.asking)
-            self._submit(steps, deadline, partial(answered, node, hop, indexes), node, is_urgent)
-
-        def answered(
-            node: DataNode,
-            hop: Hop | None,
-            indexes: Sequence[int],
-            outcome: CallOutcome,
-            found: Sequence[Any] | None,
-        ) -> None:
-            nonlocal open_parts
-            redirected: dict[tuple[DataNode, Hop], list[int]] = defaultdict(list)
-            for index, result in zip(indexes, found or (), strict=False):
-                if not isinstance(result, RedisRedirect):
-                    results[index] = result
-                elif (followed := self._nodes.follow(node, result, hop)) is not None:
-                    redirected[followed].append(index)
-            with lock:
-                outcomes.add(outcome)
-                open_parts += len(redirected) - 1
-                is_over = not open_parts
-            for place, some in redirected.items():
-                ask(*place, some)
-            if is_over:
-                done(_total(outcomes), results)
-
-        for part in parts:
-            ask(*part)
-        if not parts:
-            # No keys, or no server has them.
-            outcome = CallOutcome.UNAVAILABLE if keys else CallOutcome.DONE
-            self._jobs.post(lambda: done(outcome, results))
+        """Route and register jobs, and put the stripes of each node into its queues, in order."""
+        for job in jobs:
+            job.nodes = self._nodes.routes.nodes_of(job.chunk_key, job.steps_left)
+        accepted = self._jobs.enter(jobs, [job.chunk for job in jobs])
+        by_node: dict[Any, list[StripeTask]] = defaultdict(list)
+        for job in accepted:
+            for index, node in enumerate(job.nodes):
+                by_node[node].append((job, index))
+        for node, tasks in by_node.items():
+            put(node, tasks)
+        # A server may have gone down, or the plane been closed, in the meantime.
+        self._jobs.refuse(accepted)
 
     def _walk(
-        self, make_steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
+        self, steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
     ) -> None:
-        """Take the same steps on every server."""
-        self._jobs.check_usable()
-        nodes = self._nodes.routes.nodes or (None,)
-        lock = threading.Lock()
-        outcomes: list[CallOutcome] = []
+        """Take the same steps on every server, after scans. DONE if all of them answered."""
 
-        def answer(outcome: CallOutcome, _: None) -> None:
-            with lock:
-                outcomes.append(outcome)
-                if len(outcomes) < len(nodes):
-                    return
+        def answered(outcomes: Sequence[CallOutcome]) -> None:
             failures = (each for each in outcomes if each is not CallOutcome.DONE)
             done(next(failures, CallOutcome.DONE))
 
-        for node in nodes:
-            self._submit(make_steps, deadline, answer, node, is_urgent=False)
-
-    def _submit(
-        self,
-        make_steps: Callable[[], Steps[Any]],
-        deadline: float,
-        done: Callable[[CallOutcome, Any], None],
-        node: DataNode | None,
-        is_urgent: bool = True,
-    ) -> None:
-        question = KeyQuestion(make_steps, deadline, done, is_urgent=is_urgent)
-        question.nodes = (node,)
-        if self._jobs.enter((question,)) and node is not None:
-            node.control.put(question)
-            # The server may have gone down, or the plane been closed, in the meantime.
-            self._jobs.refuse((question,))
-
-
-def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[StripeTask]]:
-    """The stripes of the jobs, in order."""
-    by_node: dict[Any, list[StripeTask]] = defaultdict(list)
-    for job in jobs:
-        for index, node in enumerate(job.nodes):
-            by_node[node].append((job, index, None))
-    return by_node
+        every = dict.fromkeys(self._nodes.routes.nodes or (None,), steps)
+        self._nodes.ask(every, deadline, answered, is_urgent=False)
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
@@ -501,60 +406,3 @@ def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
             batch, stripes = [], 0
     if batch:
         yield batch
-
-
-def ask_in_rounds(
-    ask: Callable[[Sequence[bytes], Callable[[CallOutcome, Sequence[int]], None]], None],
-    keys: Sequence[bytes],
-    done: Callable[[CallOutcome, Sequence[int]], None],
-    suffix: bytes = b"",
-    only_prefix: bool = False,
-) -> None:
-    """Ask for some keys after the other: routing all at once would hold up the caller.
-
-    Each round is four times as large as the last, up to a limit. suffix: at the end of each key.
-    done: called with a count for each key; 0 for keys after the first gap with `only_prefix`, and
-    for those of which no server said anything.
-    """
-    counts: list[int] = []
-    round_keys = _FIRST_ROUND_KEYS
-
-    def ask_next() -> None:
-        start = len(counts)
-        some = keys[start : start + round_keys]
-        ask([key + suffix for key in some] if suffix else some, answered)
-
-    def answered(outcome: CallOutcome, more: Sequence[int]) -> None:
-        nonlocal round_keys
-        has_answer = len(counts) > 0
-        counts.extend(more)
-        left = len(keys) - len(counts)
-        if outcome is CallOutcome.DONE and left and not (only_prefix and 0 in more):
-            round_keys = min(4 * round_keys, _MOST_ROUND_KEYS)
-            ask_next()
-            return
-        if has_answer and outcome is not CallOutcome.CANCELLED:
-            # What is known stands.
-            outcome = CallOutcome.DONE
-        done(outcome, counts + [0] * left)
-
-    ask_next()
-
-
-def _frame(header: StripeHeader | None) -> ChunkFrame | None:
-    """The chunk whose stripe 0 has this header."""
-    if header is None or header.stripe_index != 0:
-        return None
-    return ChunkFrame(
-        header.fingerprint,
-        header.chunk_hash,
-        header.chunk_bytes,
-        header.payload_bytes,  # no stripe is larger than stripe 0
-        header.metadata.serialize(),
-    )
-
-
-def _total(outcomes: set[CallOutcome]) -> CallOutcome:
-    if CallOutcome.DONE in outcomes and CallOutcome.CANCELLED not in outcomes:
-        return CallOutcome.DONE
-    return next(outcome for outcome in _FAILURES if outcome in outcomes)

@@ -6,7 +6,7 @@ that is away, so a subscription begins with `on_begun`: who relies on the news a
 it believes to be there. FLUSHALL tells nothing, nor does a server whose setting is changed: a
 subscription is renewed every minute.
 
-One connection to each server, with a thread, while somebody listens. It counts for nothing else: a
+One thread has a connection to each server while somebody listens. It counts for nothing else: a
 server that refuses it is not down.
 """
 
@@ -16,13 +16,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 
 from lmcache_redis.chunks.names import chunk_key_in
 from lmcache_redis.errors import (
     ConfigError,
     RedisError,
-    RedisProtocolError,
     RedisReplyError,
 )
 from lmcache_redis.resp.health import DataServer
@@ -49,145 +47,134 @@ Told = Callable[[Sequence[bytes], bool], None]
 
 
 class Removals:
-    """Who listens to the servers of a plane. Thread-safe; callbacks come on their threads."""
+    """Who listens to the servers of a plane. Thread-safe; callbacks come on its thread.
 
-    def __init__(self, key_prefix: bytes) -> None:
+    servers: returns those that there are now.
+    """
+
+    def __init__(self, key_prefix: bytes, servers: Callable[[], Sequence[DataServer]]) -> None:
+        self.thread = LoopThread("lmcr-removals", self._step)
         self._key_prefix = key_prefix
-        self._changed = threading.Condition()
+        self._servers = servers
+        self._subscriptions: dict[DataServer, _Subscription] = {}
+        self._changed = threading.Event()
+        self._is_closing = False
         self._on_removed: Told | None = None
         self._on_begun: Callable[[], None] = lambda: None
-        self._states: dict[str, str] = {}  # of servers: why one does not tell, or nothing
 
     def listen(self, on_removed: Told, on_begun: Callable[[], None]) -> None:
-        """Have servers tell from now on."""
+        """Have servers tell from now on. Raises RuntimeError if there can be no thread."""
         self._on_begun, self._on_removed = on_begun, on_removed
-        self.wake()
+        self._changed.set()
+        if self.thread.ident is None:
+            self.thread.start()
 
     def stop(self) -> None:
         self._on_removed = None
-        self._states.clear()
-        self.wake()
+        self._changed.set()
+
+    def close(self) -> None:
+        """End the thread soon; `Connector.abort` ends what it waits for."""
+        self._is_closing = True
+        self.stop()
 
     @property
     def why_silent(self) -> str:
         """Why a server does not tell, and what to change; empty if all do, or if none is asked."""
-        return next(filter(None, list(self._states.values())), "")
-
-    @property
-    def is_wanted(self) -> bool:
-        return self._on_removed is not None
-
-    def wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> None:
-        with self._changed:
-            self._changed.wait_for(until, timeout_s)
-
-    def wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def note(self, where: str, why: str = "") -> None:
-        """A server tells from now on, or does not: why."""
-        if self._states.get(where) != why:
-            told = f"{where} tells which chunks it evicts and expires"
-            logger.log(logging.WARNING if why else logging.INFO, "%s", why or told)
-        self._states[where] = why
-        if not why:
-            self._on_begun()
-
-    def forget(self, where: str) -> None:
-        self._states.pop(where, None)
-
-    def told(self, messages: Sequence[Reply]) -> None:
-        """Messages of a subscription."""
-        keys: dict[bytes, bool] = {}  # a chunk's stripes go one after the other
-        for message in messages:
-            if not isinstance(message, list) or len(message) != 3 or message[0] != b"message":
-                raise RedisProtocolError("something else than a message of a subscription")
-            _, channel, name = message
-            if not isinstance(channel, bytes) or not isinstance(name, bytes):
-                raise RedisProtocolError("a message of a subscription without a key")
-            key = chunk_key_in(name, self._key_prefix)
-            if key is not None:
-                keys[key] = keys.get(key, False) or not channel.endswith(b":del")
-        listener = self._on_removed
-        if listener is not None:
-            for is_certain in (True, False):
-                if told := [key for key, certain in keys.items() if certain is is_certain]:
-                    listener(told, is_certain)
-
-
-class RemovalListener:
-    """The subscription to one server."""
-
-    def __init__(self, server: DataServer, removals: Removals) -> None:
-        self._server = server
-        self._removals = removals
-        self._has_ended = False
-        endpoint = server.connector.endpoint
-        self._where = endpoint.where
-        self._channels = [f"__keyevent@{endpoint.db}__:{event}" for event in _EVENTS]
-        self.thread = LoopThread("lmcr-removals", self._step)
-
-    def close(self) -> None:
-        """End the thread soon; `Connector.abort` ends what it waits for."""
-        self._has_ended = True
-        self._removals.forget(self._where)
-        self._removals.wake()
+        return next((each.why for each in list(self._subscriptions.values()) if each.why), "")
 
     def _step(self) -> bool:
-        removals = self._removals
-        removals.wait(lambda: removals.is_wanted or self._has_ended)
-        if self._has_ended or not self._server.health.wait_up():
-            return False
+        is_over, listener = self._is_closing, self._on_removed
+        servers = () if listener is None else self._servers()
+        for server in self._subscriptions.keys() - set(servers):
+            self._subscriptions.pop(server).disconnect()
+        for server in servers:
+            subscription = self._subscriptions.setdefault(server, _Subscription(server))
+            if server.health.is_up and (news := subscription.news(self._on_begun)) and listener:
+                self._tell(news, listener)
+        if not is_over:
+            self._changed.wait(_POLL_S if servers else None)
+            self._changed.clear()
+        return not is_over
+
+    def _tell(self, news: Sequence[Reply], listener: Told) -> None:
+        keys: dict[bytes, bool] = {}  # a chunk's stripes go one after the other
+        for message in news:
+            match message:
+                case [b"message", bytes() as channel, bytes() as name]:
+                    key = chunk_key_in(name, self._key_prefix)
+                    if key is not None:
+                        keys[key] = keys.get(key, False) or not channel.endswith(b":del")
+        for is_certain in (True, False):
+            if told := [key for key, certain in keys.items() if certain is is_certain]:
+                listener(told, is_certain)
+
+
+class _Subscription:
+    """What one server tells. why: it does not; empty if it does; None: not asked yet."""
+
+    def __init__(self, server: DataServer) -> None:
+        self.why: str | None = None
+        self._server = server
+        self._where = server.connector.endpoint.where
+        self._connection: Connection | None = None
+        self._begin_at = 0.0  # again, `time.monotonic()` seconds
+
+    def disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def news(self, on_begun: Callable[[], None]) -> Sequence[Reply]:
+        """What the server has told since the last call. Subscribes first, if it is time to."""
         try:
-            with closing(self._server.connector.open("lmcache-redis:removals")) as connection:
-                why, pause_s = self._why_silent(connection), _ASK_AGAIN_S
-                if not why:
-                    self._listen(connection)
-                    return True
+            if time.monotonic() < self._begin_at:
+                return () if self._connection is None else self._told(self._connection)
+            self.disconnect()
+            self._connection = self._server.open("removals")
+            news = self._subscribed(self._connection)
+            self._note("", _RENEW_S)
+            on_begun()
+            return news
         except RedisReplyError as error:
             why = f"{self._where} does not tell routers what it evicts and expires: {error}"
-            pause_s = _ASK_AGAIN_S
+            self._note(why, _ASK_AGAIN_S)
         except (RedisError, ConfigError) as error:
-            why, pause_s = f"the subscription to {self._where} has ended: {error}", _RECONNECT_S
-        if not self._has_ended:
-            removals.note(self._where, why)
-        removals.wait(lambda: self._has_ended or not removals.is_wanted, pause_s)
-        return True
+            self._note(f"the subscription to {self._where} has ended: {error}", _RECONNECT_S)
+        self.disconnect()
+        return ()
 
-    def _why_silent(self, connection: Connection) -> str:
-        """Empty if the server tells, or may: some do not show their configuration."""
-        reply = self._asked(connection, _CONFIG_COMMAND, 1)[0]
+    def _note(self, why: str, pause_s: float) -> None:
+        """The server tells from now on, or does not: why. It is asked again after `pause_s`."""
+        if why != self.why:
+            told = f"{self._where} tells which chunks it evicts and expires"
+            logger.log(logging.WARNING if why else logging.INFO, "%s", why or told)
+        self.why, self._begin_at = why, time.monotonic() + pause_s
+
+    def _subscribed(self, connection: Connection) -> Sequence[Reply]:
+        """Raises RedisReplyError unless the server tells, or may: some hide their settings."""
+        connection.send((_CONFIG_COMMAND,), self._deadline)
+        (reply,) = connection.receive(self._deadline, 1, 1)
         flags = reply[1] if isinstance(reply, list) and len(reply) == 2 else b"AE"
         assert isinstance(flags, bytes)
-        if b"E" in flags and (b"A" in flags or (b"e" in flags and b"x" in flags)):
-            return ""
-        return (
-            f"{self._where} does not tell routers what it evicts and expires: its {_SETTING} is "
-            f"'{flags.decode('ascii', 'replace')}'; set it to Egex, or add these letters"
-        )
+        if b"E" not in flags or (b"A" not in flags and not (b"e" in flags and b"x" in flags)):
+            shown = flags.decode("ascii", "replace")
+            raise RedisReplyError(
+                f"its {_SETTING} is '{shown}'; set it to Egex, or add these letters"
+            )
+        db = self._server.connector.endpoint.db
+        channels = [f"__keyevent@{db}__:{event}" for event in _EVENTS]
+        return self._told(connection, pack_command("SUBSCRIBE", *channels))
 
-    def _listen(self, connection: Connection) -> None:
-        """While there are listeners, or for a while. Raises what the connection does."""
-        until_s = time.monotonic() + _RENEW_S
-        request, count = pack_command("SUBSCRIBE", *self._channels), len(self._channels)
-        replies = without_errors(self._asked(connection, request, 1))  # or one error
-        while len(replies) < count:
-            replies += self._asked(connection, b"", 1)
-        self._removals.note(self._where)
-        self._removals.told(replies[count:])
-        while self._removals.is_wanted and not self._has_ended and time.monotonic() < until_s:
-            # What has come before its answer is news; the answer says that the server is alive.
-            replies = self._asked(connection, PING_COMMAND, 1)
-            while _PONG not in replies:
-                replies += self._asked(connection, b"", 1)
-            replies.remove(_PONG)
-            self._removals.told(replies)
-            if not replies:
-                self._removals.wait(lambda: self._has_ended, _POLL_S)
+    def _told(self, connection: Connection, request: bytes = b"") -> Sequence[Reply]:
+        """What has come before the answer to a PING, which says that the server is alive."""
+        deadline = self._deadline
+        connection.send((request + PING_COMMAND,), deadline)
+        replies: list[Reply] = []
+        while _PONG not in replies:
+            replies += without_errors(connection.receive(deadline, 1, _MOST_REPLIES))
+        return replies
 
-    def _asked(self, connection: Connection, request: bytes, least: int) -> list[Reply]:
-        deadline = time.monotonic() + self._server.options.op_timeout_s
-        if request:
-            connection.send((request,), deadline)
-        return connection.receive(deadline, least, _MOST_REPLIES)
+    @property
+    def _deadline(self) -> float:
+        return time.monotonic() + self._server.options.op_timeout_s

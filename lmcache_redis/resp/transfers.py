@@ -49,7 +49,6 @@ from lmcache_redis.errors import (
     RedisClusterDown,
     RedisError,
     RedisProtocolError,
-    RedisRedirect,
     RedisUnavailable,
     RedisWriteRefused,
 )
@@ -59,7 +58,6 @@ from lmcache_redis.resp.bulk import (
     End,
     Packed,
     StripeFailure,
-    is_other_type,
 )
 from lmcache_redis.resp.health import DataServer, stop_for
 from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask, TaskQueue
@@ -103,7 +101,7 @@ def verify(
     end, _, data = failure
     if end == End.NOTHING:
         return Verified(ReadOutcome.INCOMPLETE)
-    if is_other_type(failure):
+    if end == End.LINE and data.startswith(b"-WRONGTYPE"):
         return Verified(ReadOutcome.FOREIGN)
     if end not in (End.MISMATCH, End.OTHER_LENGTH):
         return None
@@ -159,10 +157,10 @@ class Reader(BulkWorker):
     _is_load = True
 
     def _pack(self, task: StripeTask) -> Packed:
-        job, index, _ = task
+        job, index = task
         options = self._server.options
         # A server that takes no writes takes no GETEX either.
-        refreshes = options.ttl_refresh and self._server.write_state.refusal is None
+        refreshes = options.ttl_refresh and self._server.refusal is None
         chunk: ChunkIO = job.chunk
         payload = chunk.slots[index]
         header = chunk.frame.bare_header(index, is_sealed=self._seal_keys is not None)
@@ -173,12 +171,12 @@ class Reader(BulkWorker):
     def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
         if self._seal_keys is None:
             with self._jobs.lock:
-                for (job, index, _), store_id in done:
+                for (job, index), store_id in done:
                     job.ended(index, None, store_id)
-            self._jobs.conclude([job for (job, _, _), _ in done])
+            self._jobs.conclude([job for (job, _), _ in done])
             return
         # The headers are the expected ones; the payloads are in their slots, still sealed.
-        for (job, index, _), header in done:
+        for (job, index), header in done:
             chunk: ChunkIO = job.chunk
             key, payload = stripe_key(chunk.key, index), chunk.slots[index]
             outcome = _OPENED[self._seal_keys.open(key, header, payload)]
@@ -189,7 +187,7 @@ class Reader(BulkWorker):
     def _failed(
         self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
     ) -> None:
-        job, index, _ = task
+        job, index = task
         frame, slot = job.chunk.frame, job.chunk.slots[index]
         verified = verify(frame, index, failure, slot, self._checksums, self._seal_keys is not None)
         if verified is not None:
@@ -202,9 +200,6 @@ class Reader(BulkWorker):
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
         job = task[0]
         self._jobs.release((job,))
-        if isinstance(error, RedisRedirect):
-            self._server.redirect(task, error)
-            return
         if isinstance(error, RedisWriteRefused) and self._server.options.ttl_refresh:
             # It refuses the GETEX: a GET follows.
             self._server.refuses_writes(error)
@@ -235,9 +230,10 @@ class Write(ChunkJob[WriteOutcome]):
 
     def acknowledged(self) -> None:
         """Under the lock: a stripe is stored. The last one before stripe 0 queues stripe 0."""
+        self.in_flight -= 1
         self.advance()
         if self.steps_left == 1 and self.outcome is None:
-            self.nodes[0].put_writes(((self, 0, None),), urgent=True)
+            self.nodes[0].put_writes(((self, 0),), urgent=True)
 
 
 class Writer(BulkWorker):
@@ -257,7 +253,7 @@ class Writer(BulkWorker):
         self._rooms = deque([bytearray()] * SEALED_TOGETHER)
 
     def _pack(self, task: StripeTask) -> Packed:
-        job, index, _ = task
+        job, index = task
         chunk: ChunkIO = job.chunk
         key, payload = stripe_key(chunk.key, index), chunk.slots[index]
         keys = self._seal_keys
@@ -293,9 +289,7 @@ class Writer(BulkWorker):
         if failure[0] != End.LINE:
             self._lost(lane, task, error)
             return
-        if isinstance(error, RedisRedirect):
-            self._server.redirect(task, error)
-            return
+        self._jobs.release((job,))
         is_answer = isinstance(error, RedisClusterDown)
         if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
             # It would answer any request so, or does not speak Redis.
@@ -308,8 +302,7 @@ class Writer(BulkWorker):
 
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
         job: Write = task[0]
-        if lane.uses_slot:
-            self._jobs.release((job,))
+        self._jobs.release((job,))
         self._lose(lane, error)
         if self._may_retry(job, lane.connection):
             # On a new connection: until then nothing is sent.
@@ -325,18 +318,18 @@ class Writer(BulkWorker):
 
     @property
     def _may_send(self) -> bool:
-        return self._loss is None and super()._may_send
+        return self._loss is None
 
-    def _begin_next(self, begun: list[StripeTask]) -> list[Lane]:
-        refusal = self._server.write_state.refusal
+    def _begin_next(self) -> list[StripeTask]:
+        refusal = self._server.refusal
         while refusal is not None and (tasks := self._queue.take_some(MOST_TASKS)):
             self._jobs.stop([task[0] for task in tasks], refusal)
-        return super()._begin_next(begun)
+        return super()._begin_next()
 
     @property
     def _may_widen(self) -> bool:
         """No chunk is half stored."""
-        return not self._lanes.busy and all(job.outcome is not None for job in self._acknowledged)
+        return not self._busy and all(job.outcome is not None for job in self._acknowledged)
 
     def _all_closed(self) -> None:
         """Fail chunks that the old connections acknowledged in part."""

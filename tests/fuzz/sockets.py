@@ -23,6 +23,7 @@ from lmcache_redis.resp.bulk import (
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.resp.transfers import Verified, verify
 from tests.fuzz.mutation import Mutator
@@ -69,7 +70,7 @@ def _connected(data: bytes, most: int = 100_000) -> Iterator[Connection]:
     with contextlib.suppress(BlockingIOError):
         peer.send(data)
     peer.shutdown(socket.SHUT_WR)
-    connection = _ShortReads(ours, "fuzz", _FAR_S)
+    connection = _ShortReads(ours, Endpoint(Transport.TCP, "fuzz", 1), _FAR_S)
     connection.most = most
     try:
         yield connection

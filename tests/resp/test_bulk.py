@@ -28,7 +28,6 @@ from lmcache_redis.resp import ReadOutcome
 from lmcache_redis.resp.bulk import (
     MOST_LINE_BYTES,
     QUIET_MS,
-    SENT,
     SHORT_BYTES,
     End,
     MoveCall,
@@ -41,8 +40,13 @@ from lmcache_redis.resp.bulk import (
 )
 from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.resp.transfers import Verified, verify
 
+# In place of a SET that was sent.
+SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
+ENDPOINT = Endpoint(Transport.TCP, "test", 1)
 PAYLOAD = 4096
 FIXTURES = [HealthCheck.function_scoped_fixture]
 STORE_ID = bytes(range(16))
@@ -104,7 +108,7 @@ class Lanes:
 
     def __init__(self, mover: Mover, count: int = 3) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
-        self.connections = [Connection(ours, "test", 10.0) for ours, _ in pairs]
+        self.connections = [Connection(ours, ENDPOINT, 10.0) for ours, _ in pairs]
         self.servers = [server for _, server in pairs]
         self.handles = [mover.handle(each) for each in self.connections]
         self._mover = mover
@@ -535,7 +539,7 @@ def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
 @pytest.fixture
 def one() -> Iterator[tuple[Connection, socket.socket]]:
     ours, peer = socket.socketpair()
-    connection = Connection(ours, "test", 10.0)
+    connection = Connection(ours, ENDPOINT, 10.0)
     yield connection, peer
     connection.close()
     peer.close()
@@ -554,7 +558,7 @@ def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
 def test_calls_take_exactly_their_replies() -> None:
     def call(data: bytes, count: int) -> list[object]:
         ours, peer = socket.socketpair()
-        connection = Connection(ours, "test", 10.0)
+        connection = Connection(ours, ENDPOINT, 10.0)
         try:
             peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)
@@ -588,7 +592,7 @@ def test_a_deadline_in_the_past_costs_no_connection(one: tuple[Connection, socke
         connection.call(b"PING\r\n", 1, time.monotonic() - 1)
     assert connection.is_open
     peer.sendall(b"+PONG\r\n")
-    connection.ping(time.monotonic() + 5)
+    connection.call(PING_COMMAND, 1, time.monotonic() + 5)
 
 
 def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket]) -> None:
@@ -596,4 +600,4 @@ def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket])
     connection.close()
     connection.close()
     with pytest.raises(RedisUnavailable):
-        connection.ping(time.monotonic() + 5)
+        connection.call(PING_COMMAND, 1, time.monotonic() + 5)

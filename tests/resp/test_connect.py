@@ -20,9 +20,10 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.net.connection import Connector
+from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.resp.options import parse_deployment
 from tests.resp.certificates import Authority
-from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer, free_port
 
@@ -36,8 +37,8 @@ def connector(url: str, timeout_s: float = 5.0, **settings: Any) -> Connector:
 def check(connector: Connector) -> None:
     """Connect, PING, close."""
     with contextlib.closing(connector.open("lmcache-redis:test")) as connection:
-        connection.ping(time.monotonic() + 5.0)
-    assert connector.open_streams == 0
+        connection.call(PING_COMMAND, 1, time.monotonic() + 5.0)
+    assert open_streams(connector) == 0
 
 
 # ----------------------------------------------------------- good servers
@@ -88,7 +89,7 @@ def refused(connector: Connector) -> RedisError:
     with pytest.raises(RedisError) as caught:
         connector.open("x")
     assert caught.value.__cause__ is None
-    assert connector.open_streams == 0
+    assert open_streams(connector) == 0
     return caught.value
 
 
@@ -194,7 +195,10 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
 
     threads = [
         threading.Thread(target=wait_for, args=(action,))
-        for action in (lambda: connection.ping(time.monotonic() + 60.0), lambda: patient.open("y"))
+        for action in (
+            lambda: connection.call(PING_COMMAND, 1, time.monotonic() + 60.0),
+            lambda: patient.open("y"),
+        )
     ]
     for thread in threads:
         thread.start()

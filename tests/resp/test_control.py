@@ -15,23 +15,24 @@ from lmcache_redis.errors import RedisProtocolError, RedisRedirect
 from lmcache_redis.resp import CallOutcome, RedisPlane, control
 from lmcache_redis.resp.control import (
     GROUP_KEYS,
+    Pipeline,
     Steps,
     ask_each,
     count_prefix,
     find_present,
     header_commands,
     parse_count,
-    parse_header,
+    parse_frame,
     walk_keys,
 )
-from lmcache_redis.resp.net.connection import Pipeline
-from lmcache_redis.resp.net.wire import ASKING_COMMAND, ErrorReply, Reply, keys_commands
+from lmcache_redis.resp.net.wire import ErrorReply, Reply, keys_commands
 from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
     chunk_key,
     describe,
     exists,
+    open_streams,
     running,
     scan,
     wait_until,
@@ -247,24 +248,21 @@ def test_each_key_is_asked_about_by_itself() -> None:
     asked = keys(3)
     moved = ErrorReply("MOVED", "MOVED 1 127.0.0.1:7")
     wrong = ErrorReply("WRONGTYPE", "WRONGTYPE of a string")
-    plain = play(ask_each(pack, parse_count, asked, asking=False, step_keys=2), [1, wrong], [0])
+    plain = play(ask_each(pack, parse_count, asked, step_keys=2), [1, wrong], [0])
     assert plain == ([pack(asked[:2]), pack(asked[2:])], [1, None, 0])
-    sent, result = play(ask_each(pack, parse_count, asked[:2], asking=True), [b"OK", 1, b"OK", 0])
-    assert sent == [b"".join(ASKING_COMMAND + pack([key]) for key in asked[:2])]
-    assert result == [1, 0]
-    _, (redirect,) = play(ask_each(pack, parse_count, asked[:1], asking=False), [moved])
+    _, (redirect,) = play(ask_each(pack, parse_count, asked[:1]), [moved])
     assert isinstance(redirect, RedisRedirect)
     for reply in (b"1", None, -1, 2, [1]):
         with pytest.raises(RedisProtocolError, match="0 or 1"):
-            play(ask_each(pack, parse_count, asked[:1], asking=False), [reply])
+            play(ask_each(pack, parse_count, asked[:1]), [reply])
 
 
 def test_a_header_is_read_to_its_last_byte() -> None:
     *_, start, _, end = header_commands([b"key"]).split(b"\r\n")[:-1]
     assert (int(start), int(end)) == (0, HEADER_BYTES - 1)
-    assert parse_header(b"no header") is None
+    assert parse_frame(b"no header") is None
     with pytest.raises(RedisProtocolError, match="GETRANGE"):
-        parse_header(None)
+        parse_frame(None)
 
 
 # ------------------------------------------------------------ the connection
@@ -280,7 +278,7 @@ def test_replies_that_are_not_awaited_answer_no_later_question() -> None:
         return b":%d\r\n" % (len(words) - 1)
 
     with LyingServer(answer) as server, running(server.url) as plane:
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         assert scan(plane, [chunk_key(n) for n in range(2 * GROUP_KEYS)]) == (CallOutcome.DONE, 0)
         later = [chunk_key(100 + n) for n in range(GROUP_KEYS)]
         assert scan(plane, later) == (CallOutcome.DONE, 0)
@@ -303,7 +301,7 @@ def test_a_question_that_lost_its_connection_begins_anew() -> None:
         return b"*2\r\n$1\r\n%b\r\n*1\r\n$%d\r\n%b\r\n" % (after, len(KEY), KEY)
 
     with LyingServer(answer) as server, running(server.url) as plane:
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         assert plane.keys(b"lmcr1:", time.monotonic() + PATIENCE_S).keys == [chunk_key(1)]
         assert scans == [b"0", b"7", b"0", b"7"]
 
@@ -333,7 +331,7 @@ def test_a_bug_costs_its_own_question_and_the_connection(
         LyingServer(lambda w: b"$1\r\nx\r\n" if w[0] == b"GETRANGE" else None) as server,
         running(server.url) as plane,
     ):
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         connects = plane.stats().connects
         assert describe(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
@@ -352,7 +350,7 @@ def test_questions_behind_a_lost_connection_are_answered() -> None:
         return None
 
     with LyingServer(answer) as server, running(server.url) as plane:
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         answers = Answers()
         for number in range(20):
             deadline = time.monotonic() + PATIENCE_S

@@ -16,18 +16,21 @@ from lmcache_redis.errors import (
     RedisAuthError,
     RedisClusterDown,
     RedisError,
+    RedisFull,
     RedisProtocolError,
+    RedisReadOnly,
+    RedisRedirect,
     RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions, health
-from lmcache_redis.resp.health import Health, Worker, WritePause
-from lmcache_redis.resp.jobs import Stop
-from lmcache_redis.resp.net.connection import Connection, Connector
+from lmcache_redis.resp.health import DataServer, Health, RepeatedLines, Worker
+from lmcache_redis.resp.jobs import Jobs, Stop
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import PlaneState, WriteOutcome
-from tests.resp.helpers import SLOW_S
+from tests.resp.helpers import SLOW_S, open_streams
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer
 
@@ -48,6 +51,7 @@ class Clock:
         server: Any = SimpleNamespace(
             options=options,
             connector=connector,
+            jobs=Jobs(),
             went_down=lambda: self.went_down_at.append(self.now),
         )
         self.went_down_at: list[float] = []
@@ -124,50 +128,67 @@ def test_probes_of_many_planes_are_spread(monkeypatch: pytest.MonkeyPatch) -> No
 def test_refused_writes_are_not_sent_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
-    state = health.WritePause()
-    assert state.refusal is None
-    state.pause(WriteOutcome.FULL)
-    assert state.refusal is WriteOutcome.FULL
+    options = RedisOptions("redis://127.0.0.1:1")
+    server = DataServer(parse_deployment(options).server, options, Jobs())
+    assert server.refusal is None
+    assert server.refuses_writes(RedisReplyError("ERR")) is WriteOutcome.REJECTED
+    assert server.refusal is None, "that was about one write"
+    assert server.refuses_writes(RedisFull("OOM")) is WriteOutcome.FULL
+    assert server.refusal is WriteOutcome.FULL
     now += health.WRITE_PAUSE_S + 0.001
-    assert state.refusal is None
+    assert server.refusal is None
 
 
-def test_connections_are_renewed_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_to_a_replica_are_renewed_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
-    state = health.WritePause()
-    assert not state.is_outdated(50.0)
-    state.renew_connections()
-    assert state.is_outdated(99.0)
-    assert not state.is_outdated(100.0)
-    now = 104.0
-    state.renew_connections()
-    assert not state.is_outdated(100.0)
-    now = 105.0
-    state.renew_connections()
-    assert state.is_outdated(104.0)
+    options = RedisOptions("redis://127.0.0.1:1")
+    server = DataServer(parse_deployment(options).server, options, Jobs())
+    dropped: list[float] = []
+    monkeypatch.setattr(server.connector, "drop", lambda: dropped.append(now))
+    for moment in (100.0, 104.0, 105.0):
+        now = moment
+        assert server.refuses_writes(RedisReadOnly("READONLY")) is WriteOutcome.REJECTED
+    assert dropped == [100.0, 105.0]
 
 
 # ------------------------------------------------------------------- a prober
 
 
-class Prober:
+class Prober(DataServer):
     """The health of a server, probed when the test says so. answer: as of a `LyingServer`."""
 
     def __init__(self, server: LyingServer, **options: Any) -> None:
         settings = RedisOptions(
-            server.url, **{"probe_interval_s": 0.01, "heartbeat_s": 0.01, **options}
+            server.url,
+            connect_timeout_s=SLOW_S,
+            **{
+                "op_timeout_s": SLOW_S,
+                "probe_interval_s": 0.01,
+                "heartbeat_s": 0.01,
+                **options,
+            },
         )
-        self.connector = Connector(parse_deployment(settings).server, SLOW_S, SLOW_S)
-        self.options = settings
-        self.write_state = WritePause()
-        self.outages = 0
-        self.health = Health(self)  # type: ignore[arg-type]
+        self.outages = self.maps_are_old = 0
+        super().__init__(parse_deployment(settings).server, settings, Jobs(), self._old)
         self.step = self.health._step
 
     def went_down(self) -> None:
         assert not self.health.is_up
         self.outages += 1
+
+    def _old(self) -> None:
+        self.maps_are_old += 1
+
+    @property
+    def connects(self) -> int:
+        return self.jobs.counts["connects"]
+
+    @property
+    def errors(self) -> int:
+        return self.jobs.counts["errors"]
 
     def down(self, text: str = "gone") -> None:
         self.health.down(RedisUnavailable(text), time.monotonic())
@@ -189,7 +210,7 @@ def probed(says: dict[bytes, bytes], caplog: pytest.LogCaptureFixture) -> Iterat
 def close(prober: Prober) -> None:
     prober.health.close()
     assert not prober.step()
-    assert prober.connector.open_streams == 0
+    assert open_streams(prober.connector) == 0
 
 
 def pings(server: LyingServer) -> int:
@@ -200,19 +221,17 @@ def test_a_server_is_up_once_a_probe_was_answered(
     probed: LyingServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     prober = Prober(probed)
-    prober.health.wait_probed(0.01)
     assert (prober.health.is_up, prober.health.state.probed) == (False, False)
     assert prober.health.state.reason == "Redis has not been asked yet"
     for number in range(1, 4):
         assert prober.step()
         assert prober.health.is_up
         assert prober.health.wait_up()
-        assert (pings(probed), prober.connector.connects) == (number, 1)
-    prober.health.wait_probed(60)
+        assert (pings(probed), prober.connects) == (number, 1)
     assert caplog.text.count("connected to Redis at") == 1
-    prober.write_state.renew_connections()
+    prober.connector.drop()
     assert prober.step()
-    assert (pings(probed), prober.connector.connects, prober.connector.open_streams) == (4, 2, 1)
+    assert (pings(probed), prober.connects, open_streams(prober.connector)) == (4, 2, 1)
     close(prober)
     assert not prober.health.is_up
     assert not prober.health.wait_up()
@@ -222,19 +241,17 @@ def test_a_server_is_up_once_a_probe_was_answered(
 def test_threads_wait_until_a_server_is_up(probed: LyingServer) -> None:
     prober = Prober(probed)
     woken: list[tuple[bool, bool]] = []
-    wait = [
-        lambda: woken.append((prober.health.wait_up(), prober.health.is_up)),
-        lambda: woken.append((prober.health.wait_probed(60) is None, prober.health.is_up)),
-    ]
-    threads = [threading.Thread(target=each) for each in wait]
-    for thread in threads:
-        thread.start()
+
+    def wait() -> None:
+        woken.append((prober.health.wait_up(), prober.health.is_up))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
     time.sleep(0.05)
     assert woken == []
     prober.step()
-    for thread in threads:
-        thread.join(10)
-    assert woken == [(True, True)] * 2
+    thread.join(10)
+    assert woken == [(True, True)]
     close(prober)
 
 
@@ -262,11 +279,11 @@ def test_a_heartbeat_that_fails_takes_the_server_down(
     says[b"PING"] = reply
     prober.step()
     assert not prober.health.is_up
-    assert (prober.outages, prober.connector.connects) == (1, 1), "it tries no other connection"
-    assert prober.connector.open_streams == 0
+    assert (prober.outages, prober.connects) == (1, 1), "it tries no other connection"
+    assert open_streams(prober.connector) == 0
     prober.step()
-    assert (prober.outages, prober.connector.connects) == (1, 2)
-    assert prober.connector.open_streams == 0
+    assert (prober.outages, prober.connects) == (1, 2)
+    assert open_streams(prober.connector) == 0
     says.clear()
     prober.step()
     assert prober.health.is_up
@@ -279,10 +296,11 @@ def test_a_heartbeat_has_the_time_that_operations_have(
 ) -> None:
     given_s: list[float] = []
 
-    def ping(connection: Connection, deadline: float) -> None:
+    def call(connection: Connection, request: bytes, count: int, deadline: float) -> list[bytes]:
         given_s.append(deadline - time.monotonic())
+        return [b"PONG"]
 
-    monkeypatch.setattr(Connection, "ping", ping)
+    monkeypatch.setattr(Connection, "call", call)
     for op_timeout_s in (0.3, 1.0, 8.0):
         prober = Prober(probed, op_timeout_s=op_timeout_s)
         prober.step()
@@ -322,7 +340,7 @@ def test_an_outage_of_one_kind_is_logged_at_both_ends(
         prober.health._failed(RedisUnavailable("gone"))
     prober.step()
     assert caplog.text.count("Redis is down") == caplog.text.count("is up again after") == 1
-    assert (prober.outages, prober.health.notes.count) == (1, 3)
+    assert (prober.outages, prober.errors) == (1, 3)
     close(prober)
 
 
@@ -361,7 +379,7 @@ def test_a_suspected_server_is_probed_at_once(probed: LyingServer) -> None:
     prober.step()
     assert time.monotonic() - began_s < 10
     assert (pings(probed), prober.health.is_up) == (2, True)
-    assert (prober.health.notes.count, prober.health.state.reason) == (1, "slow")
+    assert (prober.errors, prober.health.state.reason) == (1, "slow")
     close(prober)
 
 
@@ -372,27 +390,27 @@ def test_a_connection_that_was_lost_is_tried_again(server: RedisServer) -> None:
         client.client_kill_filter(_type="normal", skipme=True)
     prober.step()
     assert prober.health.is_up
-    assert (prober.outages, prober.connector.connects) == (0, 2)
+    assert (prober.outages, prober.connects) == (0, 2)
     close(prober)
 
 
 def test_a_sentence_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    notes = health.ErrorNotes()
-    assert [notes.is_new("a"), notes.is_new("a"), notes.is_new("b")] == [True, False, True]
+    lines = RepeatedLines()
+    assert [lines.is_new("a"), lines.is_new("a"), lines.is_new("b")] == [True, False, True]
     now += 59.9
-    assert not notes.is_new("a")
+    assert not lines.is_new("a")
     now = 160.0
-    assert [notes.is_new("a"), notes.is_new("a")] == [True, False]
+    assert [lines.is_new("a"), lines.is_new("a")] == [True, False]
 
 
 def test_sentences_do_not_fill_the_memory() -> None:
-    notes = health.ErrorNotes()
-    assert all(notes.is_new(str(number)) for number in range(64))
-    assert not any(notes.is_new(str(number)) for number in range(64))
-    assert notes.is_new("one more")
-    assert [notes.is_new("one more"), notes.is_new("0")] == [False, True]
+    lines = RepeatedLines()
+    assert all(lines.is_new(str(number)) for number in range(64))
+    assert not any(lines.is_new(str(number)) for number in range(64))
+    assert lines.is_new("one more")
+    assert [lines.is_new("one more"), lines.is_new("0")] == [False, True]
 
 
 # ------------------------------------------------------------------- workers
@@ -400,15 +418,8 @@ def test_sentences_do_not_fill_the_memory() -> None:
 
 class Serving(Worker):
     def __init__(self, prober: Prober) -> None:
-        self.maps_are_old = 0
         self.served: list[Connection] = []
-        server: Any = SimpleNamespace(
-            connector=prober.connector, health=prober.health, jobs=None, map_is_old=self._old
-        )
-        super().__init__("get-0", server)
-
-    def _old(self) -> None:
-        self.maps_are_old += 1
+        super().__init__("get-0", prober)
 
     def serve(self, connection: Connection) -> bool:
         assert connection.is_open
@@ -424,6 +435,7 @@ JUDGED = [
     (RedisUnavailable("LOADING"), True, (False, 0, False, 1, 0)),
     (RedisUnavailable("lost"), False, (False, 1, True, 0, 0)),
     (RedisClusterDown("CLUSTERDOWN"), True, (True, 0, True, 1, 1)),
+    (RedisRedirect("MOVED"), True, (True, 0, True, 0, 1)),
     (RedisAuthError("NOAUTH"), True, (False, 0, True, 1, 0)),
     (RedisReplyError("ERR"), True, (True, 0, True, 1, 0)),
     (RedisProtocolError("no reply"), False, (False, 1, True, 1, 0)),
@@ -437,12 +449,13 @@ def test_what_an_error_says_of_connection_and_server(
     prober = Prober(probed, heartbeat_s=60.0)
     prober.step()
     worker = Serving(prober)
-    connection = worker._open()
+    connection = prober.open("get-0")
     if not is_open:
         connection.close()
     worker._judge(error, connection)
-    found = (connection.is_open, worker.connections_lost, prober.health.is_up)
-    assert (*found, prober.health.notes.count, worker.maps_are_old) == expected
+    lost = prober.jobs.counts["connections_lost"]
+    found = (connection.is_open, lost, prober.health.is_up, prober.errors, prober.maps_are_old)
+    assert found == expected
     connection.close()
     close(prober)
 
@@ -459,14 +472,13 @@ def test_a_worker_connects_before_it_serves(probed: LyingServer) -> None:
     assert len(worker.served) == 2
 
 
-def test_a_worker_that_fails_twice_takes_the_server_down() -> None:
+def test_a_worker_that_cannot_connect_takes_the_server_down() -> None:
     with LyingServer() as server:
         prober = Prober(server)
         prober.step()
         worker = Serving(prober)
-    for is_up in (True, False):
-        assert worker._step()
-        assert prober.health.is_up is is_up
+    assert worker._step()
+    assert not prober.health.is_up
     assert worker.served == []
     close(prober)
 
@@ -479,9 +491,7 @@ def test_a_worker_that_is_refused_takes_the_server_down(
     prober = Prober(probed)
     prober.step()
     worker = Serving(prober)
-    worker._has_failed = True
     assert worker._step()
-    assert not worker._has_failed
     says.update(dict.fromkeys((b"AUTH", b"HELLO"), b"-WRONGPASS invalid password\r\n"))
     assert worker._step()
     assert not prober.health.is_up
@@ -492,7 +502,7 @@ def test_only_a_job_that_lost_an_older_connection_is_tried_again(probed: LyingSe
     prober = Prober(probed)
     prober.step()
     worker = Serving(prober)
-    connection = worker._open()
+    connection = prober.open("get-0")
     opened_at = connection.opened_at
     later, before, same = (
         cast(Any, SimpleNamespace(created_at=opened_at + more)) for more in (1, -1, 0)

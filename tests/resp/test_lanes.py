@@ -14,6 +14,7 @@ from tests.resp.helpers import (
     Chunk,
     first_key,
     open_all,
+    open_streams,
     our_connections,
     plane_threads,
     read,
@@ -88,7 +89,7 @@ def test_fewer_connections_than_wanted_then_all(own_server: RedisServer) -> None
         client.config_set("maxclients", "6")
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, chunk) == [ReadOutcome.LOADED]
-        assert plane.open_streams < CONNECTIONS
+        assert open_streams(plane) < CONNECTIONS
         client.config_set("maxclients", "100")
         wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
         # Each thread asks for the rest once a second, when it comes by.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.options import parse_deployment
-from tests.resp.helpers import find_servers, plane_threads, running
+from tests.resp.helpers import find_servers
 from tests.resp.trickling import LyingServer
 
 Node = tuple[bytes | None, int]
@@ -56,7 +55,6 @@ def test_a_range_for_each_slot_and_replicas() -> None:
     found, _ = map_from(reply)
     assert [server.host for server in found.servers] == ["10.0.0.0", "10.0.0.1"]
     assert found.ranges == tuple((slot, slot, slot % 2) for slot in range(SLOTS))
-    assert found.unplaced == ()
 
 
 @pytest.mark.servers
@@ -72,7 +70,6 @@ def test_a_node_that_is_not_named_is_no_server(unknown: Node) -> None:
     found, _ = map_from(slots([(0, 99, [unknown]), (100, SLOTS - 1, [(b"h", 1)])]))
     assert [server.host for server in found.servers] == ["h"]
     assert found.ranges == ((100, SLOTS - 1, 0),)
-    assert found.unplaced == ((0, 99),)
     with pytest.raises(RedisUnavailable, match="does not name its servers"):
         map_from(slots([(0, SLOTS - 1, [unknown])]))
 
@@ -90,26 +87,3 @@ def test_a_cluster_without_slots() -> None:
 def test_a_map_that_cannot_be(rows: Any) -> None:
     with pytest.raises(RedisUnavailable, match="malformed CLUSTER SLOTS reply"):
         map_from(slots(rows))
-
-
-@pytest.mark.servers
-def test_the_state_names_slots_without_a_server() -> None:
-    """No thread is started for them, and the map is not asked for without a pause."""
-    asked = []
-
-    def answer(words: list[bytes]) -> bytes | None:
-        if words[0] != b"CLUSTER":
-            return None
-        asked.append(time.monotonic())
-        return slots([(0, 99, [(b"?", 6379)]), (100, SLOTS - 1, [(None, server.port)])])
-
-    with (
-        LyingServer(answer) as server,
-        running(server.url.replace("redis", "redis+cluster")) as plane,
-    ):
-        assert plane.state.up
-        assert "does not name the servers of slots 0-99" in plane.state.reason
-        of_servers = [name for name in plane_threads() if "health" in name]
-        time.sleep(1.0)
-        assert len(of_servers) == 1
-        assert len(asked) <= 2

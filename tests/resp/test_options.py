@@ -154,7 +154,7 @@ def test_one_server() -> None:
     found = parse_deployment(RedisOptions("redis://h:1/2"))
     assert found.topology is Topology.STANDALONE
     assert found.seeds == (found.server,)
-    assert found.where == "h:1"
+    assert found.seeds[0].where == "h:1"
 
 
 def test_a_cluster() -> None:
@@ -167,8 +167,8 @@ def test_a_cluster() -> None:
     assert {(s.credentials, s.db) for s in found.seeds} == {(StaticPassword("me", "s@crt"), 0)}
     node = found.at("c", 9)
     assert (node.host, node.port, node.credentials) == ("c", 9, StaticPassword("me", "s@crt"))
-    assert found.where == "cluster at a:6379,b:7001,[::1]:6379,[fe80::2]:7003"
-    assert "s@crt" not in repr(found) + found.where
+    assert found.url == "redis+cluster://a:6379,b:7001,[::1]:6379,[fe80::2]:7003"
+    assert "s@crt" not in repr(found) + found.url
 
 
 def test_a_master_behind_sentinels() -> None:
@@ -182,7 +182,7 @@ def test_a_master_behind_sentinels() -> None:
     for endpoint in (*found.seeds, server):
         assert endpoint.transport is Transport.TLS
         assert dict(endpoint.tls) == {"ssl_cert_reqs": "none"}
-    assert found.where == "sentinel my master at a:26379,b:7"
+    assert found.url.startswith("rediss+sentinel://a:26379,b:7/my%20master")
 
 
 @pytest.mark.parametrize(
@@ -260,5 +260,5 @@ def test_the_url_that_tools_are_given_has_no_secret(given: str, shown: str) -> N
     deployment = parse_deployment(RedisOptions(given))
     assert deployment.url == shown
     again = parse_deployment(RedisOptions(shown))
-    assert (again.where, again.server.db) == (deployment.where, deployment.server.db)
+    assert (again.url, again.server.db) == (deployment.url, deployment.server.db)
     assert dict(again.server.tls).keys() == dict(deployment.server.tls).keys() - {"ssl_password"}

@@ -1,16 +1,13 @@
-"""Calls about keys: rounds of a cluster's questions, and chunks that are kept."""
+"""Calls about keys: what a cluster is asked, and chunks that are kept."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 
 from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome
-from lmcache_redis.resp import plane as plane_module
-from lmcache_redis.resp.plane import ask_in_rounds
 from tests.resp.helpers import (
     NAMESPACE,
     PATIENCE_S,
@@ -33,16 +30,12 @@ from tests.topologies import Cluster, running_cluster
 
 SLOT = 4096
 BIG = 40_000
-KEYS = [chunk_key(number) for number in range(20_000)]
+KEYS = [chunk_key(number) for number in range(2000)]
 
 
-# ------------------------------------------------------------------------ rounds
-
-
-@pytest.mark.parametrize("present", [0, 255, 256, 300, 5000, 20_000])
-def test_a_scan_of_a_cluster_asks_about_a_growing_prefix(present: int) -> None:
+def test_a_scan_of_a_cluster_asks_once_about_each_key() -> None:
     asked: list[bytes] = []
-    there = {key + bytes(2) for key in KEYS[:present]}
+    there = {key + bytes(2) for key in KEYS[:300]}
 
     def answer(words: list[bytes]) -> Answer:
         if words[0] != b"EXISTS":
@@ -51,41 +44,9 @@ def test_a_scan_of_a_cluster_asks_about_a_growing_prefix(present: int) -> None:
         return b":%d\r\n" % (words[1] in there)
 
     with shard(answer) as server, running(cluster_url(server)) as plane:
-        assert scan(plane, KEYS) == (CallOutcome.DONE, present)
-        assert len(asked) == len(set(asked))
-        assert len(asked) <= 256 + 5 * present
-        if present in (0, 5000):
-            found = exists(plane, KEYS)
-            assert found.present == [number < present for number in range(len(KEYS))]
-
-
-def test_what_an_earlier_round_has_found_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No count of a key is asked for twice, or lost."""
-    keys = KEYS[:6]
-
-    monkeypatch.setattr(plane_module, "_FIRST_ROUND_KEYS", 1)
-
-    def rounds(*said: CallOutcome, **more: Any) -> tuple[list[Any], list[Any]]:
-        """What is asked and what is answered; the first key of a round is there."""
-        asked: list[Any] = []
-        ends: list[Any] = []
-        outcomes = iter(said)
-
-        def ask(some: Any, answered: Any) -> None:
-            asked.append(some)
-            answered(next(outcomes), [len(asked) == 1] + [0] * (len(some) - 1))
-
-        ask_in_rounds(ask, keys, lambda *end: ends.append(end), **more)
-        return asked, ends
-
-    done, late = CallOutcome.DONE, CallOutcome.TIMED_OUT
-    asked = [keys[:1], keys[1:5]]
-    known = [1, 0, 0, 0, 0, 0]
-    assert rounds(done, late, only_prefix=True) == (asked, [(done, known)])
-    cancelled = CallOutcome.CANCELLED
-    assert rounds(done, cancelled) == (asked, [(cancelled, known)])
-    assert rounds(done, done, done) == ([*asked, keys[5:]], [(done, known)])
-    assert rounds(late) == (asked[:1], [(late, known)])
+        assert scan(plane, KEYS) == (CallOutcome.DONE, 300)
+        assert len(asked) == len(set(asked)) == len(KEYS)
+        assert exists(plane, KEYS).present == [number < 300 for number in range(len(KEYS))]
 
 
 # ------------------------------------------------------- describe, keys, remove, clear

@@ -13,6 +13,7 @@ from tests.resp.helpers import (
     CONNECTIONS,
     Chunk,
     open_all,
+    open_streams,
     plane_threads,
     read,
     running,
@@ -58,7 +59,7 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
         for _ in range(5):
             proxy.cut_all()
             wait_until(lambda: read(plane, chunk) == [ReadOutcome.LOADED])
-        wait_until(lambda: plane.open_streams <= CONNECTIONS)
+        wait_until(lambda: open_streams(plane) <= CONNECTIONS)
         assert sorted(plane_threads()) == threads
         stats = plane.stats()
         assert (stats.queued_reads, stats.queued_writes) == (0, 0)

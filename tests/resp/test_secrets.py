@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,16 +108,9 @@ def test_a_wrong_password_is_never_shown(
 )
 def test_a_url_that_cannot_be_used_is_not_quoted(tmp_path: Path, url: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
-    words = [sys.executable, "-m", "lmcache_redis.cli", "agent"]
-    words += ["--endpoint", f"ipc://{tmp_path}/agent.sock", "--pool-bytes", "16MiB"]
+    words = ["agent", "--endpoint", f"ipc://{tmp_path}/agent.sock", "--pool-bytes", "16MiB"]
     tmp_path.chmod(0o700)
-    done = subprocess.run(
-        words,
-        env=environment | {"LMCACHE_REDIS_URL": url},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = forks.run(words, environment | {"LMCACHE_REDIS_URL": url}, 60.0)
     assert done.returncode == 2
     assert done.stderr
     assert "Traceback" not in done.stderr

@@ -83,6 +83,7 @@ def test_wrong_password(tmp_path: Path, binary: str) -> None:
         test_faults.check_works(plane)
 
 
+@pytest.mark.parametrize("binary", [name for name in BINARIES if name != "redis"], indirect=True)
 @pytest.mark.parametrize(
     "survives",
     [
@@ -101,5 +102,8 @@ def test_wrong_password(tmp_path: Path, binary: str) -> None:
     ids=lambda test: test.__name__.removeprefix("test_"),
 )
 def test_faults_of(any_server: RedisServer, survives: Callable[[RedisServer], None]) -> None:
-    """The tests of faults that a server may answer in words of its own."""
+    """The tests of faults that a server may answer in words of its own.
+
+    Those named "redis" run in their own files.
+    """
     survives(any_server)

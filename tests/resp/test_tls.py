@@ -15,7 +15,7 @@ from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.seal import SealKeys
 from tests.resp.certificates import Authority
-from tests.resp.helpers import Chunk, read, running, write
+from tests.resp.helpers import Chunk, open_streams, read, running, write
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
 
 pytestmark = pytest.mark.servers
@@ -60,7 +60,7 @@ def refused(url: str) -> str:
     connector = Connector(parse_deployment(RedisOptions(url)).server, 5.0, 5.0)
     with pytest.raises((RedisError, ConfigError)) as caught:
         connector.open("x")
-    assert connector.open_streams == 0
+    assert open_streams(connector) == 0
     return str(caught.value)
 
 

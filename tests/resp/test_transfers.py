@@ -14,7 +14,7 @@ from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.transfers import Read, Verified, Write, Writer
-from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
@@ -83,7 +83,7 @@ class Queued:
         self.indexes: list[int] = []
 
     def put_writes(self, tasks: Any, urgent: bool = False) -> None:
-        self.indexes += [index for _, index, _ in tasks]
+        self.indexes += [index for _, index in tasks]
 
 
 def new_write(stripes: int, number: int = 1) -> Write:
@@ -93,6 +93,7 @@ def new_write(stripes: int, number: int = 1) -> Write:
 
 
 def acknowledge(jobs: Jobs, job: Write) -> None:
+    jobs.begin_all([(job,)])
     with jobs.lock:
         job.acknowledged()
 
@@ -131,7 +132,7 @@ def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
     """Whatever the number of chunks."""
     writer = Harness().writer
     half = [new_write(2, number) for number in range(100)]
-    tasks = [((job, 1, None), b"") for job in half]
+    tasks = [((job, 1), b"") for job in half]
     assert writer._may_widen
     for task in tasks:
         writer._succeeded([task])
@@ -164,7 +165,7 @@ def test_a_late_value_leaves_the_slot_alone() -> None:
 
     chunk, other = Chunk(1, 4096, 4096), Chunk(2, 4096, 4096)
     with LyingServer(answer) as server, running(server.url, get_connections=1) as plane:
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         assert read(plane, chunk, within_s=0.1) == [ReadOutcome.TIMED_OUT]
         assert read(plane, other) == [ReadOutcome.MISSING]
         assert chunk.content == bytes(4096)
@@ -177,7 +178,7 @@ def test_a_store_that_is_not_understood_is_unavailable(reply: bytes) -> None:
         LyingServer(lambda words: reply if words[0] == b"SET" else None) as server,
         running(server.url) as plane,
     ):
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         assert write(plane, Chunk(1, 40_000, 4096)) == [WriteOutcome.UNAVAILABLE]
 
 
@@ -216,7 +217,7 @@ def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -
     with running(own_server.url, get_connections=1, set_connections=1) as plane:
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, chunk) == [ReadOutcome.LOADED]
-        wait_until(lambda: plane.open_streams == 4)
+        wait_until(lambda: open_streams(plane) == 4)
         connects = plane.stats().connects
         own_server.config_set("min-replicas-to-write", "1")
         for number in range(10):

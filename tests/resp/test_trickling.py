@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import RedisProtocolError, RedisTimeout
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import PythonMover
 from lmcache_redis.resp.net.connection import Connection, Connector
@@ -22,7 +22,6 @@ from lmcache_redis.resp.net.wire import get_command, set_prefix, value_head
 from lmcache_redis.resp.options import parse_deployment
 from tests.resp.certificates import Authority
 from tests.resp.helpers import (
-    PATIENCE_S,
     Answers,
     Chunk,
     chunk_key,
@@ -32,6 +31,7 @@ from tests.resp.helpers import (
     find_servers,
     finish,
     first_key,
+    open_streams,
     plane_threads,
     read,
     remove,
@@ -227,7 +227,7 @@ def test_a_greeting_that_trickles(name: bytes) -> None:
         connector = connecting(server)
         with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
             connector.open("x")
-        assert connector.open_streams == 0
+        assert open_streams(connector) == 0
 
 
 def test_a_tls_handshake_that_trickles() -> None:
@@ -247,12 +247,11 @@ def test_an_open_ends_at_the_deadline_of_who_asked() -> None:
 
 
 def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it beyond a deadline, and `abort` at once; it is asked once for all."""
-    look_up, known, asked = socket.getaddrinfo, threading.Event(), []
+    """Nobody waits for it beyond a deadline."""
+    look_up, known = socket.getaddrinfo, threading.Event()
 
     def slow(host: str, *args: Any, **kwargs: Any) -> Any:
         if not kwargs["flags"]:
-            asked.append(host)
             known.wait(30)
         return look_up(host, *args, **kwargs)
 
@@ -260,31 +259,10 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
     with LyingServer() as server:
         url = server.url.replace("127.0.0.1", "localhost")
         connector = Connector(parse_deployment(RedisOptions(url)).server, DEADLINE_S, 5.0)
-        for _ in range(2):
-            with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
-                connector.open("x")
-        assert asked == ["localhost"]
+        with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
+            connector.open("x")
         known.set()
-        wait_until(lambda: connector._look_up is not None and connector._look_up.done())
         connector.open("x").close()
-        known.clear()
-        patient = Connector(parse_deployment(RedisOptions(url)).server, 30.0, 30.0)
-        failed: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                patient.open("x")
-            except RedisError as error:
-                failed.append(error)
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        wait_until(lambda: patient._look_up)
-        with over_in_time():
-            patient.abort()
-            waiting.join(PATIENCE_S)
-        assert isinstance(failed[0], RedisUnavailable)
-        known.set()
 
 
 # -------------------------------------------------------- servers to be found
@@ -329,13 +307,24 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reply"),
     [
-        (b"EXISTS", LINE),
-        (b"EXISTS", b":"),
         (b"GET", b"$4608\r\n" + b"h" * 200),
         (b"GET", b"$4608\r\n" + b"h" * 512),
         (b"GET", b"$46"),
         (b"SET", b"+"),
         (b"SET", b"-ERR x"),
+    ],
+)
+def test_every_transfer_of_a_plane_is_answered(
+    name: bytes, reply: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _check_calls(name, reply, tmp_path, caplog)
+
+
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [
+        (b"EXISTS", LINE),
+        (b"EXISTS", b":"),
         (b"SCAN", b"*2\r\n$1\r\n0\r\n*500\r\n" + b"$1\r\nx\r\n" * 50),
         (b"UNLINK", LINE),
         (b"GETRANGE", LINE),
@@ -344,14 +333,20 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
 def test_every_call_of_a_plane_is_answered(
     name: bytes, reply: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    _check_calls(name, reply, tmp_path, caplog)
+
+
+def _check_calls(
+    name: bytes, reply: bytes, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The thread gives the connection up in time, and works on."""
     trickles = only(name, answer=Trickle(reply, 0.02))
     with (
-        LyingServer(trickles, path=tmp_path / "lying.sock") as server,
+        LyingServer(trickles, path=directory / "lying.sock") as server,
         running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
     ):
         for _ in range(2):
-            wait_until(lambda: plane.state.up and plane.open_streams == 4)
+            wait_until(lambda: plane.state.up and open_streams(plane) == 4)
             lost = plane.stats().connections_lost
             with over_in_time():
                 _check_call(plane, name, caplog)
@@ -469,7 +464,7 @@ def test_a_reply_without_end_is_no_reply(endless: Endless) -> None:
         assert not connection.is_open
 
 
-@pytest.mark.parametrize("endless", ENDLESS, ids=range(len(ENDLESS)))
+@pytest.mark.parametrize("endless", ENDLESS[::2], ids=range(0, len(ENDLESS), 2))
 def test_a_greeting_without_end(endless: Endless) -> None:
     with LyingServer(only(b"CLIENT", answer=endless)) as server:
         connector = Connector(parse_deployment(RedisOptions(server.url)).server, 20.0, 20.0)
@@ -477,7 +472,7 @@ def test_a_greeting_without_end(endless: Endless) -> None:
             connector.open("x")
 
 
-@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
+@pytest.mark.parametrize("endless", ENDLESS[4:7], ids=range(4, 7))
 @pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
 def test_a_map_without_end(scheme: str, endless: Endless) -> None:
     with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=endless)) as server:
@@ -487,10 +482,26 @@ def test_a_map_without_end(scheme: str, endless: Endless) -> None:
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"SCAN", b"UNLINK", b"GETRANGE"])
+@pytest.mark.parametrize("name", [b"GET", b"SET"])
 @pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
-def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
+def test_no_reply_without_end_to_a_mover(name: bytes, endless: Endless) -> None:
     """UNAVAILABLE, or TIMED_OUT where a value of another length is read up to its end."""
+    with (
+        LyingServer(only(name, answer=endless)) as server,
+        running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
+        in_bounded_memory(),
+    ):
+        chunk = Chunk(1, SLOT, SLOT, seed=1)
+        if name == b"GET":
+            (outcome,) = read(plane, chunk, within_s=2.0)
+            assert outcome not in (ReadOutcome.LOADED, ReadOutcome.MISSING)
+        else:
+            assert write(plane, chunk) != [WriteOutcome.STORED]
+
+
+@pytest.mark.parametrize("name", [b"EXISTS", b"SCAN", b"UNLINK", b"GETRANGE"])
+@pytest.mark.parametrize("endless", ENDLESS[3:9:2], ids=range(3, 9, 2))
+def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
     with (
         LyingServer(only(name, answer=endless)) as server,
         running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
@@ -499,11 +510,6 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
         chunk = Chunk(1, SLOT, SLOT, seed=1)
         if name == b"EXISTS":
             assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
-        elif name == b"GET":
-            (outcome,) = read(plane, chunk, within_s=2.0)
-            assert outcome not in (ReadOutcome.LOADED, ReadOutcome.MISSING)
-        elif name == b"SET":
-            assert write(plane, chunk) != [WriteOutcome.STORED]
         elif name == b"SCAN":
             assert clear(plane, first_key(1)[:10]).outcome is CallOutcome.UNAVAILABLE
         elif name == b"GETRANGE":

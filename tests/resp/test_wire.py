@@ -200,9 +200,7 @@ def test_lengths() -> None:
         ("READONLY You can't write against a read only replica.", RedisReadOnly),
         ("NOPERM this user has no permissions", RedisReplyError),
         ("MOVED 1 h:1", RedisRedirect),
-        ("MOVED 1 h", RedisReplyError),
-        ("MOVED 1 h:0", RedisReplyError),
-        ("ASK 1 h:99999", RedisReplyError),
+        ("ASK 1 h:1", RedisRedirect),
         ("something else", RedisReplyError),
     ],
 )

@@ -2,14 +2,11 @@
 
 Name look-up, connect and TLS handshake have the connect time-out together, however many addresses a
 name has. The greeting has the op time-out, however slowly its replies arrive. A caller's deadline
-shortens both. A name look-up cannot be interrupted: it has a thread of its own, which concurrent
-callers share, and no call waits for it beyond its deadline.
+shortens both. A name look-up cannot be interrupted: it has a thread of its own, and no call waits
+for it beyond its deadline.
 
 A connection closes itself after a time-out, a loss or a malformed reply: the next bytes on the
 socket would be unknown. An error reply leaves it in step and open.
-
-A `Pipeline` sends commands before earlier replies have arrived. Replies arrive in order; those not
-received must be (`Pipeline.finish`) before the connection is used for anything else.
 """
 
 from __future__ import annotations
@@ -27,18 +24,23 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import (
+    RedisAuthError,
+    RedisError,
+    RedisProtocolError,
+    RedisTimeout,
+    RedisUnavailable,
+)
 from lmcache_redis.resp.net.endpoint import (
+    Credentials,
     Endpoint,
     Transport,
-    auth_command,
+    brief,
     judge_greeting,
     translated,
 )
 from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
-    PING_COMMAND,
-    PONG,
     ErrorReply,
     Reply,
     ReplyBuffer,
@@ -84,14 +86,14 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
-        where: str,
+        endpoint: Endpoint,
         op_timeout_s: float,
         on_close: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
         self.is_open = True
         self.opened_at = 0.0
         self._sock = sock
-        self._where = where
+        self._endpoint = endpoint
         self._op_timeout_s = op_timeout_s
         self._on_close = on_close
         self._deadline = 0.0
@@ -113,9 +115,7 @@ class Connection:
             self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
             self._sock.do_handshake()
 
-    def greet(
-        self, endpoint: Endpoint, commands: Sequence[tuple[str, ...]], deadline: float
-    ) -> None:
+    def greet(self, commands: Sequence[tuple[str, ...]], deadline: float) -> None:
         """Make it ready: authenticate, select the database, name the connection. Closes nothing."""
         self.arm(deadline)
         # A server at its maxclients says so and closes: its reply may have arrived.
@@ -125,7 +125,7 @@ class Connection:
             while not (replies := self._replies.take(1)):
                 self._replies.feed(self._view[: self.receive_some(self._view)])
             if isinstance(replies[0], ErrorReply):
-                judge_greeting(replies[0], name, endpoint)
+                judge_greeting(replies[0], name, self._endpoint)
         if self._replies.has_rest or not self._is_quiet():
             raise RedisProtocolError("the server sent something that was not asked for")
         self.opened_at = time.monotonic()
@@ -201,11 +201,6 @@ class Connection:
         self.send((request,), deadline)
         return without_errors(self.receive(deadline, replies, replies))
 
-    def ping(self, deadline: float) -> None:
-        """Raises what `call` raises unless the server answers PONG."""
-        if self.call(PING_COMMAND, 1, deadline) != [PONG]:
-            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
-
     # ------------------------------------------------------------------ bytes
 
     def arm(self, deadline: float) -> None:
@@ -254,7 +249,7 @@ class Connection:
         return self._lost(error)
 
     def late(self) -> RedisTimeout:
-        return RedisTimeout(f"Redis at {self._where} did not answer in time")
+        return RedisTimeout(f"Redis at {self._endpoint.where} did not answer in time")
 
     def _is_quiet(self) -> bool:
         """Whether nothing has arrived: neither bytes nor the end of the connection."""
@@ -273,7 +268,8 @@ class Connection:
         if isinstance(error, (BlockingIOError, TimeoutError)):
             return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
-        return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
+        where = self._endpoint.where
+        return RedisUnavailable(f"the connection to Redis at {where} was lost: {why}")
 
 
 def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
@@ -296,19 +292,11 @@ class Connector:
 
     def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
         self.endpoint = endpoint
-        self.connects = 0
         self._connect_timeout_s = connect_timeout_s
         self._op_timeout_s = op_timeout_s
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
-        self._look_up: concurrent.futures.Future[list[Address]] | None = None
         self._aborted = False
-
-    @property
-    def open_streams(self) -> int:
-        """Connections that were greeted and not closed."""
-        with self._lock:
-            return sum(each.opened_at > 0 for each in self._connections)
 
     def open(self, client_name: str, deadline: float = math.inf) -> Connection:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
@@ -325,7 +313,7 @@ class Connector:
         try:
             connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
             try:
-                connection.greet(self.endpoint, commands, deadline)
+                connection.greet(commands, deadline)
             except BaseException:
                 connection.close()
                 raise
@@ -333,9 +321,7 @@ class Connector:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
-        with self._lock:
-            # If it was aborted in the meantime, it fails at its first use.
-            self.connects += 1
+        # If it was aborted in the meantime, it fails at its first use.
         return connection
 
     def _forget(self, connection: Connection) -> None:
@@ -346,8 +332,11 @@ class Connector:
         """Fail every connection, and every attempt to open one, from now on."""
         with self._lock:
             self._aborted = True
-            if self._look_up is not None:
-                self._look_up.cancel()
+        self.drop()
+
+    def drop(self) -> None:
+        """Fail the connections that there are."""
+        with self._lock:
             for connection in self._connections:
                 connection.abort()
 
@@ -387,7 +376,7 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-            return Connection(sock, endpoint.where, self._op_timeout_s, self._forget)
+            return Connection(sock, endpoint, self._op_timeout_s, self._forget)
         except BaseException:
             sock.close()
             raise
@@ -400,34 +389,23 @@ class Connector:
             return [(socket.AF_UNIX, self.endpoint.path)]
         with contextlib.suppress(socket.gaierror):
             return self._resolve(socket.AI_NUMERICHOST)
-        with self._lock:
-            self._check_wanted()
-            look_up = self._look_up
-            if look_up is None or look_up.done():
-                look_up = concurrent.futures.Future()
-                thread = threading.Thread(
-                    target=self._look_up_name, args=(look_up,), name="redis-name", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    where = self.endpoint.where
-                    raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
-                self._look_up = look_up
+        found: concurrent.futures.Future[list[Address]] = concurrent.futures.Future()
+
+        def look_up() -> None:
+            try:
+                found.set_result(self._resolve(0))
+            except (OSError, UnicodeError) as error:
+                found.set_exception(error)
+
         try:
-            return list(look_up.result(max(0.0, deadline - time.monotonic())))
-        except concurrent.futures.CancelledError:
-            raise RedisUnavailable("the Redis plane is being closed") from None
+            threading.Thread(target=look_up, name="redis-name", daemon=True).start()
+        except RuntimeError as error:
+            where = self.endpoint.where
+            raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
+        try:
+            return found.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
             raise TimeoutError from None
-
-    def _look_up_name(self, look_up: concurrent.futures.Future[list[Address]]) -> None:
-        # Closing the plane cancels it.
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
-            try:
-                look_up.set_result(self._resolve(0))
-            except (OSError, UnicodeError) as error:
-                look_up.set_exception(error)
 
     def _resolve(self, flags: int) -> list[Address]:
         host, port = self.endpoint.host, self.endpoint.port
@@ -435,36 +413,23 @@ class Connector:
         return [(family, address) for family, _, _, _, address in found]
 
 
-class Pipeline:
-    """Commands and replies on an open connection, by `deadline` (`time.monotonic()`).
-
-    Every method raises what `Connection.call` raises.
-    """
-
-    def __init__(self, connection: Connection, deadline: float) -> None:
-        self.outstanding = 0
-        self._connection = connection
-        self._deadline = deadline
-
-    def send(self, requests: Iterable[bytes], replies: int) -> None:
-        """Send packed commands that have `replies` replies."""
-        self._connection.send(requests, self._deadline)
-        self.outstanding += replies
-
-    def receive(self, least: int) -> Sequence[Reply]:
-        """The next replies, at least `least`; raises the first error among them."""
-        return without_errors(self._receive(least))
-
-    def receive_all(self) -> Sequence[Reply]:
-        """Every outstanding reply, error replies among them."""
-        return self._receive(self.outstanding) if self.outstanding else ()
-
-    def finish(self, deadline: float) -> None:
-        """Receive and drop all outstanding replies."""
-        self._deadline = deadline
-        self.receive_all()
-
-    def _receive(self, least: int) -> Sequence[Reply]:
-        replies = self._connection.receive(self._deadline, least, self.outstanding)
-        self.outstanding -= len(replies)
-        return replies
+def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
+    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
+    if credentials is None:
+        return None
+    try:
+        words = credentials.get_credentials()
+    except RedisAuthError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {brief(str(error))}"
+        raise RedisAuthError(f"the credential provider failed: {why}") from None
+    if (
+        not isinstance(words, (tuple, list))
+        or not 1 <= len(words) <= 2
+        or not all(isinstance(word, str) for word in words)
+    ):
+        raise RedisAuthError(
+            "the credential provider returned neither (password,) nor (user, password)"
+        )
+    return ("AUTH", *words)

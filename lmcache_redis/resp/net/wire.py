@@ -33,7 +33,6 @@ from lmcache_redis.errors import (
 CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
 PONG: Final = b"PONG"
-ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
 # A map of a cluster may have a range for each slot, each with three replicas and long host names.
 MAX_REPLY_BYTES: Final = 16 << 20
 # In the arrays of a reply that are longer than 999: hiredis allocates 8 bytes for each of them.
@@ -63,6 +62,8 @@ _ERRORS: Final[dict[str, tuple[type[RedisError], str]]] = {
     "TRYAGAIN": (RedisUnavailable, ""),
     "CLUSTERDOWN": (RedisClusterDown, ""),
     "CROSSSLOT": (RedisReplyError, _IS_A_CLUSTER),
+    "MOVED": (RedisRedirect, _IS_A_CLUSTER),
+    "ASK": (RedisRedirect, _IS_A_CLUSTER),
     "READONLY": (RedisReadOnly, ""),
     "NOREPLICAS": (RedisWriteRefused, ""),
     "MISCONF": (RedisWriteRefused, ""),
@@ -156,8 +157,6 @@ def error_reply(text: str) -> ErrorReply:
 def error_of(reply: ErrorReply) -> RedisError:
     """The exception for an error reply. The connection stays in step."""
     said = f"Redis says: {reply.text[:200]}"
-    if reply.code in ("MOVED", "ASK"):
-        return _redirect(reply, said + _IS_A_CLUSTER)
     kind, advice = _ERRORS.get(reply.code, (RedisReplyError, ""))
     if "max number of clients" in reply.text:
         kind = RedisUnavailable
@@ -170,15 +169,6 @@ def without_errors(replies: RepliesT) -> RepliesT:
         if isinstance(reply, ErrorReply):
             raise error_of(reply)
     return replies
-
-
-def _redirect(reply: ErrorReply, said: str) -> RedisReplyError:
-    """`MOVED slot host:port` or `ASK slot host:port`; IPv6 addresses have no brackets there."""
-    words = reply.text.split()
-    host, colon, port = words[2].rpartition(":") if len(words) == 3 else ("", "", "")
-    if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        return RedisReplyError(said)
-    return RedisRedirect(said, host.strip("[]"), int(port), reply.code == "ASK")
 
 
 class ReplyBuffer:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lmcache_redis.compat.backends import ChunkBackend, in_redis
 from lmcache_redis.resp import RedisPlane
+from tests.resp.helpers import open_streams
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 
@@ -31,7 +32,7 @@ def tier(url: Any, *, counts_descriptors: bool = True, **settings: Any) -> Itera
         backend.close()
     left = set(threading.enumerate()) - threads
     assert not [thread for thread in left if thread.name.startswith("lmcr-")]
-    assert plane_of(backend).open_streams == 0
+    assert open_streams(plane_of(backend)) == 0
     assert not counts_descriptors or len(os.listdir("/proc/self/fd")) <= descriptors
 
 
