@@ -199,7 +199,7 @@ def metrics_of(world_size: int, engines: int = 1) -> Any:
 def own_registry() -> Iterator[None]:
     yield
     metrics_of(1)  # replaces those of the test
-    from lmcache_redis.integrations.vllm.reports.prometheus import _forget_former
+    from lmcache_redis.integrations.vllm.reports.stats import _forget_former
 
     _forget_former()
 

@@ -40,7 +40,7 @@ from lmcache_redis.integrations.vllm.groups import left_out_groups
 from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.planning import StepPlanner
-from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
+from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (

@@ -21,6 +21,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
+
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from vllm.config import VllmConfig
@@ -36,18 +38,15 @@ Headers = Mapping[str, str]
 
 
 class RequestSpans:
-    """Makes the spans of one process. There is one where tracing is on, see `of`.
-
-    provider: None: the process's, which vLLM may set later.
-    """
+    """Makes the spans of one process. provider: None: the process's, which vLLM may set later."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._tracer = trace.get_tracer("lmcache_redis", tracer_provider=provider)
-        self._has_failed = False
         self._propagator = TraceContextTextMapPropagator()
+        self._failed_reports: set[str] = set()
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> RequestSpans | None:
@@ -61,6 +60,7 @@ class RequestSpans:
             logger.warning("the cache has no spans: OpenTelemetry is not installed (%s)", error)
             return None
 
+    @guarded(nothing, "spans")
     def ended(
         self,
         name: str,
@@ -69,23 +69,13 @@ class RequestSpans:
         began_s: float,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers.
-
-        Raises nothing: the cache works without spans.
-        """
-        if not headers:
-            return
-        found = {_PREFIX + key: value for key, value in attributes.items()}
-        now_ns = time.time_ns()
-        try:
-            span = self._tracer.start_span(
+        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers."""
+        if headers:
+            found = {_PREFIX + key: value for key, value in attributes.items()}
+            now_ns = time.time_ns()
+            self._tracer.start_span(
                 _PREFIX + name,
                 context=self._propagator.extract(headers),
                 attributes={_REQUEST_ID: request_id, **found},
                 start_time=now_ns - int((time.monotonic() - began_s) * 1e9),
-            )
-            span.end(now_ns)
-        except Exception:  # of whatever exporter and sampler are configured
-            if not self._has_failed:
-                self._has_failed = True
-                logger.exception("a span was not made; later failures are not logged")
+            ).end(now_ns)
