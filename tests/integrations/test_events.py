@@ -26,13 +26,13 @@ from vllm.v1.request import Request
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import AnnouncedChunk, Announcer, blocks_of
-from tests.integrations.test_guard import Broken, config
+from tests.integrations.test_guard import Broken, config, manager_of
 from tests.integrations.test_scheduler import (
     BLOCK,
     CHUNK,
@@ -344,7 +344,7 @@ def connector(
     if request.param is not None:
         settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=request.param)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
-    made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+    made.bind_kv_cache_manager(manager_of(64))
     made.on = request.param is True  # type: ignore[attr-defined]
     yield made
     made.shutdown()
@@ -366,7 +366,7 @@ def test_a_vllm_without_what_events_need_still_caches(
     settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
-        made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+        made.bind_kv_cache_manager(manager_of(64))
     assert made._scheduler is not None
     assert made.take_events() == ()
     errors = [each for each in caplog.records if each.levelno == logging.ERROR]

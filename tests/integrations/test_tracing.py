@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.tracing import RequestSpans
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, StepMetadata
@@ -113,7 +113,8 @@ def test_retrieves_and_stores_have_spans(
     compared = Planned(4, "r", OPS, compare=True)
     stores = [Planned(2, "r", OPS, HEADERS), Planned(3, "untraced", OPS), compared]
     worker.begin_loads(StepMetadata(loads=[Planned(1, "r", OPS, HEADERS)]))
-    worker.begin_stores(StepMetadata(stores=stores))
+    worker.step_begins(StepMetadata(stores=stores))
+    worker.begin_stores()
     client.begun[1].failed = True
     for each in client.begun:
         each.over = True

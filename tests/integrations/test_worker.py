@@ -175,7 +175,8 @@ def test_a_store_ends_when_all_its_parts_are_over() -> None:
     client, recorder = Client(), Recorder()
     worker = ConnectorWorker(client, 0, recorder, reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
-    worker.begin_stores(StepMetadata(stores=[Planned(9, "r", OPS)]))
+    worker.step_begins(StepMetadata(stores=[Planned(9, "r", OPS)]))
+    worker.begin_stores()
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
     for store in client.begun:
         assert ended_transfers(worker) == []
@@ -250,7 +251,7 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     """A worker's connector, as vLLM calls it, over a stream on which ``queued`` is."""
     client: Any = CudaClient(queued)
     connector = object.__new__(LMCacheRedisConnector)
-    connector._connector_metadata = connector._ended_step = connector._closing = None
+    connector._connector_metadata = connector._closing = None
     connector._awaited, connector._failed_blocks = {}, set()
     connector._worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)
     return connector, client
@@ -334,9 +335,10 @@ def test_the_chunks_of_a_canary_are_compared() -> None:
     client = Client()
     worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
-    worker.begin_stores(
+    worker.step_begins(
         StepMetadata(stores=[Planned(1, "r", OPS[:1]), Planned(2, "r", OPS, compare=True)])
     )
+    worker.begin_stores()
     assert [each.compared for each in client.begun] == [False, True, True, True]
     for each in client.begun[1:]:
         assert ended_transfers(worker) == []
@@ -367,7 +369,7 @@ def test_a_gpu_that_hangs_fails_loads_and_drops_stores(tmp_path: Path, reallocat
         )
         worker.step_begins(step)
         worker.begin_loads(step)
-        worker.begin_stores(step)
+        worker.begin_stores()
         ended = worker.ended_loads(step)
         assert (ended.requests, ended.failed) == ({"loads"}, {"loads": {8, 9, 10, 11}})
         report = worker.report(0)

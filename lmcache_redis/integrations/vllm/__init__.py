@@ -5,8 +5,8 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 
 connector       vLLM's interface, in the scheduler and in workers
 scheduler       in each step, what to look up, load and store
-planning        the blocks of loads and stores, and whether there is room for them
-bookkeeping     requests, references to blocks, recent chunks
+requests        requests: their options, names and lookups
+planning        the blocks of loads and stores, references to them, and whether there is room
 worker          the KV cache of a worker: registered, loaded, stored
 groups          which blocks of each kind of layer a prefix needs
 support         which engines, and which of their requests, can be cached

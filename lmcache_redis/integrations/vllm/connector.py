@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
     listen,
@@ -37,9 +36,9 @@ from lmcache_redis.integrations.vllm.engine import (
 )
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.groups import left_out_groups
-from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
-from lmcache_redis.integrations.vllm.planning import StepPlanner
+from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
@@ -97,7 +96,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         # `ConnectorScheduler` or `ConnectorWorker` has failed.
         self._awaited: dict[str, Sequence[int]] = {}
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
-        self._ended_step: StepMetadata | None = None  # the last that has asked for ended loads
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._is_asleep = False
@@ -172,46 +170,23 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     # Scheduler
 
     @guarded(nothing)
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._begin(kv_cache_manager.block_pool, kv_cache_manager)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Called by vLLM before 0.30, whose scheduler already has the manager."""
+        self.bind_kv_cache_manager(Engine.found().kv_cache_manager())
 
     @guarded(nothing)
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """See the base class."""
-        self._begin(gpu_block_pool, None)
-
-    def _begin(self, gpu_block_pool: BlockPool, manager: KVCacheManager | None) -> None:
-        """Starts the cache: it needs vLLM's block pool."""
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Starts the cache: it needs vLLM's blocks."""
         adapter = self._adapter
         if not isinstance(adapter, SchedulerClient):
             return
-        groups = self._set_up.groups
-        if manager is None and any(group.reach != FULL_REACH for group in groups):
-            logger.error(
-                "the cache stays off: the model's attention drops blocks, and this vLLM version "
-                "does not tell connectors which blocks; vLLM 0.30 or newer does"
-            )
-            return
-        block_size = self._set_up.block_size_tokens
-        cache = self._vllm_config.cache_config
-        hash_block = (
-            getattr(gpu_block_pool, "hash_block_size", None)
-            or getattr(self._kv_cache_config, "hash_block_size", None)
-            or getattr(cache, "hash_block_size", None)
-            or int(cache.block_size)
-        )
-        hash_tokens = block_size // max(1, block_size // hash_block)
-        self._begin_events(adapter, groups, hash_tokens)
+        config, groups = self._set_up.config, self._set_up.groups
+        pool = kv_cache_manager.block_pool
+        self._begin_events(adapter, groups, pool.hash_block_size)
         self._references = references = BlockReferences(
-            gpu_block_pool, self._vllm_config.parallel_config.world_size
-        )
-        # A request can have so many tokens in steps in flight.
-        step_tokens = (
-            getattr(self._vllm_config, "max_in_flight_tokens", None)
-            or self._vllm_config.scheduler_config.max_num_batched_tokens
+            pool, self._vllm_config.parallel_config.world_size
         )
         engine = Engine.found()
-        config = self._set_up.config
         epochs = Epochs(
             config.weights_id,
             config.weights_run,
@@ -221,13 +196,12 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             references,
             groups,
             left_out_groups(self._kv_cache_config),
-            int(step_tokens),
-            None if manager is None else manager.get_block_ids,
+            self._vllm_config.max_in_flight_tokens,
+            kv_cache_manager.get_block_ids,
         )
-        media = MediaNames(self._vllm_config)
-        names = RequestNames(epochs, gpu_block_pool, media)
+        names = RequestNames(epochs, pool, MediaNames(self._vllm_config))
         policy = CachePolicy(
-            hash_tokens,
+            pool.hash_block_size,
             loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
             stores=self._kv_transfer_config.is_kv_producer,
             load_always=config.load_always,
@@ -236,7 +210,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         self._scheduler = ConnectorScheduler(
             adapter, planner, names, policy, self._recorder, self._announcer
         )
-        watch_resets(gpu_block_pool, lambda: self._during_reset(engine, references))
+        watch_resets(pool, lambda: self._during_reset(engine, references))
         if not listen(self):
             logger.warning(
                 "this vLLM version does not report weight updates: call "
@@ -417,23 +391,8 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             self.register_kv_caches(self._kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        self._step_ends()
         super().bind_connector_metadata(connector_metadata)
         self._step_begins()
-
-    @guarded(nothing)
-    def _step_ends(self) -> None:
-        """Begins the stores of a step that vLLM has ended without `wait_for_save`.
-
-        Pipeline stages before the last do so with speculative decoding. A step that did not come so
-        far as to ask for ended loads has failed.
-        """
-        if self._worker is None or self._connector_metadata is None:
-            return
-        if self._step() is self._ended_step:
-            self._worker.begin_stores(self._step())
-        else:
-            self._worker.drop_stores(self._step())
 
     @guarded(nothing)
     def _step_begins(self) -> None:
@@ -462,8 +421,8 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def wait_for_save(self) -> None:
         """Starts the stores of this step; never waits for them."""
-        if self._worker is not None and not engine_is_failing():
-            self._worker.begin_stores(self._step())
+        if self._worker is not None and not _engine_is_failing():
+            self._worker.begin_stores()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose loads have ended, and those of them that failed (vLLM 0.30 or newer)."""
@@ -489,9 +448,8 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     def _ended_loads(self) -> EndedLoads:
         if self._worker is None:
             return self._all_failed()
-        self._ended_step = self._step()
-        if engine_is_failing():
-            self._worker.drop_stores(self._step())
+        if _engine_is_failing():
+            self._worker.drop_stores()
         ended = self._worker.ended_loads(self._step())
         for request_id, block_ids in self._step().lost_loads.items():
             ended.requests.add(request_id)
@@ -520,3 +478,11 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _engine_is_failing() -> bool:
+    """Whether vLLM ends a step because of an error of its own, as in a forward without memory.
+
+    It then calls the connector as after any other step, and the step's blocks were not computed.
+    """
+    return sys.exc_info()[0] is not None

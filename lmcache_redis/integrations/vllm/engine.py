@@ -118,8 +118,12 @@ class Engine:
         """What a function of a module returns for each rank's worker, in order of the ranks."""
         return list(self._core().model_executor.collective_rpc(function))
 
+    def kv_cache_manager(self) -> Any:
+        """None before the scheduler has made it."""
+        return getattr(self._scheduler(), "kv_cache_manager", None)
+
     def block_pool(self) -> BlockPool | None:
-        return getattr(getattr(self._scheduler(), "kv_cache_manager", None), "block_pool", None)
+        return getattr(self.kv_cache_manager(), "block_pool", None)
 
     def parameters(self) -> bytes | None:
         """A digest of the parameters of all ranks, read now; None if they cannot be read.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -48,14 +47,6 @@ def guarded(otherwise: Callable[..., Any], report: str = "") -> Callable[[_F], _
         return guarded_method  # type: ignore[return-value]
 
     return guard
-
-
-def engine_is_failing() -> bool:
-    """Whether vLLM ends a step because of an error of its own, as in a forward without memory.
-
-    It then calls the connector as after any other step, and the step's blocks were not computed.
-    """
-    return sys.exc_info()[0] is not None
 
 
 def nothing(self: object, *args: object, **kwargs: object) -> None:

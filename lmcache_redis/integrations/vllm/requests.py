@@ -1,10 +1,10 @@
-"""What the scheduler knows of a request: its options, names, lookup and stores."""
+"""What the scheduler knows of requests: their options, names, lookups, and what computing takes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
+
+# Steps with fewer prompt tokens say nothing about prefill speed.
+_LEAST_TOKENS = 64
+# Weight of earlier steps in the average.
+_KEPT = 0.75
 
 
 @dataclass(frozen=True)
@@ -89,25 +94,15 @@ class RequestLookup:
 
 
 @dataclass(slots=True)
-class StoreProgress:
-    """considered_chunks: leading chunks for which a store was planned or ruled out.
-
-    after_output_tokens: another connector has loaded KV for the request within a step, and may
-    still report that this failed: nothing is stored until it has more output tokens than these.
-    """
-
-    considered_chunks: int = 0
-    after_output_tokens: int | None = None
-
-
-@dataclass(slots=True)
 class Tracked:
     """One request. Chunk numbers are in units of ``chunk_tokens``.
 
-    prefix: of the names of its chunks; None if it is not cached. block_ids: where vLLM does not
-    report them. matched: vLLM knows the number of tokens to load, and has not allocated blocks
-    since. started: vLLM has allocated blocks for it, perhaps before a preemption. loading: blocks
-    that its load writes. computes: the rest, without another lookup.
+    prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
+    for which a store was planned or ruled out. unsure_outputs: another connector has loaded KV for
+    it within a step, and may still report that this failed: nothing is stored until it has more
+    output tokens than these. matched: vLLM knows the number of tokens to load, and has not
+    allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a preemption.
+    loading: blocks that its load writes. computes: the rest, without another lookup.
     """
 
     request: Request
@@ -115,9 +110,9 @@ class Tracked:
     options: RequestOptions
     hash_tokens: int
     chunk_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
     lookup: RequestLookup | None = None
-    stores: StoreProgress = field(default_factory=StoreProgress)
+    considered_chunks: int = 0
+    unsure_outputs: int = -1
     matched: bool = False
     started: bool = False
     loading: frozenset[int] | None = None
@@ -180,11 +175,51 @@ class RequestNames:
         if self._stale_blocks and self._stale_blocks is self._pool.cached_block_hash_to_block:
             return None
         self._stale_blocks = None
-        if self._media is not None and not self._media.are_of_content(request):
+        if self._media and request.mm_features and not self._media.are_of_content(request):
             return None
+        if request.lora_request is None:
+            return self.epochs.current
         digest = self._adapters.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest
 
     def begin_epoch(self) -> None:
         """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
         self._stale_blocks = self._pool.cached_block_hash_to_block
+
+
+class PrefillRate:
+    """Seconds per prompt token, of recent steps. Times are those of `time.monotonic()`.
+
+    A step also computes the next tokens of running requests, so the rate falls when many run. Steps
+    may overlap: one begins when the one before it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._scheduled: dict[int, tuple[int, float]] = {}  # by step: prompt tokens, when
+        self._steps = 0
+        self._last_end_s = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per prompt token; 0.0: not measured yet."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
+    def scheduled(self, prompt_tokens: int, now_s: float) -> int:
+        """A step is scheduled. Returns its number for `ended`, or 0 if it is not measured."""
+        if prompt_tokens < _LEAST_TOKENS:
+            return 0
+        self._steps += 1
+        self._scheduled[self._steps] = (prompt_tokens, now_s)
+        return self._steps
+
+    def ended(self, step: int, now_s: float) -> None:
+        """The step with this number has ended; 0: a step that is not measured."""
+        tokens, scheduled_s = self._scheduled.pop(step, (0, now_s))
+        if tokens:
+            self._tokens = self._tokens * _KEPT + tokens
+            self._seconds = self._seconds * _KEPT + now_s - max(scheduled_s, self._last_end_s)
+            for earlier in [each for each in self._scheduled if each < step]:
+                del self._scheduled[earlier]
+        self._last_end_s = now_s

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import (
     CachePolicy,
+    PrefillRate,
     RequestLookup,
     RequestNames,
     RequestOptions,
@@ -226,21 +226,17 @@ class ConnectorScheduler:
         self._planner.begin_step()
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.block_ids = []
                 self._forget_lookup(tracked)
         prompt_tokens = 0
-        for request_id, begins, block_ids, computed_tokens in _scheduled(output):
+        for request_id, begins, computed_tokens in _scheduled(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             if begins:
-                tracked.block_ids = []
                 if getattr(output, "has_sync_kv_loads", False):
-                    tracked.stores.after_output_tokens = tracked.request.num_output_tokens
+                    tracked.unsure_outputs = tracked.request.num_output_tokens
                 if computed_tokens and tracked.lookup is not None:
                     tracked.lookup.canary_chunks = 0  # others have loaded or computed some
-            if block_ids:
-                tracked.block_ids.extend(block_ids[0])
             count = output.num_scheduled_tokens[request_id]
             if computed_tokens < tracked.request.num_prompt_tokens:
                 prompt_tokens += count
@@ -352,7 +348,7 @@ class ConnectorScheduler:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
                 self._forget_lookup(tracked)
             tracked.chunk_tokens = chunk_tokens
-            tracked.stores.considered_chunks = 0
+            tracked.considered_chunks = 0
         return tracked
 
     def _compute(self, tracked: Tracked) -> None:
@@ -384,28 +380,23 @@ class ConnectorScheduler:
         """
         if tracked.prefix is None or not (tracked.options.store or tracked.canary_chunks):
             return []
-        request, stores = tracked.request, tracked.stores
-        if stores.after_output_tokens is not None:
-            if request.num_output_tokens <= stores.after_output_tokens:
-                return []
-            stores.after_output_tokens = None
-        chunk_tokens = self._track(request).chunk_tokens
-        if not chunk_tokens:
+        request, chunk_tokens = tracked.request, self._track(tracked.request).chunk_tokens
+        if not chunk_tokens or request.num_output_tokens <= tracked.unsure_outputs:
             return []
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
         tokens = min(computed_tokens, tracked.hashed_tokens())
-        if tokens // chunk_tokens <= stores.considered_chunks:
+        if tokens // chunk_tokens <= tracked.considered_chunks:
             return []  # most steps end here
-        blocks = self._planner.blocks_of(tracked)
+        blocks = self._planner.block_ids(request.request_id)
         complete_chunks = min(tokens, self._planner.tokens_in(blocks)) // chunk_tokens
-        if complete_chunks <= stores.considered_chunks:
+        if complete_chunks <= tracked.considered_chunks:
             return []
         if tracked.prefix != self._names.prefix(request):
             tracked.prefix = None  # its adapter has changed
             return []
-        chunks = range(stores.considered_chunks, complete_chunks)
-        stores.considered_chunks = complete_chunks
+        chunks = range(tracked.considered_chunks, complete_chunks)
+        tracked.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
         compared, stored = range(chunks.start, stored_from), range(stored_from, chunks.stop)
@@ -420,13 +411,10 @@ class ConnectorScheduler:
             self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
 
 
-def _scheduled(
-    output: SchedulerOutput,
-) -> Iterator[tuple[str, bool, Sequence[Sequence[int]] | None, int]]:
-    """Of each request: whether it begins or resumes, its new blocks, and its tokens before."""
+def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, bool, int]]:
+    """Of each request: whether it begins or resumes, and its tokens before."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, True, new.block_ids, new.num_computed_tokens
+        yield new.req_id, True, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
-    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-    for request_id, block_ids, computed_tokens in rows:
-        yield request_id, request_id in cached.resumed_req_ids, block_ids, computed_tokens
+    for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, request_id in cached.resumed_req_ids, tokens

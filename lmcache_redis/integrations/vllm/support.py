@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm import envs
 
+from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm.engine import is_asked_by
@@ -54,24 +55,20 @@ class SetUp:
 
 
 def supported_groups(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, *, takes_failed_loads: bool
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, takes_failed_loads: bool
 ) -> list[LayerGroup]:
     """The groups of the engine's layers. Raises `Unsupported` if the engine cannot be cached.
 
     takes_failed_loads: whether this vLLM is told which requests' loads failed.
     """
-    if kv_cache_config is None:
-        raise Unsupported(
-            "this vLLM version does not tell connectors about its KV cache; use 0.27 or newer"
-        )
     groups = layer_groups(kv_cache_config)
     for reason in _reasons(vllm_config, groups):
         raise Unsupported(reason)
-    count = len(kv_cache_config.kv_cache_groups)
-    if count > 1 and not takes_failed_loads:
+    several = len(kv_cache_config.kv_cache_groups) > 1
+    if not takes_failed_loads and (several or groups[0].reach != FULL_REACH):
         raise Unsupported(
-            f"the model has {count} KV cache groups, and this vLLM version does not let "
-            "connectors report failed loads of such models; vLLM 0.30 or newer does"
+            "the model has several KV cache groups or drops blocks, and this vLLM version does not "
+            "let connectors report failed loads of such models; vLLM 0.30 or newer does"
         )
     return groups
 

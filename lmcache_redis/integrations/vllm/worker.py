@@ -111,11 +111,15 @@ class EndedLoads(NamedTuple):
 
 @dataclass(slots=True)
 class _Begun(Generic[TransferT]):
-    """What was planned, and the transfer of each of its operations."""
+    """What was planned, and the transfer of each of its operations.
+
+    is_told: vLLM has learned that the load has ended or failed.
+    """
 
     planned: Planned
     begun_s: float
     transfers: Sequence[TransferT]
+    is_told: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -136,63 +140,66 @@ class ConnectorWorker:
     ) -> None:
         self._recorder = recorder
         self._loads_after: int | None = None
-        self._stored_step: StepMetadata | None = None  # the last whose stores have begun
+        self._to_store: Sequence[Planned] = ()  # of this step, until they begin
+        self._has_computed = False  # this step: vLLM has asked for ended loads
         self._client = client
         self._rank = rank
         self._reallocates = reallocates
         self._stores: dict[int, _Begun[StoreTransfer]] = {}
         self._loads: dict[int, _Begun[RetrieveTransfer]] = {}
-        self._awaited: dict[str, int] = {}  # the load that vLLM waits for, by request
         self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
 
     def step_begins(self, metadata: StepMetadata) -> None:
         """Before the forward: loads wait for the steps before, and for the zeroing of new blocks.
 
-        vLLM calls `begin_loads` after it has launched the forward, which uses other blocks.
+        vLLM calls `begin_loads` after it has launched the forward, which uses other blocks. It does
+        not ask for the stores of each step: pipeline stages before the last lack that with
+        speculative decoding, and so do steps that have failed.
         """
+        if self._has_computed:
+            self.begin_stores()
+        else:
+            self.drop_stores()
+        self._to_store, self._has_computed = metadata.stores, False
         self._loads_after = self._client.signal() if metadata.loads else None
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         for load in metadata.loads:
-            self._awaited[load.request_id] = load.transfer_id
             names = [load.request_id] * len(load.ops)
             transfers = self._client.begin_retrieves(names, load.ops, self._loads_after)
             self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
 
-    def begin_stores(self, metadata: StepMetadata) -> None:
+    def begin_stores(self) -> None:
         """Starts the stores of this step, once; on CUDA they follow the work queued so far."""
-        if metadata is self._stored_step:
-            return
-        self._stored_step = metadata
-        after = self._client.signal() if metadata.stores else None
-        for store in metadata.stores:
+        stores, self._to_store = self._to_store, ()
+        after = self._client.signal() if stores else None
+        for store in stores:
             names = [store.request_id] * len(store.ops)
             transfers = self._client.begin_stores(names, store.ops, after, compare=store.compare)
             self._stores[store.transfer_id] = _Begun(store, time.monotonic(), transfers)
 
-    def drop_stores(self, metadata: StepMetadata) -> None:
+    def drop_stores(self) -> None:
         """Ends the stores of a step whose blocks were not computed, before they begin."""
-        if metadata is self._stored_step:
-            return
-        self._stored_step = metadata
-        self._ended.extend(each.transfer_id for each in metadata.stores)
-        self._next.dropped |= bool(metadata.stores)
+        self._ended.extend(each.transfer_id for each in self._to_store)
+        self._next.dropped |= bool(self._to_store)
+        self._to_store = ()
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
-        if metadata.idle and self._awaited:
-            loads = [self._loads[transfer_id] for transfer_id in self._awaited.values()]
+        self._has_computed = True
+        awaited = [load for load in self._loads.values() if not load.is_told]
+        if metadata.idle and awaited:
             self._client.link.wait_for(
-                lambda: any(all(each.call.done for each in load.transfers) for load in loads),
+                lambda: any(all(each.call.done for each in load.transfers) for load in awaited),
                 _IDLE_WAIT_S,
             )
         ended = EndedLoads(set(), {})
-        for request_id, transfer_id in list(self._awaited.items()):
-            load = self._loads[transfer_id]
+        for load in awaited:
+            request_id = load.planned.request_id
             given_up = self._reallocates and any(each.given_up for each in load.transfers)
             if not load.is_over and not given_up:
                 continue
-            del self._awaited[request_id]
+            load.is_told = True
             ended.requests.add(request_id)
             failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
@@ -202,8 +209,8 @@ class ConnectorWorker:
             self._took("load_seconds", "retrieve", load, found)
             if failed_blocks := set().union(*(each.failed_blocks for each in load.transfers)):
                 ended.failed[request_id] = failed_blocks
-        for transfer_id in [t for t, load in self._loads.items() if load.is_over]:
-            if transfer_id not in self._awaited.values():
+        for transfer_id, load in list(self._loads.items()):
+            if load.is_told and load.is_over:
                 del self._loads[transfer_id]
                 self._ended.append(transfer_id)
         return ended
