@@ -64,10 +64,7 @@ PAIRS: Mapping[str, Pair] = {
             "os.environ": "XHS_VIDEO_JPEG_QUALITY",
         },
     ),
-    "context": Pair(
-        "`long` or `short` for LongRoPE (Phi-3): whether `--max-model-len` exceeds the original "
-        "length; the length itself for an unknown kind of rotary embedding; else empty"
-    ),
+    "context": Pair("`--max-model-len` where K depends on it (LongRoPE of Phi-3); else empty"),
     "model_dtype": Pair("of weights and activations"),
     "quantization": Pair("of weights"),
     "kv_cache_dtype": Pair("of K and V"),

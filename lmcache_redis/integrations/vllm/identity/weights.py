@@ -39,7 +39,6 @@ _FROM_FILES = frozenset(
 )  # fmt: skip
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _READER_THREADS = 8
-_MAX_FILES = 20_000
 
 
 class Unidentified(LMCacheRedisError):
@@ -82,8 +81,6 @@ def digest_files(root: Path) -> str:
         files = sorted(_files(root))
     if not any(_matches(path.name, _WEIGHTS) for path in files):
         raise Unidentified(f"there are no weights in {root}")
-    if len(files) > _MAX_FILES:
-        raise Unidentified(f"there are {len(files)} files in {root}")
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(_READER_THREADS) as readers:
         for path, found in zip(files, readers.map(digest_file, files), strict=True):
