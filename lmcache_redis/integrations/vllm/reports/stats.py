@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lmcache_redis.integrations.vllm.reports.events import Announcer
-    from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
@@ -136,7 +135,7 @@ class ReportingHooks:
     role: KVConnectorRole
     _vllm_config: VllmConfig
     _kv_cache_config: KVCacheConfig
-    _scheduler: ConnectorScheduler | None
+    _scheduler: Any  # `ConnectorScheduler`, which imports this module
     _adapter: SchedulerClient | WorkerClient | None
 
     def _begin_reports(self) -> None:
