@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -80,17 +80,29 @@ class RequestLookup:
     """The lookup of a request, from its question until it is forgotten.
 
     first_chunk: where it began. asked_s: when, until it is answered (`time.monotonic()`).
-    local_tokens: computed locally when it was answered. tiers: of the chunks found, from the first
-    one. canary_chunks: leading chunks to be compared; None: not decided. load_began_s: when blocks
-    were allocated for its load.
+    local_tokens: computed locally when it was answered. canary_chunks: leading chunks to be
+    compared; None: not decided. load_began_s: when blocks were allocated for its load. loaded: the
+    tokens of this load, by tier.
     """
 
     first_chunk: int
     asked_s: float | None
     local_tokens: int = 0
-    tiers: Sequence[str] = ()
     canary_chunks: int | None = None
     load_began_s: float | None = None
+    loaded: Mapping[str, int] = field(default_factory=dict)
+
+    def tokens_by_tier(
+        self, tiers: Sequence[str], load_tokens: int, chunk_tokens: int
+    ) -> dict[str, int]:
+        """How many tokens of a load come from each tier. tiers: of chunks from the first one on."""
+        found: dict[str, int] = {}
+        end = self.local_tokens + load_tokens
+        for chunk, tier in enumerate(tiers, start=self.first_chunk):
+            first, stop = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
+            if (tokens := min(stop, end) - max(first, self.local_tokens)) > 0:
+                found[tier] = found.get(tier, 0) + tokens
+        return found
 
 
 @dataclass(slots=True)
@@ -139,18 +151,6 @@ class Tracked:
     def chunk_names(self) -> Sequence[bytes]:
         hashes = self.chunk_hashes()
         return [self.prefix + each for each in hashes] if self.prefix else hashes
-
-    def hit_tokens(self, external_tokens: int) -> dict[str, int]:
-        """How many of the tokens of a load come from each tier, without those that have none."""
-        found: dict[str, int] = {}
-        if self.lookup is None:
-            return found
-        begin, end = self.lookup.local_tokens, self.lookup.local_tokens + external_tokens
-        for chunk, tier in enumerate(self.lookup.tiers, start=self.lookup.first_chunk):
-            first, stop = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
-            if (tokens := min(stop, end) - max(first, begin)) > 0:
-                found[tier] = found.get(tier, 0) + tokens
-        return found
 
 
 class RequestNames:

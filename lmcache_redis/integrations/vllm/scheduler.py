@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -155,13 +155,16 @@ class ConnectorScheduler:
                 first_chunk=first_chunk,
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
-        tokens = self._lookup_result(request.request_id)
+        began_s = time.monotonic()
+        tokens = self._client.hit_tokens(request.request_id, wait_s=self._next.wait_budget_s)
+        now_s = time.monotonic()
+        self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - (now_s - began_s))
         if tokens is None:
             return None
         lookup = tracked.lookup
         lookup.local_tokens = local_tokens
         if lookup.asked_s is not None:
-            self._recorder.observe("lookup_seconds", time.monotonic() - lookup.asked_s)
+            self._recorder.observe("lookup_seconds", now_s - lookup.asked_s)
             found = {"local_tokens": local_tokens, "hit_tokens": max(0, tokens - local_tokens)}
             self._recorder.span(
                 "lookup", request.request_id, tracked.trace_headers, lookup.asked_s, found
@@ -196,28 +199,28 @@ class ConnectorScheduler:
         tracked.started = True
         tracked.matched = False
         self._not_loaded(request.request_id)
-        if external_tokens and tracked.lookup is not None:
-            tracked.lookup.tiers = self._client.hit_tiers(request.request_id)
+        if external_tokens and (lookup := tracked.lookup) is not None:
             self._next.loads.append(self._planner.load(tracked, block_ids, external_tokens))
-            tracked.lookup.load_began_s = time.monotonic()
-            tiers = tracked.hit_tokens(external_tokens)
-            for tier, tokens in tiers.items():
+            lookup.load_began_s = time.monotonic()
+            tiers = self._client.hit_tiers(request.request_id)
+            lookup.loaded = lookup.tokens_by_tier(tiers, external_tokens, tracked.chunk_tokens)
+            for tier, tokens in lookup.loaded.items():
                 self._recorder.count("hit_tokens", tokens, tier)
             if not self._has_hit:
                 self._has_hit = True
                 logger.info(
                     "the first hit: %d of the %d tokens of request %s are loaded (%s)",
                     external_tokens, request.num_tokens, request.request_id,
-                    ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
+                    ", ".join(f"{tokens} from {tier}" for tier, tokens in lookup.loaded.items()),
                 )  # fmt: skip
         elif tracked.loading is None and not tracked.canary_chunks:
             self._client.release_lookup(request.request_id)
         self._client.forget_lookup(request.request_id)
 
-    def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
+    def hit_tokens(self, request_id: str) -> Mapping[str, int]:
         """How many tokens of the load that was planned last for a request come from each tier."""
         tracked = self._tracked.get(request_id)
-        return {} if tracked is None else tracked.hit_tokens(external_tokens)
+        return {} if tracked is None or tracked.lookup is None else tracked.lookup.loaded
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""
@@ -274,10 +277,7 @@ class ConnectorScheduler:
         tracked.loading = None
         lookup = tracked.lookup
         if lookup is not None and lookup.load_began_s is not None:
-            # Of the whole chunks from where the prompt was computed locally.
-            end = (lookup.first_chunk + len(lookup.tiers)) * tracked.chunk_tokens
-            tiers = tracked.hit_tokens(max(0, end - lookup.local_tokens))
-            found = {f"{tier}_tokens": tokens for tier, tokens in tiers.items()}
+            found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
             self._recorder.span(
                 "load", request_id, tracked.trace_headers, lookup.load_began_s, found
@@ -360,13 +360,6 @@ class ConnectorScheduler:
     def _forget_lookup(self, tracked: Tracked) -> None:
         tracked.lookup = None
         self._client.end_session(tracked.request.request_id)
-
-    def _lookup_result(self, request_id: str) -> int | None:
-        started_s = time.monotonic()
-        tokens = self._client.hit_tokens(request_id, wait_s=self._next.wait_budget_s)
-        waited_s = time.monotonic() - started_s
-        self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - waited_s)
-        return tokens
 
     def _not_loaded(self, request_id: str) -> None:
         """The request has no blocks of a load while it waits."""

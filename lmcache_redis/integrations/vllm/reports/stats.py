@@ -173,7 +173,7 @@ class ReportingHooks:
 
         if self._scheduler is None:
             return {}
-        tokens = self._scheduler.hit_tokens(request.request_id, num_external_tokens)
+        tokens = self._scheduler.hit_tokens(request.request_id)
         sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
         remote = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
         return {sources.get(tier, remote): count for tier, count in tokens.items()}
