@@ -254,8 +254,6 @@ def test_a_sleeping_engine_registers_when_it_wakes(
     monkeypatch.setattr(worker._adapter, "unregister", lambda _: calls.append("unregister") or True)
     monkeypatch.setattr(worker, "register_kv_caches", calls.append)
     worker._kv_caches = caches
-    worker.restore_kv_caches()  # it has not slept
     worker.unregister_kv_caches()
-    worker.restore_kv_caches()
     worker.restore_kv_caches()
     assert calls == ["unregister", caches]

@@ -18,14 +18,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from lmcache_redis.client.transfers import NEVER, TransferOp
+from lmcache_redis.config import ClientConfig
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.setup import SetUp
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
     StepMetadata,
-    register,
 )
 from tests import cuda_driver
 from tests.cuda_driver.engine import GpuEngine, gpus
@@ -222,7 +223,9 @@ def test_memory_of_left_out_groups_is_not_registered(
 
     client: Any = SimpleNamespace(register_groups=register_groups)
     caches = {layer: torch.zeros(4, 1, 16, 32) for layer in layers}
-    register(client, vllm_config, kv_cache_config, layer_groups(kv_cache_config), caches, None)
+    groups_of = layer_groups(kv_cache_config)
+    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of, "engine")
+    set_up.register(client, caches)
     assert found == registered
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,38 +22,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
     listen,
-    listen_in_worker,
+    listeners,
     recompute_failed_loads,
     watch_resets,
 )
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
-from lmcache_redis.integrations.vllm.groups import left_out_groups
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
-from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
-from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
+from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id
+from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
-from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import (
-    MediaNames,
-    SetUp,
-    may_load,
-    supported_groups,
-    wanted_layout,
-)
+from lmcache_redis.integrations.vllm.setup import SetUp
+from lmcache_redis.integrations.vllm.support import supported_groups, wanted_layout
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
     StepMetadata,
     WorkerReport,
-    register,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +69,7 @@ _UNMAP_WITHIN_S = 5.0
 
 
 class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
-    """Loads and stores KV through the agent of this node. In the scheduler an `EngineListener`."""
+    """Loads and stores KV through the agent of this node. A listener of `engine`."""
 
     is_paused = False
 
@@ -98,15 +89,17 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._is_asleep = False
         self._start()
 
     @guarded(nothing)
     def _start(self) -> None:
         by_request = _TransferResults is not None
+        transfer = self._kv_transfer_config
         try:
-            self._set_up = set_up = SetUp(
-                ClientConfig.from_extra_config(self._kv_transfer_config.kv_connector_extra_config),
+            self._set_up = SetUp(
+                self._vllm_config,
+                self._kv_cache_config,
+                ClientConfig.from_extra_config(transfer.kv_connector_extra_config),
                 recompute_failed_loads(self),
                 supported_groups(
                     self._vllm_config, self._kv_cache_config, takes_failed_loads=by_request
@@ -116,39 +109,13 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
             return
-        parallel = self._vllm_config.parallel_config
-        engine: dict[str, Any] = {
-            "endpoint": set_up.config.endpoint,
-            "model_name": model_name(self._vllm_config),
-            "world_size": parallel.world_size,
-            "block_size_tokens": set_up.block_size_tokens,
-            "engine_id": set_up.engine_id,
-            "agent_dead_after_s": set_up.config.agent_dead_after_s,
-        }
         if self.role is KVConnectorRole.SCHEDULER:
-            self._adapter = SchedulerClient(**engine)
+            self._adapter = self._set_up.scheduler_client()
         else:
-            self._adapter = client = WorkerClient(
-                **engine, worker_id=parallel.rank, on_registered=self._registered
-            )
-            self._worker = ConnectorWorker(
-                client, parallel.rank, self._recorder, reallocates=by_request
-            )
-            listen_in_worker(self)
-
-    def _registered(self, agent_pid: int, chunk_tokens: int, place: RankPlace) -> None:
-        """On the link's thread. Says in vLLM's log that the cache works."""
-        model = model_name(self._vllm_config)
-        logger.info(
-            "the cache is on: model %s, rank %d, layout %s, chunks of %d tokens, the agent is "
-            "process %d at %s",
-            model,
-            self._vllm_config.parallel_config.rank,
-            " and ".join(part.fingerprint.hex()[:12] for part in place.parts),
-            chunk_tokens,
-            agent_pid,
-            self._set_up.config.endpoint,
-        )
+            self._adapter = client = self._set_up.worker_client()
+            rank = self._vllm_config.parallel_config.rank
+            self._worker = ConnectorWorker(client, rank, self._recorder, reallocates=by_request)
+            listeners.add(self)
 
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
@@ -180,35 +147,18 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         adapter = self._adapter
         if not isinstance(adapter, SchedulerClient):
             return
-        config, groups = self._set_up.config, self._set_up.groups
-        pool = kv_cache_manager.block_pool
-        self._begin_events(adapter, groups, pool.hash_block_size)
+        pool, engine = kv_cache_manager.block_pool, Engine.found()
+        self._begin_events(adapter, self._set_up.groups, pool.hash_block_size)
         self._references = references = BlockReferences(
             pool, self._vllm_config.parallel_config.world_size
         )
-        engine = Engine.found()
-        epochs = Epochs(
-            config.weights_id,
-            config.weights_run,
-            engine.parameters if config.check_weights else bytes,
-        )
-        planner = StepPlanner(
-            references,
-            groups,
-            left_out_groups(self._kv_cache_config),
-            self._vllm_config.max_in_flight_tokens,
-            kv_cache_manager.get_block_ids,
-        )
-        names = RequestNames(epochs, pool, MediaNames(self._vllm_config))
-        policy = CachePolicy(
-            pool.hash_block_size,
-            loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
-            stores=self._kv_transfer_config.is_kv_producer,
-            load_always=config.load_always,
-            beside_others=self._set_up.beside_others,
-        )
         self._scheduler = ConnectorScheduler(
-            adapter, planner, names, policy, self._recorder, self._announcer
+            adapter,
+            self._set_up.planner(references, kv_cache_manager),
+            self._set_up.names(engine, kv_cache_manager),
+            self._set_up.policy(pool.hash_block_size),
+            self._recorder,
+            self._announcer,
         )
         watch_resets(pool, lambda: self._during_reset(engine, references))
         if not listen(self):
@@ -352,14 +302,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             return
         self._kv_caches = kv_caches
         try:
-            register(
-                self._adapter,
-                self._vllm_config,
-                self._kv_cache_config,
-                self._set_up.groups,
-                kv_caches,
-                self._set_up.config.weights_id,
-            )
+            self._set_up.register(self._adapter, kv_caches)
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
 
@@ -378,17 +321,14 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def unregister_kv_caches(self) -> None:
         """Before the engine sleeps: the agent unmaps the KV cache (vLLM 0.33 or newer)."""
-        if isinstance(self._adapter, WorkerClient):
-            self._is_asleep = True
-            if not self._adapter.unregister(_UNMAP_WITHIN_S):
-                logger.warning("the engine sleeps while an agent may still map its KV cache")
+        client = self._adapter
+        if isinstance(client, WorkerClient) and not client.unregister(_UNMAP_WITHIN_S):
+            logger.warning("the engine sleeps while an agent may still map its KV cache")
 
     @guarded(nothing)
     def restore_kv_caches(self) -> None:
         """After the engine has woken: exports the KV cache again (vLLM 0.33 or newer)."""
-        if self._is_asleep:
-            self._is_asleep = False
-            self.register_kv_caches(self._kv_caches)
+        self.register_kv_caches(self._kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -421,7 +361,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def wait_for_save(self) -> None:
         """Starts the stores of this step; never waits for them."""
-        if self._worker is not None and not _engine_is_failing():
+        if self._worker is not None:
             self._worker.begin_stores()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -448,8 +388,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     def _ended_loads(self) -> EndedLoads:
         if self._worker is None:
             return self._all_failed()
-        if _engine_is_failing():
-            self._worker.drop_stores()
         ended = self._worker.ended_loads(self._step())
         for request_id, block_ids in self._step().lost_loads.items():
             ended.requests.add(request_id)
@@ -478,11 +416,3 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-
-def _engine_is_failing() -> bool:
-    """Whether vLLM ends a step because of an error of its own, as in a forward without memory.
-
-    It then calls the connector as after any other step, and the step's blocks were not computed.
-    """
-    return sys.exc_info()[0] is not None

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -60,20 +60,10 @@ _HARMLESS = frozenset(
 _T = TypeVar("_T")
 
 
-class EngineListener(Protocol):
-    """Is notified on the scheduler's thread. ``is_paused``: while a pause empties the caches."""
-
-    is_paused: bool
-
-    def change_epoch(self, change: EpochChange, why: str) -> None:
-        """The weights may have changed, or have a name."""
-
-    def renamed(self, suffix: str) -> None:
-        """The engine is a copy of another, and has the suffix in its id from now on."""
-
-
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()  # in the scheduler's process
-_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # connectors of the workers of a process
+# Of a process. In the scheduler's they have `change_epoch(change, why)`: the weights may have
+# changed, or have a name; and `is_paused`: a pause empties the caches. In all processes they have
+# `renamed(suffix)`: the engine is a copy of another, and has the suffix in its id from now on.
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def on_the_stack(kind: type[_T]) -> Iterator[_T]:
@@ -188,14 +178,14 @@ def watch_resets(pool: BlockPool, around: Callable[[], AbstractContextManager[No
     pool.reset_prefix_cache = watched
 
 
-def listen(listener: EngineListener) -> bool:
-    """Notifies ``listener`` for as long as it lives.
+def listen(listener: Any) -> bool:
+    """Notifies ``listener``, on the scheduler's thread, for as long as it lives.
 
     Returns False if this vLLM lacks a method to wrap.
     """
     from vllm.v1.engine.core import EngineCore
 
-    _listeners.add(listener)
+    listeners.add(listener)
     names = ("collective_rpc", "_reset_caches")
     if not all(callable(getattr(EngineCore, name, None)) for name in names):
         return False
@@ -207,13 +197,8 @@ def listen(listener: EngineListener) -> bool:
     return True
 
 
-def listen_in_worker(connector: Any) -> None:
-    """Renames ``connector`` when its engine turns out to be a copy."""
-    _workers.add(connector)
-
-
 def _change_epochs(change: EpochChange, why: str) -> None:
-    for listener in list(_listeners):
+    for listener in list(listeners):
         listener.change_epoch(change, why)
 
 
@@ -249,13 +234,13 @@ def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., An
 def _watched_pause(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset_caches)
     def watched(core: Any, *args: Any, **kwargs: Any) -> Any:
-        listeners = list(_listeners)
-        for listener in listeners:
+        paused = list(listeners)
+        for listener in paused:
             listener.is_paused = True
         try:
             return reset_caches(core, *args, **kwargs)
         finally:
-            for listener in listeners:
+            for listener in paused:
                 listener.is_paused = False
 
     return watched
@@ -278,13 +263,12 @@ def _rename(core: Any) -> None:
     """Several engines may have been restored from one snapshot: each takes a name of its own."""
     suffix = uuid.uuid4().hex[:8]
     try:
-        core.model_executor.collective_rpc(rename_workers, args=(suffix,))
+        core.model_executor.collective_rpc(rename, args=(suffix,))
     finally:
-        for listener in list(_listeners):
-            listener.renamed(suffix)
+        rename(None, suffix)
 
 
-def rename_workers(worker: Any, suffix: str) -> None:
-    """Runs in a worker, by ``collective_rpc``."""
-    for connector in list(_workers):
-        connector.renamed(suffix)
+def rename(worker: Any, suffix: str) -> None:
+    """Also runs in a worker, by ``collective_rpc``."""
+    for listener in list(listeners):
+        listener.renamed(suffix)

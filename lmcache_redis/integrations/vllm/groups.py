@@ -149,11 +149,9 @@ def common_block_tokens(groups: Sequence[LayerGroup]) -> int:
     return math.lcm(*(group.block_size_tokens for group in groups))
 
 
-def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
-    """Bytes between blocks, by layer; None if this vLLM leaves them to the tensors' strides."""
-    tensors = kv_cache_config.kv_cache_tensors
-    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
-        return None
+def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Bytes between blocks, by layer; empty if this vLLM leaves them to the tensors' strides."""
+    tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "block_stride")]
     return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
 
 

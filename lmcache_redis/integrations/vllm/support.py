@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +22,6 @@ from lmcache_redis.integrations.vllm.engine import is_asked_by
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,
     Unsupported,
-    common_block_tokens,
     layer_groups,
 )
 
@@ -38,20 +36,6 @@ _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
 # What vLLM's hashers of media return: blake3, sha256 and sha512.
 _DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
-
-
-@dataclass(frozen=True)
-class SetUp:
-    """beside_others: in a MultiConnector. engine_id: at the start; vLLM may change it later."""
-
-    config: ClientConfig
-    beside_others: bool
-    groups: Sequence[LayerGroup]
-    engine_id: str
-
-    @property
-    def block_size_tokens(self) -> int:
-        return common_block_tokens(self.groups)
 
 
 def supported_groups(

@@ -1,41 +1,26 @@
-"""The connector in vLLM's workers: registers the KV cache, starts planned transfers, reports ends.
+"""The connector in vLLM's workers: starts planned transfers, and reports their ends.
 
 `StepMetadata` and `WorkerReport` are what scheduler and workers exchange through vLLM, once a step.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import CacheGroup, RetrieveTransfer, StoreTransfer, TransferOp
+from lmcache_redis.client.transfers import RetrieveTransfer, StoreTransfer, TransferOp
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.errors import DeviceError
-from lmcache_redis.integrations.vllm.groups import (
-    LayerGroup,
-    block_strides,
-    shard_of_rank,
-)
-from lmcache_redis.integrations.vllm.identity.engine_identity import (
-    attention_backend,
-    engine_identity,
-)
-from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.tracing import Headers
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 TransferT = TypeVar("TransferT", StoreTransfer, RetrieveTransfer)
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
@@ -160,7 +145,7 @@ class ConnectorWorker:
         if self._has_computed:
             self.begin_stores()
         else:
-            self.drop_stores()
+            self._drop_stores()
         self._to_store, self._has_computed = metadata.stores, False
         self._loads_after = self._client.signal() if metadata.loads else None
 
@@ -172,6 +157,7 @@ class ConnectorWorker:
 
     def begin_stores(self) -> None:
         """Starts the stores of this step, once; on CUDA they follow the work queued so far."""
+        self._check_step()
         stores, self._to_store = self._to_store, ()
         after = self._client.signal() if stores else None
         for store in stores:
@@ -179,7 +165,12 @@ class ConnectorWorker:
             transfers = self._client.begin_stores(names, store.ops, after, compare=store.compare)
             self._stores[store.transfer_id] = _Begun(store, time.monotonic(), transfers)
 
-    def drop_stores(self) -> None:
+    def _check_step(self) -> None:
+        """vLLM calls as after any other step where an error of its own ends the step."""
+        if sys.exc_info()[0] is not None:
+            self._drop_stores()
+
+    def _drop_stores(self) -> None:
         """Ends the stores of a step whose blocks were not computed, before they begin."""
         self._ended.extend(each.transfer_id for each in self._to_store)
         self._next.dropped |= bool(self._to_store)
@@ -187,6 +178,7 @@ class ConnectorWorker:
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
         self._has_computed = True
+        self._check_step()
         awaited = [load for load in self._loads.values() if not load.is_told]
         if metadata.idle and awaited:
             self._client.link.wait_for(
@@ -252,68 +244,3 @@ class ConnectorWorker:
         self._recorder.span(
             span, planned.request_id, planned.trace_headers, begun.begun_s, attributes
         )
-
-
-def register(
-    client: WorkerClient,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    groups: Sequence[LayerGroup],
-    kv_caches: Mapping[str, Any],
-    weights_id: str | None,
-) -> None:
-    """Exports this rank's paged KV cache, and registers it with this and every later agent.
-
-    kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
-    memory cannot be exported, Unidentified if its bytes cannot be identified.
-    """
-    tensors: dict[str, dict[str, Any]] = {}  # by layer: a recurrent one has one for each state
-    for layer, cache in kv_caches.items():
-        if isinstance(cache, (list, tuple)):
-            tensors[layer] = {f"{layer}#{number}": state for number, state in enumerate(cache)}
-        else:
-            tensors[layer] = {layer: cache}
-    strides = block_strides(kv_cache_config)
-    if strides is not None:
-        strides = {
-            name: strides[layer] for layer in tensors if layer in strides for name in tensors[layer]
-        }
-    rank, backend = vllm_config.parallel_config.rank, attention_backend(vllm_config)
-    identity = engine_identity(vllm_config, rank=rank, backend=backend, weights_id=weights_id)
-    cache_groups = []
-    for group in groups:
-        # With one group, layers that share the KV of another are listed as well.
-        layers = group.layers if len(kv_cache_config.kv_cache_groups) > 1 else tensors
-        some = {name: each for layer in layers for name, each in tensors.get(layer, {}).items()}
-        if not some:
-            raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
-        pairs = {}  # what decides the group's bytes
-        if not group.is_state:  # states are plain tensors
-            pairs = kv_identity(
-                vllm_config,
-                some,
-                num_blocks=kv_cache_config.num_blocks,
-                block_size_tokens=group.block_size_tokens,
-                block_strides=strides,
-            )
-        spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
-        shard, shards, replicas = shard_of_rank(vllm_config, spec)
-        if replicas > 1:
-            pairs["rank"] = f"shard {shard} of {shards}"
-        cache_groups.append(
-            CacheGroup(
-                some,
-                "+".join(dict.fromkeys(dtype_name(each.dtype) for each in some.values())),
-                group.block_size_tokens,
-                group.reach,
-                pairs,
-                shard=(shard, shards),
-                replica=(rank % replicas, replicas),
-            )
-        )
-    client.register_groups(
-        cache_groups,
-        num_blocks=kv_cache_config.num_blocks,
-        identity=identity,
-        block_strides=strides,
-    )

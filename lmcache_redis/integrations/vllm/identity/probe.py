@@ -45,7 +45,7 @@ def kv_identity(
     *,
     num_blocks: int,
     block_size_tokens: int,
-    block_strides: Mapping[str, int] | None,
+    block_strides: Mapping[str, int],
 ) -> dict[str, str]:
     """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV.
 
@@ -66,8 +66,8 @@ def kv_identity(
             cache = _layer_cache(layer, tensor)
             kind = _kind(layer, cache)
             if kind not in found:
-                block_stride = (block_strides or {}).get(name)
-                scratch = _scratch(cache, num_blocks, block_stride, block_size_tokens)
+                stride = block_strides.get(name)
+                scratch = _scratch(cache, num_blocks, stride, block_size_tokens)
                 with torch.inference_mode():
                     found[kind] = _probe(layer, scratch, vllm_config.model_config.dtype)
             digests.append(found[kind])
