@@ -31,7 +31,7 @@ from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports import events
-from lmcache_redis.integrations.vllm.reports.events import AnnouncedChunk, Announcer, blocks_of
+from lmcache_redis.integrations.vllm.reports.events import Announcer
 from tests.integrations.test_guard import Broken, config, manager_of
 from tests.integrations.test_scheduler import (
     BLOCK,
@@ -193,29 +193,6 @@ def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
     assert (removed.medium, removed.locality, removed.group_idx) == (*place, 0)
     assert {(each.medium, each.locality) for each in stored} == {place}
     assert removed.block_hashes == [each for event in stored for each in event.block_hashes]
-
-
-def numbered(tokens: int) -> AnnouncedChunk:
-    """A chunk whose n-th hash is n."""
-    hashes = [bytes([n]) for n in range(tokens // HASH)]
-    return AnnouncedChunk(5, hashes, b"parent", range(tokens), None, None, ())
-
-
-@pytest.mark.parametrize(
-    ("group", "hashes", "parent", "tokens"),
-    [
-        (FULL, [0, 1, 2, 3], b"parent", slice(0, 64)),
-        (WIDE, [1, 3], b"parent", slice(0, 64)),
-        (WINDOW, [2, 3], b"\1", slice(32, 64)),
-        (STATE, [3], b"\1", slice(32, 64)),
-    ],
-    ids=lambda value: value.kind if isinstance(value, LayerGroup) else "",
-)
-def test_the_blocks_of_a_part(
-    group: LayerGroup, hashes: list[int], parent: bytes, tokens: slice
-) -> None:
-    found = blocks_of(numbered(64), group)
-    assert found == ([bytes([n]) for n in hashes], parent, tokens)
 
 
 def test_a_loss_removes_everything_and_more_follows_later() -> None:

@@ -89,7 +89,7 @@ class RequestLookup:
     asked_s: float | None
     local_tokens: int = 0
     canary_chunks: int | None = None
-    load_began_s: float | None = None
+    load_began_s: float = 0.0
     loaded: Mapping[str, int] = field(default_factory=dict)
 
     def tokens_by_tier(

@@ -11,10 +11,9 @@ vLLM calls, for one request:
 A request whose hit is a canary (`client.canary`) loads nothing. Its chunks are compared as soon as
 they are computed, with those that its lookup has pinned.
 
-The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
-the digest of a LoRA adapter (`lora`) are usually empty. vLLM's hashes are chained, so the last one
-covers every token before it. A request keeps the epoch in which it began, and uses the cache only
-while that is the engine's epoch.
+The name of a chunk is ``epoch | adapter digest | hash of its last block``. vLLM's hashes are
+chained, so the last one covers every token before it. A request uses the cache only in the epoch in
+which it began.
 """
 
 from __future__ import annotations
@@ -87,10 +86,6 @@ class ConnectorScheduler:
         self._prefill = PrefillRate()
         self._has_hit = False
 
-    @property
-    def epochs(self) -> Epochs:
-        return self._names.epochs
-
     # Steps
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
@@ -101,9 +96,8 @@ class ConnectorScheduler:
         if tokens is None:
             return None
         if tracked.matched and self._resuming:
-            # vLLM had too few free blocks for this request. A request whose load has ended holds
-            # some, and vLLM cannot resume it while this one heads its queue: before 0.31 any
-            # request, later one whose load has failed.
+            # vLLM had too few free blocks for this request. One whose load has ended holds some, and
+            # vLLM cannot resume it while this one heads its queue (from 0.31 on, if it has failed).
             tracked.matched = False
             return None
         stands_still = self._next.is_idle and not self._planner.references.expects_reports()
@@ -275,14 +269,11 @@ class ConnectorScheduler:
         if tracked is None or tracked.loading is None:
             return  # another connector's load
         tracked.loading = None
-        lookup = tracked.lookup
-        if lookup is not None and lookup.load_began_s is not None:
+        if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
-            self._recorder.span(
-                "load", request_id, tracked.trace_headers, lookup.load_began_s, found
-            )
-            lookup.load_began_s = None
+            headers = tracked.trace_headers
+            self._recorder.span("load", request_id, headers, lookup.load_began_s, found)
         if tracked.request.is_finished():
             del self._tracked[request_id]
         else:
@@ -301,14 +292,14 @@ class ConnectorScheduler:
 
     def clear(self) -> None:
         """Begins an epoch of its own. Only chunks that no other engine shares are removed."""
-        old, was_own = self.epochs.current, self.epochs.is_own
+        old, was_own = self._names.epochs.current, self._names.epochs.is_own
         self.change_epoch(Epochs.begin_own, "the cache was cleared")
         if was_own:
             self._client.clear(old)
 
     def change_epoch(self, change: EpochChange, why: str) -> None:
         """In a new epoch, running requests are not cached, and waiting ones looked up again."""
-        if not change(self.epochs):
+        if not change(self._names.epochs):
             return
         logger.info("%s: KV that was cached before is no longer used", why)
         self._names.begin_epoch()
@@ -338,7 +329,7 @@ class ConnectorScheduler:
     def _track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            self.epochs.is_used = True
+            self._names.epochs.is_used = True
             options = RequestOptions.of(request, self._policy)
             prefix = self._names.prefix(request)
             tracked = Tracked(request, prefix, options, self._policy.hash_tokens)

@@ -87,11 +87,6 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
     elif device == "cuda" and torch.version.hip:
         yield "the engine runs on ROCm, on which this version has never been run"
-    if _returns_experts(vllm_config) and not _limits_hits():
-        yield (
-            "--enable-return-routed-experts needs the experts of every token; a loaded prefix has "
-            "none, and this vLLM version would end with an error"
-        )
 
 
 def _device(vllm_config: VllmConfig) -> str:
@@ -159,7 +154,7 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
             "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
             "from the checkpoint"
         )
-    if strategy := _simulated_experts():
+    if strategy := getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
         yield (
             f"with VLLM_MOE_ROUTING_SIMULATION_STRATEGY={strategy}, experts are chosen by a "
             "simulation, and the KV is not the model's"
@@ -168,11 +163,13 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
 
 def may_load(vllm_config: VllmConfig) -> bool:
     """Whether the engine may load prefixes, and not only store them."""
-    if not _returns_experts(vllm_config):
+    name = "enable_return_routed_experts"
+    auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
+    if not getattr(auxiliary, name, getattr(vllm_config.model_config, name, False)):
         return True
     logger.warning(
-        "with --enable-return-routed-experts prefixes are stored and not loaded: vLLM computes "
-        "those whose experts it does not have"
+        "with --enable-return-routed-experts prefixes are stored and not loaded: a loaded prefix "
+        "has no experts"
     )
     return False
 
@@ -180,10 +177,8 @@ def may_load(vllm_config: VllmConfig) -> bool:
 class MediaNames:
     """Whether the images and other media of an engine's requests are named by their content.
 
-    A block hash covers a medium by its identifier, which is a digest of its content, except in two
-    cases (``vllm/renderers/base.py``). Without its prefix cache and its processor's cache, vLLM
-    counts media instead of hashing them, and every process counts from 1. And a client may name a
-    medium itself (``multi_modal_uuids``). docs/internals/identity.md says what remains.
+    A block hash covers a medium by its identifier: a digest of its content, unless vLLM counts them
+    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -203,32 +198,10 @@ class MediaNames:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "prompts with media are not cached where these are not named by a digest of their "
-                "content: %s",
-                "vLLM counts media without --enable-prefix-caching and --mm-processor-cache-gb"
-                if self.are_counted
-                else "a client has named one by a uuid of its own",
+                "media are cached if their names are digests, but not by a client's uuid, nor by "
+                "vLLM's number without --enable-prefix-caching and --mm-processor-cache-gb"
             )
         return False
-
-
-def _simulated_experts() -> str:
-    return str(getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""))
-
-
-def _returns_experts(vllm_config: VllmConfig) -> bool:
-    name = "enable_return_routed_experts"
-    auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
-    return bool(getattr(auxiliary, name, getattr(vllm_config.model_config, name, False)))
-
-
-def _limits_hits() -> bool:
-    """Whether vLLM takes no hit whose routed experts it does not have: 0.33 or newer."""
-    try:
-        from vllm.distributed.aux_output_connector import connector
-    except ImportError:
-        return False
-    return hasattr(connector.AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _hashes_are_reproducible() -> bool:
