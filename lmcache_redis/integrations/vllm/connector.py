@@ -24,23 +24,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
     listen,
     listeners,
-    recompute_failed_loads,
     watch_resets,
 )
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
-from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.setup import SetUp
-from lmcache_redis.integrations.vllm.support import supported_groups, wanted_layout
+from lmcache_redis.integrations.vllm.support import wanted_layout
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
@@ -94,18 +91,8 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def _start(self) -> None:
         by_request = _TransferResults is not None
-        transfer = self._kv_transfer_config
         try:
-            self._set_up = SetUp(
-                self._vllm_config,
-                self._kv_cache_config,
-                ClientConfig.from_extra_config(transfer.kv_connector_extra_config),
-                recompute_failed_loads(self),
-                supported_groups(
-                    self._vllm_config, self._kv_cache_config, takes_failed_loads=by_request
-                ),
-                engine_id(self._vllm_config),
-            )
+            self._set_up = SetUp.of(self, takes_failed_loads=by_request)
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
             return
@@ -152,20 +139,11 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         self._references = references = BlockReferences(
             pool, self._vllm_config.parallel_config.world_size
         )
-        self._scheduler = ConnectorScheduler(
-            adapter,
-            self._set_up.planner(references, kv_cache_manager),
-            self._set_up.names(engine, kv_cache_manager),
-            self._set_up.policy(pool.hash_block_size),
-            self._recorder,
-            self._announcer,
+        self._scheduler = self._set_up.scheduler(
+            adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
         watch_resets(pool, lambda: self._during_reset(engine, references))
-        if not listen(self):
-            logger.warning(
-                "this vLLM version does not report weight updates: call "
-                "reset_prefix_cache(reset_connector=True) after each update"
-            )
+        listen(self)
 
     @guarded(lambda self, *_: (0, False))
     def get_num_new_matched_tokens(
@@ -189,18 +167,16 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
-    @guarded(lambda self, _: self._with_lost_loads(StepMetadata()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        metadata = StepMetadata()
-        if self._scheduler is not None:
-            metadata = self._scheduler.build_metadata(scheduler_output)
+        metadata = self._metadata(scheduler_output) or StepMetadata()
         for load in metadata.loads:
             self._awaited.pop(load.request_id, None)
-        return self._with_lost_loads(metadata)
-
-    def _with_lost_loads(self, metadata: StepMetadata) -> StepMetadata:
         metadata.lost_loads, self._awaited = self._awaited, {}
         return metadata
+
+    @guarded(nothing)
+    def _metadata(self, scheduler_output: SchedulerOutput) -> StepMetadata | None:
+        return self._scheduler.build_metadata(scheduler_output) if self._scheduler else None
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -240,10 +216,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must keep stepping so that workers can report ended transfers.
-
-        And to publish events that have come.
-        """
+        """Whether vLLM must step on to report ended transfers, or to publish events."""
         if self._references is not None and self._references.expects_reports():
             return True
         return self._announcer is not None and self._announcer.has_events
@@ -308,10 +281,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """True: an engine that can sleep starts (vLLM 0.33 or newer).
-
-        Where its allocator's memory cannot be exported, it runs without the cache.
-        """
+        """True: vLLM 0.33 or newer starts. Memory that cannot be exported is not cached."""
         return True
 
     @classmethod

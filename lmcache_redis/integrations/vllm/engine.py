@@ -178,23 +178,15 @@ def watch_resets(pool: BlockPool, around: Callable[[], AbstractContextManager[No
     pool.reset_prefix_cache = watched
 
 
-def listen(listener: Any) -> bool:
-    """Notifies ``listener``, on the scheduler's thread, for as long as it lives.
-
-    Returns False if this vLLM lacks a method to wrap.
-    """
+def listen(listener: Any) -> None:
+    """Notifies ``listener``, on the scheduler's thread, for as long as it lives."""
     from vllm.v1.engine.core import EngineCore
 
     listeners.add(listener)
-    names = ("collective_rpc", "_reset_caches")
-    if not all(callable(getattr(EngineCore, name, None)) for name in names):
-        return False
     if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
         EngineCore.collective_rpc = _watched_rpc(EngineCore.collective_rpc)
         EngineCore._reset_caches = _watched_pause(EngineCore._reset_caches)
-        if hasattr(EngineCore, "set_weight_version"):
-            EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
-    return True
+        EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
 
 
 def _change_epochs(change: EpochChange, why: str) -> None:

@@ -96,7 +96,7 @@ class ConnectorScheduler:
         if tokens is None:
             return None
         if tracked.matched and self._resuming:
-            # vLLM had too few free blocks for this request. One whose load has ended holds some, and
+            # vLLM had too few free blocks for this request. One that has loaded holds some, and
             # vLLM cannot resume it while this one heads its queue (from 0.31 on, if it has failed).
             tracked.matched = False
             return None

@@ -13,7 +13,7 @@ from lmcache_redis.client.transfers import CacheGroup
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.integrations.vllm.engine import Engine
+from lmcache_redis.integrations.vllm.engine import Engine, recompute_failed_loads
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,
@@ -24,18 +24,24 @@ from lmcache_redis.integrations.vllm.groups import (
 )
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
+    engine_id,
     engine_identity,
     model_name,
 )
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
-from lmcache_redis.integrations.vllm.support import MediaNames, may_load
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.support import MediaNames, may_load, supported_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from lmcache_redis.integrations.vllm.reports.events import Announcer
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
@@ -50,6 +56,20 @@ class SetUp:
     beside_others: bool
     groups: Sequence[LayerGroup]
     engine_id: str
+
+    @classmethod
+    def of(cls, connector: KVConnectorBase_V1, *, takes_failed_loads: bool) -> SetUp:
+        """Raises LMCacheRedisError if the settings are wrong, or the engine cannot be cached."""
+        vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
+        extra = connector._kv_transfer_config.kv_connector_extra_config
+        config = ClientConfig.from_extra_config(extra)
+        beside_others = recompute_failed_loads(connector)
+        groups = supported_groups(
+            vllm_config, kv_cache_config, takes_failed_loads=takes_failed_loads
+        )
+        return cls(
+            vllm_config, kv_cache_config, config, beside_others, groups, engine_id(vllm_config)
+        )
 
     def scheduler_client(self) -> SchedulerClient:
         return SchedulerClient(**self._client_settings())
@@ -82,31 +102,38 @@ class SetUp:
             self.config.endpoint,
         )
 
-    def planner(self, references: BlockReferences, manager: KVCacheManager) -> StepPlanner:
-        return StepPlanner(
+    def scheduler(
+        self,
+        client: SchedulerClient,
+        engine: Engine,
+        manager: KVCacheManager,
+        references: BlockReferences,
+        recorder: Recorder,
+        announcer: Announcer | None,
+    ) -> ConnectorScheduler:
+        config, transfer = self.config, self.vllm_config.kv_transfer_config
+        assert transfer is not None
+        epochs = Epochs(
+            config.weights_id,
+            config.weights_run,
+            engine.parameters if config.check_weights else bytes,
+        )
+        planner = StepPlanner(
             references,
             self.groups,
             left_out_groups(self.kv_cache_config),
             self.vllm_config.max_in_flight_tokens,
             manager.get_block_ids,
         )
-
-    def names(self, engine: Engine, manager: KVCacheManager) -> RequestNames:
-        config = self.config
-        parameters = engine.parameters if config.check_weights else bytes
-        epochs = Epochs(config.weights_id, config.weights_run, parameters)
-        return RequestNames(epochs, manager.block_pool, MediaNames(self.vllm_config))
-
-    def policy(self, hash_tokens: int) -> CachePolicy:
-        transfer = self.vllm_config.kv_transfer_config
-        assert transfer is not None
-        return CachePolicy(
-            hash_tokens,
+        policy = CachePolicy(
+            manager.block_pool.hash_block_size,
             loads=transfer.is_kv_consumer and may_load(self.vllm_config),
             stores=transfer.is_kv_producer,
-            load_always=self.config.load_always,
+            load_always=config.load_always,
             beside_others=self.beside_others,
         )
+        names = RequestNames(epochs, manager.block_pool, MediaNames(self.vllm_config))
+        return ConnectorScheduler(client, planner, names, policy, recorder, announcer)
 
     def register(self, client: WorkerClient, kv_caches: Mapping[str, Any]) -> None:
         """Exports this rank's paged KV cache, and registers it with this and every later agent.

@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 
 class TierEpochs:
-    """The epochs of an engine's requests. An `EngineListener`; used on the scheduler's thread."""
+    """The epochs of an engine's requests, a listener of `engine`: on the scheduler's thread."""
 
     is_paused = False  # a pause empties vLLM's caches, and leaves the weights alone
 
@@ -28,11 +28,7 @@ class TierEpochs:
         self._epochs = Epochs(None, None, engine.parameters)
         self._requests: dict[str, bytes] = {}
         self._watches_resets = False
-        if not listen(self):
-            logger.warning(
-                "this vLLM version does not report weight updates: restart engines whose weights "
-                "were replaced"
-            )
+        listen(self)
 
     @property
     def current(self) -> bytes:
