@@ -1,16 +1,13 @@
 """What the connector needs of vLLM's engine, and is not told or given by its interface.
 
 The engine makes the scheduler, and the scheduler makes the connector, so both are found on the
-stack (`Engine.found`). The methods of ``EngineCore`` below run in the scheduler's process and
-between two steps; they are wrapped:
+stack (`Engine.found`). These methods are wrapped; they run in the scheduler's process, between two
+steps:
 
-collective_rpc        every update of weights goes through it; each call that is not known to leave
-                      the weights unchanged counts as one
+collective_rpc        every update of weights goes through it
 set_weight_version    names the weights
 _reset_caches         a pause empties vLLM's caches, which says nothing about the weights
-
-``reset_prefix_cache`` of the block pool is wrapped too (`watch_resets`): whoever asks for a reset,
-it ends there.
+reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 """
 
 from __future__ import annotations
@@ -77,7 +74,6 @@ def is_asked_by(kind: type) -> bool:
 
 
 def _on_the_stack(name: str) -> Iterator[Any]:
-    """The values of a name in the functions that are running on this thread, innermost first."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         yield frame.f_locals.get(name)
@@ -88,8 +84,9 @@ class Engine:
     """The engine whose scheduler makes a connector. Holds it weakly: the engine owns us."""
 
     def __init__(self, core: Any, scheduler: Any) -> None:
-        self._core = _weak(core)
-        self._scheduler = _weak(scheduler)
+        self._core, self._scheduler = (
+            (lambda: None) if each is None else weakref.ref(each) for each in (core, scheduler)
+        )
 
     @classmethod
     def found(cls) -> Engine:
@@ -128,9 +125,8 @@ class Engine:
             return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
         except Exception as error:  # whatever an executor or a model raises
             logger.warning(
-                "the parameters in memory cannot be read (%r): from now on every reset of vLLM's "
-                "prefix cache counts as an update of the weights; check_weights false in "
-                "kv_connector_extra_config turns this off",
+                "the parameters in memory cannot be read (%r): every reset of vLLM's prefix cache "
+                "counts as new weights; check_weights false in kv_connector_extra_config ends this",
                 error,
             )
             return None
@@ -147,23 +143,16 @@ class Engine:
                 request.num_computed_tokens = 0
 
 
-def _weak(found: Any) -> Callable[[], Any]:
-    return (lambda: None) if found is None else weakref.ref(found)
-
-
 def recompute_failed_loads(connector: KVConnectorBase_V1) -> bool:
     """Sets ``kv_load_failure_policy`` to ``recompute``; vLLM's default fails the request.
 
-    The scheduler reads the policy from its own config after it has made the connector. A child of
-    ``MultiConnector`` gets a copy of that config and no reference to its parent, whose constructor
-    is still running. Returns whether there is such a parent.
+    The scheduler reads it after it has made the connector. A child of ``MultiConnector`` has a copy
+    of the config, and its parent's constructor is still running. Returns whether it has a parent.
     """
-    connectors = {id(connector): connector}
-    for each in on_the_stack(KVConnectorBase_V1):
-        connectors[id(each)] = each
-    for each in connectors.values():
+    parents = [each for each in on_the_stack(KVConnectorBase_V1) if each is not connector]
+    for each in (connector, *parents):
         each._kv_transfer_config.kv_load_failure_policy = "recompute"
-    return len(connectors) > 1
+    return bool(parents)
 
 
 def watch_resets(pool: BlockPool, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -241,7 +230,7 @@ def _watched_pause(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
 def _name_weights(
     core: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> list[bool]:
-    """Serves ``WEIGHTS_ID_RPC`` without the workers. Returns one result per worker, as any RPC."""
+    """Serves ``WEIGHTS_ID_RPC`` without the workers."""
     (weights_id,) = args or tuple((kwargs or {}).values()) or (None,)
     if not isinstance(weights_id, str) or not 0 < len(weights_id) <= 256:
         raise ValueError(

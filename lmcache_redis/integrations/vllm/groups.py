@@ -93,8 +93,7 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
 def left_out_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
     """The groups that vLLM's own prefix cache leaves out: it computes again what they hold.
 
-    Windows that are replayed, and buffers of one request. What is loaded need not have them
-    (``KVConnectorBase_V1.get_loaded_kv_cache_group_ids``), and a request needs blocks for them.
+    Windows that are replayed, and buffers of one request, for which a request needs blocks.
     """
     groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -16,9 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def guarded(otherwise: Callable[..., Any], report: str = "") -> Callable[[_F], _F]:
-    """Makes a method return ``otherwise(self, *args)`` if it raises.
-
-    The error is logged with its traceback, and ``self.turn_off()`` turns the cache off.
+    """Makes a method return ``otherwise(self, *args)`` if it raises, and turns the cache off.
 
     report: what the method makes (a plural), if it only reports. Then the cache stays on, and with
     ``report`` in ``self._failed_reports`` no such method is called again.

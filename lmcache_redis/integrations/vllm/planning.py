@@ -43,10 +43,9 @@ class _Held:
 class BlockReferences:
     """The blocks that the connector holds references to, by transfer.
 
-    vLLM reuses a block when its last reference is released. A request releases its reference when
-    it ends, is preempted, or moves its sliding window past the block. The connector's reference
-    keeps a block from other requests while a store may read it or a late load may write it. It is
-    released when every rank has reported the end of the transfer.
+    vLLM reuses a block when its last reference is released. The connector's keeps it from other
+    requests while a store may read it or a late load may write it, until every rank has reported
+    the end of the transfer.
     """
 
     def __init__(self, pool: BlockPool, world_size: int) -> None:
@@ -58,8 +57,7 @@ class BlockReferences:
     def expects_reports(self) -> bool:
         """Whether workers will soon report the end of a transfer.
 
-        A transfer still in flight long after its lease belongs to a frozen agent. Its end is
-        reported in the steps of later requests.
+        Those of a frozen agent take longer, and are reported in the steps of later requests.
         """
         earliest_s = time.monotonic() - _REPORT_S
         return any(held.since_s > earliest_s for held in self._held.values())
@@ -76,10 +74,9 @@ class BlockReferences:
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """Releases all references within the context, and takes them again after it.
+        """Releases all references while vLLM resets its prefix cache, which no block may hinder.
 
-        vLLM resets its prefix cache only while no block is in use. None is allocated meanwhile,
-        and what transfers read and write has no name in that cache.
+        None is allocated meanwhile, and what transfers read and write has no name in that cache.
         """
         blocks = [block for held in self._held.values() for block in held.blocks]
         self._pool.free_blocks(reversed(blocks))
@@ -96,10 +93,9 @@ class BlockReferences:
         return bool(self._pool.blocks[block_id].is_null)
 
     def has_state(self, block_id: int, block_hash: bytes, group: int) -> bool:
-        """Whether vLLM itself takes the block of ``group`` for the state after ``block_hash``.
+        """Whether vLLM's own cache has the block of ``group`` as the state after ``block_hash``.
 
-        A request's recurrent state moves from block to block and is overwritten in place. A block
-        that vLLM's prefix cache has under the hash stays as it is after the step.
+        Then it stays as it is after the step; other states are overwritten in place.
         """
         cached_as = self._pool.blocks[block_id].block_hash
         return bool(cached_as == block_hash + group.to_bytes(4, "big"))
@@ -109,9 +105,8 @@ class BlockReferences:
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
         transfer_id = next(self._ids)
-        self._held[transfer_id] = _Held(
-            blocks, set(range(self._world_size)), time.monotonic(), for_store
-        )
+        ranks = set(range(self._world_size))
+        self._held[transfer_id] = _Held(blocks, ranks, time.monotonic(), for_store)
         return transfer_id
 
     def ended(self, by_rank: Mapping[int, Sequence[int]]) -> None:
@@ -134,8 +129,7 @@ class BlockReferences:
 class RecentChunks:
     """Names of chunks that were stored or found within the last minute: they are not stored again.
 
-    This only saves messages: the agent itself checks which chunks it has. Names expire because
-    stores may be dropped and Redis evicts.
+    This only saves messages: the agent itself checks which chunks it has.
     """
 
     def __init__(self) -> None:
@@ -163,11 +157,10 @@ class RecentChunks:
 class StepPlanner:
     """Plans for the requests of one engine, and takes the references to their blocks.
 
-    groups: of the model's layers. left_out: the groups that are not cached, because vLLM computes
-    them again. step_tokens: vLLM computes at most so many tokens of a request before it releases
-    blocks. block_ids: returns a request's current blocks by group, null ones included. needs_all: a
-    prefix needs every block before its end, and nothing else. recent: chunks that are not stored
-    again, for a while.
+    left_out: groups that are not cached, because vLLM computes them again. step_tokens: vLLM
+    computes at most so many tokens of a request before it releases blocks. block_ids: returns a
+    request's current blocks by group, null ones included. needs_all: a prefix needs every block
+    before its end, and nothing else.
     """
 
     def __init__(
@@ -196,11 +189,10 @@ class StepPlanner:
         return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
 
     def has_room(self, tracked: Tracked, end: int) -> bool:
-        """Whether the blocks suffice for the request and for those that are loaded or being loaded.
+        """Whether there are blocks for the request, loaded up to ``end``, and for all that load.
 
-        end: the tokens up to the end of its load. vLLM cannot preempt a request between its load
-        and its next step. With sliding windows it reserves too few blocks for such requests, so
-        that all of them would wait for each other's.
+        vLLM cannot preempt a request between its load and its next step. With sliding windows it
+        reserves too few blocks for such requests: all would wait for each other's.
         """
         if self.needs_all or not self._missing_blocks:
             return True
@@ -271,8 +263,7 @@ class StepPlanner:
     ) -> list[Planned]:
         """The store of ``chunks``, if any of their parts are in blocks and not stored yet.
 
-        compare: instead, the comparison of these computed chunks of a canary with the parts that
-            its lookup has pinned.
+        compare: of a canary's, with the parts that its lookup has pinned, instead.
         """
         names, ops = tracked.chunk_names(), []
         for place, group in enumerate(self._groups):
