@@ -84,9 +84,7 @@ class Engine:
     """The engine whose scheduler makes a connector. Holds it weakly: the engine owns us."""
 
     def __init__(self, core: Any, scheduler: Any) -> None:
-        self._core, self._scheduler = (
-            (lambda: None) if each is None else weakref.ref(each) for each in (core, scheduler)
-        )
+        self._core, self._scheduler = _weak(core), _weak(scheduler)
 
     @classmethod
     def found(cls) -> Engine:
@@ -141,6 +139,10 @@ class Engine:
             scheduler.kv_cache_manager.free(request)
             if not request.is_finished():
                 request.num_computed_tokens = 0
+
+
+def _weak(found: Any) -> Callable[[], Any]:
+    return (lambda: None) if found is None else weakref.ref(found)
 
 
 def recompute_failed_loads(connector: KVConnectorBase_V1) -> bool:

@@ -30,8 +30,7 @@ _KEPT = 0.75
 class CachePolicy:
     """What an engine may do with the cache.
 
-    hash_tokens: tokens that one hash of vLLM covers. load_always: also what is computed faster.
-    beside_others: other connectors transfer KV of this engine too.
+    hash_tokens: that one hash of vLLM covers. load_always: also what is computed faster.
     """
 
     hash_tokens: int
@@ -156,10 +155,8 @@ class Tracked:
 class RequestNames:
     """What the names of a request's chunks begin with: ``epoch | adapter digest``.
 
-    media: None if the model takes none.
-
-    Until vLLM's own prefix cache is reset after an update, vLLM still hits blocks that the old
-    weights computed. Requests that may hit such a block are not cached.
+    Until vLLM's own prefix cache is reset after an update, requests may hit blocks that the old
+    weights computed, and are not cached.
     """
 
     def __init__(self, epochs: Epochs, pool: BlockPool, media: MediaNames | None = None) -> None:
@@ -190,8 +187,7 @@ class RequestNames:
 class PrefillRate:
     """Seconds per prompt token, of recent steps. Times are those of `time.monotonic()`.
 
-    A step also computes the next tokens of running requests, so the rate falls when many run. Steps
-    may overlap: one begins when the one before it has ended.
+    Steps may overlap: one begins when the one before it has ended.
     """
 
     def __init__(self) -> None:

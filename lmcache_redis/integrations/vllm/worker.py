@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -17,12 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import RetrieveTransfer, StoreTransfer, TransferOp
+from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.tracing import Headers
 
-TransferT = TypeVar("TransferT", StoreTransfer, RetrieveTransfer)
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
 
@@ -95,7 +94,7 @@ class EndedLoads(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Begun(Generic[TransferT]):
+class _Begun:
     """What was planned, and the transfer of each of its operations.
 
     is_told: vLLM has learned that the load has ended or failed.
@@ -103,7 +102,7 @@ class _Begun(Generic[TransferT]):
 
     planned: Planned
     begun_s: float
-    transfers: Sequence[TransferT]
+    transfers: Sequence[Any]  # `StoreTransfer`s or `RetrieveTransfer`s
     is_told: bool = False
 
     @property
@@ -112,12 +111,11 @@ class _Begun(Generic[TransferT]):
 
 
 class ConnectorWorker:
-    """The loads and stores of one rank. recorder: counts them.
+    """The loads and stores of one rank.
 
     reallocates: whether vLLM allocates other blocks for a request whose load failed. Then a load
-        that is lost or late is reported as failed at once, and the connector's own references
-        keep its blocks from other requests. Otherwise vLLM computes into the same blocks, so the
-        load must end first.
+        that is lost or late is reported as failed at once. Otherwise vLLM computes into the same
+        blocks, so the load must end first.
     """
 
     def __init__(
@@ -130,8 +128,8 @@ class ConnectorWorker:
         self._client = client
         self._rank = rank
         self._reallocates = reallocates
-        self._stores: dict[int, _Begun[StoreTransfer]] = {}
-        self._loads: dict[int, _Begun[RetrieveTransfer]] = {}
+        self._stores: dict[int, _Begun] = {}
+        self._loads: dict[int, _Begun] = {}
         self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
 
@@ -211,11 +209,10 @@ class ConnectorWorker:
         for transfer_id in [t for t, store in self._stores.items() if store.is_over]:
             store = self._stores.pop(transfer_id)
             results = [each.result for each in store.transfers]
-            for result in results:
-                self._recorder.count("stored_chunks", result.stored, self._label)
-                self._recorder.count("dropped_chunks", result.dropped, self._label)
-                self._next.dropped |= result.dropped > 0
             stored, dropped = (sum(getattr(r, n) for r in results) for n in ("stored", "dropped"))
+            self._recorder.count("stored_chunks", stored, self._label)
+            self._recorder.count("dropped_chunks", dropped, self._label)
+            self._next.dropped |= dropped > 0
             found = {"chunks": stored, "dropped_chunks": dropped}
             self._took("store_seconds", "store", store, found)
             self._ended.append(transfer_id)
@@ -237,7 +234,7 @@ class ConnectorWorker:
     def _label(self) -> str:
         return str(self._rank)
 
-    def _took(self, name: str, span: str, begun: _Begun[Any], found: Mapping[str, int]) -> None:
+    def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
         planned, attributes = begun.planned, {"rank": self._rank, **found}
