@@ -64,23 +64,15 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
     for group in groups:
         # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
         if group.is_state and group.block_size_tokens != step:
-            yield (
-                f"KV cache group {group.number} ({group.kind}) keeps states every "
-                f"{group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
-            )
+            every = f"every {group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
+            yield f"KV cache group {group.number} ({group.kind}) keeps states {every}"
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            yield (
-                f"the engine spreads a request's tokens over {size} ranks ({name}), which this "
-                "version does not handle"
-            )
+            yield f"{name} is {size}: the tokens of a request are spread over ranks"
     ranks = getattr(parallel, "world_size", 1)
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
-        yield (
-            f"with external_launcher each of {ranks} ranks has its own scheduler, and they would "
-            "not learn of hits in the same step"
-        )
+        yield "with external_launcher the ranks would not learn of hits in the same step"
     yield from unfit_settings(vllm_config)
     device = _device(vllm_config) or "cpu"
     if device not in _DEVICES:
@@ -119,15 +111,9 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
     cache = vllm_config.cache_config
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
-        yield (
-            f"block hashes made with {algorithm} can be forged or differ between processes; start "
-            "vLLM with --prefix-caching-hash-algo sha256"
-        )
+        yield f"block hashes made with {algorithm}: set --prefix-caching-hash-algo sha256"
     elif not _hashes_are_reproducible():
-        yield (
-            "block hashes of this vLLM version differ between processes; set PYTHONHASHSEED to the "
-            "same value for all engines"
-        )
+        yield "block hashes differ between engines: give all of them the same PYTHONHASHSEED"
     block_size = cache.block_size or 0
     hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
     if block_size < 1 or block_size % (hashed or block_size):
@@ -145,20 +131,12 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
         and getattr(model, "use_mla", False)
         and not getattr(scheduler, "enable_chunked_prefill", True)
     ):
-        yield (
-            "vLLM's latent attention (MLA) on a CPU without AMX cannot continue after a cached "
-            "prefix, and vLLM itself turns prefix caching off for it"
-        )
+        yield "vLLM's MLA on a CPU without AMX cannot continue after a cached prefix"
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
-        yield (
-            "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
-            "from the checkpoint"
-        )
-    if strategy := getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
-        yield (
-            f"with VLLM_MOE_ROUTING_SIMULATION_STRATEGY={strategy}, experts are chosen by a "
-            "simulation, and the KV is not the model's"
-        )
+        yield "with --calculate-kv-scales the KV depends on the first prompt"
+    simulation = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+    if strategy := getattr(envs, simulation, ""):
+        yield f"with {simulation}={strategy}, experts are chosen by a simulation"
 
 
 def may_load(vllm_config: VllmConfig) -> bool:
