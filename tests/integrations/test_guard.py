@@ -187,7 +187,7 @@ def test_an_error_in_a_worker_turns_the_cache_off(
 ) -> None:
     monkeypatch.setattr(worker._worker, breaks, getattr(Broken(), breaks))
     assert scheduler._references is not None
-    pool = scheduler._references._pool
+    pool = scheduler._references.pool
     free = pool.get_num_free_blocks()
     transfer_id = scheduler._references.take([3, 4])
     op = TransferOp(block_ids=[2, 3, 4], hashes=[bytes(32)], skip_first_n_tokens=BLOCK)

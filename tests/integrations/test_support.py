@@ -200,7 +200,6 @@ def test_hashes_that_differ_in_every_process_are_refused(monkeypatch: pytest.Mon
             "states are not kept",
         ),
         (caches(FullAttentionSpec(), transferred=False), "vLLM does not let connectors load it"),
-        (caches(SinkFullAttentionSpec(), MambaSpec("none")), "MambaSpec"),
     ],
 )
 def test_a_cache_that_is_not_handled_is_refused_by_group(found: Any, word: str) -> None:

@@ -64,8 +64,8 @@ class LayerGroup:
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
-    """The groups that are cached. Raises `Unsupported`, which names each that cannot be."""
-    groups, reasons = [], []
+    """The groups that are cached. Raises `Unsupported` for one that cannot be."""
+    groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         if not _is_part_of_prefixes(spec):
@@ -79,14 +79,11 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
         elif len(reaches) > 1 and not wrong:
             wrong = ["its layers need different blocks"]
         if wrong:
-            reasons.append(f"KV cache group {number} ({names}): {', '.join(wrong)}")
-            continue
+            raise Unsupported(f"KV cache group {number} ({names}): {', '.join(wrong)}")
         (reach,) = reaches
         assert isinstance(reach, Reach)
         layers = tuple(getattr(group, "layer_names", ()))
         groups.append(LayerGroup(number, layers, int(spec.block_size), reach, names))
-    if reasons:
-        raise Unsupported("; ".join(reasons))
     return groups
 
 

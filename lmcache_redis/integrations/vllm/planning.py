@@ -49,7 +49,7 @@ class BlockReferences:
     """
 
     def __init__(self, pool: BlockPool, world_size: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self._world_size = world_size
         self._held: dict[int, _Held] = {}
         self._ids = count(1)
@@ -79,31 +79,16 @@ class BlockReferences:
         None is allocated meanwhile, and what transfers read and write has no name in that cache.
         """
         blocks = [block for held in self._held.values() for block in held.blocks]
-        self._pool.free_blocks(reversed(blocks))
+        self.pool.free_blocks(reversed(blocks))
         try:
             yield
         finally:
-            self._pool.touch(blocks)
-
-    def free_blocks(self) -> int:
-        return int(self._pool.get_num_free_blocks())
-
-    def is_null(self, block_id: int) -> bool:
-        """Whether the id is the placeholder for a block that a request does not have."""
-        return bool(self._pool.blocks[block_id].is_null)
-
-    def has_state(self, block_id: int, block_hash: bytes, group: int) -> bool:
-        """Whether vLLM's own cache has the block of ``group`` as the state after ``block_hash``.
-
-        Then it stays as it is after the step; other states are overwritten in place.
-        """
-        cached_as = self._pool.blocks[block_id].block_hash
-        return bool(cached_as == block_hash + group.to_bytes(4, "big"))
+            self.pool.touch(blocks)
 
     def take(self, block_ids: Iterable[int], *, for_store: bool = False) -> int:
         """Takes references to blocks, none of them null, for a new transfer; returns its id."""
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-        self._pool.touch(blocks)
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.touch(blocks)
         transfer_id = next(self._ids)
         ranks = set(range(self._world_size))
         self._held[transfer_id] = _Held(blocks, ranks, time.monotonic(), for_store)
@@ -120,7 +105,7 @@ class BlockReferences:
                 if not held.ranks:
                     del self._held[transfer_id]
                     # In vLLM's own order: the end of a prefix is evicted before its beginning.
-                    self._pool.free_blocks(reversed(held.blocks))
+                    self.pool.free_blocks(reversed(held.blocks))
 
     def rank_stopped(self, rank: int) -> None:
         self.ended({rank: list(self._held)})
@@ -173,6 +158,7 @@ class StepPlanner:
     ) -> None:
         self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
         self.references = references
+        self._blocks = references.pool.blocks
         self._groups = groups
         self._all_groups = (*groups, *left_out)
         self._step_tokens = step_tokens
@@ -202,7 +188,7 @@ class StepPlanner:
                 size = group.block_size_tokens
                 held += end // size - group.reach.first_token(end) // size
             missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
-            self._is_full = self.references.free_blocks() < held + missing
+            self._is_full = self.references.pool.get_num_free_blocks() < held + missing
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
 
@@ -222,7 +208,7 @@ class StepPlanner:
             # Other requests may be reading local blocks, and blocks before a sliding window are
             # null: the load writes only the blocks after both.
             first = local_tokens // block_tokens
-            null = [n for n in range(first, stop) if self.references.is_null(ids[n])]
+            null = [n for n in range(first, stop) if self._blocks[ids[n]].is_null]
             if null:
                 first = null[-1] + 1
             if first == stop:
@@ -306,17 +292,14 @@ class StepPlanner:
         self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Those of ``chunks`` whose parts are in blocks, and the blocks of each."""
-        hashes = tracked.chunk_hashes()
+        hashes, suffix = tracked.chunk_hashes(), group.number.to_bytes(4, "big")
         for chunk in chunks:
             part = block_ids[group.part(chunk, tracked.chunk_tokens)]
-            # A sliding window may have dropped some of the blocks.
-            if any(map(self.references.is_null, part)):
-                continue
-            if group.is_state and not self.references.has_state(
-                part[0], hashes[chunk], group.number
-            ):
-                continue
-            yield chunk, part
+            if any(self._blocks[each].is_null for each in part):
+                continue  # a sliding window has dropped some
+            # A state is overwritten in place, unless vLLM's own cache has it under its hash.
+            if not group.is_state or self._blocks[part[0]].block_hash == hashes[chunk] + suffix:
+                yield chunk, part
 
 
 def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:

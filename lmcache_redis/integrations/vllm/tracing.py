@@ -1,9 +1,7 @@
 """OpenTelemetry spans of what the cache did for a request: lookup, load, retrieve, store.
 
 They are siblings of vLLM's ``llm_request``: children of the span that the request's trace headers
-name. vLLM sets up the exporter in each of its processes (``--otlp-traces-endpoint``); a span goes
-through it. A request without trace headers has no spans here: vLLM makes a trace for it only when
-it ends.
+name. They go through the exporter that vLLM sets up in each process (``--otlp-traces-endpoint``).
 
     scheduler   lmcache_redis.lookup    from the question to the agent to its answer
                 lmcache_redis.load      from the allocation of its blocks to the end on all ranks

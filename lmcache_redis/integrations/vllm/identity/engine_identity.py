@@ -63,11 +63,7 @@ _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu"
 
 
 def model_name(vllm_config: VllmConfig) -> str:
-    """The model name in every key: its name on the hub, or the name of its directory or file.
-
-    Replicas may therefore keep a local model under different paths. ``engine_identity``
-    distinguishes models whose directories have the same name.
-    """
+    """The model name in every key: its name on the hub, or the name of its directory or file."""
     model = str(vllm_config.model_config.model)
     return Path(model).resolve().name if os.path.exists(model) else model
 
@@ -210,8 +206,7 @@ def _canonical(value: Any) -> Any:
 def _settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:
     """The values of the settings that are digested for ``pair``, by class and name.
 
-    Settings that this vLLM does not have are left out. Raises what reading them raises:
-    ValueError for an impossible environment variable, OSError for a file.
+    Settings that this vLLM does not have are left out. Raises what reading them raises.
     """
     names = PAIRS[pair].digested
     return {kind: _values(kind, _place(kind, vllm_config), names[kind]) for kind in names}
