@@ -782,11 +782,12 @@ def test_recent_chunks_are_forgotten_after_a_minute(monkeypatch: pytest.MonkeyPa
     now = time.monotonic()
     monkeypatch.setattr(planning.time, "monotonic", lambda: now)
     recent = planning.RecentChunks()
-    recent.add([b"chunk"])
+    recent.add(0, [b"chunk"])
     now += 59
-    assert b"chunk" in recent
+    assert (0, b"chunk") in recent
     now += 2
-    assert b"chunk" not in recent
+    assert (0, b"chunk") not in recent
+    assert (1, b"chunk") not in recent
 
 
 # ------------------------------------------------------- what a request asks for

@@ -11,7 +11,7 @@ from tests.integrations.soak import FAULTS, TOGETHER, soak_family
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-CALM = [False] * 2
+CALM = [False] * 4
 # After every two faults a round in which all is well again.
 FAULTY = [True, True, False] * (len(FAULTS) // 2)
 

@@ -112,28 +112,29 @@ class BlockReferences:
 
 
 class RecentChunks:
-    """Names of chunks that were stored or found within the last minute: they are not stored again.
+    """Parts of chunks that were stored or found within the last minute: they are not stored again.
 
-    This only saves messages: the agent itself checks which chunks it has.
+    A part is the number of its group and the chunk's name. This only saves messages: the agent
+    itself checks which chunks it has.
     """
 
     def __init__(self) -> None:
-        self._expiry_s: OrderedDict[bytes, float] = OrderedDict()
+        self._expiry_s: OrderedDict[tuple[int, bytes], float] = OrderedDict()
 
-    def __contains__(self, name: bytes) -> bool:
-        return self._expiry_s.get(name, 0.0) > time.monotonic()
+    def __contains__(self, part: tuple[int, bytes]) -> bool:
+        return self._expiry_s.get(part, 0.0) > time.monotonic()
 
-    def add(self, names: Iterable[bytes]) -> None:
+    def add(self, group: int, names: Iterable[bytes]) -> None:
         expiry_s = time.monotonic() + _REMEMBERED_S
         for name in names:
-            self._expiry_s[name] = expiry_s
-            self._expiry_s.move_to_end(name)
+            self._expiry_s[group, name] = expiry_s
+            self._expiry_s.move_to_end((group, name))
         while len(self._expiry_s) > _MAX_RECENT_CHUNKS:
             self._expiry_s.popitem(last=False)
 
-    def discard(self, names: Iterable[bytes]) -> None:
+    def discard(self, group: int, names: Iterable[bytes]) -> None:
         for name in names:
-            self._expiry_s.pop(name, None)
+            self._expiry_s.pop((group, name), None)
 
     def clear(self) -> None:
         self._expiry_s.clear()
@@ -219,7 +220,7 @@ class StepPlanner:
             begin = parts[0].start
             if first < begin or not are_adjacent:
                 raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
-            self.recent.add(_parts(group, names[first_chunk:]))
+            self.recent.add(group.number, names[first_chunk:])
             written += ids[first:stop]
             ops.append(
                 TransferOp(
@@ -259,10 +260,9 @@ class StepPlanner:
             some = range(max(pinned, chunks.start), chunks.stop) if compare else chunks
             for chunk, part in self._complete_parts(group, tracked, blocks[group.number], some):
                 if not compare:
-                    keys = _parts(group, names[chunk : chunk + 1])
-                    if keys[0] in self.recent:
+                    if (group.number, names[chunk]) in self.recent:
                         continue
-                    self.recent.add(keys)
+                    self.recent.add(group.number, names[chunk : chunk + 1])
                 block_ids += part
                 hashes.append(names[chunk])
             if block_ids:
@@ -276,7 +276,7 @@ class StepPlanner:
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""
         for group in self._groups:
-            self.recent.discard(_parts(group, names))
+            self.recent.discard(group.number, names)
 
     def _missing(self, tracked: Tracked, end: int) -> int:
         """Blocks that its other tokens need at most, at one time."""
@@ -300,9 +300,3 @@ class StepPlanner:
             # A state is overwritten in place, unless vLLM's own cache has it under its hash.
             if not group.is_state or self._blocks[part[0]].block_hash == hashes[chunk] + suffix:
                 yield chunk, part
-
-
-def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:
-    """What `RecentChunks` calls the group's parts of chunks."""
-    prefix = group.number.to_bytes(2, "big")
-    return [prefix + name for name in names]

@@ -126,7 +126,7 @@ class ConnectorWorker:
         self._to_store: Sequence[Planned] = ()  # of this step, until they begin
         self._has_computed = False  # this step: vLLM has asked for ended loads
         self._client = client
-        self._rank = rank
+        self._rank, self._label = rank, str(rank)
         self._reallocates = reallocates
         self._stores: dict[int, _Begun] = {}
         self._loads: dict[int, _Begun] = {}
@@ -229,10 +229,6 @@ class ConnectorWorker:
     def _ended(self) -> list[int]:
         """The transfers that the next report names."""
         return self._next.ended[self._rank]
-
-    @property
-    def _label(self) -> str:
-        return str(self._rank)
 
     def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
