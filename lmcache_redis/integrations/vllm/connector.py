@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
@@ -65,7 +64,7 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 _UNMAP_WITHIN_S = 5.0
 
 
-class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
+class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     """Loads and stores KV through the agent of this node. A listener of `engine`."""
 
     is_paused = False

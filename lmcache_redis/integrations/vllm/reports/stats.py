@@ -31,7 +31,6 @@ from lmcache_redis.metrics import PREFIX, SECONDS, Declared
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
     from lmcache_redis.integrations.vllm.reports.events import Announcer
@@ -129,12 +128,9 @@ class Recorder:
         return ConnectorStats(data) if data else None
 
 
-class ReportingHooks:
+class ReportingHooks(KVConnectorBase_V1):
     """A part of the connector, which has the other attributes."""
 
-    role: KVConnectorRole
-    _vllm_config: VllmConfig
-    _kv_cache_config: KVCacheConfig
     _scheduler: Any  # `ConnectorScheduler`, which imports this module
     _adapter: SchedulerClient | WorkerClient | None
 
@@ -193,7 +189,7 @@ class ReportingHooks:
 
     @classmethod
     def build_prom_metrics(cls, *engines: Any, **named: Any) -> ConnectorMetrics | None:
-        """The connector's metrics on vLLM's /metrics; None if they cannot be registered."""
+        """The metrics on vLLM's /metrics; None if they cannot be registered."""
         try:
             return ConnectorMetrics(*engines, **named)
         except Exception:
