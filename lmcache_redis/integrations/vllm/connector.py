@@ -148,7 +148,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See the base class: None until the agent has answered; loads are asynchronous."""
+        """None until the agent has answered; loads are asynchronous."""
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -244,10 +244,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
-        """Begins a new epoch: this engine no longer loads chunks that were stored before.
-
-        A pause empties vLLM's caches too, but leaves the weights alone: the epoch stays.
-        """
+        """Begins a new epoch; not at a pause, which leaves the weights alone."""
         if self._scheduler is None:
             return None
         if not self.is_paused:

@@ -111,14 +111,11 @@ class Engine:
         return getattr(self.kv_cache_manager(), "block_pool", None)
 
     def parameters(self) -> bytes | None:
-        """A digest of the parameters of all ranks, read now; None if they cannot be read.
-
-        The memory of an engine that sleeps, or is not fully awake, may be unmapped.
-        """
+        """A digest of the parameters of all ranks, read now; None if they cannot be read."""
         core = self._core()
         try:
             if getattr(core.model_executor, "is_sleeping", False):
-                return None
+                return None  # they may be unmapped
             digests = self.in_workers(parameters_digest)
             return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
         except Exception as error:  # whatever an executor or a model raises

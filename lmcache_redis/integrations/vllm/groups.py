@@ -36,10 +36,7 @@ class Unsupported(LMCacheRedisError):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """One of vLLM's KV cache groups, with vLLM's ``number``. kind: the class of its spec.
-
-    Its number at the agent is its position among those that are cached.
-    """
+    """One of vLLM's KV cache groups. number: vLLM's; the agent counts those that are cached."""
 
     number: int
     layers: tuple[str, ...]
@@ -88,10 +85,7 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
 
 
 def left_out_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
-    """The groups that vLLM's own prefix cache leaves out: it computes again what they hold.
-
-    Windows that are replayed, and buffers of one request, for which a request needs blocks.
-    """
+    """The groups that vLLM computes again: windows that are replayed, and buffers of a request."""
     groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec

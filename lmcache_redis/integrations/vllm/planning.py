@@ -55,10 +55,7 @@ class BlockReferences:
         self._ids = count(1)
 
     def expects_reports(self) -> bool:
-        """Whether workers will soon report the end of a transfer.
-
-        Those of a frozen agent take longer, and are reported in the steps of later requests.
-        """
+        """Whether workers will soon report the end of a transfer, unless the agent is frozen."""
         earliest_s = time.monotonic() - _REPORT_S
         return any(held.since_s > earliest_s for held in self._held.values())
 
@@ -248,10 +245,7 @@ class StepPlanner:
         *,
         compare: bool = False,
     ) -> list[Planned]:
-        """The store of ``chunks``, if any of their parts are in blocks and not stored yet.
-
-        compare: of a canary's, with the parts that its lookup has pinned, instead.
-        """
+        """The store of ``chunks``, or their comparison with what a canary's lookup has pinned."""
         names, ops = tracked.chunk_names(), []
         for place, group in enumerate(self._groups):
             block_ids: list[int] = []

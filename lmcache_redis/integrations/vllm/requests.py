@@ -28,15 +28,12 @@ _KEPT = 0.75
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """What an engine may do with the cache.
+    """What an engine may do with the cache."""
 
-    hash_tokens: that one hash of vLLM covers. load_always: also what is computed faster.
-    """
-
-    hash_tokens: int
+    hash_tokens: int  # that one hash of vLLM covers
     loads: bool = True
     stores: bool = True
-    load_always: bool = False
+    load_always: bool = False  # also what is computed faster
     beside_others: bool = False
 
 

@@ -358,10 +358,7 @@ class ConnectorScheduler:
         self._planner.forget_load(request_id)
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
-        """The store of the chunks that this step completes, if any.
-
-        computed_tokens: tokens whose KV is in blocks after the step.
-        """
+        """The stores of what this step completes. computed_tokens: are in blocks after it."""
         if tracked.prefix is None or not (tracked.options.store or tracked.canary_chunks):
             return []
         request, chunk_tokens = tracked.request, self._track(tracked.request).chunk_tokens

@@ -14,7 +14,6 @@ Ends are seen at vLLM's steps. Source: ``vllm/tracing/otel.py``, ``do_tracing`` 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ from lmcache_redis.integrations.vllm.guard import guarded, nothing
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from vllm.config import VllmConfig
-
-logger = logging.getLogger("vllm.lmcache_redis")
 
 # As vLLM names it in ``llm_request``.
 _REQUEST_ID = "gen_ai.request.id"
@@ -48,15 +45,10 @@ class RequestSpans:
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> RequestSpans | None:
-        """None unless vLLM traces requests, and has the packages for it."""
+        """None unless vLLM traces requests: then it has checked that OpenTelemetry is there."""
         observability = getattr(vllm_config, "observability_config", None)
-        if getattr(observability, "otlp_traces_endpoint", None) is None:
-            return None
-        try:
-            return RequestSpans()
-        except ImportError as error:
-            logger.warning("the cache has no spans: OpenTelemetry is not installed (%s)", error)
-            return None
+        endpoint = getattr(observability, "otlp_traces_endpoint", None)
+        return None if endpoint is None else RequestSpans()
 
     @guarded(nothing, "spans")
     def ended(

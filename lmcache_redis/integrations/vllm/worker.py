@@ -95,15 +95,12 @@ class EndedLoads(NamedTuple):
 
 @dataclass(slots=True)
 class _Begun:
-    """What was planned, and the transfer of each of its operations.
-
-    is_told: vLLM has learned that the load has ended or failed.
-    """
+    """What was planned, and the transfer of each of its operations."""
 
     planned: Planned
     begun_s: float
     transfers: Sequence[Any]  # `StoreTransfer`s or `RetrieveTransfer`s
-    is_told: bool = False
+    is_told: bool = False  # vLLM has learned that the load has ended or failed
 
     @property
     def is_over(self) -> bool:

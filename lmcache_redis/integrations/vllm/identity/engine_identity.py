@@ -69,10 +69,7 @@ def model_name(vllm_config: VllmConfig) -> str:
 
 
 def engine_id(vllm_config: VllmConfig) -> str:
-    """Shared by the processes of one engine core, and by no other.
-
-    The configured id may be that of several engines, or of the cores of data parallel ranks.
-    """
+    """Shared by the processes of one engine core, and by no other, unlike the configured id."""
     parallel = vllm_config.parallel_config
     # The rank is 0 in every core of a model without experts.
     core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
@@ -204,16 +201,13 @@ def _canonical(value: Any) -> Any:
 
 
 def _settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:
-    """The values of the settings that are digested for ``pair``, by class and name.
-
-    Settings that this vLLM does not have are left out. Raises what reading them raises.
-    """
+    """The settings that are digested for ``pair``, by class, as far as this vLLM has them."""
     names = PAIRS[pair].digested
     return {kind: _values(kind, _place(kind, vllm_config), names[kind]) for kind in names}
 
 
 def _settings_of_class(pair: str, kind: str, config: Any) -> Mapping[str, Any]:
-    """As `_settings_of`, of one class, which ``config`` is an instance of. None has none."""
+    """As `_settings_of`, of one class, which ``config`` is an instance of."""
     return _values(kind, config, PAIRS[pair].digested[kind])
 
 

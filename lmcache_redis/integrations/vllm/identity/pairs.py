@@ -16,10 +16,7 @@ Names = Mapping[str, str]
 
 
 class Pair:
-    """A pair of the identity. digested: settings whose values are the pair, or a part of it.
-
-    content: for people, also for `why`.
-    """
+    """What a pair is, for people, and the settings whose values are the pair or a part of it."""
 
     def __init__(self, content: str, **digested: str) -> None:
         self.content = content

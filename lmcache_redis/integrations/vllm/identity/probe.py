@@ -96,8 +96,6 @@ def _scales(layer: Any) -> list[list[float] | None]:
 def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
     """The cache that the layer writes. A kernel's blocks may be parts of the engine's blocks."""
     bound = getattr(layer, "kv_cache", None)
-    if isinstance(bound, list) and len(bound) == 1:  # older versions: one per virtual engine
-        bound = bound[0]
     if isinstance(bound, torch.Tensor) and bound.numel():
         return bound
     return registered

@@ -82,11 +82,8 @@ class Holdings:
     """Which chunks are in which tier, of up to ``limit`` chunks: those that were named last.
 
     A chunk has parts: of each group of layers one, and of each rank that holds bytes of its own. It
-    is in a tier, for a group, while the tier has all parts of that group. The agent may tell of one
-    change again, and tells of chunks of other engines, which are unknown here.
-
-    An event follows when a chunk enters or leaves a tier. What is forgotten counts as removed, so
-    that no router relies on what is no longer followed.
+    is in a tier, for a group, while the tier has all parts of that group. An event follows when it
+    enters or leaves a tier. What is forgotten counts as removed.
     """
 
     def __init__(self, limit: int) -> None:
@@ -107,10 +104,7 @@ class Holdings:
         return events
 
     def follow(self, name: bytes, describe: Callable[[], AnnouncedChunk]) -> list[Event]:
-        """Follows a chunk, which is now the one that was named last.
-
-        The one that was named first may be forgotten for it.
-        """
+        """Follows a chunk, for which the one that was named first may be forgotten."""
         if name in self._chunks:
             self._chunks.move_to_end(name)
             return []
