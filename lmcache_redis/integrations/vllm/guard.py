@@ -29,13 +29,11 @@ def guarded(otherwise: Callable[..., Any], report: str = "") -> Callable[[_F], _
                 try:
                     return method(self, *args, **kwargs)
                 except Exception:
-                    logger.exception(
-                        "%s failed: %s; please report this with the vLLM version",
-                        method.__name__,
-                        f"the connector no longer reports {report}, and caches as before"
-                        if report
-                        else "the cache of this engine is now off and its requests are computed",
-                    )
+                    what = "the cache of this engine is now off and its requests are computed"
+                    if report:
+                        what = f"the connector no longer reports {report}, and caches as before"
+                    please = "please report this with the vLLM version"
+                    logger.exception("%s failed: %s; %s", method.__name__, what, please)
                     if report:
                         self._failed_reports.add(report)
                     else:

@@ -74,12 +74,10 @@ class AdapterDigests:
         self._looks: dict[int, _Look] = {}  # in progress
 
     def digest(self, lora_request: LoRARequest) -> bytes | None:
-        """16 bytes; None if the request must not be cached.
+        """16 bytes; None if the request must not be cached. Never raises.
 
         If a later call for the same request gives another result, the adapter has changed, and KV
         computed since must not be stored.
-
-        Never raises. Waits where nothing is believed, once for each look.
         """
         now_s = time.monotonic()
         number, path = lora_request.lora_int_id, lora_request.lora_path

@@ -261,12 +261,10 @@ def spec_fields(kv_cache_config: KVCacheConfig) -> list[Mapping[str, Any]]:
     """What vLLM's own events say of the layers of each group."""
     from vllm.v1 import kv_cache_interface
 
+    kind_of = kv_cache_interface.get_kv_cache_spec_kind
+    window_of = kv_cache_interface.get_kv_cache_spec_sliding_window
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
-        {
-            "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
-            "kv_cache_spec_sliding_window": (
-                kv_cache_interface.get_kv_cache_spec_sliding_window(spec)
-            ),
-        }
-        for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+        {"kv_cache_spec_kind": kind_of(each).value, "kv_cache_spec_sliding_window": window_of(each)}
+        for each in specs
     ]
