@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,9 +82,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for named in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in named:
-            yield from _plain(name, tensor)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        yield from _plain(name, tensor)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

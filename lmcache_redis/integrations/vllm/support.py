@@ -86,10 +86,9 @@ def _device(vllm_config: VllmConfig) -> str:
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
-    """The order of the KV cache in memory that the engine asks vLLM for, if this vLLM has it.
+    """The order of the KV cache in memory that the engine asks vLLM for.
 
-    vLLM drops the wish with a warning where an attention backend cannot take it. It ends the engine
-    for a name that it does not know, and if the children of a MultiConnector differ.
+    vLLM would end for a name that it does not know, and if children of a MultiConnector differ.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -101,9 +100,8 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
         layout = ClientConfig.from_extra_config(extra).kv_cache_layout
     except (ImportError, LMCacheRedisError):
         return None  # a wrong setting is reported where the cache stays off
-    if layout not in KVCacheLayout.__members__ or is_asked_by(MultiConnector):
-        return None
-    return layout
+    is_known = layout in KVCacheLayout.__members__
+    return layout if is_known and not is_asked_by(MultiConnector) else None
 
 
 def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:

@@ -57,8 +57,8 @@ _PLACES = {
     "ParallelConfig": "parallel_config",
     "SpeculativeConfig": "speculative_config",
 }
-# Settings that name a file: what it contains is the value, and replicas may keep it elsewhere.
-_FILES = frozenset({"mm_encoder_fp8_scale_path"})
+# Names a file: what it contains is the value, and replicas may keep it elsewhere.
+_FILE = "mm_encoder_fp8_scale_path"
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 
 
@@ -224,7 +224,6 @@ def _values(kind: str, config: Any, names: str) -> dict[str, Any]:
     if kind == "os.environ":
         return {name: os.environ.get(name) for name in names.split()}
     found = {name: getattr(config, name) for name in names.split() if hasattr(config, name)}
-    for name in _FILES & found.keys():
-        if found[name]:
-            found[name] = Path(found[name]).read_bytes().hex()
+    if path := found.get(_FILE):
+        found[_FILE] = Path(path).read_bytes().hex()
     return found

@@ -86,10 +86,9 @@ def _digest(value: Any) -> str:
 
 
 def _scales(layer: Any) -> list[list[float] | None]:
-    found = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
     return [
         each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
-        for each in found
+        for each in (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     ]
 
 
@@ -103,10 +102,8 @@ def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
 
 def _kind(layer: Any, cache: torch.Tensor) -> str:
     """Layers of one kind share a probe."""
-    sizes = [
-        getattr(layer, size, None)
-        for size in ("num_kv_heads", "head_size", "head_size_v", "kv_lora_rank", "qk_rope_head_dim")
-    ]
+    names = ("num_kv_heads", "head_size", "head_size_v", "kv_lora_rank", "qk_rope_head_dim")
+    sizes = [getattr(layer, size, None) for size in names]
     backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
     storage = (tuple(cache.shape), cache.stride(), cache.dtype)
     variant = (getattr(layer, "isa", None), layer.kv_cache_dtype, vars(layer.impl).get("attn_type"))
