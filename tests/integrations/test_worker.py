@@ -122,11 +122,11 @@ def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
     worker, retrieves = begun(recorder)
     for number, retrieve in enumerate(retrieves):
         retrieve.over = number != last
-    assert worker.ended_loads(StepMetadata()).requests == set()
+    assert worker.ended_loads(StepMetadata()) == {}
     assert ended_transfers(worker) == []
     retrieves[last].over = True
     ended = worker.ended_loads(StepMetadata())
-    assert (ended.requests, ended.failed) == ({"r"}, {})
+    assert ended == {"r": set()}
     assert ended_transfers(worker) == [7]
     stats = taken(recorder)
     assert stats["loaded_chunks"] == {"0": 3}
@@ -141,8 +141,7 @@ def test_a_load_fails_as_a_whole(failed: int) -> None:
     for retrieve in retrieves:
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
-    assert ended.requests == {"r"}
-    assert ended.failed == {"r": set(OPS[failed].block_ids)}
+    assert ended == {"r": set(OPS[failed].block_ids)}
     assert ended_transfers(worker) == [7]
 
 
@@ -152,13 +151,13 @@ def test_a_lost_retrieve_fails_the_load_and_its_blocks_stay_held(lost: int) -> N
     worker, retrieves = begun()
     retrieves[lost].given_up = retrieves[lost].failed = True
     ended = worker.ended_loads(StepMetadata())
-    assert ended.requests == set(ended.failed) == {"r"}
+    assert ended == {"r": set(OPS[lost].block_ids)}
     assert ended_transfers(worker) == []
     for retrieve in retrieves:
-        assert worker.ended_loads(StepMetadata()).requests == set()
+        assert worker.ended_loads(StepMetadata()) == {}
         assert ended_transfers(worker) == []
         retrieve.over = True
-    assert worker.ended_loads(StepMetadata()).requests == set()
+    assert worker.ended_loads(StepMetadata()) == {}
     assert ended_transfers(worker) == [7]
 
 
@@ -166,10 +165,10 @@ def test_a_lost_load_into_the_same_blocks_is_awaited() -> None:
     worker, retrieves = begun(reallocates=False)
     for retrieve in retrieves:
         retrieve.given_up = retrieve.failed = True
-        assert worker.ended_loads(StepMetadata()).requests == set()
+        assert worker.ended_loads(StepMetadata()) == {}
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
-    assert ended.failed == {"r": {block for op in OPS for block in op.block_ids}}
+    assert ended == {"r": {block for op in OPS for block in op.block_ids}}
 
 
 def test_a_store_ends_when_all_its_parts_are_over() -> None:
@@ -374,7 +373,7 @@ def test_a_gpu_that_hangs_fails_loads_and_drops_stores(tmp_path: Path, reallocat
         worker.begin_loads(step)
         worker.begin_stores()
         ended = worker.ended_loads(step)
-        assert (ended.requests, ended.failed) == ({"loads"}, {"loads": {8, 9, 10, 11}})
+        assert ended == {"loads": {8, 9, 10, 11}}
         report = worker.report(0)
         assert report is not None
         assert ({*report.ended[0]}, report.dropped) == ({1, 2}, True)

@@ -26,6 +26,7 @@ from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
+    is_pausing,
     listen,
     listeners,
     watch_resets,
@@ -39,7 +40,6 @@ from lmcache_redis.integrations.vllm.setup import SetUp
 from lmcache_redis.integrations.vllm.support import wanted_layout
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
-    EndedLoads,
     StepMetadata,
     WorkerReport,
 )
@@ -66,8 +66,6 @@ _UNMAP_WITHIN_S = 5.0
 
 class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     """Loads and stores KV through the agent of this node. A listener of `engine`."""
-
-    is_paused = False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -247,7 +245,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         """Begins a new epoch; not at a pause, which leaves the weights alone."""
         if self._scheduler is None:
             return None
-        if not self.is_paused:
+        if not is_pausing():
             self._scheduler.clear()
         return True
 
@@ -333,32 +331,33 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose loads have ended, and those of them that failed (vLLM 0.30 or newer)."""
         ended = self._ended_loads()
-        return _TransferResults(finished_recving=ended.requests, failed_recving=set(ended.failed))
+        failed = {request_id for request_id, block_ids in ended.items() if block_ids}
+        return _TransferResults(finished_recving=set(ended), failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads have ended. No request is held for a store."""
         ended = self._ended_loads()
-        self._failed_blocks.update(*ended.failed.values())
-        return None, ended.requests or None
+        self._failed_blocks.update(*ended.values())
+        return None, set(ended) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load did not fill: vLLM recomputes a request from its first such block."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def _all_failed(self) -> EndedLoads:
+    def _all_failed(self) -> dict[str, set[int]]:
         lost, self._awaited = self._awaited, {}
-        return EndedLoads(set(lost), {r: set(block_ids) for r, block_ids in lost.items()})
+        return {request_id: set(block_ids) for request_id, block_ids in lost.items()}
 
     @guarded(_all_failed)
-    def _ended_loads(self) -> EndedLoads:
+    def _ended_loads(self) -> dict[str, set[int]]:
+        """By request, the blocks that were not filled."""
         if self._worker is None:
             return self._all_failed()
         ended = self._worker.ended_loads(self._step())
         for request_id, block_ids in self._step().lost_loads.items():
-            ended.requests.add(request_id)
-            ended.failed[request_id] = set(block_ids)
-        for request_id in ended.requests:
+            ended[request_id] = set(block_ids)
+        for request_id in ended:
             self._awaited.pop(request_id, None)
         return ended
 

@@ -6,7 +6,6 @@ steps:
 
 collective_rpc        every update of weights goes through it
 set_weight_version    names the weights
-_reset_caches         a pause empties vLLM's caches, which says nothing about the weights
 reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 """
 
@@ -57,26 +56,34 @@ _HARMLESS = frozenset(
 _T = TypeVar("_T")
 
 
-# Of a process. In the scheduler's they have `change_epoch(change, why)`: the weights may have
-# changed, or have a name; and `is_paused`: a pause empties the caches. In all processes they have
-# `renamed(suffix)`: the engine is a copy of another, and has the suffix in its id from now on.
+# Of a process. They have `change_epoch(change, why)`, in the scheduler's process: the weights may
+# have changed, or have a name; and `renamed(suffix)`: the engine is a copy of another, and has the
+# suffix in its id from now on.
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def on_the_stack(kind: type[_T]) -> Iterator[_T]:
     """The objects of ``kind`` with a method that is running on this thread, innermost first."""
-    return (found for found in _on_the_stack("self") if isinstance(found, kind))
+    selves = (frame.f_locals.get("self") for frame in _frames())
+    return (found for found in selves if isinstance(found, kind))
 
 
 def is_asked_by(kind: type) -> bool:
     """Whether a class method of ``kind`` is running on this thread."""
-    return any(isinstance(each, type) and issubclass(each, kind) for each in _on_the_stack("cls"))
+    classes = (frame.f_locals.get("cls") for frame in _frames())
+    return any(isinstance(each, type) and issubclass(each, kind) for each in classes)
 
 
-def _on_the_stack(name: str) -> Iterator[Any]:
-    frame: FrameType | None = inspect.currentframe()
+def is_pausing() -> bool:
+    """Whether vLLM empties its caches for a pause, which says nothing about the weights."""
+    return any(frame.f_code.co_name == "_reset_caches" for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """Of the functions that are running on this thread, innermost first."""
+    frame = inspect.currentframe()
     while frame is not None:
-        yield frame.f_locals.get(name)
+        yield frame
         frame = frame.f_back
 
 
@@ -173,7 +180,6 @@ def listen(listener: Any) -> None:
     listeners.add(listener)
     if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
         EngineCore.collective_rpc = _watched_rpc(EngineCore.collective_rpc)
-        EngineCore._reset_caches = _watched_pause(EngineCore._reset_caches)
         EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
 
 
@@ -207,21 +213,6 @@ def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., An
         change = methodcaller("weights_have_version", weight_version)
         _change_epochs(change, f"weight version {weight_version!r}")
         return result
-
-    return watched
-
-
-def _watched_pause(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(reset_caches)
-    def watched(core: Any, *args: Any, **kwargs: Any) -> Any:
-        paused = list(listeners)
-        for listener in paused:
-            listener.is_paused = True
-        try:
-            return reset_caches(core, *args, **kwargs)
-        finally:
-            for listener in paused:
-                listener.is_paused = False
 
     return watched
 

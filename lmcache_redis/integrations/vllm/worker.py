@@ -86,13 +86,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
 
-class EndedLoads(NamedTuple):
-    """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
-
-    requests: set[str]
-    failed: dict[str, set[int]]
-
-
 @dataclass(slots=True)
 class _Begun:
     """What was planned, and the transfer of each of its operations."""
@@ -171,7 +164,8 @@ class ConnectorWorker:
         self._next.dropped |= bool(self._to_store)
         self._to_store = ()
 
-    def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
+    def ended_loads(self, metadata: StepMetadata) -> dict[str, set[int]]:
+        """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
         self._has_computed = True
         self._check_step()
         awaited = [load for load in self._loads.values() if not load.is_told]
@@ -180,22 +174,21 @@ class ConnectorWorker:
                 lambda: any(all(each.call.done for each in load.transfers) for load in awaited),
                 _IDLE_WAIT_S,
             )
-        ended = EndedLoads(set(), {})
+        ended: dict[str, set[int]] = {}
         for load in awaited:
-            request_id = load.planned.request_id
             given_up = self._reallocates and any(each.given_up for each in load.transfers)
             if not load.is_over and not given_up:
                 continue
             load.is_told = True
-            ended.requests.add(request_id)
+            ended[load.planned.request_id] = set().union(
+                *(each.failed_blocks for each in load.transfers)
+            )
             failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
             self._recorder.count("failed_chunks", failed_chunks, self._label)
             self._recorder.count("loaded_chunks", loaded_chunks, self._label)
             found = {"chunks": loaded_chunks, "failed_chunks": failed_chunks}
             self._took("load_seconds", "retrieve", load, found)
-            if failed_blocks := set().union(*(each.failed_blocks for each in load.transfers)):
-                ended.failed[request_id] = failed_blocks
         for transfer_id, load in list(self._loads.items()):
             if load.is_told and load.is_over:
                 del self._loads[transfer_id]

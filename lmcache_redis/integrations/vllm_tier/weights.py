@@ -21,8 +21,6 @@ logger = logging.getLogger("vllm.lmcache_redis")
 class TierEpochs:
     """The epochs of an engine's requests, a listener of `engine`: on the scheduler's thread."""
 
-    is_paused = False  # a pause empties vLLM's caches, and leaves the weights alone
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._epochs = Epochs(None, None, engine.parameters)
