@@ -54,7 +54,6 @@ _FIRST_HALF = tuple(
     for name in (
         "demo/",
         "integrations/test_soak",
-        "integrations/test_nodes",
         "integrations/test_e",
     )
 )

@@ -253,7 +253,7 @@ def test_a_restored_engine_has_a_name_of_its_own(make_core: Callable[..., Core])
     core.played.connector.renamed = names.append  # type: ignore[method-assign]
     core.collective_rpc("checkpoint_restore")
     core.collective_rpc("checkpoint_restore")
-    told = [call for call in core.executor.calls if call[0] is engines.rename_workers]
+    told = [call for call in core.executor.calls if call[0] is engines.rename]
     assert [suffix for _, suffix in told] == names
     assert len(set(names)) == 2
 

@@ -10,7 +10,9 @@ import pytest
 from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts, make_model
-from tests.integrations.test_vllm import CHUNK, ready, start, wait_for_a_hit
+from tests.integrations.router import Router
+from tests.integrations.test_vllm import CHUNK, check_events, ready, start, wait_for_a_hit
+from tests.scraping import samples_in
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.engine
@@ -137,11 +139,30 @@ def test_pauses_snapshots_and_weights_written_past_every_call(
         assert weights.ask(engine, 0) == 3 * CHUNK
 
 
-def test_both_ranks_of_an_engine_begin_the_new_epoch(
-    weights: Weights, agent: AgentServer, tmp_path: Path
+def test_two_ranks_each_load_their_shard_and_begin_new_epochs(
+    weights: Weights, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     weights.put(0)
-    with start(weights.model, agent, tmp_path / "engine.log", **TWO_RANKS) as engine:
+    questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
+    router = Router(tmp_path)
+    options = {**TWO_RANKS, **router.options}
+    with router, start(weights.model, agent, tmp_path / "engine.log", **options) as engine:
+        cold = engine.generate(questions, 8)
+        agent.wait_idle()
+        check_events(engine, router, questions[0], 3 * CHUNK)
+        assert len(agent.status()["engines"]) == 2
+        agent.restart()
+        wait_for_a_hit(engine, prompts.tokens(CHUNK + 1))
+        retrieved = agent.counter("retrieved_chunks")
+        warm = engine.generate(questions, 8)
+        assert warm.outputs == cold.outputs
+        assert warm.details["cached_tokens"] == [3 * CHUNK] * 3
+        assert agent.counter("retrieved_chunks") - retrieved == 2 * 3 * 3
+        samples = samples_in(engine.metrics())
+        loaded = "lmcache_redis_vllm_loaded_chunks_total"
+        by_worker = [value for (name, _), value in samples.items() if name == loaded]
+        assert by_worker[0] == by_worker[1] >= 3 * 3
+
         assert weights.ask(engine, 0) == 0
         assert weights.ask(engine, 0) == 3 * CHUNK
         weights.reload(engine, 1)

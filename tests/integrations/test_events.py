@@ -26,13 +26,13 @@ from vllm.v1.request import Request
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports import events
-from lmcache_redis.integrations.vllm.reports.events import AnnouncedChunk, Announcer, blocks_of
-from tests.integrations.test_guard import Broken, config
+from lmcache_redis.integrations.vllm.reports.events import Announcer
+from tests.integrations.test_guard import Broken, config, manager_of
 from tests.integrations.test_scheduler import (
     BLOCK,
     CHUNK,
@@ -195,29 +195,6 @@ def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
     assert removed.block_hashes == [each for event in stored for each in event.block_hashes]
 
 
-def numbered(tokens: int) -> AnnouncedChunk:
-    """A chunk whose n-th hash is n."""
-    hashes = [bytes([n]) for n in range(tokens // HASH)]
-    return AnnouncedChunk(5, hashes, b"parent", range(tokens), None, None, ())
-
-
-@pytest.mark.parametrize(
-    ("group", "hashes", "parent", "tokens"),
-    [
-        (FULL, [0, 1, 2, 3], b"parent", slice(0, 64)),
-        (WIDE, [1, 3], b"parent", slice(0, 64)),
-        (WINDOW, [2, 3], b"\1", slice(32, 64)),
-        (STATE, [3], b"\1", slice(32, 64)),
-    ],
-    ids=lambda value: value.kind if isinstance(value, LayerGroup) else "",
-)
-def test_the_blocks_of_a_part(
-    group: LayerGroup, hashes: list[int], parent: bytes, tokens: slice
-) -> None:
-    found = blocks_of(numbered(64), group)
-    assert found == ([bytes([n]) for n in hashes], parent, tokens)
-
-
 def test_a_loss_removes_everything_and_more_follows_later() -> None:
     request = request_of(2 * CHUNK)
     names = names_of(request)
@@ -344,7 +321,7 @@ def connector(
     if request.param is not None:
         settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=request.param)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
-    made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+    made.bind_kv_cache_manager(manager_of(64))
     made.on = request.param is True  # type: ignore[attr-defined]
     yield made
     made.shutdown()
@@ -366,7 +343,7 @@ def test_a_vllm_without_what_events_need_still_caches(
     settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
-        made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+        made.bind_kv_cache_manager(manager_of(64))
     assert made._scheduler is not None
     assert made.take_events() == ()
     errors = [each for each in caplog.records if each.levelno == logging.ERROR]

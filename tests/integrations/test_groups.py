@@ -161,13 +161,6 @@ def test_groups_elsewhere_are_refused(why: str) -> None:
     assert "group 0" not in str(error.value)
 
 
-def test_every_group_that_is_refused_is_named() -> None:
-    none = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
-    with pytest.raises(Unsupported, match=r"group 0 \(MambaSpec\).*; KV cache group 2") as error:
-        layer_groups(groups(none, full(), none))
-    assert "group 1" not in str(error.value)
-
-
 def shards(
     spec: Any, *, heads: int = 8, size: int = 4, stages: int = 1, **config: Any
 ) -> list[Any]:

@@ -54,8 +54,14 @@ def config(directory: Path, **extra: Any) -> Any:
             block_size=BLOCK, prefix_caching_hash_algo="sha256", cache_dtype="auto"
         ),
         model_config=SimpleNamespace(model="some/model"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        max_in_flight_tokens=512,
     )
+
+
+def manager_of(num_blocks: int) -> Any:
+    """vLLM's, of requests without blocks."""
+    pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=BLOCK)
+    return SimpleNamespace(block_pool=pool, get_block_ids=lambda request_id: ([],))
 
 
 def connector(directory: Path, role: KVConnectorRole, **extra: Any) -> LMCacheRedisConnector:
@@ -63,7 +69,7 @@ def connector(directory: Path, role: KVConnectorRole, **extra: Any) -> LMCacheRe
     groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
     made = LMCacheRedisConnector(config(directory, **extra), role, groups)
     if role is KVConnectorRole.SCHEDULER:
-        made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+        made.bind_kv_cache_manager(manager_of(64))
     return made
 
 
@@ -181,7 +187,7 @@ def test_an_error_in_a_worker_turns_the_cache_off(
 ) -> None:
     monkeypatch.setattr(worker._worker, breaks, getattr(Broken(), breaks))
     assert scheduler._references is not None
-    pool = scheduler._references._pool
+    pool = scheduler._references.pool
     free = pool.get_num_free_blocks()
     transfer_id = scheduler._references.take([3, 4])
     op = TransferOp(block_ids=[2, 3, 4], hashes=[bytes(32)], skip_first_n_tokens=BLOCK)
@@ -248,8 +254,6 @@ def test_a_sleeping_engine_registers_when_it_wakes(
     monkeypatch.setattr(worker._adapter, "unregister", lambda _: calls.append("unregister") or True)
     monkeypatch.setattr(worker, "register_kv_caches", calls.append)
     worker._kv_caches = caches
-    worker.restore_kv_caches()  # it has not slept
     worker.unregister_kv_caches()
-    worker.restore_kv_caches()
     worker.restore_kv_caches()
     assert calls == ["unregister", caches]

@@ -75,23 +75,11 @@ def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
     return {name for name in one if one[name] != other[name]}
 
 
-def test_context_length_counts_with_rotary_factors(
-    identity: Identity,
-) -> None:
-    short = identity(PHI3, max_model_len=4096)
-    assert differ(short, identity(PHI3, max_model_len=2048)) == set()
-    assert differ(short, identity(PHI3, max_model_len=8192)) == {"context"}
+def test_context_length_counts_with_rotary_factors(identity: Identity) -> None:
+    long = identity(PHI3, max_model_len=8192)
+    assert long["context"] == "8192"
+    assert differ(long, identity(PHI3, max_model_len=4096)) == {"context"}
     assert differ(identity(max_model_len=2048), identity(max_model_len=8192)) == set()
-
-
-def test_an_unknown_rotary_embedding_counts_with_the_length(
-    identity: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "lmcache_redis.integrations.vllm.identity.engine_identity._ANY_LENGTH", frozenset()
-    )
-    found = [identity(max_model_len=length)["context"] for length in (2048, 2048, 4096)]
-    assert found == ["2048", "2048", "4096"]
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,6 @@ def replace(adapter: Path, by: Path) -> None:
         copy.rename(adapter / path.name)
 
 
-def test_no_adapter_is_no_bytes() -> None:
-    assert digests_now().digest(None) == b""
-
-
 def test_equal_files_are_equal_wherever_they_lie(tmp_path: Path) -> None:
     found = [
         digests_now().digest(request(write_adapter(tmp_path / name, seed, alpha=alpha)))
@@ -178,11 +174,10 @@ def test_files_that_hang_make_a_request_uncached(tmp_path: Path, files: Files) -
     files.answers.clear()
     for number in range(500):  # the files are waited for once
         assert digests.digest(request(adapter)) is None
-        assert digests.digest(request(other, 2 + number % 2)) is None
+        assert digests.digest(request(other, 2 + number % 2)) is not None
     assert len(files.threads) == 1
     files.answers.set()
     wait_until(lambda: digests.digest(request(adapter)) is not None)
-    wait_until(lambda: digests.digest(request(other, 2)) is not None)
 
 
 def test_files_that_begin_to_hang_are_believed_and_no_longer(

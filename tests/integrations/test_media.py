@@ -21,7 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.support import MediaNames
 from tests.integrations.test_scheduler import BLOCK, CHUNK, ScriptedAdapter, make_scheduler, step
 

@@ -26,13 +26,13 @@ CHUNK = 256
 NO_HANG_S = 300.0
 
 PATCH = """
-from lmcache_redis.integrations.vllm import connector
+from lmcache_redis.integrations.vllm import setup
 
-class WorkerOfItsNode(connector.WorkerClient):
+class WorkerOfItsNode(setup.WorkerClient):
     def __init__(self, endpoint, *args, **kwargs):
         super().__init__({endpoints}[kwargs["worker_id"]], *args, **kwargs)
 
-connector.WorkerClient = WorkerOfItsNode
+setup.WorkerClient = WorkerOfItsNode
 """
 
 

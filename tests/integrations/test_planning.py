@@ -11,9 +11,8 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.groups import layer_groups, left_out_groups
-from lmcache_redis.integrations.vllm.planning import StepPlanner
+from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.requests import (
     RequestLookup,
     RequestOptions,
@@ -33,7 +32,7 @@ def pool() -> BlockPool:
 def planner_of(pool: BlockPool, *specs: Any) -> StepPlanner:
     config = groups(*specs)
     references = BlockReferences(pool, world_size=1)
-    return StepPlanner(references, layer_groups(config), left_out_groups(config), CHUNK)
+    return StepPlanner(references, layer_groups(config), left_out_groups(config), CHUNK, dict)
 
 
 def tracked(chunks: int, request_id: str = "r") -> Tracked:

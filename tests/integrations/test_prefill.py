@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
-from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
+from lmcache_redis.integrations.vllm.requests import CachePolicy, PrefillRate, RequestOptions
 
 
 def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:

@@ -48,7 +48,7 @@ def identity_of(layers: dict[str, Any], *, block_size: int = BLOCK) -> dict[str,
     )
     caches = {name: layer.kv_cache for name, layer in layers.items()}
     return kv_identity(
-        config, caches, num_blocks=BLOCKS, block_size_tokens=block_size, block_strides=None
+        config, caches, num_blocks=BLOCKS, block_size_tokens=block_size, block_strides={}
     )
 
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_probed_is_named_by_its_backend(
     logger.addHandler(handler)
     try:
         found = kv_identity(
-            config, caches, num_blocks=BLOCKS, block_size_tokens=BLOCK, block_strides=None
+            config, caches, num_blocks=BLOCKS, block_size_tokens=BLOCK, block_strides={}
         )
     finally:
         logger.removeHandler(handler)

@@ -20,18 +20,19 @@ from vllm.v1.core.block_pool import BlockPool
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.worker import TransferOp
-from lmcache_redis.integrations.vllm import bookkeeping
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm import planning
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.planning import StepPlanner
+from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 
 BLOCK, CHUNK = 16, 64
+# The blocks of requests, as vLLM's manager has them after a `step`.
+TABLES: dict[str, list[int]] = {}
 
 
 class ScriptedAdapter:
@@ -119,19 +120,21 @@ def step(
 ) -> Any:
     """A SchedulerOutput: (request id, block ids, computed before, scheduled now)."""
     scheduled = {row[0]: row[3] for row in (new, cached) if row}
+    if new or (cached and resumed):
+        TABLES[(new or cached)[0]] = []
+    for row in (new, cached):
+        if row:
+            TABLES.setdefault(row[0], []).extend(row[1] or [])
     return SimpleNamespace(
         total_num_scheduled_tokens=sum(scheduled.values()),
         has_sync_kv_loads=beside_a_load,
         num_scheduled_tokens=scheduled,
         preempted_req_ids=preempted,
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=new[0], block_ids=(new[1],), num_computed_tokens=new[2])
-        ]
-        if new
-        else [],
+            SimpleNamespace(req_id=row[0], num_computed_tokens=row[2]) for row in (new,) if row
+        ],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[cached[0]] if cached else [],
-            new_block_ids=[(cached[1],) if cached[1] is not None else None] if cached else [],
             num_computed_tokens=[cached[2]] if cached else [],
             resumed_req_ids={cached[0]} if cached and resumed else set(),
         ),
@@ -166,7 +169,8 @@ def make_scheduler(
     names = RequestNames(Epochs(None, None, bytes), pool, options.pop("media", None))
     announcer = options.pop("announcer", None)
     step_tokens = options.pop("step_tokens", 4 * CHUNK)
-    planner = StepPlanner(references, groups, (), step_tokens, options.pop("block_ids", None))
+    block_ids = options.pop("block_ids", lambda request_id: (TABLES[request_id],))
+    planner = StepPlanner(references, groups, (), step_tokens, block_ids)
     return ConnectorScheduler(
         adapter,  # type: ignore[arg-type]
         planner,
@@ -717,7 +721,7 @@ def test_vllm_waits_for_blocks_that_only_stores_hold(
     pool: BlockPool, references: BlockReferences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(bookkeeping.time, "monotonic", lambda: now)
+    monkeypatch.setattr(planning.time, "monotonic", lambda: now)
     blocks = pool.get_new_blocks(2)
     store = references.take([blocks[0].block_id], for_store=True)
     load = references.take([blocks[1].block_id])
@@ -776,13 +780,14 @@ def test_a_prefix_is_given_back_so_that_its_end_is_evicted_first(
 
 def test_recent_chunks_are_forgotten_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(bookkeeping.time, "monotonic", lambda: now)
-    recent = bookkeeping.RecentChunks()
-    recent.add([b"chunk"])
+    monkeypatch.setattr(planning.time, "monotonic", lambda: now)
+    recent = planning.RecentChunks()
+    recent.add(0, [b"chunk"])
     now += 59
-    assert b"chunk" in recent
+    assert (0, b"chunk") in recent
     now += 2
-    assert b"chunk" not in recent
+    assert (0, b"chunk") not in recent
+    assert (1, b"chunk") not in recent
 
 
 # ------------------------------------------------------- what a request asks for

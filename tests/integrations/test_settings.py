@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lmcache_redis.integrations.vllm import CONNECTOR_NAME, register
 from lmcache_redis.integrations.vllm.groups import Unsupported
-from lmcache_redis.integrations.vllm.identity import settings
+from lmcache_redis.integrations.vllm.identity import engine_identity as settings
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS, Names, Pair
 from lmcache_redis.integrations.vllm.identity.weights import Unidentified

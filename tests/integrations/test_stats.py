@@ -18,14 +18,10 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
+from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import DECLARED, ConnectorStats, Recorder
-from lmcache_redis.integrations.vllm.requests import (
-    RequestLookup,
-    RequestOptions,
-    Tracked,
-)
+from lmcache_redis.integrations.vllm.requests import RequestLookup
 from lmcache_redis.integrations.vllm.worker import StepMetadata
 from tests.integrations import test_guard, test_scheduler
 from tests.integrations.test_guard import REQUEST, connector
@@ -61,10 +57,7 @@ def test_tokens_before_the_lookup_do_not_count() -> None:
 
 def tokens_by_tier(tokens: range, tiers: list[str], *, first_chunk: int) -> dict[str, int]:
     """Of a load of these tokens, with chunks of four."""
-    request: Any = None
-    tracked = Tracked(request, None, RequestOptions(), 4, 4)
-    tracked.lookup = RequestLookup(first_chunk, None, tokens.start, tiers)
-    return tracked.hit_tokens(len(tokens))
+    return RequestLookup(first_chunk, None, tokens.start).tokens_by_tier(tiers, len(tokens), 4)
 
 
 def test_counts_are_added_up_and_gauges_replaced() -> None:
@@ -122,8 +115,8 @@ def test_hits_are_counted_by_tier() -> None:
     # vLLM always computes the last token.
     scheduler.allocated(request, [list(range(1, 17))], 4 * CHUNK - local)
     expected = {"host": CHUNK - local, "redis": 2 * CHUNK, "disk": CHUNK}
-    assert scheduler.hit_tokens("r", 4 * CHUNK - local) == expected
-    assert scheduler.hit_tokens("another", 1) == {}
+    assert scheduler.hit_tokens("r") == expected
+    assert scheduler.hit_tokens("another") == {}
     stats = recorder.take()
     assert stats is not None
     assert stats.data["hit_tokens"] == expected
@@ -142,7 +135,7 @@ def test_vllm_learns_the_sources_of_a_hit(scheduler: LMCacheRedisConnector) -> N
     sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
     found = {"host": 16, "disk": 8, "redis": 4}
     scheduler._scheduler = SimpleNamespace(  # type: ignore[assignment]
-        hit_tokens=lambda request_id, tokens: found
+        hit_tokens=lambda request_id: found
     )
     assert scheduler.get_external_cache_hit_sources(REQUEST, 30) == {
         sources.HOST: 16,
@@ -199,7 +192,7 @@ def metrics_of(world_size: int, engines: int = 1) -> Any:
 def own_registry() -> Iterator[None]:
     yield
     metrics_of(1)  # replaces those of the test
-    from lmcache_redis.integrations.vllm.reports.prometheus import _forget_former
+    from lmcache_redis.integrations.vllm.reports.stats import _forget_former
 
     _forget_former()
 

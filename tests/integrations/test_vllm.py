@@ -314,27 +314,3 @@ def test_preempted_requests_and_a_small_block_pool(
             warm = engine.generate([question], 16)
             assert warm.outputs == [answer[:16]]
             assert warm.details["cached_tokens"] == [2 * CHUNK]
-
-
-def test_tensor_parallel_workers_each_load_their_shard(
-    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
-) -> None:
-    questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
-    both = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    router = Router(tmp_path)
-    with router, start(model_dir, agent, tmp_path / "e.log", **both, **router.options) as engine:
-        cold = engine.generate(questions, 8)
-        agent.wait_idle()
-        check_events(engine, router, questions[0], 3 * CHUNK)
-        assert len(agent.status()["engines"]) == 2
-        agent.restart()
-        wait_for_a_hit(engine, prompts.tokens(CHUNK + 1))
-        retrieved = agent.counter("retrieved_chunks")
-        warm = engine.generate(questions, 8)
-        assert warm.outputs == cold.outputs
-        assert warm.details["cached_tokens"] == [3 * CHUNK] * 3
-        assert agent.counter("retrieved_chunks") - retrieved == 2 * 3 * 3
-        samples = samples_in(engine.metrics())
-        loaded = "lmcache_redis_vllm_loaded_chunks_total"
-        by_worker = [value for (name, _), value in samples.items() if name == loaded]
-        assert by_worker[0] == by_worker[1] >= 3 * 3

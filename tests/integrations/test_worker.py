@@ -18,14 +18,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from lmcache_redis.client.worker import NEVER, TransferOp
+from lmcache_redis.config import ClientConfig
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.setup import SetUp
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
     StepMetadata,
-    register,
 )
 from tests import cuda_driver
 from tests.cuda_driver.engine import GpuEngine, gpus
@@ -121,11 +122,11 @@ def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
     worker, retrieves = begun(recorder)
     for number, retrieve in enumerate(retrieves):
         retrieve.over = number != last
-    assert worker.ended_loads(StepMetadata()).requests == set()
+    assert worker.ended_loads(StepMetadata()) == {}
     assert ended_transfers(worker) == []
     retrieves[last].over = True
     ended = worker.ended_loads(StepMetadata())
-    assert (ended.requests, ended.failed) == ({"r"}, {})
+    assert ended == {"r": set()}
     assert ended_transfers(worker) == [7]
     stats = taken(recorder)
     assert stats["loaded_chunks"] == {"0": 3}
@@ -140,8 +141,7 @@ def test_a_load_fails_as_a_whole(failed: int) -> None:
     for retrieve in retrieves:
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
-    assert ended.requests == {"r"}
-    assert ended.failed == {"r": set(OPS[failed].block_ids)}
+    assert ended == {"r": set(OPS[failed].block_ids)}
     assert ended_transfers(worker) == [7]
 
 
@@ -151,13 +151,13 @@ def test_a_lost_retrieve_fails_the_load_and_its_blocks_stay_held(lost: int) -> N
     worker, retrieves = begun()
     retrieves[lost].given_up = retrieves[lost].failed = True
     ended = worker.ended_loads(StepMetadata())
-    assert ended.requests == set(ended.failed) == {"r"}
+    assert ended == {"r": set(OPS[lost].block_ids)}
     assert ended_transfers(worker) == []
     for retrieve in retrieves:
-        assert worker.ended_loads(StepMetadata()).requests == set()
+        assert worker.ended_loads(StepMetadata()) == {}
         assert ended_transfers(worker) == []
         retrieve.over = True
-    assert worker.ended_loads(StepMetadata()).requests == set()
+    assert worker.ended_loads(StepMetadata()) == {}
     assert ended_transfers(worker) == [7]
 
 
@@ -165,17 +165,18 @@ def test_a_lost_load_into_the_same_blocks_is_awaited() -> None:
     worker, retrieves = begun(reallocates=False)
     for retrieve in retrieves:
         retrieve.given_up = retrieve.failed = True
-        assert worker.ended_loads(StepMetadata()).requests == set()
+        assert worker.ended_loads(StepMetadata()) == {}
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
-    assert ended.failed == {"r": {block for op in OPS for block in op.block_ids}}
+    assert ended == {"r": {block for op in OPS for block in op.block_ids}}
 
 
 def test_a_store_ends_when_all_its_parts_are_over() -> None:
     client, recorder = Client(), Recorder()
     worker = ConnectorWorker(client, 0, recorder, reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
-    worker.begin_stores(StepMetadata(stores=[Planned(9, "r", OPS)]))
+    worker.step_begins(StepMetadata(stores=[Planned(9, "r", OPS)]))
+    worker.begin_stores()
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
     for store in client.begun:
         assert ended_transfers(worker) == []
@@ -221,7 +222,9 @@ def test_memory_of_left_out_groups_is_not_registered(
 
     client: Any = SimpleNamespace(register_groups=register_groups)
     caches = {layer: torch.zeros(4, 1, 16, 32) for layer in layers}
-    register(client, vllm_config, kv_cache_config, layer_groups(kv_cache_config), caches, None)
+    groups_of = layer_groups(kv_cache_config)
+    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of, "engine")
+    set_up.register(client, caches)
     assert found == registered
 
 
@@ -250,7 +253,7 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     """A worker's connector, as vLLM calls it, over a stream on which ``queued`` is."""
     client: Any = CudaClient(queued)
     connector = object.__new__(LMCacheRedisConnector)
-    connector._connector_metadata = connector._ended_step = connector._closing = None
+    connector._connector_metadata = connector._closing = None
     connector._awaited, connector._failed_blocks = {}, set()
     connector._worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)
     return connector, client
@@ -334,9 +337,10 @@ def test_the_chunks_of_a_canary_are_compared() -> None:
     client = Client()
     worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
-    worker.begin_stores(
+    worker.step_begins(
         StepMetadata(stores=[Planned(1, "r", OPS[:1]), Planned(2, "r", OPS, compare=True)])
     )
+    worker.begin_stores()
     assert [each.compared for each in client.begun] == [False, True, True, True]
     for each in client.begun[1:]:
         assert ended_transfers(worker) == []
@@ -367,9 +371,9 @@ def test_a_gpu_that_hangs_fails_loads_and_drops_stores(tmp_path: Path, reallocat
         )
         worker.step_begins(step)
         worker.begin_loads(step)
-        worker.begin_stores(step)
+        worker.begin_stores()
         ended = worker.ended_loads(step)
-        assert (ended.requests, ended.failed) == ({"loads"}, {"loads": {8, 9, 10, 11}})
+        assert ended == {"loads": {8, 9, 10, 11}}
         report = worker.report(0)
         assert report is not None
         assert ({*report.ended[0]}, report.dropped) == ({1, 2}, True)

@@ -5,9 +5,10 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 
 connector       vLLM's interface, in the scheduler and in workers
 scheduler       in each step, what to look up, load and store
-planning        the blocks of loads and stores, and whether there is room for them
-bookkeeping     requests, references to blocks, recent chunks
-worker          the KV cache of a worker: registered, loaded, stored
+requests        requests: their options, names and lookups
+planning        the blocks of loads and stores, references to them, and whether there is room
+worker          loads and stores of a worker, from their start to their end
+setup           makes these parts, and registers a worker's KV cache
 groups          which blocks of each kind of layer a prefix needs
 support         which engines, and which of their requests, can be cached
 identity        what decides the bytes of the KV cache, besides its layout

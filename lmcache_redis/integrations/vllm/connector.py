@@ -16,46 +16,32 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
 
-from lmcache_redis.chunks.names import FULL_REACH
-from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.engine import (
     Engine,
+    is_pausing,
     listen,
-    listen_in_worker,
-    recompute_failed_loads,
+    listeners,
     watch_resets,
 )
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
-from lmcache_redis.integrations.vllm.groups import left_out_groups
-from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
-from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
-from lmcache_redis.integrations.vllm.planning import StepPlanner
-from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
-from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
+from lmcache_redis.integrations.vllm.planning import BlockReferences
+from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import (
-    MediaNames,
-    SetUp,
-    may_load,
-    supported_groups,
-    wanted_layout,
-)
+from lmcache_redis.integrations.vllm.setup import SetUp
+from lmcache_redis.integrations.vllm.support import wanted_layout
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
-    EndedLoads,
     StepMetadata,
     WorkerReport,
-    register,
 )
 
 if TYPE_CHECKING:
@@ -78,10 +64,8 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 _UNMAP_WITHIN_S = 5.0
 
 
-class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
-    """Loads and stores KV through the agent of this node. In the scheduler an `EngineListener`."""
-
-    is_paused = False
+class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
+    """Loads and stores KV through the agent of this node. A listener of `engine`."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -97,60 +81,25 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         # `ConnectorScheduler` or `ConnectorWorker` has failed.
         self._awaited: dict[str, Sequence[int]] = {}
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
-        self._ended_step: StepMetadata | None = None  # the last that has asked for ended loads
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._is_asleep = False
         self._start()
 
     @guarded(nothing)
     def _start(self) -> None:
         by_request = _TransferResults is not None
         try:
-            self._set_up = set_up = SetUp(
-                ClientConfig.from_extra_config(self._kv_transfer_config.kv_connector_extra_config),
-                recompute_failed_loads(self),
-                supported_groups(
-                    self._vllm_config, self._kv_cache_config, takes_failed_loads=by_request
-                ),
-                engine_id(self._vllm_config),
-            )
+            self._set_up = SetUp.of(self, takes_failed_loads=by_request)
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
             return
-        parallel = self._vllm_config.parallel_config
-        engine: dict[str, Any] = {
-            "endpoint": set_up.config.endpoint,
-            "model_name": model_name(self._vllm_config),
-            "world_size": parallel.world_size,
-            "block_size_tokens": set_up.block_size_tokens,
-            "engine_id": set_up.engine_id,
-            "agent_dead_after_s": set_up.config.agent_dead_after_s,
-        }
         if self.role is KVConnectorRole.SCHEDULER:
-            self._adapter = SchedulerClient(**engine)
+            self._adapter = self._set_up.scheduler_client()
         else:
-            self._adapter = client = WorkerClient(
-                **engine, worker_id=parallel.rank, on_registered=self._registered
-            )
-            self._worker = ConnectorWorker(
-                client, parallel.rank, self._recorder, reallocates=by_request
-            )
-            listen_in_worker(self)
-
-    def _registered(self, agent_pid: int, chunk_tokens: int, place: RankPlace) -> None:
-        """On the link's thread. Says in vLLM's log that the cache works."""
-        model = model_name(self._vllm_config)
-        logger.info(
-            "the cache is on: model %s, rank %d, layout %s, chunks of %d tokens, the agent is "
-            "process %d at %s",
-            model,
-            self._vllm_config.parallel_config.rank,
-            " and ".join(part.fingerprint.hex()[:12] for part in place.parts),
-            chunk_tokens,
-            agent_pid,
-            self._set_up.config.endpoint,
-        )
+            self._adapter = client = self._set_up.worker_client()
+            rank = self._vllm_config.parallel_config.rank
+            self._worker = ConnectorWorker(client, rank, self._recorder, reallocates=by_request)
+            listeners.add(self)
 
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
@@ -172,82 +121,32 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     # Scheduler
 
     @guarded(nothing)
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._begin(kv_cache_manager.block_pool, kv_cache_manager)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Called by vLLM before 0.30, whose scheduler already has the manager."""
+        self.bind_kv_cache_manager(Engine.found().kv_cache_manager())
 
     @guarded(nothing)
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """See the base class."""
-        self._begin(gpu_block_pool, None)
-
-    def _begin(self, gpu_block_pool: BlockPool, manager: KVCacheManager | None) -> None:
-        """Starts the cache: it needs vLLM's block pool."""
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Starts the cache: it needs vLLM's blocks."""
         adapter = self._adapter
         if not isinstance(adapter, SchedulerClient):
             return
-        groups = self._set_up.groups
-        if manager is None and any(group.reach != FULL_REACH for group in groups):
-            logger.error(
-                "the cache stays off: the model's attention drops blocks, and this vLLM version "
-                "does not tell connectors which blocks; vLLM 0.30 or newer does"
-            )
-            return
-        block_size = self._set_up.block_size_tokens
-        cache = self._vllm_config.cache_config
-        hash_block = (
-            getattr(gpu_block_pool, "hash_block_size", None)
-            or getattr(self._kv_cache_config, "hash_block_size", None)
-            or getattr(cache, "hash_block_size", None)
-            or int(cache.block_size)
-        )
-        hash_tokens = block_size // max(1, block_size // hash_block)
-        self._begin_events(adapter, groups, hash_tokens)
+        pool, engine = kv_cache_manager.block_pool, Engine.found()
+        self._begin_events(adapter, self._set_up.groups, pool.hash_block_size)
         self._references = references = BlockReferences(
-            gpu_block_pool, self._vllm_config.parallel_config.world_size
+            pool, self._vllm_config.parallel_config.world_size
         )
-        # A request can have so many tokens in steps in flight.
-        step_tokens = (
-            getattr(self._vllm_config, "max_in_flight_tokens", None)
-            or self._vllm_config.scheduler_config.max_num_batched_tokens
+        self._scheduler = self._set_up.scheduler(
+            adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
-        engine = Engine.found()
-        config = self._set_up.config
-        epochs = Epochs(
-            config.weights_id,
-            config.weights_run,
-            engine.parameters if config.check_weights else bytes,
-        )
-        planner = StepPlanner(
-            references,
-            groups,
-            left_out_groups(self._kv_cache_config),
-            int(step_tokens),
-            None if manager is None else manager.get_block_ids,
-        )
-        media = MediaNames(self._vllm_config)
-        names = RequestNames(epochs, gpu_block_pool, media)
-        policy = CachePolicy(
-            hash_tokens,
-            loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
-            stores=self._kv_transfer_config.is_kv_producer,
-            load_always=config.load_always,
-            beside_others=self._set_up.beside_others,
-        )
-        self._scheduler = ConnectorScheduler(
-            adapter, planner, names, policy, self._recorder, self._announcer
-        )
-        watch_resets(gpu_block_pool, lambda: self._during_reset(engine, references))
-        if not listen(self):
-            logger.warning(
-                "this vLLM version does not report weight updates: call "
-                "reset_prefix_cache(reset_connector=True) after each update"
-            )
+        watch_resets(pool, lambda: self._during_reset(engine, references))
+        listen(self)
 
     @guarded(lambda self, *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See the base class: None until the agent has answered; loads are asynchronous."""
+        """None until the agent has answered; loads are asynchronous."""
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -265,18 +164,16 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
-    @guarded(lambda self, _: self._with_lost_loads(StepMetadata()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        metadata = StepMetadata()
-        if self._scheduler is not None:
-            metadata = self._scheduler.build_metadata(scheduler_output)
+        metadata = self._metadata(scheduler_output) or StepMetadata()
         for load in metadata.loads:
             self._awaited.pop(load.request_id, None)
-        return self._with_lost_loads(metadata)
-
-    def _with_lost_loads(self, metadata: StepMetadata) -> StepMetadata:
         metadata.lost_loads, self._awaited = self._awaited, {}
         return metadata
+
+    @guarded(nothing)
+    def _metadata(self, scheduler_output: SchedulerOutput) -> StepMetadata | None:
+        return self._scheduler.build_metadata(scheduler_output) if self._scheduler else None
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -316,10 +213,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must keep stepping so that workers can report ended transfers.
-
-        And to publish events that have come.
-        """
+        """Whether vLLM must step on to report ended transfers, or to publish events."""
         if self._references is not None and self._references.expects_reports():
             return True
         return self._announcer is not None and self._announcer.has_events
@@ -348,13 +242,10 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
-        """Begins a new epoch: this engine no longer loads chunks that were stored before.
-
-        A pause empties vLLM's caches too, but leaves the weights alone: the epoch stays.
-        """
+        """Begins a new epoch; not at a pause, which leaves the weights alone."""
         if self._scheduler is None:
             return None
-        if not self.is_paused:
+        if not is_pausing():
             self._scheduler.clear()
         return True
 
@@ -378,23 +269,13 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             return
         self._kv_caches = kv_caches
         try:
-            register(
-                self._adapter,
-                self._vllm_config,
-                self._kv_cache_config,
-                self._set_up.groups,
-                kv_caches,
-                self._set_up.config.weights_id,
-            )
+            self._set_up.register(self._adapter, kv_caches)
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """True: an engine that can sleep starts (vLLM 0.33 or newer).
-
-        Where its allocator's memory cannot be exported, it runs without the cache.
-        """
+        """True: vLLM 0.33 or newer starts. Memory that cannot be exported is not cached."""
         return True
 
     @classmethod
@@ -404,36 +285,18 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def unregister_kv_caches(self) -> None:
         """Before the engine sleeps: the agent unmaps the KV cache (vLLM 0.33 or newer)."""
-        if isinstance(self._adapter, WorkerClient):
-            self._is_asleep = True
-            if not self._adapter.unregister(_UNMAP_WITHIN_S):
-                logger.warning("the engine sleeps while an agent may still map its KV cache")
+        client = self._adapter
+        if isinstance(client, WorkerClient) and not client.unregister(_UNMAP_WITHIN_S):
+            logger.warning("the engine sleeps while an agent may still map its KV cache")
 
     @guarded(nothing)
     def restore_kv_caches(self) -> None:
         """After the engine has woken: exports the KV cache again (vLLM 0.33 or newer)."""
-        if self._is_asleep:
-            self._is_asleep = False
-            self.register_kv_caches(self._kv_caches)
+        self.register_kv_caches(self._kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        self._step_ends()
         super().bind_connector_metadata(connector_metadata)
         self._step_begins()
-
-    @guarded(nothing)
-    def _step_ends(self) -> None:
-        """Begins the stores of a step that vLLM has ended without `wait_for_save`.
-
-        Pipeline stages before the last do so with speculative decoding. A step that did not come so
-        far as to ask for ended loads has failed.
-        """
-        if self._worker is None or self._connector_metadata is None:
-            return
-        if self._step() is self._ended_step:
-            self._worker.begin_stores(self._step())
-        else:
-            self._worker.drop_stores(self._step())
 
     @guarded(nothing)
     def _step_begins(self) -> None:
@@ -462,41 +325,39 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def wait_for_save(self) -> None:
         """Starts the stores of this step; never waits for them."""
-        if self._worker is not None and not engine_is_failing():
-            self._worker.begin_stores(self._step())
+        if self._worker is not None:
+            self._worker.begin_stores()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose loads have ended, and those of them that failed (vLLM 0.30 or newer)."""
         ended = self._ended_loads()
-        return _TransferResults(finished_recving=ended.requests, failed_recving=set(ended.failed))
+        failed = {request_id for request_id, block_ids in ended.items() if block_ids}
+        return _TransferResults(finished_recving=set(ended), failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads have ended. No request is held for a store."""
         ended = self._ended_loads()
-        self._failed_blocks.update(*ended.failed.values())
-        return None, ended.requests or None
+        self._failed_blocks.update(*ended.values())
+        return None, set(ended) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load did not fill: vLLM recomputes a request from its first such block."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def _all_failed(self) -> EndedLoads:
+    def _all_failed(self) -> dict[str, set[int]]:
         lost, self._awaited = self._awaited, {}
-        return EndedLoads(set(lost), {r: set(block_ids) for r, block_ids in lost.items()})
+        return {request_id: set(block_ids) for request_id, block_ids in lost.items()}
 
     @guarded(_all_failed)
-    def _ended_loads(self) -> EndedLoads:
+    def _ended_loads(self) -> dict[str, set[int]]:
+        """By request, the blocks that were not filled."""
         if self._worker is None:
             return self._all_failed()
-        self._ended_step = self._step()
-        if engine_is_failing():
-            self._worker.drop_stores(self._step())
         ended = self._worker.ended_loads(self._step())
         for request_id, block_ids in self._step().lost_loads.items():
-            ended.requests.add(request_id)
-            ended.failed[request_id] = set(block_ids)
-        for request_id in ended.requests:
+            ended[request_id] = set(block_ids)
+        for request_id in ended:
             self._awaited.pop(request_id, None)
         return ended
 

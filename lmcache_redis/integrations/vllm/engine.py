@@ -1,16 +1,12 @@
 """What the connector needs of vLLM's engine, and is not told or given by its interface.
 
 The engine makes the scheduler, and the scheduler makes the connector, so both are found on the
-stack (`Engine.found`). The methods of ``EngineCore`` below run in the scheduler's process and
-between two steps; they are wrapped:
+stack (`Engine.found`). These methods are wrapped; they run in the scheduler's process, between two
+steps:
 
-collective_rpc        every update of weights goes through it; each call that is not known to leave
-                      the weights unchanged counts as one
+collective_rpc        every update of weights goes through it
 set_weight_version    names the weights
-_reset_caches         a pause empties vLLM's caches, which says nothing about the weights
-
-``reset_prefix_cache`` of the block pool is wrapped too (`watch_resets`): whoever asks for a reset,
-it ends there.
+reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -60,37 +56,34 @@ _HARMLESS = frozenset(
 _T = TypeVar("_T")
 
 
-class EngineListener(Protocol):
-    """Is notified on the scheduler's thread. ``is_paused``: while a pause empties the caches."""
-
-    is_paused: bool
-
-    def change_epoch(self, change: EpochChange, why: str) -> None:
-        """The weights may have changed, or have a name."""
-
-    def renamed(self, suffix: str) -> None:
-        """The engine is a copy of another, and has the suffix in its id from now on."""
-
-
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()  # in the scheduler's process
-_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # connectors of the workers of a process
+# Of a process. They have `change_epoch(change, why)`, in the scheduler's process: the weights may
+# have changed, or have a name; and `renamed(suffix)`: the engine is a copy of another, and has the
+# suffix in its id from now on.
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def on_the_stack(kind: type[_T]) -> Iterator[_T]:
     """The objects of ``kind`` with a method that is running on this thread, innermost first."""
-    return (found for found in _on_the_stack("self") if isinstance(found, kind))
+    selves = (frame.f_locals.get("self") for frame in _frames())
+    return (found for found in selves if isinstance(found, kind))
 
 
 def is_asked_by(kind: type) -> bool:
     """Whether a class method of ``kind`` is running on this thread."""
-    return any(isinstance(each, type) and issubclass(each, kind) for each in _on_the_stack("cls"))
+    classes = (frame.f_locals.get("cls") for frame in _frames())
+    return any(isinstance(each, type) and issubclass(each, kind) for each in classes)
 
 
-def _on_the_stack(name: str) -> Iterator[Any]:
-    """The values of a name in the functions that are running on this thread, innermost first."""
-    frame: FrameType | None = inspect.currentframe()
+def is_pausing() -> bool:
+    """Whether vLLM empties its caches for a pause, which says nothing about the weights."""
+    return any(frame.f_code.co_name == "_reset_caches" for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """Of the functions that are running on this thread, innermost first."""
+    frame = inspect.currentframe()
     while frame is not None:
-        yield frame.f_locals.get(name)
+        yield frame
         frame = frame.f_back
 
 
@@ -98,8 +91,7 @@ class Engine:
     """The engine whose scheduler makes a connector. Holds it weakly: the engine owns us."""
 
     def __init__(self, core: Any, scheduler: Any) -> None:
-        self._core = _weak(core)
-        self._scheduler = _weak(scheduler)
+        self._core, self._scheduler = _weak(core), _weak(scheduler)
 
     @classmethod
     def found(cls) -> Engine:
@@ -118,25 +110,25 @@ class Engine:
         """What a function of a module returns for each rank's worker, in order of the ranks."""
         return list(self._core().model_executor.collective_rpc(function))
 
+    def kv_cache_manager(self) -> Any:
+        """None before the scheduler has made it."""
+        return getattr(self._scheduler(), "kv_cache_manager", None)
+
     def block_pool(self) -> BlockPool | None:
-        return getattr(getattr(self._scheduler(), "kv_cache_manager", None), "block_pool", None)
+        return getattr(self.kv_cache_manager(), "block_pool", None)
 
     def parameters(self) -> bytes | None:
-        """A digest of the parameters of all ranks, read now; None if they cannot be read.
-
-        The memory of an engine that sleeps, or is not fully awake, may be unmapped.
-        """
+        """A digest of the parameters of all ranks, read now; None if they cannot be read."""
         core = self._core()
         try:
             if getattr(core.model_executor, "is_sleeping", False):
-                return None
+                return None  # they may be unmapped
             digests = self.in_workers(parameters_digest)
             return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
         except Exception as error:  # whatever an executor or a model raises
             logger.warning(
-                "the parameters in memory cannot be read (%r): from now on every reset of vLLM's "
-                "prefix cache counts as an update of the weights; check_weights false in "
-                "kv_connector_extra_config turns this off",
+                "the parameters in memory cannot be read (%r): every reset of vLLM's prefix cache "
+                "counts as new weights; check_weights false in kv_connector_extra_config ends this",
                 error,
             )
             return None
@@ -160,16 +152,13 @@ def _weak(found: Any) -> Callable[[], Any]:
 def recompute_failed_loads(connector: KVConnectorBase_V1) -> bool:
     """Sets ``kv_load_failure_policy`` to ``recompute``; vLLM's default fails the request.
 
-    The scheduler reads the policy from its own config after it has made the connector. A child of
-    ``MultiConnector`` gets a copy of that config and no reference to its parent, whose constructor
-    is still running. Returns whether there is such a parent.
+    The scheduler reads it after it has made the connector. A child of ``MultiConnector`` has a copy
+    of the config, and its parent's constructor is still running. Returns whether it has a parent.
     """
-    connectors = {id(connector): connector}
-    for each in on_the_stack(KVConnectorBase_V1):
-        connectors[id(each)] = each
-    for each in connectors.values():
+    parents = [each for each in on_the_stack(KVConnectorBase_V1) if each is not connector]
+    for each in (connector, *parents):
         each._kv_transfer_config.kv_load_failure_policy = "recompute"
-    return len(connectors) > 1
+    return bool(parents)
 
 
 def watch_resets(pool: BlockPool, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -184,32 +173,18 @@ def watch_resets(pool: BlockPool, around: Callable[[], AbstractContextManager[No
     pool.reset_prefix_cache = watched
 
 
-def listen(listener: EngineListener) -> bool:
-    """Notifies ``listener`` for as long as it lives.
-
-    Returns False if this vLLM lacks a method to wrap.
-    """
+def listen(listener: Any) -> None:
+    """Notifies ``listener``, on the scheduler's thread, for as long as it lives."""
     from vllm.v1.engine.core import EngineCore
 
-    _listeners.add(listener)
-    names = ("collective_rpc", "_reset_caches")
-    if not all(callable(getattr(EngineCore, name, None)) for name in names):
-        return False
+    listeners.add(listener)
     if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
         EngineCore.collective_rpc = _watched_rpc(EngineCore.collective_rpc)
-        EngineCore._reset_caches = _watched_pause(EngineCore._reset_caches)
-        if hasattr(EngineCore, "set_weight_version"):
-            EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
-    return True
-
-
-def listen_in_worker(connector: Any) -> None:
-    """Renames ``connector`` when its engine turns out to be a copy."""
-    _workers.add(connector)
+        EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
 
 
 def _change_epochs(change: EpochChange, why: str) -> None:
-    for listener in list(_listeners):
+    for listener in list(listeners):
         listener.change_epoch(change, why)
 
 
@@ -242,25 +217,10 @@ def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., An
     return watched
 
 
-def _watched_pause(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(reset_caches)
-    def watched(core: Any, *args: Any, **kwargs: Any) -> Any:
-        listeners = list(_listeners)
-        for listener in listeners:
-            listener.is_paused = True
-        try:
-            return reset_caches(core, *args, **kwargs)
-        finally:
-            for listener in listeners:
-                listener.is_paused = False
-
-    return watched
-
-
 def _name_weights(
     core: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> list[bool]:
-    """Serves ``WEIGHTS_ID_RPC`` without the workers. Returns one result per worker, as any RPC."""
+    """Serves ``WEIGHTS_ID_RPC`` without the workers."""
     (weights_id,) = args or tuple((kwargs or {}).values()) or (None,)
     if not isinstance(weights_id, str) or not 0 < len(weights_id) <= 256:
         raise ValueError(
@@ -274,13 +234,12 @@ def _rename(core: Any) -> None:
     """Several engines may have been restored from one snapshot: each takes a name of its own."""
     suffix = uuid.uuid4().hex[:8]
     try:
-        core.model_executor.collective_rpc(rename_workers, args=(suffix,))
+        core.model_executor.collective_rpc(rename, args=(suffix,))
     finally:
-        for listener in list(_listeners):
-            listener.renamed(suffix)
+        rename(None, suffix)
 
 
-def rename_workers(worker: Any, suffix: str) -> None:
-    """Runs in a worker, by ``collective_rpc``."""
-    for connector in list(_workers):
-        connector.renamed(suffix)
+def rename(worker: Any, suffix: str) -> None:
+    """Also runs in a worker, by ``collective_rpc``."""
+    for listener in list(listeners):
+        listener.renamed(suffix)

@@ -1,9 +1,7 @@
 """Epochs: they separate the KV of old weights from the KV of new weights.
 
-The name of every chunk begins with its engine's epoch. The first epoch is empty, so that replicas
-share chunks. A later epoch is random and the engine's own, or the digest of a name that the
-operator gives to the weights, shared by all replicas with that name. docs/internals/identity.md
-lists what begins one. `engine` notices it.
+The name of every chunk begins with its engine's epoch: docs/internals/identity.md. `engine` notices
+what begins one.
 """
 
 from __future__ import annotations
@@ -72,9 +70,8 @@ class Epochs:
 
     def check_parameters(self) -> bool:
         """Compares the parameters in memory with those that the epoch stands for."""
-        found = self._read_parameters()
-        is_same = found is not None and found == self._parameters
-        is_another = not is_same and self.weights_may_differ()
+        before, found = self._parameters, self._read_parameters()
+        is_another = (found is None or found != before) and self.weights_may_differ()
         self._parameters = found
         return is_another
 

@@ -36,10 +36,7 @@ class Unsupported(LMCacheRedisError):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """One of vLLM's KV cache groups, with vLLM's ``number``. kind: the class of its spec.
-
-    Its number at the agent is its position among those that are cached.
-    """
+    """One of vLLM's KV cache groups. number: vLLM's; the agent counts those that are cached."""
 
     number: int
     layers: tuple[str, ...]
@@ -64,8 +61,8 @@ class LayerGroup:
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
-    """The groups that are cached. Raises `Unsupported`, which names each that cannot be."""
-    groups, reasons = [], []
+    """The groups that are cached. Raises `Unsupported` for one that cannot be."""
+    groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         if not _is_part_of_prefixes(spec):
@@ -79,23 +76,16 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
         elif len(reaches) > 1 and not wrong:
             wrong = ["its layers need different blocks"]
         if wrong:
-            reasons.append(f"KV cache group {number} ({names}): {', '.join(wrong)}")
-            continue
+            raise Unsupported(f"KV cache group {number} ({names}): {', '.join(wrong)}")
         (reach,) = reaches
         assert isinstance(reach, Reach)
         layers = tuple(getattr(group, "layer_names", ()))
         groups.append(LayerGroup(number, layers, int(spec.block_size), reach, names))
-    if reasons:
-        raise Unsupported("; ".join(reasons))
     return groups
 
 
 def left_out_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
-    """The groups that vLLM's own prefix cache leaves out: it computes again what they hold.
-
-    Windows that are replayed, and buffers of one request. What is loaded need not have them
-    (``KVConnectorBase_V1.get_loaded_kv_cache_group_ids``), and a request needs blocks for them.
-    """
+    """The groups that vLLM computes again: windows that are replayed, and buffers of a request."""
     groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -149,11 +139,9 @@ def common_block_tokens(groups: Sequence[LayerGroup]) -> int:
     return math.lcm(*(group.block_size_tokens for group in groups))
 
 
-def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
-    """Bytes between blocks, by layer; None if this vLLM leaves them to the tensors' strides."""
-    tensors = kv_cache_config.kv_cache_tensors
-    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
-        return None
+def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Bytes between blocks, by layer; empty if this vLLM leaves them to the tensors' strides."""
+    tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "block_stride")]
     return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,9 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def guarded(otherwise: Callable[..., Any], report: str = "") -> Callable[[_F], _F]:
-    """Makes a method return ``otherwise(self, *args)`` if it raises.
-
-    The error is logged with its traceback, and ``self.turn_off()`` turns the cache off.
+    """Makes a method return ``otherwise(self, *args)`` if it raises, and turns the cache off.
 
     report: what the method makes (a plural), if it only reports. Then the cache stays on, and with
     ``report`` in ``self._failed_reports`` no such method is called again.
@@ -32,13 +29,11 @@ def guarded(otherwise: Callable[..., Any], report: str = "") -> Callable[[_F], _
                 try:
                     return method(self, *args, **kwargs)
                 except Exception:
-                    logger.exception(
-                        "%s failed: %s; please report this with the vLLM version",
-                        method.__name__,
-                        f"the connector no longer reports {report}, and caches as before"
-                        if report
-                        else "the cache of this engine is now off and its requests are computed",
-                    )
+                    what = "the cache of this engine is now off and its requests are computed"
+                    if report:
+                        what = f"the connector no longer reports {report}, and caches as before"
+                    please = "please report this with the vLLM version"
+                    logger.exception("%s failed: %s; %s", method.__name__, what, please)
                     if report:
                         self._failed_reports.add(report)
                     else:
@@ -48,14 +43,6 @@ def guarded(otherwise: Callable[..., Any], report: str = "") -> Callable[[_F], _
         return guarded_method  # type: ignore[return-value]
 
     return guard
-
-
-def engine_is_failing() -> bool:
-    """Whether vLLM ends a step because of an error of its own, as in a forward without memory.
-
-    It then calls the connector as after any other step, and the step's blocks were not computed.
-    """
-    return sys.exc_info()[0] is not None
 
 
 def nothing(self: object, *args: object, **kwargs: object) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def parameters_digest(worker: Any) -> bytes:
         for name, tensor in _tensors_of(model):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             if tensor.device.type == "cpu":
-                digest.update(_memory_digest(tensor))
+                digest.update(xxhash.xxh3_128_digest(_bytes_of(tensor).numpy()))
             else:
                 if tensor.device not in factors:
                     factors[tensor.device] = odd_numbers(_WORDS_AT_ONCE).to(tensor.device)
@@ -63,7 +64,7 @@ def weighted_sum(tensor: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
     Each word is mixed, without loss, and multiplied by an odd number of its own, modulo 2**64. So
     no change of one word is lost, and changes of several cancel each other only by chance.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = _bytes_of(tensor)
     rest = -len(data) % _WORD_BYTES
     if rest or data.storage_offset() % _WORD_BYTES:
         data = torch.nn.functional.pad(data, (0, rest)).clone()
@@ -76,15 +77,13 @@ def weighted_sum(tensor: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _memory_digest(tensor: torch.Tensor) -> bytes:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_128_digest(data.numpy())
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for named in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in named:
-            yield from _plain(name, tensor)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        yield from _plain(name, tensor)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

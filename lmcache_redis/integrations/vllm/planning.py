@@ -1,31 +1,149 @@
 """Plans loads and stores: which blocks hold which parts of chunks, and whether there is room.
 
 A chunk has one part for each group of layers. A load moves the parts that a prefix needs, as vLLM
-has allocated blocks for them; a store takes each part that is complete and still there.
+has allocated blocks for them; a store takes each part that is complete and still there. While a
+transfer is in flight, its blocks have a reference of the connector's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import TYPE_CHECKING
 
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.worker import TransferOp
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.requests import Tracked
 from lmcache_redis.integrations.vllm.worker import Planned
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+_REPORT_S = 10.0  # longer than the lease of most transfers
+# A store takes a fraction of this. vLLM waits this long before it preempts a request.
+_FREED_SOON_S = 0.5
+_MAX_RECENT_CHUNKS = 200_000
+_REMEMBERED_S = 60.0
+
+
+@dataclass(slots=True)
+class _Held:
+    blocks: list[KVCacheBlock]
+    ranks: set[int]  # those that may still touch the blocks
+    since_s: float
+    is_store: bool
+
+
+class BlockReferences:
+    """The blocks that the connector holds references to, by transfer.
+
+    vLLM reuses a block when its last reference is released. The connector's keeps it from other
+    requests while a store may read it or a late load may write it, until every rank has reported
+    the end of the transfer.
+    """
+
+    def __init__(self, pool: BlockPool, world_size: int) -> None:
+        self.pool = pool
+        self._world_size = world_size
+        self._held: dict[int, _Held] = {}
+        self._ids = count(1)
+
+    def expects_reports(self) -> bool:
+        """Whether workers will soon report the end of a transfer, unless the agent is frozen."""
+        earliest_s = time.monotonic() - _REPORT_S
+        return any(held.since_s > earliest_s for held in self._held.values())
+
+    def frees_soon(self) -> bool:
+        """Whether blocks become free when stores in flight have read them."""
+        earliest_s = time.monotonic() - _FREED_SOON_S
+        return any(
+            held.is_store
+            and held.since_s > earliest_s
+            and any(block.ref_cnt == 1 for block in held.blocks)
+            for held in self._held.values()
+        )
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Releases all references while vLLM resets its prefix cache, which no block may hinder.
+
+        None is allocated meanwhile, and what transfers read and write has no name in that cache.
+        """
+        blocks = [block for held in self._held.values() for block in held.blocks]
+        self.pool.free_blocks(reversed(blocks))
+        try:
+            yield
+        finally:
+            self.pool.touch(blocks)
+
+    def take(self, block_ids: Iterable[int], *, for_store: bool = False) -> int:
+        """Takes references to blocks, none of them null, for a new transfer; returns its id."""
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.touch(blocks)
+        transfer_id = next(self._ids)
+        ranks = set(range(self._world_size))
+        self._held[transfer_id] = _Held(blocks, ranks, time.monotonic(), for_store)
+        return transfer_id
+
+    def ended(self, by_rank: Mapping[int, Sequence[int]]) -> None:
+        """These ranks no longer touch the blocks of these transfers."""
+        for rank, transfer_ids in by_rank.items():
+            for transfer_id in transfer_ids:
+                held = self._held.get(transfer_id)
+                if held is None:
+                    continue
+                held.ranks.discard(rank)
+                if not held.ranks:
+                    del self._held[transfer_id]
+                    # In vLLM's own order: the end of a prefix is evicted before its beginning.
+                    self.pool.free_blocks(reversed(held.blocks))
+
+    def rank_stopped(self, rank: int) -> None:
+        self.ended({rank: list(self._held)})
+
+
+class RecentChunks:
+    """Parts of chunks that were stored or found within the last minute: they are not stored again.
+
+    A part is the number of its group and the chunk's name. This only saves messages: the agent
+    itself checks which chunks it has.
+    """
+
+    def __init__(self) -> None:
+        self._expiry_s: OrderedDict[tuple[int, bytes], float] = OrderedDict()
+
+    def __contains__(self, part: tuple[int, bytes]) -> bool:
+        return self._expiry_s.get(part, 0.0) > time.monotonic()
+
+    def add(self, group: int, names: Iterable[bytes]) -> None:
+        expiry_s = time.monotonic() + _REMEMBERED_S
+        for name in names:
+            self._expiry_s[group, name] = expiry_s
+            self._expiry_s.move_to_end((group, name))
+        while len(self._expiry_s) > _MAX_RECENT_CHUNKS:
+            self._expiry_s.popitem(last=False)
+
+    def discard(self, group: int, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._expiry_s.pop((group, name), None)
+
+    def clear(self) -> None:
+        self._expiry_s.clear()
 
 
 class StepPlanner:
     """Plans for the requests of one engine, and takes the references to their blocks.
 
-    groups: of the model's layers. left_out: the groups that are not cached, because vLLM computes
-    them again. step_tokens: vLLM computes at most so many tokens of a request before it releases
-    blocks. block_ids: returns a request's current blocks by group, null ones included; None if vLLM
-    does not provide them: then there is one group, and requests keep their blocks until they end.
-    needs_all: a prefix needs every block before its end, and nothing else. recent: chunks that are
-    not stored again, for a while.
+    left_out: groups that are not cached, because vLLM computes them again. step_tokens: vLLM
+    computes at most so many tokens of a request before it releases blocks. block_ids: returns a
+    request's current blocks by group, null ones included. needs_all: a prefix needs every block
+    before its end, and nothing else.
     """
 
     def __init__(
@@ -34,14 +152,15 @@ class StepPlanner:
         groups: Sequence[LayerGroup],
         left_out: Sequence[LayerGroup],
         step_tokens: int,
-        block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None,
+        block_ids: Callable[[str], Sequence[Sequence[int]]],
     ) -> None:
         self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
         self.references = references
+        self._blocks = references.pool.blocks
         self._groups = groups
         self._all_groups = (*groups, *left_out)
         self._step_tokens = step_tokens
-        self._block_ids = block_ids
+        self.block_ids = block_ids
         self.recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self._missing_blocks: dict[str, int] = {}
@@ -50,20 +169,14 @@ class StepPlanner:
     def begin_step(self) -> None:
         self._is_full = False
 
-    def blocks_of(self, tracked: Tracked) -> Sequence[Sequence[int]]:
-        if self._block_ids is None:
-            return (tracked.block_ids,)
-        return self._block_ids(tracked.request.request_id)
-
     def tokens_in(self, blocks: Sequence[Sequence[int]]) -> int:
         return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
 
     def has_room(self, tracked: Tracked, end: int) -> bool:
-        """Whether the blocks suffice for the request and for those that are loaded or being loaded.
+        """Whether there are blocks for the request, loaded up to ``end``, and for all that load.
 
-        end: the tokens up to the end of its load. vLLM cannot preempt a request between its load
-        and its next step. With sliding windows it reserves too few blocks for such requests, so
-        that all of them would wait for each other's.
+        vLLM cannot preempt a request between its load and its next step. With sliding windows it
+        reserves too few blocks for such requests: all would wait for each other's.
         """
         if self.needs_all or not self._missing_blocks:
             return True
@@ -73,7 +186,7 @@ class StepPlanner:
                 size = group.block_size_tokens
                 held += end // size - group.reach.first_token(end) // size
             missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
-            self._is_full = self.references.free_blocks() < held + missing
+            self._is_full = self.references.pool.get_num_free_blocks() < held + missing
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
 
@@ -93,7 +206,7 @@ class StepPlanner:
             # Other requests may be reading local blocks, and blocks before a sliding window are
             # null: the load writes only the blocks after both.
             first = local_tokens // block_tokens
-            null = [n for n in range(first, stop) if self.references.is_null(ids[n])]
+            null = [n for n in range(first, stop) if self._blocks[ids[n]].is_null]
             if null:
                 first = null[-1] + 1
             if first == stop:
@@ -104,7 +217,7 @@ class StepPlanner:
             begin = parts[0].start
             if first < begin or not are_adjacent:
                 raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
-            self.recent.add(_parts(group, names[first_chunk:]))
+            self.recent.add(group.number, names[first_chunk:])
             written += ids[first:stop]
             ops.append(
                 TransferOp(
@@ -132,11 +245,7 @@ class StepPlanner:
         *,
         compare: bool = False,
     ) -> list[Planned]:
-        """The store of ``chunks``, if any of their parts are in blocks and not stored yet.
-
-        compare: instead, the comparison of these computed chunks of a canary with the parts that
-            its lookup has pinned.
-        """
+        """The store of ``chunks``, or their comparison with what a canary's lookup has pinned."""
         names, ops = tracked.chunk_names(), []
         for place, group in enumerate(self._groups):
             block_ids: list[int] = []
@@ -145,10 +254,9 @@ class StepPlanner:
             some = range(max(pinned, chunks.start), chunks.stop) if compare else chunks
             for chunk, part in self._complete_parts(group, tracked, blocks[group.number], some):
                 if not compare:
-                    keys = _parts(group, names[chunk : chunk + 1])
-                    if keys[0] in self.recent:
+                    if (group.number, names[chunk]) in self.recent:
                         continue
-                    self.recent.add(keys)
+                    self.recent.add(group.number, names[chunk : chunk + 1])
                 block_ids += part
                 hashes.append(names[chunk])
             if block_ids:
@@ -162,7 +270,7 @@ class StepPlanner:
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""
         for group in self._groups:
-            self.recent.discard(_parts(group, names))
+            self.recent.discard(group.number, names)
 
     def _missing(self, tracked: Tracked, end: int) -> int:
         """Blocks that its other tokens need at most, at one time."""
@@ -178,20 +286,11 @@ class StepPlanner:
         self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Those of ``chunks`` whose parts are in blocks, and the blocks of each."""
-        hashes = tracked.chunk_hashes()
+        hashes, suffix = tracked.chunk_hashes(), group.number.to_bytes(4, "big")
         for chunk in chunks:
             part = block_ids[group.part(chunk, tracked.chunk_tokens)]
-            # A sliding window may have dropped some of the blocks.
-            if any(map(self.references.is_null, part)):
-                continue
-            if group.is_state and not self.references.has_state(
-                part[0], hashes[chunk], group.number
-            ):
-                continue
-            yield chunk, part
-
-
-def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:
-    """What `RecentChunks` calls the group's parts of chunks."""
-    prefix = group.number.to_bytes(2, "big")
-    return [prefix + name for name in names]
+            if any(self._blocks[each].is_null for each in part):
+                continue  # a sliding window has dropped some
+            # A state is overwritten in place, unless vLLM's own cache has it under its hash.
+            if not group.is_state or self._blocks[part[0]].block_hash == hashes[chunk] + suffix:
+                yield chunk, part

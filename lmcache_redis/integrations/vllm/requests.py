@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request: its options, names, lookup and stores."""
+"""What the scheduler knows of requests: their options, names, lookups, and what computing takes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
+# Steps with fewer prompt tokens say nothing about prefill speed.
+_LEAST_TOKENS = 64
+# Weight of earlier steps in the average.
+_KEPT = 0.75
+
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """What an engine may do with the cache.
+    """What an engine may do with the cache."""
 
-    hash_tokens: tokens that one hash of vLLM covers. load_always: also what is computed faster.
-    beside_others: other connectors transfer KV of this engine too.
-    """
-
-    hash_tokens: int
+    hash_tokens: int  # that one hash of vLLM covers
     loads: bool = True
     stores: bool = True
-    load_always: bool = False
+    load_always: bool = False  # also what is computed faster
     beside_others: bool = False
 
 
@@ -75,39 +76,41 @@ class RequestLookup:
     """The lookup of a request, from its question until it is forgotten.
 
     first_chunk: where it began. asked_s: when, until it is answered (`time.monotonic()`).
-    local_tokens: computed locally when it was answered. tiers: of the chunks found, from the first
-    one. canary_chunks: leading chunks to be compared; None: not decided. load_began_s: when blocks
-    were allocated for its load.
+    local_tokens: computed locally when it was answered. canary_chunks: leading chunks to be
+    compared; None: not decided. load_began_s: when blocks were allocated for its load. loaded: the
+    tokens of this load, by tier.
     """
 
     first_chunk: int
     asked_s: float | None
     local_tokens: int = 0
-    tiers: Sequence[str] = ()
     canary_chunks: int | None = None
-    load_began_s: float | None = None
+    load_began_s: float = 0.0
+    loaded: Mapping[str, int] = field(default_factory=dict)
 
-
-@dataclass(slots=True)
-class StoreProgress:
-    """considered_chunks: leading chunks for which a store was planned or ruled out.
-
-    after_output_tokens: another connector has loaded KV for the request within a step, and may
-    still report that this failed: nothing is stored until it has more output tokens than these.
-    """
-
-    considered_chunks: int = 0
-    after_output_tokens: int | None = None
+    def tokens_by_tier(
+        self, tiers: Sequence[str], load_tokens: int, chunk_tokens: int
+    ) -> dict[str, int]:
+        """How many tokens of a load come from each tier. tiers: of chunks from the first one on."""
+        found: dict[str, int] = {}
+        end = self.local_tokens + load_tokens
+        for chunk, tier in enumerate(tiers, start=self.first_chunk):
+            first, stop = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
+            if (tokens := min(stop, end) - max(first, self.local_tokens)) > 0:
+                found[tier] = found.get(tier, 0) + tokens
+        return found
 
 
 @dataclass(slots=True)
 class Tracked:
     """One request. Chunk numbers are in units of ``chunk_tokens``.
 
-    prefix: of the names of its chunks; None if it is not cached. block_ids: where vLLM does not
-    report them. matched: vLLM knows the number of tokens to load, and has not allocated blocks
-    since. started: vLLM has allocated blocks for it, perhaps before a preemption. loading: blocks
-    that its load writes. computes: the rest, without another lookup.
+    prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
+    for which a store was planned or ruled out. unsure_outputs: another connector has loaded KV for
+    it within a step, and may still report that this failed: nothing is stored until it has more
+    output tokens than these. matched: vLLM knows the number of tokens to load, and has not
+    allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a preemption.
+    loading: blocks that its load writes. computes: the rest, without another lookup.
     """
 
     request: Request
@@ -115,9 +118,9 @@ class Tracked:
     options: RequestOptions
     hash_tokens: int
     chunk_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
     lookup: RequestLookup | None = None
-    stores: StoreProgress = field(default_factory=StoreProgress)
+    considered_chunks: int = 0
+    unsure_outputs: int = -1
     matched: bool = False
     started: bool = False
     loading: frozenset[int] | None = None
@@ -145,26 +148,12 @@ class Tracked:
         hashes = self.chunk_hashes()
         return [self.prefix + each for each in hashes] if self.prefix else hashes
 
-    def hit_tokens(self, external_tokens: int) -> dict[str, int]:
-        """How many of the tokens of a load come from each tier, without those that have none."""
-        found: dict[str, int] = {}
-        if self.lookup is None:
-            return found
-        begin, end = self.lookup.local_tokens, self.lookup.local_tokens + external_tokens
-        for chunk, tier in enumerate(self.lookup.tiers, start=self.lookup.first_chunk):
-            first, stop = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
-            if (tokens := min(stop, end) - max(first, begin)) > 0:
-                found[tier] = found.get(tier, 0) + tokens
-        return found
-
 
 class RequestNames:
     """What the names of a request's chunks begin with: ``epoch | adapter digest``.
 
-    media: None if the model takes none.
-
-    Until vLLM's own prefix cache is reset after an update, vLLM still hits blocks that the old
-    weights computed. Requests that may hit such a block are not cached.
+    Until vLLM's own prefix cache is reset after an update, requests may hit blocks that the old
+    weights computed, and are not cached.
     """
 
     def __init__(self, epochs: Epochs, pool: BlockPool, media: MediaNames | None = None) -> None:
@@ -180,11 +169,50 @@ class RequestNames:
         if self._stale_blocks and self._stale_blocks is self._pool.cached_block_hash_to_block:
             return None
         self._stale_blocks = None
-        if self._media is not None and not self._media.are_of_content(request):
+        if self._media and request.mm_features and not self._media.are_of_content(request):
             return None
+        if request.lora_request is None:
+            return self.epochs.current
         digest = self._adapters.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest
 
     def begin_epoch(self) -> None:
         """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
         self._stale_blocks = self._pool.cached_block_hash_to_block
+
+
+class PrefillRate:
+    """Seconds per prompt token, of recent steps. Times are those of `time.monotonic()`.
+
+    Steps may overlap: one begins when the one before it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._scheduled: dict[int, tuple[int, float]] = {}  # by step: prompt tokens, when
+        self._steps = 0
+        self._last_end_s = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per prompt token; 0.0: not measured yet."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
+    def scheduled(self, prompt_tokens: int, now_s: float) -> int:
+        """A step is scheduled. Returns its number for `ended`, or 0 if it is not measured."""
+        if prompt_tokens < _LEAST_TOKENS:
+            return 0
+        self._steps += 1
+        self._scheduled[self._steps] = (prompt_tokens, now_s)
+        return self._steps
+
+    def ended(self, step: int, now_s: float) -> None:
+        """The step with this number has ended; 0: a step that is not measured."""
+        tokens, scheduled_s = self._scheduled.pop(step, (0, now_s))
+        if tokens:
+            self._tokens = self._tokens * _KEPT + tokens
+            self._seconds = self._seconds * _KEPT + now_s - max(scheduled_s, self._last_end_s)
+            for earlier in [each for each in self._scheduled if each < step]:
+                del self._scheduled[earlier]
+        self._last_end_s = now_s

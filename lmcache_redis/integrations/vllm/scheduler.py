@@ -11,27 +11,26 @@ vLLM calls, for one request:
 A request whose hit is a canary (`Canaries`) loads nothing. Its chunks are compared as soon as
 they are computed, with those that its lookup has pinned.
 
-The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
-the digest of a LoRA adapter (`lora`) are usually empty. vLLM's hashes are chained, so the last one
-covers every token before it. A request keeps the epoch in which it began, and uses the cache only
-while that is the engine's epoch.
+The name of a chunk is ``epoch | adapter digest | hash of its last block``. vLLM's hashes are
+chained, so the last one covers every token before it. A request uses the cache only in the epoch in
+which it began.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.scheduler import Canaries, SchedulerClient
-from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import (
     CachePolicy,
+    PrefillRate,
     RequestLookup,
     RequestNames,
     RequestOptions,
@@ -86,10 +85,6 @@ class ConnectorScheduler:
         self._prefill = PrefillRate()
         self._has_hit = False
 
-    @property
-    def epochs(self) -> Epochs:
-        return self._names.epochs
-
     # Steps
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
@@ -100,9 +95,8 @@ class ConnectorScheduler:
         if tokens is None:
             return None
         if tracked.matched and self._resuming:
-            # vLLM had too few free blocks for this request. A request whose load has ended holds
-            # some, and vLLM cannot resume it while this one heads its queue: before 0.31 any
-            # request, later one whose load has failed.
+            # vLLM had too few free blocks for this request. One that has loaded holds some, and
+            # vLLM cannot resume it while this one heads its queue (from 0.31 on, if it has failed).
             tracked.matched = False
             return None
         stands_still = self._next.is_idle and not self._planner.references.expects_reports()
@@ -154,13 +148,16 @@ class ConnectorScheduler:
                 first_chunk=first_chunk,
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
-        tokens = self._lookup_result(request.request_id)
+        began_s = time.monotonic()
+        tokens = self._client.hit_tokens(request.request_id, wait_s=self._next.wait_budget_s)
+        now_s = time.monotonic()
+        self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - (now_s - began_s))
         if tokens is None:
             return None
         lookup = tracked.lookup
         lookup.local_tokens = local_tokens
         if lookup.asked_s is not None:
-            self._recorder.observe("lookup_seconds", time.monotonic() - lookup.asked_s)
+            self._recorder.observe("lookup_seconds", now_s - lookup.asked_s)
             found = {"local_tokens": local_tokens, "hit_tokens": max(0, tokens - local_tokens)}
             self._recorder.span(
                 "lookup", request.request_id, tracked.trace_headers, lookup.asked_s, found
@@ -195,28 +192,28 @@ class ConnectorScheduler:
         tracked.started = True
         tracked.matched = False
         self._not_loaded(request.request_id)
-        if external_tokens and tracked.lookup is not None:
-            tracked.lookup.tiers = self._client.hit_tiers(request.request_id)
+        if external_tokens and (lookup := tracked.lookup) is not None:
             self._next.loads.append(self._planner.load(tracked, block_ids, external_tokens))
-            tracked.lookup.load_began_s = time.monotonic()
-            tiers = tracked.hit_tokens(external_tokens)
-            for tier, tokens in tiers.items():
+            lookup.load_began_s = time.monotonic()
+            tiers = self._client.hit_tiers(request.request_id)
+            lookup.loaded = lookup.tokens_by_tier(tiers, external_tokens, tracked.chunk_tokens)
+            for tier, tokens in lookup.loaded.items():
                 self._recorder.count("hit_tokens", tokens, tier)
             if not self._has_hit:
                 self._has_hit = True
                 logger.info(
                     "the first hit: %d of the %d tokens of request %s are loaded (%s)",
                     external_tokens, request.num_tokens, request.request_id,
-                    ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
+                    ", ".join(f"{tokens} from {tier}" for tier, tokens in lookup.loaded.items()),
                 )  # fmt: skip
         elif tracked.loading is None and not tracked.canary_chunks:
             self._client.release_lookup(request.request_id)
         self._client.forget_lookup(request.request_id)
 
-    def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
+    def hit_tokens(self, request_id: str) -> Mapping[str, int]:
         """How many tokens of the load that was planned last for a request come from each tier."""
         tracked = self._tracked.get(request_id)
-        return {} if tracked is None else tracked.hit_tokens(external_tokens)
+        return {} if tracked is None or tracked.lookup is None else tracked.lookup.loaded
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""
@@ -225,21 +222,17 @@ class ConnectorScheduler:
         self._planner.begin_step()
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.block_ids = []
                 self._forget_lookup(tracked)
         prompt_tokens = 0
-        for request_id, begins, block_ids, computed_tokens in _scheduled(output):
+        for request_id, begins, computed_tokens in _scheduled(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             if begins:
-                tracked.block_ids = []
                 if getattr(output, "has_sync_kv_loads", False):
-                    tracked.stores.after_output_tokens = tracked.request.num_output_tokens
+                    tracked.unsure_outputs = tracked.request.num_output_tokens
                 if computed_tokens and tracked.lookup is not None:
                     tracked.lookup.canary_chunks = 0  # others have loaded or computed some
-            if block_ids:
-                tracked.block_ids.extend(block_ids[0])
             count = output.num_scheduled_tokens[request_id]
             if computed_tokens < tracked.request.num_prompt_tokens:
                 prompt_tokens += count
@@ -275,17 +268,11 @@ class ConnectorScheduler:
         if tracked is None or tracked.loading is None:
             return  # another connector's load
         tracked.loading = None
-        lookup = tracked.lookup
-        if lookup is not None and lookup.load_began_s is not None:
-            # Of the whole chunks from where the prompt was computed locally.
-            end = (lookup.first_chunk + len(lookup.tiers)) * tracked.chunk_tokens
-            tiers = tracked.hit_tokens(max(0, end - lookup.local_tokens))
-            found = {f"{tier}_tokens": tokens for tier, tokens in tiers.items()}
+        if (lookup := tracked.lookup) is not None:
+            found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
-            self._recorder.span(
-                "load", request_id, tracked.trace_headers, lookup.load_began_s, found
-            )
-            lookup.load_began_s = None
+            headers = tracked.trace_headers
+            self._recorder.span("load", request_id, headers, lookup.load_began_s, found)
         if tracked.request.is_finished():
             del self._tracked[request_id]
         else:
@@ -304,14 +291,14 @@ class ConnectorScheduler:
 
     def clear(self) -> None:
         """Begins an epoch of its own. Only chunks that no other engine shares are removed."""
-        old, was_own = self.epochs.current, self.epochs.is_own
+        old, was_own = self._names.epochs.current, self._names.epochs.is_own
         self.change_epoch(Epochs.begin_own, "the cache was cleared")
         if was_own:
             self._client.clear(old)
 
     def change_epoch(self, change: EpochChange, why: str) -> None:
         """In a new epoch, running requests are not cached, and waiting ones looked up again."""
-        if not change(self.epochs):
+        if not change(self._names.epochs):
             return
         logger.info("%s: KV that was cached before is no longer used", why)
         self._names.begin_epoch()
@@ -341,7 +328,7 @@ class ConnectorScheduler:
     def _track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            self.epochs.is_used = True
+            self._names.epochs.is_used = True
             options = RequestOptions.of(request, self._policy)
             prefix = self._names.prefix(request)
             tracked = Tracked(request, prefix, options, self._policy.hash_tokens)
@@ -351,7 +338,7 @@ class ConnectorScheduler:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
                 self._forget_lookup(tracked)
             tracked.chunk_tokens = chunk_tokens
-            tracked.stores.considered_chunks = 0
+            tracked.considered_chunks = 0
         return tracked
 
     def _compute(self, tracked: Tracked) -> None:
@@ -364,47 +351,32 @@ class ConnectorScheduler:
         tracked.lookup = None
         self._client.end_session(tracked.request.request_id)
 
-    def _lookup_result(self, request_id: str) -> int | None:
-        started_s = time.monotonic()
-        tokens = self._client.hit_tokens(request_id, wait_s=self._next.wait_budget_s)
-        waited_s = time.monotonic() - started_s
-        self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - waited_s)
-        return tokens
-
     def _not_loaded(self, request_id: str) -> None:
         """The request has no blocks of a load while it waits."""
         self._resuming.discard(request_id)
         self._planner.forget_load(request_id)
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
-        """The store of the chunks that this step completes, if any.
-
-        computed_tokens: tokens whose KV is in blocks after the step.
-        """
+        """The stores of what this step completes. computed_tokens: are in blocks after it."""
         if tracked.prefix is None or not (tracked.options.store or tracked.canary_chunks):
             return []
-        request, stores = tracked.request, tracked.stores
-        if stores.after_output_tokens is not None:
-            if request.num_output_tokens <= stores.after_output_tokens:
-                return []
-            stores.after_output_tokens = None
-        chunk_tokens = self._track(request).chunk_tokens
-        if not chunk_tokens:
+        request, chunk_tokens = tracked.request, self._track(tracked.request).chunk_tokens
+        if not chunk_tokens or request.num_output_tokens <= tracked.unsure_outputs:
             return []
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
         tokens = min(computed_tokens, tracked.hashed_tokens())
-        if tokens // chunk_tokens <= stores.considered_chunks:
+        if tokens // chunk_tokens <= tracked.considered_chunks:
             return []  # most steps end here
-        blocks = self._planner.blocks_of(tracked)
+        blocks = self._planner.block_ids(request.request_id)
         complete_chunks = min(tokens, self._planner.tokens_in(blocks)) // chunk_tokens
-        if complete_chunks <= stores.considered_chunks:
+        if complete_chunks <= tracked.considered_chunks:
             return []
         if tracked.prefix != self._names.prefix(request):
             tracked.prefix = None  # its adapter has changed
             return []
-        chunks = range(stores.considered_chunks, complete_chunks)
-        stores.considered_chunks = complete_chunks
+        chunks = range(tracked.considered_chunks, complete_chunks)
+        tracked.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
         compared, stored = range(chunks.start, stored_from), range(stored_from, chunks.stop)
@@ -419,13 +391,10 @@ class ConnectorScheduler:
             self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
 
 
-def _scheduled(
-    output: SchedulerOutput,
-) -> Iterator[tuple[str, bool, Sequence[Sequence[int]] | None, int]]:
-    """Of each request: whether it begins or resumes, its new blocks, and its tokens before."""
+def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, bool, int]]:
+    """Of each request: whether it begins or resumes, and its tokens before."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, True, new.block_ids, new.num_computed_tokens
+        yield new.req_id, True, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
-    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-    for request_id, block_ids, computed_tokens in rows:
-        yield request_id, request_id in cached.resumed_req_ids, block_ids, computed_tokens
+    for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, request_id in cached.resumed_req_ids, tokens

@@ -10,19 +10,18 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from vllm import envs
 
+from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm.engine import is_asked_by
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,
     Unsupported,
-    common_block_tokens,
     layer_groups,
 )
 
@@ -39,39 +38,21 @@ _DEVICES = ("cpu", "cuda")
 _DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
 
 
-@dataclass(frozen=True)
-class SetUp:
-    """beside_others: in a MultiConnector. engine_id: at the start; vLLM may change it later."""
-
-    config: ClientConfig
-    beside_others: bool
-    groups: Sequence[LayerGroup]
-    engine_id: str
-
-    @property
-    def block_size_tokens(self) -> int:
-        return common_block_tokens(self.groups)
-
-
 def supported_groups(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, *, takes_failed_loads: bool
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, takes_failed_loads: bool
 ) -> list[LayerGroup]:
     """The groups of the engine's layers. Raises `Unsupported` if the engine cannot be cached.
 
     takes_failed_loads: whether this vLLM is told which requests' loads failed.
     """
-    if kv_cache_config is None:
-        raise Unsupported(
-            "this vLLM version does not tell connectors about its KV cache; use 0.27 or newer"
-        )
     groups = layer_groups(kv_cache_config)
     for reason in _reasons(vllm_config, groups):
         raise Unsupported(reason)
-    count = len(kv_cache_config.kv_cache_groups)
-    if count > 1 and not takes_failed_loads:
+    several = len(kv_cache_config.kv_cache_groups) > 1
+    if not takes_failed_loads and (several or groups[0].reach != FULL_REACH):
         raise Unsupported(
-            f"the model has {count} KV cache groups, and this vLLM version does not let "
-            "connectors report failed loads of such models; vLLM 0.30 or newer does"
+            "the model has several KV cache groups or drops blocks, and this vLLM version does not "
+            "let connectors report failed loads of such models; vLLM 0.30 or newer does"
         )
     return groups
 
@@ -83,34 +64,21 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
     for group in groups:
         # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
         if group.is_state and group.block_size_tokens != step:
-            yield (
-                f"KV cache group {group.number} ({group.kind}) keeps states every "
-                f"{group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
-            )
+            every = f"every {group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
+            yield f"KV cache group {group.number} ({group.kind}) keeps states {every}"
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            yield (
-                f"the engine spreads a request's tokens over {size} ranks ({name}), which this "
-                "version does not handle"
-            )
+            yield f"{name} is {size}: the tokens of a request are spread over ranks"
     ranks = getattr(parallel, "world_size", 1)
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
-        yield (
-            f"with external_launcher each of {ranks} ranks has its own scheduler, and they would "
-            "not learn of hits in the same step"
-        )
+        yield "with external_launcher the ranks would not learn of hits in the same step"
     yield from unfit_settings(vllm_config)
     device = _device(vllm_config) or "cpu"
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
     elif device == "cuda" and torch.version.hip:
         yield "the engine runs on ROCm, on which this version has never been run"
-    if _returns_experts(vllm_config) and not _limits_hits():
-        yield (
-            "--enable-return-routed-experts needs the experts of every token; a loaded prefix has "
-            "none, and this vLLM version would end with an error"
-        )
 
 
 def _device(vllm_config: VllmConfig) -> str:
@@ -118,10 +86,9 @@ def _device(vllm_config: VllmConfig) -> str:
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
-    """The order of the KV cache in memory that the engine asks vLLM for, if this vLLM has it.
+    """The order of the KV cache in memory that the engine asks vLLM for.
 
-    vLLM drops the wish with a warning where an attention backend cannot take it. It ends the engine
-    for a name that it does not know, and if the children of a MultiConnector differ.
+    vLLM would end for a name that it does not know, and if children of a MultiConnector differ.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -133,9 +100,8 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
         layout = ClientConfig.from_extra_config(extra).kv_cache_layout
     except (ImportError, LMCacheRedisError):
         return None  # a wrong setting is reported where the cache stays off
-    if layout not in KVCacheLayout.__members__ or is_asked_by(MultiConnector):
-        return None
-    return layout
+    is_known = layout in KVCacheLayout.__members__
+    return layout if is_known and not is_asked_by(MultiConnector) else None
 
 
 def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
@@ -143,15 +109,9 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
     cache = vllm_config.cache_config
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
-        yield (
-            f"block hashes made with {algorithm} can be forged or differ between processes; start "
-            "vLLM with --prefix-caching-hash-algo sha256"
-        )
+        yield f"block hashes made with {algorithm}: set --prefix-caching-hash-algo sha256"
     elif not _hashes_are_reproducible():
-        yield (
-            "block hashes of this vLLM version differ between processes; set PYTHONHASHSEED to the "
-            "same value for all engines"
-        )
+        yield "block hashes differ between engines: give all of them the same PYTHONHASHSEED"
     block_size = cache.block_size or 0
     hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
     if block_size < 1 or block_size % (hashed or block_size):
@@ -169,29 +129,23 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
         and getattr(model, "use_mla", False)
         and not getattr(scheduler, "enable_chunked_prefill", True)
     ):
-        yield (
-            "vLLM's latent attention (MLA) on a CPU without AMX cannot continue after a cached "
-            "prefix, and vLLM itself turns prefix caching off for it"
-        )
+        yield "vLLM's MLA on a CPU without AMX cannot continue after a cached prefix"
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
-        yield (
-            "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
-            "from the checkpoint"
-        )
-    if strategy := _simulated_experts():
-        yield (
-            f"with VLLM_MOE_ROUTING_SIMULATION_STRATEGY={strategy}, experts are chosen by a "
-            "simulation, and the KV is not the model's"
-        )
+        yield "with --calculate-kv-scales the KV depends on the first prompt"
+    simulation = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+    if strategy := getattr(envs, simulation, ""):
+        yield f"with {simulation}={strategy}, experts are chosen by a simulation"
 
 
 def may_load(vllm_config: VllmConfig) -> bool:
     """Whether the engine may load prefixes, and not only store them."""
-    if not _returns_experts(vllm_config):
+    name = "enable_return_routed_experts"
+    auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
+    if not getattr(auxiliary, name, getattr(vllm_config.model_config, name, False)):
         return True
     logger.warning(
-        "with --enable-return-routed-experts prefixes are stored and not loaded: vLLM computes "
-        "those whose experts it does not have"
+        "with --enable-return-routed-experts prefixes are stored and not loaded: a loaded prefix "
+        "has no experts"
     )
     return False
 
@@ -199,10 +153,8 @@ def may_load(vllm_config: VllmConfig) -> bool:
 class MediaNames:
     """Whether the images and other media of an engine's requests are named by their content.
 
-    A block hash covers a medium by its identifier, which is a digest of its content, except in two
-    cases (``vllm/renderers/base.py``). Without its prefix cache and its processor's cache, vLLM
-    counts media instead of hashing them, and every process counts from 1. And a client may name a
-    medium itself (``multi_modal_uuids``). docs/internals/identity.md says what remains.
+    A block hash covers a medium by its identifier: a digest of its content, unless vLLM counts them
+    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -222,32 +174,10 @@ class MediaNames:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "prompts with media are not cached where these are not named by a digest of their "
-                "content: %s",
-                "vLLM counts media without --enable-prefix-caching and --mm-processor-cache-gb"
-                if self.are_counted
-                else "a client has named one by a uuid of its own",
+                "media are cached if their names are digests, but not by a client's uuid, nor by "
+                "vLLM's number without --enable-prefix-caching and --mm-processor-cache-gb"
             )
         return False
-
-
-def _simulated_experts() -> str:
-    return str(getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""))
-
-
-def _returns_experts(vllm_config: VllmConfig) -> bool:
-    name = "enable_return_routed_experts"
-    auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
-    return bool(getattr(auxiliary, name, getattr(vllm_config.model_config, name, False)))
-
-
-def _limits_hits() -> bool:
-    """Whether vLLM takes no hit whose routed experts it does not have: 0.33 or newer."""
-    try:
-        from vllm.distributed.aux_output_connector import connector
-    except ImportError:
-        return False
-    return hasattr(connector.AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _hashes_are_reproducible() -> bool:

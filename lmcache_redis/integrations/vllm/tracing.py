@@ -1,9 +1,7 @@
 """OpenTelemetry spans of what the cache did for a request: lookup, load, retrieve, store.
 
 They are siblings of vLLM's ``llm_request``: children of the span that the request's trace headers
-name. vLLM sets up the exporter in each of its processes (``--otlp-traces-endpoint``); a span goes
-through it. A request without trace headers has no spans here: vLLM makes a trace for it only when
-it ends.
+name. They go through the exporter that vLLM sets up in each process (``--otlp-traces-endpoint``).
 
     scheduler   lmcache_redis.lookup    from the question to the agent to its answer
                 lmcache_redis.load      from the allocation of its blocks to the end on all ranks
@@ -16,16 +14,15 @@ Ends are seen at vLLM's steps. Source: ``vllm/tracing/otel.py``, ``do_tracing`` 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
+
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from vllm.config import VllmConfig
-
-logger = logging.getLogger("vllm.lmcache_redis")
 
 # As vLLM names it in ``llm_request``.
 _REQUEST_ID = "gen_ai.request.id"
@@ -36,31 +33,24 @@ Headers = Mapping[str, str]
 
 
 class RequestSpans:
-    """Makes the spans of one process. There is one where tracing is on, see `of`.
-
-    provider: None: the process's, which vLLM may set later.
-    """
+    """Makes the spans of one process. provider: None: the process's, which vLLM may set later."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._tracer = trace.get_tracer("lmcache_redis", tracer_provider=provider)
-        self._has_failed = False
         self._propagator = TraceContextTextMapPropagator()
+        self._failed_reports: set[str] = set()
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> RequestSpans | None:
-        """None unless vLLM traces requests, and has the packages for it."""
+        """None unless vLLM traces requests: then it has checked that OpenTelemetry is there."""
         observability = getattr(vllm_config, "observability_config", None)
-        if getattr(observability, "otlp_traces_endpoint", None) is None:
-            return None
-        try:
-            return RequestSpans()
-        except ImportError as error:
-            logger.warning("the cache has no spans: OpenTelemetry is not installed (%s)", error)
-            return None
+        endpoint = getattr(observability, "otlp_traces_endpoint", None)
+        return None if endpoint is None else RequestSpans()
 
+    @guarded(nothing, "spans")
     def ended(
         self,
         name: str,
@@ -69,23 +59,13 @@ class RequestSpans:
         began_s: float,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers.
-
-        Raises nothing: the cache works without spans.
-        """
-        if not headers:
-            return
-        found = {_PREFIX + key: value for key, value in attributes.items()}
-        now_ns = time.time_ns()
-        try:
-            span = self._tracer.start_span(
+        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers."""
+        if headers:
+            found = {_PREFIX + key: value for key, value in attributes.items()}
+            now_ns = time.time_ns()
+            self._tracer.start_span(
                 _PREFIX + name,
                 context=self._propagator.extract(headers),
                 attributes={_REQUEST_ID: request_id, **found},
                 start_time=now_ns - int((time.monotonic() - began_s) * 1e9),
-            )
-            span.end(now_ns)
-        except Exception:  # of whatever exporter and sampler are configured
-            if not self._has_failed:
-                self._has_failed = True
-                logger.exception("a span was not made; later failures are not logged")
+            ).end(now_ns)

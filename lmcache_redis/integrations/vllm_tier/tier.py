@@ -236,21 +236,15 @@ class TierEpochs:
 
     The name of a chunk begins with the epoch of the weights that computed it (`vllm.epoch`), so KV
     of old weights is neither loaded nor stored as that of new ones. vLLM's own tiers have no such
-    thing. An `EngineListener`; used on the scheduler's thread.
+    thing. A listener of `engine`: on the scheduler's thread.
     """
-
-    is_paused = False  # a pause empties vLLM's caches, and leaves the weights alone
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._epochs = Epochs(None, None, engine.parameters)
         self._requests: dict[str, bytes] = {}
         self._watches_resets = False
-        if not listen(self):
-            logger.warning(
-                "this vLLM version does not report weight updates: restart engines whose weights "
-                "were replaced"
-            )
+        listen(self)
 
     @property
     def current(self) -> bytes:

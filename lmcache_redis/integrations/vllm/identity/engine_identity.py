@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm import envs
 
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
-from lmcache_redis.integrations.vllm.identity.settings import settings_of, settings_of_class
 from lmcache_redis.integrations.vllm.identity.weights import Unidentified, weights_identity
 
 if TYPE_CHECKING:
@@ -41,25 +41,35 @@ _ANY_LENGTH = frozenset(
 _DIGESTS = [
     name for name, pair in PAIRS.items() if pair.digested and name not in ("draft", "model_config")
 ]
+# Where an engine has the settings of a class.
+_PLACES = {
+    "VllmConfig": "",
+    "AttentionConfig": "attention_config",
+    "CacheConfig": "cache_config",
+    "CompilationConfig": "compilation_config",
+    "KernelConfig": "kernel_config",
+    "KVTransferConfig": "kv_transfer_config",
+    "LoadConfig": "load_config",
+    "LoRAConfig": "lora_config",
+    "MambaConfig": "mamba_config",
+    "ModelConfig": "model_config",
+    "MultiModalConfig": "model_config.multimodal_config",
+    "ParallelConfig": "parallel_config",
+    "SpeculativeConfig": "speculative_config",
+}
+# Names a file: what it contains is the value, and replicas may keep it elsewhere.
+_FILE = "mm_encoder_fp8_scale_path"
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
-_LONG_ROPE = frozenset({"longrope", "su"})
 
 
 def model_name(vllm_config: VllmConfig) -> str:
-    """The model name in every key: its name on the hub, or the name of its directory or file.
-
-    Replicas may therefore keep a local model under different paths. ``engine_identity``
-    distinguishes models whose directories have the same name.
-    """
+    """The model name in every key: its name on the hub, or the name of its directory or file."""
     model = str(vllm_config.model_config.model)
     return Path(model).resolve().name if os.path.exists(model) else model
 
 
 def engine_id(vllm_config: VllmConfig) -> str:
-    """Shared by the processes of one engine core, and by no other.
-
-    The configured id may be that of several engines, or of the cores of data parallel ranks.
-    """
+    """Shared by the processes of one engine core, and by no other, unlike the configured id."""
     parallel = vllm_config.parallel_config
     # The rank is 0 in every core of a model without experts.
     core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
@@ -99,7 +109,7 @@ def engine_identity(
             "context": _context(model),
             "quantization": str(model.quantization),
             "kv_cache_dtype": str(cache.cache_dtype),
-            **{pair: _digest(settings_of(pair, vllm_config)) for pair in _DIGESTS},
+            **{pair: _digest(_settings_of(pair, vllm_config)) for pair in _DIGESTS},
             "draft": _draft(vllm_config, weights_id),
             "block_hash": str(cache.prefix_caching_hash_algo),
             "tensor_parallel": str(parallel.tensor_parallel_size),
@@ -115,42 +125,25 @@ def _config(model: ModelConfig) -> dict[str, Any]:
     return {
         "config": model.hf_config.to_dict(),
         "text": model.hf_text_config.to_dict(),
-        "settings": settings_of_class("model_config", "ModelConfig", model),
-        "multimodal": settings_of_class(
+        "settings": _settings_of_class("model_config", "ModelConfig", model),
+        "multimodal": _settings_of_class(
             "model_config", "MultiModalConfig", getattr(model, "multimodal_config", None)
         ),
     }
 
 
 def _context(model: ModelConfig) -> str:
-    """How --max-model-len changes K: "" for most rotary embeddings.
+    """How --max-model-len changes K: "" for most rotary embeddings, else the length itself.
 
-    LongRoPE (Phi-3) has separate factors for contexts longer and shorter than the original one;
-    vLLM chooses once, by --max-model-len. For an unknown kind the result is the length itself.
+    LongRoPE (Phi-3) has other factors for contexts longer than the original one; vLLM chooses
+    once, by --max-model-len.
     """
     text = model.hf_text_config
-    named = []
-    for rope in _rope_parameters(text):
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind in _ANY_LENGTH:
-            continue
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        if kind in _LONG_ROPE and isinstance(original, int):
-            named.append("long" if model.max_model_len > original else "short")
-        else:
-            named.append(str(model.max_model_len))
-    return " ".join(named)
-
-
-def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
-    """Parameters of each rotary embedding: one for the model, or one per kind of layer."""
-    for name in ("rope_parameters", "rope_scaling"):
-        value = getattr(text, name, None)
-        if isinstance(value, Mapping) and value:
-            return [each for each in value.values() if isinstance(each, Mapping)] or [value]
-    return []
+    named = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    # One for the model, or one per kind of layer.
+    ropes = [each for each in named.values() if isinstance(each, Mapping)] or [named]
+    kinds = {rope.get("rope_type") or rope.get("type") or "default" for rope in ropes}
+    return "" if kinds <= _ANY_LENGTH else str(model.max_model_len)
 
 
 def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
@@ -165,9 +158,9 @@ def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
     return _digest(
         {
             "method": speculative.method,
-            "settings": settings_of("draft", vllm_config),
+            "settings": _settings_of("draft", vllm_config),
             "weights": None if same_files else weights_identity(draft, load, weights_id),
-            "loader": settings_of_class("loader", "LoadConfig", load),
+            "loader": _settings_of_class("loader", "LoadConfig", load),
             "config": _config(draft),
             "context": _context(draft),
             "dtype": draft.dtype,
@@ -205,3 +198,32 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     return type(value).__qualname__  # its repr may hold an address, which differs by process
+
+
+def _settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:
+    """The settings that are digested for ``pair``, by class, as far as this vLLM has them."""
+    names = PAIRS[pair].digested
+    return {kind: _values(kind, _place(kind, vllm_config), names[kind]) for kind in names}
+
+
+def _settings_of_class(pair: str, kind: str, config: Any) -> Mapping[str, Any]:
+    """As `_settings_of`, of one class, which ``config`` is an instance of."""
+    return _values(kind, config, PAIRS[pair].digested[kind])
+
+
+def _place(kind: str, vllm_config: VllmConfig) -> Any:
+    if kind in ("environment", "os.environ"):
+        return envs
+    config: Any = vllm_config
+    for name in filter(None, _PLACES[kind].split(".")):
+        config = getattr(config, name, None)
+    return config
+
+
+def _values(kind: str, config: Any, names: str) -> dict[str, Any]:
+    if kind == "os.environ":
+        return {name: os.environ.get(name) for name in names.split()}
+    found = {name: getattr(config, name) for name in names.split() if hasattr(config, name)}
+    if path := found.get(_FILE):
+        found[_FILE] = Path(path).read_bytes().hex()
+    return found

@@ -6,15 +6,14 @@ at the first request, and later requests check that the files are unchanged. If 
 it is unknown which version is in memory, and requests with this id are no longer cached.
 ``load_inplace`` makes vLLM read the files again, and the digest is computed again.
 
-A file system may hang, and the scheduler must not. So a thread of its own looks at the files. What
-it has found is believed for a short while, and renewed in time where an adapter is in use.
+A file system may hang, and the scheduler must not. So threads look at the files. What they have
+found is believed for a short while, and renewed in time where an adapter is in use.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import threading
 import time
@@ -40,25 +39,26 @@ _BELIEVED_S = 0.05
 _State = tuple[tuple[int, ...] | None, ...]
 
 
-class _Adapter(NamedTuple):
-    """What a request says of its adapter."""
-
-    number: int
-    path: str
-    is_3d: bool
-    is_read_again: bool
-
-
 class _Seen(NamedTuple):
-    """An adapter's files at a look that began at ``since_s``.
-
-    ``digest`` is None if the adapter is never cached.
-    """
+    """An adapter's files at a look that began at ``since_s``; digest: None if it is not cached."""
 
     path: str
     state: _State
     digest: bytes | None
     since_s: float
+
+
+class _Look(threading.Thread):
+    """A look at an adapter's files. before: what is known of those that vLLM has in memory."""
+
+    def __init__(self, path: str, is_3d: bool, before: _Seen | None) -> None:
+        super().__init__(name="adapter files", daemon=True)
+        self._of = (path, is_3d, before)
+        self.since_s = time.monotonic()
+        self.start()
+
+    def run(self) -> None:
+        self.seen = _look(*self._of, self.since_s)
 
 
 class AdapterDigests:
@@ -70,81 +70,51 @@ class AdapterDigests:
     def __init__(self, *, believed_s: float = _BELIEVED_S, deadline_s: float = _DEADLINE_S) -> None:
         self._believed_s = believed_s
         self._deadline_s = deadline_s
-        self._changed = threading.Condition()  # for all that follows
         self._seen: dict[int, _Seen] = {}
-        self._wanted: dict[_Adapter, None] = {}  # the looks to come, in order
-        self._since_s: float | None = None  # when the look in progress began
+        self._looks: dict[int, _Look] = {}  # in progress
 
-    def digest(self, lora_request: LoRARequest | None) -> bytes | None:
-        """16 bytes; ``b""`` without an adapter; None if the request must not be cached.
+    def digest(self, lora_request: LoRARequest) -> bytes | None:
+        """16 bytes; None if the request must not be cached. Never raises.
 
         If a later call for the same request gives another result, the adapter has changed, and KV
         computed since must not be stored.
-
-        Never raises. Waits where nothing is believed, and not for files that already let another
-        call wait.
         """
-        if lora_request is None:
-            return b""
         now_s = time.monotonic()
-        adapter = _Adapter(
-            lora_request.lora_int_id,
-            lora_request.lora_path,
-            bool(getattr(lora_request, "is_3d_lora_weight", False)),
-            bool(getattr(lora_request, "load_inplace", False)),
-        )
-        oldest_s = now_s - (0.0 if adapter.is_read_again else self._believed_s)
+        number, path = lora_request.lora_int_id, lora_request.lora_path
+        if getattr(lora_request, "load_inplace", False):
+            # vLLM reads the files again: what was seen of them, or is being seen, says nothing.
+            self._seen.pop(number, None)
+            self._looks.pop(number, None)
+        while (seen := self._seen.get(number)) is None or not (
+            seen.path == path and seen.since_s >= now_s - self._believed_s
+        ):
+            look = self._look(lora_request)
+            look.join(max(0.0, look.since_s + self._deadline_s - time.monotonic()))
+            if look.is_alive():
+                return None
+            self._seen[number] = self._looks.pop(number).seen
+        if seen.since_s < now_s - self._believed_s / 2:
+            look = self._look(lora_request)
+            if not look.is_alive():
+                self._seen[number] = self._looks.pop(number).seen
+        return seen.digest
 
-        def is_believed(oldest_s: float) -> bool:
-            seen = self._seen.get(adapter.number)
-            return seen is not None and seen.path == adapter.path and seen.since_s >= oldest_s
-
-        with self._changed:
-            if adapter.is_read_again and (seen := self._seen.get(adapter.number)):
-                # vLLM may have other files in memory from now on than those.
-                self._seen[adapter.number] = seen._replace(since_s=-math.inf)
-            if not is_believed(oldest_s):
-                until_s = self._look(adapter) + self._deadline_s
-                if not self._changed.wait_for(lambda: is_believed(oldest_s), until_s - now_s):
-                    return None
-            elif not is_believed(now_s - self._believed_s / 2):
-                self._look(adapter)
-            return self._seen[adapter.number].digest
-
-    def _look(self, adapter: _Adapter) -> float:
-        """Has the thread look at the files, and returns since when it is at its present look."""
-        self._wanted[adapter] = None
-        if self._since_s is None:
-            self._since_s = time.monotonic()
-            threading.Thread(target=self._look_at_all, name="adapter files", daemon=True).start()
-        return self._since_s
-
-    def _look_at_all(self) -> None:
-        while True:
-            with self._changed:
-                if not self._wanted:
-                    self._since_s = None
-                    return
-                adapter = next(iter(self._wanted))
-                del self._wanted[adapter]
-                since_s = self._since_s = time.monotonic()
-                seen = self._seen.get(adapter.number)
-            found = _look(adapter, seen, since_s)
-            with self._changed:
-                # vLLM may read the files again before the look that is to come.
-                if adapter._replace(is_read_again=True) not in self._wanted:
-                    self._seen[adapter.number] = found
-                    self._changed.notify_all()
+    def _look(self, lora_request: LoRARequest) -> _Look:
+        """The look in progress at an adapter's files, or a new one."""
+        number = lora_request.lora_int_id
+        if number not in self._looks:
+            is_3d = bool(getattr(lora_request, "is_3d_lora_weight", False))
+            self._looks[number] = _Look(lora_request.lora_path, is_3d, self._seen.get(number))
+        return self._looks[number]
 
 
-def _look(adapter: _Adapter, seen: _Seen | None, since_s: float) -> _Seen:
-    path = adapter.path
+def _look(path: str, is_3d: bool, before: _Seen | None, since_s: float) -> _Seen:
     try:
         state, digest = _state(path), None
-        if seen is not None and seen.digest is not None and seen[:2] == (path, state):
-            digest = seen.digest
-        elif seen is None or adapter.is_read_again:
-            digest = _digest(path, state, adapter.is_3d)
+        if before is None:
+            digest = _digest(path, state, is_3d)
+        elif before[:2] == (path, state):
+            digest = before.digest
     except Exception:
         logger.exception("requests with the adapter %s are not cached; please report this", path)
         return _Seen(path, (), None, since_s)

@@ -4,10 +4,8 @@ Engines with equal shapes, strides and names may pack differently: vLLM's CPU ba
 the instruction set of the host, GPU backends on the kernel. So every layer's own backend writes
 known K and V into a scratch cache, and the digest of the resulting bytes is part of the identity.
 
-The known values are exact in every cache dtype (fp8 after scaling) and identify token, head and
-element. There are more elements than exact values, so the index of each element is written as a
-number, one digit per round. The scratch cache has the layer's shape and strides with two blocks.
-Backends keep state from the first cache that they see, so the probe uses copies of them.
+The known values are exact in every cache dtype (fp8 after scaling). Each element is the number of
+its place, one digit in each round.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,7 +43,7 @@ def kv_identity(
     *,
     num_blocks: int,
     block_size_tokens: int,
-    block_strides: Mapping[str, int] | None,
+    block_strides: Mapping[str, int],
 ) -> dict[str, str]:
     """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV.
 
@@ -66,10 +64,10 @@ def kv_identity(
             cache = _layer_cache(layer, tensor)
             kind = _kind(layer, cache)
             if kind not in found:
-                block_stride = (block_strides or {}).get(name)
-                scratch = _scratch(cache, num_blocks, block_stride, block_size_tokens)
+                stride = block_strides.get(name)
+                scratch = _scratch(cache, num_blocks, stride, block_size_tokens)
                 with torch.inference_mode():
-                    found[kind] = _probe(layer, scratch, vllm_config.model_config.dtype)
+                    found[kind] = _probe(layer, *scratch, vllm_config.model_config.dtype)
             digests.append(found[kind])
         except Exception as error:  # a backend may raise anything
             digests.append(_unprobed(layer, tensor))
@@ -88,18 +86,15 @@ def _digest(value: Any) -> str:
 
 
 def _scales(layer: Any) -> list[list[float] | None]:
-    found = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
     return [
         each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
-        for each in found
+        for each in (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     ]
 
 
 def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
     """The cache that the layer writes. A kernel's blocks may be parts of the engine's blocks."""
     bound = getattr(layer, "kv_cache", None)
-    if isinstance(bound, list) and len(bound) == 1:  # older versions: one per virtual engine
-        bound = bound[0]
     if isinstance(bound, torch.Tensor) and bound.numel():
         return bound
     return registered
@@ -107,10 +102,8 @@ def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
 
 def _kind(layer: Any, cache: torch.Tensor) -> str:
     """Layers of one kind share a probe."""
-    sizes = [
-        getattr(layer, size, None)
-        for size in ("num_kv_heads", "head_size", "head_size_v", "kv_lora_rank", "qk_rope_head_dim")
-    ]
+    names = ("num_kv_heads", "head_size", "head_size_v", "kv_lora_rank", "qk_rope_head_dim")
+    sizes = [getattr(layer, size, None) for size in names]
     backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
     storage = (tuple(cache.shape), cache.stride(), cache.dtype)
     variant = (getattr(layer, "isa", None), layer.kv_cache_dtype, vars(layer.impl).get("attn_type"))
@@ -124,38 +117,30 @@ def _unprobed(layer: Any, registered: torch.Tensor) -> str:
     return repr((type(layer).__name__, type(backend).__qualname__, settings, registered.dtype))
 
 
-class _Scratch(NamedTuple):
-    """``cache`` is a view of ``memory`` (bytes) with room for ``tokens``."""
-
-    memory: torch.Tensor
-    cache: torch.Tensor
-    tokens: int
-
-
-def _probe(layer: Any, scratch: _Scratch, dtype: torch.dtype) -> str:
-    slots = torch.arange(scratch.tokens, dtype=torch.int64, device=scratch.cache.device)
+def _probe(
+    layer: Any, memory: torch.Tensor, cache: torch.Tensor, tokens: int, dtype: torch.dtype
+) -> str:
+    """The digest of ``memory``, whose view ``cache`` has room for ``tokens``."""
+    slots = torch.arange(tokens, dtype=torch.int64, device=cache.device)
+    # Backends keep state from the first cache that they see.
     layer, impl = copy.copy(layer), copy.copy(layer.impl)
     latent = hasattr(layer, "kv_lora_rank")  # MLA: a latent vector per token, and a rotary part
     if latent:
-        shapes = [(scratch.tokens, layer.kv_lora_rank), (scratch.tokens, 1, layer.qk_rope_head_dim)]
+        shapes = [(tokens, layer.kv_lora_rank), (tokens, 1, layer.qk_rope_head_dim)]
     else:
         value_size = getattr(layer, "head_size_v", None) or layer.head_size
-        shapes = [
-            (scratch.tokens, layer.num_kv_heads, size) for size in (layer.head_size, value_size)
-        ]
+        shapes = [(tokens, layer.num_kv_heads, size) for size in (layer.head_size, value_size)]
     elements = sum(math.prod(shape) for shape in shapes)
     digest = hashlib.blake2b(digest_size=16)
     digit = 1
     while digit < elements:
-        scratch.memory.zero_()
+        memory.zero_()
         key, value = _known(layer, shapes, digit, dtype, slots.device)
         if latent:
-            impl.do_kv_cache_update(
-                key, value, scratch.cache, slots, layer.kv_cache_dtype, layer._k_scale
-            )
+            impl.do_kv_cache_update(key, value, cache, slots, layer.kv_cache_dtype, layer._k_scale)
         else:
-            impl.do_kv_cache_update(layer, key, value, scratch.cache, slots)
-        digest.update(scratch.memory.cpu().numpy().tobytes())
+            impl.do_kv_cache_update(layer, key, value, cache, slots)
+        digest.update(memory.cpu().numpy().tobytes())
         digit *= len(_VALUES)
     return digest.hexdigest()
 
@@ -181,11 +166,10 @@ def _known(
 
 def _scratch(
     cache: torch.Tensor, num_blocks: int, block_stride: int | None, block_size_tokens: int
-) -> _Scratch:
-    """Memory like that of ``cache`` with two blocks.
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Bytes, a view of them that is like ``cache`` with two blocks, and the tokens of these.
 
-    All other sizes and strides are kept, except the strides of dimensions outside the block
-    dimension (K before V), which shrink with it.
+    Strides of dimensions outside the block dimension (K before V) shrink with it.
     """
     view = TensorView.of(cache, "kv_cache", str(cache.dtype), storage=0)
     dim, parts = block_dimension(view, num_blocks, block_stride)
@@ -202,5 +186,4 @@ def _scratch(
     ]
     extent = 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
     memory = torch.zeros(extent * view.itemsize, dtype=torch.uint8, device=cache.device)
-    view_of_memory = memory.view(cache.dtype).as_strided(size, strides)
-    return _Scratch(memory, view_of_memory, blocks * block_size_tokens)
+    return memory, memory.view(cache.dtype).as_strided(size, strides), blocks * block_size_tokens

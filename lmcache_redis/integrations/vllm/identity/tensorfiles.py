@@ -1,10 +1,9 @@
 """A digest of one weights file that reads only a small part of it.
 
-The table of a file (safetensors, the zip files of ``torch.save``) says where its tensors begin. The
-digest covers the whole table, with names, shapes and the CRCs of a zip file, and the first, the
-middle and the last bytes of every tensor, because a fine-tune may change norms or biases only.
-Large tensors have more, evenly spread samples: training changes almost every number. A small file,
-and one of another format, is read whole.
+The table of a safetensors file says where its tensors begin. The digest covers the whole table, and
+the first, the middle and the last bytes of every tensor, because a fine-tune may change norms or
+biases only. Large tensors have more, evenly spread samples: training changes almost every number. A
+small file, and one of another format, is read whole.
 
 Tables are untrusted: every offset is checked against the file's size.
 """
@@ -16,11 +15,10 @@ import json
 import os
 import stat
 import struct
-import zipfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import BinaryIO
 
 import xxhash
 
@@ -30,23 +28,10 @@ _SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three samples of each
 _MAX_HEADER_BYTES = 1 << 30
 
 
-class Extent(NamedTuple):
-    """``size`` bytes of a file from ``offset`` on."""
-
-    offset: int
-    size: int
-
-
 # What a header that is none, or none that can be believed, raises.
 _BAD_TABLE = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-# What a file says of itself, and where its tensors begin. Each ends where the next begins.
-_Table: TypeAlias = tuple[bytes, list[int]]
-
-
-class _NoTable(Exception):
-    """The file has another format, or an invalid table."""
 
 
 def digest_file(path: Path) -> bytes:
@@ -60,30 +45,20 @@ def digest_file(path: Path) -> bytes:
             raise OSError(f"{path} is not a regular file")
         size_bytes = status.st_size
         digest = hashlib.blake2b(struct.pack("<Q", size_bytes), digest_size=16)
-        for part in _parts(file, size_bytes):
-            digest.update(part if isinstance(part, bytes) else _read(file, part))
+        if size_bytes <= _WHOLE_BYTES:
+            digest.update(_read(file, 0, size_bytes))
+        elif (table := _table(file, size_bytes)) is None:
+            whole = xxhash.xxh3_128()
+            for offset in range(0, size_bytes, _WHOLE_BYTES):
+                whole.update(_read(file, offset, min(_WHOLE_BYTES, size_bytes - offset)))
+            digest.update(whole.digest())
+        else:
+            header, begins = table
+            digest.update(struct.pack("<Q", len(header)) + header)
+            for begin, end in pairwise(sorted([*begins, size_bytes])):
+                for offset, size in _samples(begin, end - begin):
+                    digest.update(_read(file, offset, size))
         return digest.digest()
-
-
-def _parts(file: BinaryIO, size_bytes: int) -> Iterator[bytes | Extent]:
-    """What the digest covers, in this order: bytes, and extents of the file."""
-    if size_bytes <= _WHOLE_BYTES:
-        yield Extent(0, size_bytes)
-        return
-    try:
-        described, begins = _table(file, size_bytes)
-        if not begins or min(begins) < 0 or max(begins) > size_bytes:
-            raise _NoTable
-    except _NoTable:
-        whole = xxhash.xxh3_128()
-        for offset in range(0, size_bytes, _WHOLE_BYTES):
-            whole.update(_read(file, Extent(offset, min(_WHOLE_BYTES, size_bytes - offset))))
-        yield whole.digest()
-        return
-    yield struct.pack("<Q", len(described)) + described
-    for begin, end in pairwise(sorted([*begins, size_bytes])):
-        tensor = Extent(begin, end - begin)
-        yield from _spread(tensor, 3 + 2 * (tensor.size // (2 * _SAMPLE_EVERY_BYTES)))
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
@@ -91,53 +66,40 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _read(file: BinaryIO, extent: Extent) -> bytes:
-    """The bytes of ``extent``. Raises OSError if the file has become shorter."""
-    file.seek(extent.offset)
-    found = file.read(extent.size)
-    if len(found) != extent.size:
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    found = file.read(size)
+    if len(found) != size:
         raise OSError(f"{file.name} became shorter while it was read")
     return found
 
 
-def _spread(extent: Extent, count: int) -> Iterator[Extent]:
-    """``count`` evenly spread samples, or the whole extent if it is not larger than these."""
-    if extent.size <= count * _SAMPLE_BYTES:
-        yield extent
+def _samples(offset: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where the samples of a tensor are, and how long: all of it, if it is not longer than they."""
+    count = 3 + 2 * (size // (2 * _SAMPLE_EVERY_BYTES))
+    if size <= count * _SAMPLE_BYTES:
+        yield offset, size
         return
     for number in range(count):
-        at = (extent.size - _SAMPLE_BYTES) * number // (count - 1)
-        yield Extent(extent.offset + at, _SAMPLE_BYTES)
+        yield offset + (size - _SAMPLE_BYTES) * number // (count - 1), _SAMPLE_BYTES
 
 
-def _table(file: BinaryIO, size_bytes: int) -> _Table:
-    """https://huggingface.co/docs/safetensors: header length, JSON header, data."""
-    if _read(file, Extent(0, 2)) == b"PK":
-        return _zip_table(file)
-    header_bytes = struct.unpack("<Q", _read(file, Extent(0, 8)))[0]
+def _table(file: BinaryIO, size_bytes: int) -> tuple[bytes, list[int]] | None:
+    """A file's header, and where its tensors begin. Each ends where the next begins.
+
+    None if the file has another format, or an invalid table.
+    Source: https://huggingface.co/docs/safetensors: header length, JSON header, data.
+    """
+    header_bytes = struct.unpack("<Q", _read(file, 0, 8))[0]
     if header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
-        raise _NoTable
-    header = _read(file, Extent(0, 8 + header_bytes))
+        return None
+    header = _read(file, 0, 8 + header_bytes)
     try:
-        return header, [
+        begins = [
             len(header) + int(tensor["data_offsets"][0])
             for name, tensor in json.loads(header[8:]).items()
             if name != "__metadata__"
         ]
-    except _BAD_TABLE as error:
-        raise _NoTable from error
-
-
-def _zip_table(file: BinaryIO) -> _Table:
-    """The central directory has a CRC of every member, and so covers every tensor.
-
-    Samples are read too, because ``torch.save`` may leave CRCs out.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise _NoTable from error
-    described = "".join(f"{each.filename}\0{each.CRC}\0{each.file_size}\0" for each in members)
-    begins = [each.header_offset for each in members]
-    return described.encode(errors="surrogateescape"), begins
+    except _BAD_TABLE:
+        return None
+    return (header, begins) if begins and 0 <= min(begins) <= max(begins) <= size_bytes else None

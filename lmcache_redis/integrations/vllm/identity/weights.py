@@ -1,8 +1,6 @@
 """The identity of an engine's weights: a digest of their files, or a name from the operator.
 
-Weights without local files (object storage, custom loaders) have no digest. Unless the operator
-names them (``weights_id`` in ``kv_connector_extra_config``), nothing is cached: two models with the
-same keys would read each other's KV.
+Without either nothing is cached: two models with the same keys would read each other's KV.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +38,6 @@ _FROM_FILES = frozenset(
 )  # fmt: skip
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _READER_THREADS = 8
-_MAX_FILES = 20_000
 
 
 class Unidentified(LMCacheRedisError):
@@ -82,8 +80,6 @@ def digest_files(root: Path) -> str:
         files = sorted(_files(root))
     if not any(_matches(path.name, _WEIGHTS) for path in files):
         raise Unidentified(f"there are no weights in {root}")
-    if len(files) > _MAX_FILES:
-        raise Unidentified(f"there are {len(files)} files in {root}")
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(_READER_THREADS) as readers:
         for path, found in zip(files, readers.map(digest_file, files), strict=True):
@@ -116,23 +112,14 @@ def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         raise Unidentified(f"{repository} comes from ModelScope")
     for revision in [model.revision, commit] if has_commit else [model.revision]:
-        snapshot = _snapshot(repository, revision, load.download_dir)
-        if snapshot is not None:
-            return snapshot
+        with suppress(OSError, ValueError, Unidentified):  # its weights are not there
+            snapshot = snapshot_download(
+                repository, revision=revision, cache_dir=load.download_dir, local_files_only=True
+            )
+            return digest_files(Path(snapshot))
     if has_commit:
         return f"commit {commit}"
     raise Unidentified(f"{repository} is neither a path nor in the local hub cache")
-
-
-def _snapshot(repository: str, revision: str | None, cache: str | None) -> str | None:
-    """The digest of a snapshot in the cache; None if its weights are not there."""
-    try:
-        path = snapshot_download(
-            repository, revision=revision, cache_dir=cache, local_files_only=True
-        )
-        return digest_files(Path(path))
-    except (OSError, ValueError, Unidentified):
-        return None
 
 
 def _files(root: Path) -> Iterator[Path]:

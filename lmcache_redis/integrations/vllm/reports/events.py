@@ -27,6 +27,7 @@ from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -43,20 +44,25 @@ _PLACES = {
 }
 
 
-class AnnouncedChunk(NamedTuple):
-    """What an event says of a chunk.
+class AnnouncedPart(NamedTuple):
+    """What events say of a chunk's part in a group.
 
-    number: in the prompt. hashes: as vLLM publishes them, one for each of its units of hashing.
-    parent: the hash before. extra_keys: of each block, by group, where the request has any.
+    hashes: as vLLM publishes them, of each block. parent: the hash before. extra_keys: of each
+    block.
     """
 
-    number: int
     hashes: Sequence[Any]
     parent: Any
     token_ids: Sequence[int]
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: Sequence[Sequence[Any]]
+    extra_keys: Sequence[Any]
+
+
+class AnnouncedChunk(NamedTuple):
+    """A chunk with its number in the prompt, its adapter, and its parts by group."""
+
+    number: int
+    lora: LoRARequest | None
+    parts: Sequence[AnnouncedPart]
 
 
 class Event(NamedTuple):
@@ -76,11 +82,8 @@ class Holdings:
     """Which chunks are in which tier, of up to ``limit`` chunks: those that were named last.
 
     A chunk has parts: of each group of layers one, and of each rank that holds bytes of its own. It
-    is in a tier, for a group, while the tier has all parts of that group. The agent may tell of one
-    change again, and tells of chunks of other engines, which are unknown here.
-
-    An event follows when a chunk enters or leaves a tier. What is forgotten counts as removed, so
-    that no router relies on what is no longer followed.
+    is in a tier, for a group, while the tier has all parts of that group. An event follows when it
+    enters or leaves a tier. What is forgotten counts as removed.
     """
 
     def __init__(self, limit: int) -> None:
@@ -101,10 +104,7 @@ class Holdings:
         return events
 
     def follow(self, name: bytes, describe: Callable[[], AnnouncedChunk]) -> list[Event]:
-        """Follows a chunk, which is now the one that was named last.
-
-        The one that was named first may be forgotten for it.
-        """
+        """Follows a chunk, for which the one that was named first may be forgotten."""
         if name in self._chunks:
             self._chunks.move_to_end(name)
             return []
@@ -139,28 +139,6 @@ class Holdings:
             for (tier, group), mask in parts.items()
             if mask == self._whole[group]
         ]
-
-
-class Blocks(NamedTuple):
-    """The blocks of a chunk's part in one group. tokens: their place in the chunk."""
-
-    hashes: list[Any]
-    parent: Any
-    tokens: slice
-
-
-def blocks_of(chunk: AnnouncedChunk, group: LayerGroup) -> Blocks:
-    """The blocks that the group's part of the chunk holds."""
-    chunk_tokens, block_tokens = len(chunk.token_ids), group.block_size_tokens
-    part = group.part(0, chunk_tokens)
-    per_block = block_tokens * len(chunk.hashes) // chunk_tokens
-    ends = range(part.start + 1, part.stop + 1)
-    first = part.start * per_block
-    return Blocks(
-        [chunk.hashes[end * per_block - 1] for end in ends],
-        chunk.hashes[first - 1] if first else chunk.parent,
-        slice(part.start * block_tokens, part.stop * block_tokens),
-    )
 
 
 def in_order(events: Iterable[Event]) -> list[list[Event]]:
@@ -225,45 +203,37 @@ class Announcer:
         return [each for run in in_order(events) for each in self._published(run)]
 
     def _described(self, request: Request, number: int, chunk_tokens: int) -> AnnouncedChunk:
-        begin, end = number * chunk_tokens, (number + 1) * chunk_tokens
-        first, last = begin // self._hash_tokens, end // self._hash_tokens
-        lora = request.lora_request
-        hashes = [
-            kv_cache_utils.maybe_convert_block_hash(each)
-            for each in request.block_hashes[max(0, first - 1) : last]
-        ]
-        return AnnouncedChunk(
-            number,
-            hashes[1:] if first else hashes,
-            hashes[0] if first else None,
-            array("i", request.all_token_ids[begin:end]),
-            lora.adapter_id if lora else None,
-            lora.name if lora else None,
-            [self._extra_keys(request, group, begin, end) for group in self._groups],
-        )
+        parts = [self._part(request, group, number, chunk_tokens) for group in self._groups]
+        return AnnouncedChunk(number, request.lora_request, parts)
 
-    def _extra_keys(
-        self, request: Request, group: LayerGroup, begin: int, end: int
-    ) -> Sequence[Any]:
-        """Of each block of the chunk's part in the group; empty if none has any."""
-        chunk_tokens, size = end - begin, group.block_size_tokens
-        part = group.part(0, chunk_tokens)
+    def _part(
+        self, request: Request, group: LayerGroup, number: int, chunk_tokens: int
+    ) -> AnnouncedPart:
+        blocks, size = group.part(number, chunk_tokens), group.block_size_tokens
+        ends = [block * size // self._hash_tokens for block in range(blocks.start, blocks.stop + 1)]
+        parent, *hashes = [
+            kv_cache_utils.maybe_convert_block_hash(request.block_hashes[end - 1]) if end else None
+            for end in ends
+        ]
         keys, feature = [], 0
-        for block in range(begin + part.start * size, begin + part.stop * size, size):
+        for begin in range(blocks.start * size, blocks.stop * size, size):
             each, feature = kv_cache_utils.generate_block_hash_extra_keys(
-                request, block, block + size, feature
+                request, begin, begin + size, feature
             )
             keys.append(each)
-        return keys if any(keys) else ()
+        # Newer versions of vLLM tag the keys that they hash.
+        published = getattr(kv_cache_utils, "to_event_extra_keys", list)(keys)
+        tokens = array("i", request.all_token_ids[blocks.start * size : blocks.stop * size])
+        return AnnouncedPart(hashes, parent, tokens, published)
 
     def _published(self, run: Sequence[Event]) -> list[KVCacheEvent]:
         """vLLM's events for a run: of stored chunks one each, of removed ones one for all."""
         stored, tier, number, _ = run[0]
         medium, locality = _PLACES[tier]
         group = self._groups[number]
-        blocks = [blocks_of(each.chunk, group) for each in run]
+        parts = [each.chunk.parts[number] for each in run]
         if not stored:
-            gone = [each for part in blocks for each in part.hashes]
+            gone = [each for part in parts for each in part.hashes]
             return [
                 kv_events.BlockRemoved(
                     block_hashes=gone, medium=medium, group_idx=group.number, locality=locality
@@ -273,17 +243,17 @@ class Announcer:
             kv_events.BlockStored(
                 block_hashes=part.hashes,
                 parent_block_hash=part.parent,
-                token_ids=list(chunk.token_ids[part.tokens]),
+                token_ids=list(part.token_ids),
                 block_size=group.block_size_tokens,
-                lora_id=chunk.lora_id,
+                lora_id=chunk.lora.adapter_id if chunk.lora else None,
                 medium=medium,
-                lora_name=chunk.lora_name,
-                extra_keys=_published_keys(chunk.extra_keys[number], len(part.hashes)),
+                lora_name=chunk.lora.name if chunk.lora else None,
+                extra_keys=part.extra_keys,
                 group_idx=group.number,
                 locality=locality,
                 **self._specs[group.number],
             )
-            for (*_, chunk), part in zip(run, blocks, strict=True)
+            for (*_, chunk), part in zip(run, parts, strict=True)
         ]
 
 
@@ -291,20 +261,10 @@ def spec_fields(kv_cache_config: KVCacheConfig) -> list[Mapping[str, Any]]:
     """What vLLM's own events say of the layers of each group."""
     from vllm.v1 import kv_cache_interface
 
+    kind_of = kv_cache_interface.get_kv_cache_spec_kind
+    window_of = kv_cache_interface.get_kv_cache_spec_sliding_window
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
-        {
-            "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
-            "kv_cache_spec_sliding_window": (
-                kv_cache_interface.get_kv_cache_spec_sliding_window(spec)
-            ),
-        }
-        for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+        {"kv_cache_spec_kind": kind_of(each).value, "kv_cache_spec_sliding_window": window_of(each)}
+        for each in specs
     ]
-
-
-def _published_keys(keys: Sequence[Any], blocks: int) -> list[Any]:
-    """As vLLM publishes them: newer versions tag the keys that they hash."""
-    keys = keys or [None] * blocks
-    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
-    found: list[Any] = untagged(keys)
-    return found

@@ -1,20 +1,40 @@
-"""The metrics that the connector adds to vLLM's own, and the counts that vLLM carries to them.
+"""The connector's metrics beside vLLM's own, and the hooks by which vLLM asks for reports.
 
 ``ConnectorStats.data`` has a mapping for each family: from the value of its label ("" if it has
 none) to a count, to the list of what was observed, or to a gauge's value. vLLM sends it between
-processes as msgpack.
+processes as msgpack, and adds its own labels: the model and the number of the engine.
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` and ``metrics.py``. A vLLM without
+one of these hooks does not call it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
-from lmcache_redis.integrations.vllm.tracing import Headers, RequestSpans
-from lmcache_redis.metrics import SECONDS, Declared
+from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
+from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
+from lmcache_redis.integrations.vllm.tracing import RequestSpans
+from lmcache_redis.metrics import PREFIX, SECONDS, Declared
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.request import Request
+
+    from lmcache_redis.integrations.vllm.reports.events import Announcer
+
+logger = logging.getLogger("vllm.lmcache_redis")
 
 # Label values of ``hit_tokens``.
 TIERS: Final = ("host", "disk", "redis")
@@ -80,10 +100,10 @@ class ConnectorStats(KVConnectorStats):
 
 
 class Recorder:
-    """What one process has counted since the last `take`. spans: None where tracing is off."""
+    """What one process has counted since the last `take`. span: as `RequestSpans.ended`."""
 
     def __init__(self, spans: RequestSpans | None = None) -> None:
-        self._spans = spans
+        self.span: Callable[..., None] = nothing if spans is None else spans.ended
         self._data: dict[str, dict[str, Any]] = {}
         self._gauges: dict[tuple[str, str], float] = {}
 
@@ -101,19 +121,130 @@ class Recorder:
             self._gauges[name, label] = value
             self._data.setdefault(name, {})[label] = value
 
-    def span(
-        self,
-        name: str,
-        request_id: str,
-        headers: Headers | None,
-        began_s: float,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        """Makes a span that ends now, where tracing is on; see `RequestSpans.ended`."""
-        if self._spans is not None:
-            self._spans.ended(name, request_id, headers, began_s, attributes)
-
     def take(self) -> ConnectorStats | None:
         """What was counted since the last call; None if nothing was."""
         data, self._data = self._data, {}
         return ConnectorStats(data) if data else None
+
+
+class ReportingHooks(KVConnectorBase_V1):
+    """A part of the connector, which has the other attributes."""
+
+    _scheduler: Any  # `ConnectorScheduler`, which imports this module
+    _adapter: SchedulerClient | WorkerClient | None
+
+    def _begin_reports(self) -> None:
+        self._recorder = Recorder(RequestSpans.of(self._vllm_config))
+        self._announcer: Announcer | None = None
+        self._failed_reports: set[str] = set()
+
+    @guarded(nothing, EVENTS)
+    def _begin_events(
+        self, adapter: SchedulerClient, groups: Sequence[LayerGroup], hash_tokens: int
+    ) -> None:
+        """Has the scheduler's connector make KV events, if vLLM publishes them."""
+        config = getattr(self._vllm_config, "kv_events_config", None)
+        if config is not None and config.enable_kv_cache_events:
+            # Here, because a vLLM that has changed what they need must still run the cache.
+            from lmcache_redis.integrations.vllm.reports.events import Announcer, spec_fields
+
+            watch = ChunkWatch(adapter.link, adapter.ranks)
+            specs = spec_fields(self._kv_cache_config)
+            self._announcer = Announcer(watch, groups, hash_tokens, specs)
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Which chunks can be loaded now, or no longer, see `reports.events`."""
+        return () if self._announcer is None else self._announcer.take()
+
+    @guarded(
+        lambda self, *args: KVConnectorBase_V1.get_external_cache_hit_sources(self, *args),
+        "the sources of hits",
+    )
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """The tokens of a planned load by the tier that has them (vLLM 0.32 or newer)."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        if self._scheduler is None:
+            return {}
+        tokens = self._scheduler.hit_tokens(request.request_id)
+        sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+        remote = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
+        return {sources.get(tier, remote): count for tier, count in tokens.items()}
+
+    @guarded(nothing, "statistics")
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What this process has counted since the last call."""
+        if self.role is KVConnectorRole.WORKER:
+            rank, client = self._vllm_config.parallel_config.rank, self._adapter
+            is_registered = isinstance(client, WorkerClient) and client.ready
+            self._recorder.set("registered", float(is_registered), str(rank))
+        return self._recorder.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *engines: Any, **named: Any) -> ConnectorMetrics | None:
+        """The metrics on vLLM's /metrics; None if they cannot be registered."""
+        try:
+            return ConnectorMetrics(*engines, **named)
+        except Exception:
+            logger.exception("the connector has no metrics; please report this")
+            return None
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """In the process that serves /metrics: one metric for each family, with a child per engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._failed_reports: set[str] = set()
+        self._metrics: dict[str, Any] = {}
+        _forget_former()
+        workers = [str(rank) for rank in range(vllm_config.parallel_config.world_size)]
+        values = {"worker": workers, "tier": TIERS, "": [""]}
+        for name, declared in DECLARED.items():
+            more = {"multiprocess_mode": "mostrecent"} if declared.kind is Gauge else {}
+            metric = declared.make(metric_types[declared.kind], labelnames, **more)
+            self._metrics[name] = metric
+            # So that each is there from the start, as 0.
+            for engine in per_engine_labelvalues.values():
+                for label in values[declared.label]:
+                    _child(metric, engine, label)
+
+    @guarded(nothing, "metrics")
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds what `ConnectorStats` has counted. Never raises."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, values in transfer_stats_data.items():
+            metric, kind = self._metrics[name], DECLARED[name].kind
+            for label, value in values.items():
+                child = _child(metric, engine, label)
+                if kind is Counter:
+                    child.inc(value)
+                elif kind is Gauge:
+                    child.set(value)
+                else:
+                    for each in value:
+                        child.observe(each)
+
+
+def _child(metric: Any, engine: Sequence[object], label: str) -> Any:
+    return metric.labels(*engine, *([label] if label else []))
+
+
+def _forget_former() -> None:
+    """Unregisters the metrics of an earlier engine of this process, as vLLM does with its own."""
+    prefix = f"{PREFIX}vllm_"
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith(prefix):
+            REGISTRY.unregister(collector)

@@ -1,0 +1,194 @@
+"""What a connector is made of, from the settings of its engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmcache_redis.chunks.metadata import dtype_name
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
+from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.config import ClientConfig
+from lmcache_redis.errors import DeviceError
+from lmcache_redis.integrations.vllm.engine import Engine, recompute_failed_loads
+from lmcache_redis.integrations.vllm.epoch import Epochs
+from lmcache_redis.integrations.vllm.groups import (
+    LayerGroup,
+    block_strides,
+    common_block_tokens,
+    left_out_groups,
+    shard_of_rank,
+)
+from lmcache_redis.integrations.vllm.identity.engine_identity import (
+    attention_backend,
+    engine_id,
+    engine_identity,
+    model_name,
+)
+from lmcache_redis.integrations.vllm.identity.probe import kv_identity
+from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.support import MediaNames, may_load, supported_groups
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from lmcache_redis.integrations.vllm.reports.events import Announcer
+
+logger = logging.getLogger("vllm.lmcache_redis")
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """beside_others: in a MultiConnector. engine_id: at the start; vLLM may change it later."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    config: ClientConfig
+    beside_others: bool
+    groups: Sequence[LayerGroup]
+    engine_id: str
+
+    @classmethod
+    def of(cls, connector: KVConnectorBase_V1, *, takes_failed_loads: bool) -> SetUp:
+        """Raises LMCacheRedisError if the settings are wrong, or the engine cannot be cached."""
+        vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
+        extra = connector._kv_transfer_config.kv_connector_extra_config
+        config = ClientConfig.from_extra_config(extra)
+        beside_others = recompute_failed_loads(connector)
+        groups = supported_groups(
+            vllm_config, kv_cache_config, takes_failed_loads=takes_failed_loads
+        )
+        return cls(
+            vllm_config, kv_cache_config, config, beside_others, groups, engine_id(vllm_config)
+        )
+
+    def scheduler_client(self) -> SchedulerClient:
+        return SchedulerClient(**self._client_settings())
+
+    def worker_client(self) -> WorkerClient:
+        rank = self.vllm_config.parallel_config.rank
+        settings = self._client_settings()
+        return WorkerClient(**settings, worker_id=rank, on_registered=self._registered)
+
+    def _client_settings(self) -> dict[str, Any]:
+        return {
+            "endpoint": self.config.endpoint,
+            "model_name": model_name(self.vllm_config),
+            "world_size": self.vllm_config.parallel_config.world_size,
+            "block_size_tokens": common_block_tokens(self.groups),
+            "engine_id": self.engine_id,
+            "agent_dead_after_s": self.config.agent_dead_after_s,
+        }
+
+    def _registered(self, agent_pid: int, chunk_tokens: int, place: RankPlace) -> None:
+        """On the link's thread. Says in vLLM's log that the cache works."""
+        logger.info(
+            "the cache is on: model %s, rank %d, layout %s, chunks of %d tokens, the agent is "
+            "process %d at %s",
+            model_name(self.vllm_config),
+            self.vllm_config.parallel_config.rank,
+            " and ".join(part.fingerprint.hex()[:12] for part in place.parts),
+            chunk_tokens,
+            agent_pid,
+            self.config.endpoint,
+        )
+
+    def scheduler(
+        self,
+        client: SchedulerClient,
+        engine: Engine,
+        manager: KVCacheManager,
+        references: BlockReferences,
+        recorder: Recorder,
+        announcer: Announcer | None,
+    ) -> ConnectorScheduler:
+        config, transfer = self.config, self.vllm_config.kv_transfer_config
+        assert transfer is not None
+        epochs = Epochs(
+            config.weights_id,
+            config.weights_run,
+            engine.parameters if config.check_weights else bytes,
+        )
+        planner = StepPlanner(
+            references,
+            self.groups,
+            left_out_groups(self.kv_cache_config),
+            self.vllm_config.max_in_flight_tokens,
+            manager.get_block_ids,
+        )
+        policy = CachePolicy(
+            manager.block_pool.hash_block_size,
+            loads=transfer.is_kv_consumer and may_load(self.vllm_config),
+            stores=transfer.is_kv_producer,
+            load_always=config.load_always,
+            beside_others=self.beside_others,
+        )
+        names = RequestNames(epochs, manager.block_pool, MediaNames(self.vllm_config))
+        return ConnectorScheduler(client, planner, names, policy, recorder, announcer)
+
+    def register(self, client: WorkerClient, kv_caches: Mapping[str, Any]) -> None:
+        """Exports this rank's paged KV cache, and registers it with this and every later agent.
+
+        kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
+        memory cannot be exported, Unidentified if its bytes cannot be identified.
+        """
+        vllm_config, kv_cache_config = self.vllm_config, self.kv_cache_config
+        by_layer = block_strides(kv_cache_config)
+        tensors: dict[str, dict[str, Any]] = {}  # by layer: a recurrent one has one for each state
+        strides: dict[str, int] = {}
+        for layer, cache in kv_caches.items():
+            if isinstance(cache, (list, tuple)):
+                tensors[layer] = {f"{layer}#{number}": state for number, state in enumerate(cache)}
+            else:
+                tensors[layer] = {layer: cache}
+            if layer in by_layer:
+                strides.update(dict.fromkeys(tensors[layer], by_layer[layer]))
+        rank, backend = vllm_config.parallel_config.rank, attention_backend(vllm_config)
+        weights_id = self.config.weights_id
+        identity = engine_identity(vllm_config, rank=rank, backend=backend, weights_id=weights_id)
+        cache_groups = []
+        for group in self.groups:
+            # With one group, layers that share the KV of another are listed as well.
+            layers = group.layers if len(kv_cache_config.kv_cache_groups) > 1 else tensors
+            some = {name: each for layer in layers for name, each in tensors.get(layer, {}).items()}
+            if not some:
+                raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
+            pairs = {}  # what decides the group's bytes
+            if not group.is_state:  # states are plain tensors
+                pairs = kv_identity(
+                    vllm_config,
+                    some,
+                    num_blocks=kv_cache_config.num_blocks,
+                    block_size_tokens=group.block_size_tokens,
+                    block_strides=strides,
+                )
+            spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
+            shard, shards, replicas = shard_of_rank(vllm_config, spec)
+            if replicas > 1:
+                pairs["rank"] = f"shard {shard} of {shards}"
+            cache_groups.append(
+                CacheGroup(
+                    some,
+                    "+".join(dict.fromkeys(dtype_name(each.dtype) for each in some.values())),
+                    group.block_size_tokens,
+                    group.reach,
+                    pairs,
+                    shard=(shard, shards),
+                    replica=(rank % replicas, replicas),
+                )
+            )
+        client.register_groups(
+            cache_groups,
+            num_blocks=kv_cache_config.num_blocks,
+            identity=identity,
+            block_strides=strides,
+        )
