@@ -72,11 +72,10 @@ class OutOfStep(Exception):
 
 
 class ClientConnection:
-    """Serves one stream. host: the client's address. peer: host and port, for log lines."""
+    """Serves one stream. peer: host and port, for log lines."""
 
-    def __init__(self, stream: ClientStream, host: str, peer: str, shared: Shared) -> None:
+    def __init__(self, stream: ClientStream, peer: str, shared: Shared) -> None:
         self.stream = stream
-        self.host = host
         self.peer = peer
         self._shared = shared
         self._cache = shared.cache

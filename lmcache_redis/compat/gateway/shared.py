@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmcache_redis import __version__
 from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.metrics.exporter import gauge, labelled
 
 SILENCE_S = 10.0
 
@@ -34,15 +39,10 @@ COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
         "connections closed before their client ended them properly, by reason", ["reason"],
         {
             "refused": "refused_connections", "handshake": "failed_handshakes",
-            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
+            "stalled": "stalled", "abandoned": "abandoned", "error": "errors",
         },
     ),
 )  # fmt: skip
-
-
-def new_counters() -> dict[str, int]:
-    """Only the loop's thread writes them."""
-    return {name: 0 for *_, values in COUNTERS for name in values.values()}
 
 
 class QuietLog:
@@ -101,8 +101,24 @@ class Shared:
 
     cache: ObjectCache
     room: Room
-    counters: dict[str, int]
-    log: QuietLog
     memory_bytes: int
     max_payload_bytes: int
-    one_list: asyncio.Lock
+    log: QuietLog
+    counters: dict[str, int] = field(
+        default_factory=lambda: {name: 0 for *_, values in COUNTERS for name in values.values()}
+    )
+    one_list: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def exposed(stats: dict[str, int], is_up: bool) -> Iterator[Metric]:
+    """What a gateway exposes to Prometheus beside the counts of its tiers."""
+    for name, meaning, labels, values in COUNTERS:
+        found = {(value,) if value else (): stats[of] for value, of in values.items()}
+        yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, labels, found)
+    version = {(__version__,): 1}
+    about = "1; the version of the gateway"
+    yield labelled(GaugeMetricFamily, "gateway_info", about, ["version"], version)
+    yield gauge("gateway_open_connections", "clients now", stats["open_connections"])
+    yield gauge("gateway_buffer_size_bytes", "`--buffer-bytes`", stats["buffer_bytes"])
+    yield gauge("gateway_buffer_used_bytes", "payload in flight", stats["buffer_used_bytes"])
+    yield gauge("gateway_up", "1 if the last tier answers, as the command HEALTH says", is_up)

@@ -220,7 +220,6 @@ class Serving:
     def __init__(
         self,
         tiers: Tier | Sequence[Tier] | None,
-        new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         **settings: Any,
     ) -> None:
         settings = {
@@ -229,7 +228,7 @@ class Serving:
             "memory_bytes": 0, "disk_path": "a tier", **settings,
         }  # fmt: skip
         config = GatewayConfig(**settings)
-        self._loop = new_loop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self._cache: ObjectCache | None = None
