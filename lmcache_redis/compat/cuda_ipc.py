@@ -23,7 +23,6 @@ class TensorHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: CudaHandle
     dtype: str
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -53,9 +52,7 @@ class CudaIPCWrapper:
             )
         (memory,) = export.export_storages([tensor.untyped_storage()], gpu)
         weakref.finalize(tensor, export.withdraw, [memory])
-        self.handle = TensorHandle(
-            memory, dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
-        )
+        self.handle = TensorHandle(memory, dtype_name(tensor.dtype), tuple(tensor.shape))
         _exported[self.handle] = tensor
 
     @classmethod
@@ -165,23 +162,10 @@ def _check(handle: TensorHandle) -> None:
         item_bytes = itemsize(handle.dtype)
     except FormatError as error:
         raise DeviceError(f"a CUDA IPC handle: {error}") from error
-    if any(size < 0 for size in handle.shape) or handle.stride != contiguous(handle.shape):
-        raise DeviceError(
-            f"a CUDA IPC handle of shape {list(handle.shape)}, strides {list(handle.stride)}: "
-            "only contiguous tensors are opened"
-        )
+    if any(size < 0 for size in handle.shape):
+        raise DeviceError(f"a CUDA IPC handle of shape {list(handle.shape)}")
     if math.prod(handle.shape) * item_bytes > handle.memory.size_bytes:
         raise DeviceError(
             f"a CUDA tensor of shape {list(handle.shape)} ({handle.dtype}) in "
             f"{handle.memory.size_bytes} bytes"
         )
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as torch counts them (a size of 0 counts as 1)."""
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

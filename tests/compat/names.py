@@ -30,8 +30,8 @@ INTERFACES = (
             Name("IPCCacheEngineKey.Serialize", "(obj)"),
             Name("IPCCacheEngineKey.Deserialize", "(data)"),
             Name("KVCache"),
-            Name("get_customized_encoder", "(type)", different="an object with `encode` alone"),
-            Name("get_customized_decoder", "(type)", different="an object with `decode` alone"),
+            Name("get_customized_encoder", "(type)"),
+            Name("get_customized_decoder", "(type)"),
         ),
     ),
     Interface(

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.compat import cuda_ipc
-from lmcache_redis.compat.cuda_ipc import contiguous
 from lmcache_redis.compat.custom_types import CudaIPCWrapper, IPCCacheEngineKey
 from lmcache_redis.device import driver
 from lmcache_redis.device.handles import CudaFdHandle
@@ -124,9 +123,8 @@ class TestWrapper:
             {"memory": {"size_bytes": 1}},
             {"memory": {"offset_bytes": 1}},
             {"dtype": "float17"},
-            {"stride": (1, 1)},
-            {"shape": (-1, -1), "stride": (1, 1)},
-            {"shape": (2**62, 2**62), "stride": (2**62, 1)},
+            {"shape": (-1, -1)},
+            {"shape": (2**62, 2**62)},
         ],
     )
     def test_a_malformed_handle_is_refused(
@@ -168,11 +166,6 @@ class TestWrapper:
         pickled_print = b"\x80\x04\x8c\x08builtins\x94\x8c\x05print\x94\x93\x94."
         with pytest.raises(FormatError):
             CudaIPCWrapper.Deserialize(pickled_print)
-
-
-@given(st.lists(st.integers(0, 5), max_size=4))
-def test_contiguous_is_what_torch_says(shape: list[int]) -> None:
-    assert contiguous(tuple(shape)) == torch.empty(shape).stride()
 
 
 @pytest.mark.servers
