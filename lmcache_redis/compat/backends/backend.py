@@ -17,6 +17,7 @@ Single flight, promotion and the order of the changes of a key are the cache's (
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from collections import deque
@@ -79,6 +80,11 @@ class ChunkBackend:
         self.dst_device = dst_device
         self._thread = CacheThread(storages)
         self._objects = self._thread.objects
+        self._tiers = self._objects.cache.tiers
+        self._memory_bytes = storages[0].memory_bytes
+        self._queue_bytes = min(each.queue_bytes for each in storages)
+        self._queued_bytes = 0  # of puts that nobody waits for
+        self._lock = threading.Lock()
         self._is_probed = False
         # Also when it is no longer referenced, and at exit: no call holds a reference to it.
         self._close = weakref.finalize(self, self._thread.close, CLOSE_S)
@@ -86,7 +92,7 @@ class ChunkBackend:
     @property
     def why_down(self) -> str:
         """Why the last storage cannot be used now; empty if it can, or if nothing is known yet."""
-        states = [tier.state for tier in self._thread.tiers[-1:]]
+        states = [tier.state for tier in self._tiers[-1:]]
         return "".join(state.reason for state in states if not state.up)
 
     # ---------------------------------------------------------------- bytes
@@ -245,7 +251,7 @@ class ChunkBackend:
         wait_s = self._thread.deadline_s
         deadline = time.monotonic() + wait_s
         if not self._is_probed:
-            planes = [tier for tier in self._thread.tiers if isinstance(tier, RedisPlane)]
+            planes = [tier for tier in self._tiers if isinstance(tier, RedisPlane)]
             self._is_probed = all(plane.wait_probed(wait_s).probed for plane in planes)
         return deadline
 
@@ -256,22 +262,43 @@ class ChunkBackend:
         deadline = self._deadline()
         views = payload_views(metadata, payload)
         object_key = object_key_of(key)
-        queued_bytes = 0 if blocking else metadata.length
-        abandon = partial(self._thread.abandon, queued_bytes)
-        reserving = self._thread.reserve(object_key, metadata, queued_bytes)
-        held = _result(reserving, deadline, None, abandon)
-        if held is None:
+        if metadata.length > self._memory_bytes and not any(t.state.up for t in self._tiers):
             return None
+        queued_bytes = 0 if blocking else metadata.length
+        with self._lock:
+            if self._queued_bytes + queued_bytes > self._queue_bytes:
+                return None
+            self._queued_bytes += queued_bytes
+        put = None
+        try:
+            held = _result(
+                self._thread.call(lambda done: done(self._objects.reserve(object_key, metadata))),
+                deadline, None, self._thread.abandon,
+            )  # fmt: skip
+            if held is not None:
+                put = _Put(self._publish(object_key, held, views), deadline, metadata.length)
+                put.ended.add_done_callback(lambda ended: self._unqueue(queued_bytes))
+        finally:
+            if put is None:
+                self._unqueue(queued_bytes)
+        return put
+
+    def _publish(
+        self, key: ObjectKey, held: HeldChunk, views: Sequence[memoryview]
+    ) -> Future[bool]:
         try:
             copy(held.payload, views, into_block=True)
-            ended = self._thread.publish(object_key, held, queued_bytes)
+            return self._thread.call(partial(self._objects.publish, key, held))
         except BaseException:
-            abandon(held)
+            self._thread.abandon(held)
             raise
-        return _Put(ended, deadline, metadata.length)
+
+    def _unqueue(self, nbytes: int) -> None:
+        with self._lock:
+            self._queued_bytes -= nbytes
 
     def _is_stored(self, put: _Put) -> bool:
-        return _result(put.ended, put.deadline, put.nbytes <= self._thread.memory_bytes)
+        return _result(put.ended, put.deadline, put.nbytes <= self._memory_bytes)
 
     def _begin_get(self, key: AnyKey, deadline: float) -> Future[HeldChunk | None]:
         return self._thread.call(partial(self._objects.get, object_key_of(key), deadline))

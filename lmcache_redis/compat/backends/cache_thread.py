@@ -8,9 +8,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from lmcache_redis.cache.threads import Action, OwnerLoop
-from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import HeldChunk
@@ -34,10 +32,6 @@ class CacheThread:
         self._woken = threading.Event()
         self._loop = OwnerLoop(self._woken.set)
         self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
-        self.tiers = self.objects.cache.tiers
-        self.memory_bytes = storages[0].memory_bytes
-        self._queue_bytes = min(each.queue_bytes for each in storages)
-        self._queued_bytes = 0
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
@@ -77,57 +71,15 @@ class CacheThread:
         self._loop.post(run)
         return future
 
-    def post(self, action: Action) -> None:
-        """Runs the action on the thread, unless that has ended."""
-        self._loop.post(action)
-
-    # -------------------------------------------------------- memory of chunks
-
-    def reserve(
-        self, key: ObjectKey, metadata: RemoteMetadata, queued_bytes: int
-    ) -> Future[HeldChunk | None]:
-        """Memory for a chunk to put, if memory or a tier can keep it now.
-
-        queued_bytes: to be counted until the chunk is published or abandoned; 0 if somebody waits.
-        """
-
-        def reserve(done: Done[HeldChunk | None]) -> None:
-            is_kept = metadata.length <= self.memory_bytes or any(t.state.up for t in self.tiers)
-            has_room = self._queued_bytes + queued_bytes <= self._queue_bytes
-            held = self.objects.reserve(key, metadata) if is_kept and has_room else None
-            if held is not None:
-                self._queued_bytes += queued_bytes
-            done(held)
-
-        return self.call(reserve)
-
-    def publish(self, key: ObjectKey, held: HeldChunk, queued_bytes: int) -> Future[bool]:
-        """Whether the chunk is stored, when every tier has answered."""
-
-        def publish(done: Done[bool]) -> None:
-            def written(is_stored: bool) -> None:
-                self._queued_bytes -= queued_bytes
-                done(is_stored)
-
-            self.objects.publish(key, held, written)
-
-        return self.call(publish)
-
-    def abandon(self, queued_bytes: int, held: HeldChunk | None) -> None:
-        """Frees what `reserve` gave."""
-        if held is not None:
-            self.post(partial(self._abandon, held, queued_bytes))
-
-    def _abandon(self, held: HeldChunk, queued_bytes: int) -> None:
-        self._queued_bytes -= queued_bytes
-        self.objects.abandon(held)
-
     def release(self, held: HeldChunk | None) -> None:
         """Unpins a chunk that a get has found."""
         if held is not None:
-            self.post(partial(self.objects.release, held))
+            self._loop.post(partial(self.objects.release, held))
 
-    # ----------------------------------------------------------------- the end
+    def abandon(self, held: HeldChunk | None) -> None:
+        """Frees memory that was reserved for a put."""
+        if held is not None:
+            self._loop.post(partial(self.objects.abandon, held))
 
     def close(self, timeout_s: float) -> None:
         """Calls have this time to end, and writes as much again; those that do not raise.
