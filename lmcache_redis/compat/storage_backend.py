@@ -6,19 +6,24 @@ and ObjectKeys too. The promises of `compat.backends` hold: a limit in bytes, LR
 checksums, deadlines. A server or a disk that fails raises nothing: a get is a miss, and a put
 stores nothing and says so.
 
+A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
+named by the environment, as for the commands. ConfigError names a setting that is missing, wrong or
+not supported, and what it may be.
+
 docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
 not read.
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from lmcache_redis.compat.backend_settings import check_device, directory_of, memory_of, redis_of
 from lmcache_redis.compat.backends import ChunkBackend
-from lmcache_redis.compat.backends.storage import ChunkStorage
+from lmcache_redis.compat.backends.storage import ChunkStorage, in_memory, in_redis, on_disk
 from lmcache_redis.compat.cache_engine_key import CacheEngineKey
 from lmcache_redis.compat.config import (
     LMCacheEngineConfig,
@@ -26,6 +31,10 @@ from lmcache_redis.compat.config import (
     LMCacheMemPoolMetadata,
 )
 from lmcache_redis.compat.engine_keys import AnyKey, engine_key_of
+from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.seal import read_seal_keys
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +53,11 @@ __all__ = [
 ]
 
 
+# They keep every bit, as a backend does without them.
+_EXACT_SERDES = (None, "torch", "safetensor", "fast")
+_SENTINELS = "redis-sentinel://"
+
+
 class LMCBackendInterface(ABC):
     """The calls of every backend. A backend of one's own has put, get, contains and close.
 
@@ -52,7 +66,7 @@ class LMCBackendInterface(ABC):
     """
 
     def __init__(self, dst_device: str = "cuda") -> None:
-        check_device(dst_device)
+        _check_device(dst_device)
         self.dst_device = dst_device
 
     @abstractmethod
@@ -95,7 +109,7 @@ class _Backend(ChunkBackend, LMCBackendInterface):
     def __init__(
         self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
     ) -> None:
-        check_device(dst_device)
+        _check_device(dst_device)
         super().__init__(self._storages(config, metadata), dst_device)
 
     @staticmethod
@@ -128,7 +142,7 @@ class LMCLocalBackend(_Backend):
 
     @staticmethod
     def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [memory_of(config, metadata)]
+        return [_memory_of(config, metadata)]
 
 
 class LMCLocalDiskBackend(_Backend):
@@ -140,7 +154,7 @@ class LMCLocalDiskBackend(_Backend):
 
     @staticmethod
     def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [directory_of(config)]
+        return [_directory_of(config)]
 
 
 class LMCRemoteBackend(_Backend):
@@ -148,16 +162,16 @@ class LMCRemoteBackend(_Backend):
 
     config: remote_url, a URL of the data plane (redis://, rediss://, unix://, redis+sentinel://,
     redis+cluster://) or LMCache's redis-sentinel://HOST:PORT,..., whose master is named by the
-    environment variable REDIS_SERVICE_NAME ("mymaster") and whose timeout is REDIS_TIMEOUT (1
-    second); remote_serde: "torch", "safetensor", "fast" or None, which all mean that bytes are
-    stored as they are. metadata: not used, because a key names its model and worker.
+    environment variable REDIS_SERVICE_NAME ("mymaster"); remote_serde: "torch", "safetensor",
+    "fast" or None, which all mean that bytes are stored as they are. metadata: not used, because a
+    key names its model and worker.
 
     Raises ConfigError for lm:// and for a serde that compresses.
     """
 
     @staticmethod
     def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [redis_of(config)]
+        return [_redis_of(config)]
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
@@ -183,8 +197,87 @@ class LMCHybridBackend(_Backend):
 
     @staticmethod
     def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [memory_of(config, metadata), redis_of(config)]
+        return [_memory_of(config, metadata), _redis_of(config)]
 
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> bool:
         # LMCache calls the chunk `value` here.
         return super().put(key, value, blocking)
+
+
+def _memory_of(config: object, metadata: object) -> ChunkStorage:
+    """Memory, with the smaller limit of the two."""
+    device = _setting(config, "local_device")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f'local_device is {device!r}: set it to "cpu" to keep chunks in memory; a directory is '
+            "for LMCLocalDiskBackend"
+        )
+    return in_memory(min(_limit_bytes(config), _limit_bytes(metadata)))
+
+
+def _directory_of(config: object) -> ChunkStorage:
+    """The directory of local_device, with or without file:// before it."""
+    device = _setting(config, "local_device")
+    directory = device.removeprefix("file://") if isinstance(device, str) else ""
+    if directory in ("", "cpu", "cuda"):
+        raise ConfigError(f"local_device is {device!r}: set it to a directory for this backend")
+    return on_disk(directory, _limit_bytes(config))
+
+
+def _redis_of(config: object) -> ChunkStorage:
+    """The servers of remote_url."""
+    serde = _setting(config, "remote_serde")
+    if serde not in _EXACT_SERDES:
+        raise ConfigError(
+            f'remote_serde is {serde!r}: set it to "torch", "safetensor", "fast" or None; chunks '
+            "are stored as they are, neither compressed nor quantized"
+        )
+    return in_redis(_redis_options(_setting(config, "remote_url")))
+
+
+def _redis_options(url: object) -> RedisOptions:
+    if not isinstance(url, str):
+        raise ConfigError(f"remote_url is {url!r}: set it to redis://HOST:PORT")
+    if url.startswith("lm://"):
+        raise ConfigError(
+            "remote_url begins with lm://, which is for LMCache's own clients: set it to the "
+            "redis:// URL of the Redis itself, for instance of the one behind the lm:// gateway"
+        )
+    if url.startswith(_SENTINELS):
+        name = quote(os.environ.get("REDIS_SERVICE_NAME", "mymaster"), safe="")
+        url = f"redis+sentinel://{url.removeprefix(_SENTINELS)}/{name}"
+    return RedisOptions(url, seal_keys=read_seal_keys(os.environ.get(SEAL_KEY_FILE_VARIABLE)))
+
+
+def _setting(settings: object, name: str) -> Any:
+    """The value of a setting. Raises ConfigError if it is missing."""
+    try:
+        return getattr(settings, name)
+    except AttributeError:
+        raise ConfigError(f"{type(settings).__name__} has no {name}, which is needed") from None
+
+
+def _limit_bytes(settings: object) -> int:
+    """max_local_cache_size in bytes."""
+    size_gib = _setting(settings, "max_local_cache_size")
+    if type(size_gib) not in (int, float) or not 0 < size_gib < 1 << 30:
+        raise ConfigError(
+            f"max_local_cache_size is {size_gib!r}: set it to a positive number of GiB"
+        )
+    return max(1, int(size_gib * (1 << 30)))
+
+
+def _check_device(dst_device: str) -> None:
+    """Raises ConfigError, saying what to pass, unless this machine has the device."""
+    import torch
+
+    try:
+        device = torch.device(dst_device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"dst_device is {dst_device!r}: {error}") from None
+    count = torch.cuda.device_count()
+    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
+        raise ConfigError(
+            f"dst_device is {dst_device!r}, and this machine has {count} CUDA devices: set it to "
+            '"cpu", or to "cuda:N" of one that it has'
+        )

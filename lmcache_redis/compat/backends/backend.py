@@ -51,6 +51,8 @@ ResultT = TypeVar("ResultT")
 # the deadline even on a slow network.
 WINDOW_CHUNKS = 16
 WINDOW_BYTES = 128 << 20
+# Payload of puts that nobody waits for, until it is written or dropped; others are refused.
+QUEUE_BYTES = 256 << 20
 CLOSE_S = 5.0
 _LIST_S = 60.0
 # What a call waits beyond its deadline, so that a tier's own answer comes first.
@@ -82,7 +84,6 @@ class ChunkBackend:
         self._objects = self._thread.objects
         self._tiers = self._objects.cache.tiers
         self._memory_bytes = storages[0].memory_bytes
-        self._queue_bytes = min(each.queue_bytes for each in storages)
         self._queued_bytes = 0  # of puts that nobody waits for
         self._lock = threading.Lock()
         self._is_probed = False
@@ -266,15 +267,15 @@ class ChunkBackend:
             return None
         queued_bytes = 0 if blocking else metadata.length
         with self._lock:
-            if self._queued_bytes + queued_bytes > self._queue_bytes:
+            if self._queued_bytes + queued_bytes > QUEUE_BYTES:
                 return None
             self._queued_bytes += queued_bytes
         put = None
         try:
-            held = _result(
-                self._thread.call(lambda done: done(self._objects.reserve(object_key, metadata))),
-                deadline, None, self._thread.abandon,
-            )  # fmt: skip
+            reserving: Future[HeldChunk | None] = self._thread.call(
+                lambda done: done(self._objects.reserve(object_key, metadata))
+            )
+            held = _result(reserving, deadline, None, self._thread.abandon)
             if held is not None:
                 put = _Put(self._publish(object_key, held, views), deadline, metadata.length)
                 put.ended.add_done_callback(lambda ended: self._unqueue(queued_bytes))

@@ -48,9 +48,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def tier(gate: Gate, open_disk: OpenDisk) -> ChunkBackend:
+def tier(gate: Gate, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch) -> ChunkBackend:
     """A backend with room for ten queued puts of ten bytes."""
-    return open_disk(queue_bytes=100)
+    monkeypatch.setattr(backend, "QUEUE_BYTES", 100)
+    return open_disk()
 
 
 def put(tier: ChunkBackend, number: int, value: int = 0, size: int = 10) -> bool:
@@ -87,7 +88,7 @@ def test_a_put_dropped_in_flight_takes_no_room(tier: ChunkBackend, gate: Gate) -
 
 
 def test_a_later_put_of_a_key_drops_the_earlier(gate: Gate, open_disk: OpenDisk) -> None:
-    tier = open_disk(queue_bytes=1000)
+    tier = open_disk()
     for value in range(50):
         assert put(tier, 1, value)
         assert put(tier, 2, value)
