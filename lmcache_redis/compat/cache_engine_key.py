@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_redis.chunks.metadata import torch_dtype
-from lmcache_redis.errors import FormatError, check_int
+from lmcache_redis.errors import FormatError
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,6 @@ KEY_TEXT = re.compile(
 _INT_HASH = re.compile(r"0|-?[1-9a-f][0-9a-f]*")
 _BYTES_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 _TAG = "lmcache.tag."
-_MOST = (1 << 31) - 1
 
 _Key = TypeVar("_Key", bound="CacheEngineKey")
 
@@ -59,30 +58,15 @@ class _KeyParts:
     layer_id: Any = None  # an int in the key of a layer
 
     def __post_init__(self) -> None:
-        check_int("world_size", self.world_size, 0, _MOST)
-        check_int("worker_id", self.worker_id, 0, _MOST)
-        if isinstance(self, LayerCacheEngineKey):
-            check_int("layer_id", self.layer_id, 0, _MOST)
-        elif self.layer_id is not None:
-            raise FormatError("only the key of a layer has a layer_id")
-        if self.fmt is None and self.dtype is None:
-            raise FormatError("a key has a dtype, or the fmt of earlier versions")
-        if self.dtype is not None and (isinstance(self.dtype, str) or not self._dtype_text):
+        if self.dtype is not None and not self._dtype_text:
             raise FormatError(f"a key has no text for the dtype {self.dtype!r:.80}")
-        configs = self.request_configs
-        if configs is not None and not (
-            isinstance(configs, Mapping) and all(isinstance(name, str) for name in configs)
-        ):
-            raise FormatError(f"request_configs is a dict with names, not {configs!r:.80}")
-        if type(self.chunk_hash) not in (int, bytes, str):
-            raise FormatError(f"a chunk hash is an int, bytes or text, not {self.chunk_hash!r:.80}")
-        if _groups(self._text) != self._texts:
+        has_layer = self.layer_id is not None
+        if _groups(self._text) != self._texts or has_layer != isinstance(self, LayerCacheEngineKey):
             raise FormatError(f"fields that cannot be read back from the text {self._text!r:.200}")
 
     @cached_property
     def _texts(self) -> dict[str, str | None]:
         """The groups of `KEY_TEXT`."""
-        tags = "".join(f"@{name}%{value}" for name, value in self.tags or ())
         return {
             "fmt": self.fmt,
             "model_name": self.model_name,
@@ -91,7 +75,7 @@ class _KeyParts:
             "chunk_hash": self.chunk_hash_hex,
             "dtype": self._dtype_text,
             "layer_id": None if self.layer_id is None else str(self.layer_id),
-            "tags": tags,
+            "tags": "".join(f"@{name}%{value}" for name, value in self.tags or ()),
         }
 
     @property
@@ -107,8 +91,8 @@ class _KeyParts:
     def tags(self) -> tuple[tuple[str, str], ...] | None:
         """Names and values; None if there are none."""
         configs = (self.request_configs or {}).items()
-        tags = [(name, str(value)) for name, value in configs if name.startswith(_TAG)]
-        return tuple((name[len(_TAG) :], value) for name, value in tags) or None
+        tags = [(name[len(_TAG) :], str(value)) for name, value in configs if name.startswith(_TAG)]
+        return tuple(tags) or None
 
     @property
     def chunk_hash_hex(self) -> str:
@@ -212,7 +196,7 @@ def parse_cache_key(key_str: str) -> CacheEngineKey | LayerCacheEngineKey:
 
 def _groups(text: str) -> dict[str, str | None] | None:
     match = KEY_TEXT.fullmatch(text)
-    if match is None or not match["chunk_hash"]:
+    if match is None or not match["chunk_hash"] or not (match["fmt"] or match["dtype"]):
         return None
     return match.groupdict() if match["dtype"] in (None, *_NAME_OF_TEXT) else None
 

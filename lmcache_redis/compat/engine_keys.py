@@ -20,7 +20,7 @@ So unequal keys have unequal ObjectKeys. An ObjectKey stands for itself.
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
 from lmcache_redis.chunks.metadata import dtype_name, torch_dtype
@@ -34,20 +34,8 @@ _MOST_LAYERS = 1 << 16
 _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 
 
-class EngineKey(Protocol):
-    """What every key of LMCache has. `object_key_of` takes the other fields if they are there."""
-
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def worker_id(self) -> int: ...
-    @property
-    def chunk_hash(self) -> Any: ...
-
-
-AnyKey: TypeAlias = ObjectKey | EngineKey
+# An ObjectKey, or any object with the fields of a key of LMCache.
+AnyKey: TypeAlias = Any
 
 
 def object_key_of(key: AnyKey) -> ObjectKey:

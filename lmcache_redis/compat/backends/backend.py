@@ -267,7 +267,7 @@ class ChunkBackend:
             return None
         queued_bytes = 0 if blocking else metadata.length
         with self._lock:
-            if self._queued_bytes + queued_bytes > QUEUE_BYTES:
+            if queued_bytes and 0 < self._queued_bytes > QUEUE_BYTES - queued_bytes:
                 return None
             self._queued_bytes += queued_bytes
         put = None
