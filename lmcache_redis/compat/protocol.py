@@ -128,8 +128,6 @@ class ClientMetaMessage:
 
     def serialize(self) -> bytes:
         key = self.key.to_string() if isinstance(self.key, CacheEngineKey) else self.key
-        if not isinstance(key, str):
-            raise FormatError(f"a key is a CacheEngineKey or its text, not {key!r:.80}")
         return lm_wire.packed_request(self.command, key, _payload(self))
 
     @staticmethod
