@@ -7,13 +7,12 @@ up. A location is read and not used: GET and EXIST look in every tier. The conne
 the end of a request is unknown or too far away: after an unknown command (answered with FAIL) and
 after a PUT whose length is negative or over the limit.
 
-A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
-is written through in the background. The connection waits for it before it publishes its next PUT
-and before a question that the other tiers answer. Its room is given back when all tiers have it.
+A PUT is received into the memory of its future entry, once there is room for it. From then on
+requests find it; the tiers are written in the background, and its room is given back when all have
+answered. The connection's next PUT is received meanwhile, and waits for that before it is found.
 
-A PUT is received into the memory of its future entry, and a GET is sent from the entry, once there
-is room for the whole payload. A GET of a chunk that is not in memory asks the tiers, waits for
-room, and loads. A LIST is complete or fails.
+A GET is sent from the entry, once there is room for the whole payload. A GET of a chunk that is not
+in memory asks the tiers, waits for room, and loads. A LIST is complete or fails.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class ClientConnection:
         self._header = memoryview(bytearray(REQUEST_BYTES))
         self._busy = False
         self._stopping = False
-        self._written: asyncio.Future[None] | None = None  # the write-through of the previous PUT
+        self._written: asyncio.Future[None] | None = None  # the previous PUT, to all tiers
 
     async def serve(self) -> None:
         """Serves requests until the client disconnects or breaks the protocol, or after `stop`."""
@@ -99,7 +98,6 @@ class ClientConnection:
                 counters["abandoned"] += 1
         except OutOfStep as problem:
             self._complain("closed", "%s; the connection is closed", problem)
-        await self._written_through()
 
     def stop(self) -> None:
         """Finishes the request in flight and serves no other."""
@@ -125,11 +123,9 @@ class ClientConnection:
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
             key = self._wanted_key()
-            await self._written_through()
             there = key is not None and await _ask(partial(self._cache.contains, key, _deadline()))
             await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
-            await self._written_through()
             await self._list()
         else:
             await send(SUCCEEDED if self._cache.is_up else FAILED)
@@ -157,15 +153,14 @@ class ClientConnection:
             else:
                 await self.stream.receive(held.payload)
             shared.counters["payload_bytes_in"] += length
-            await self._written_through()
+            if self._written is not None:
+                await self._written
         except BaseException:
             if held is not None:
                 self._cache.abandon(held)
             self._room.give_back(length)
             raise
         self._written = self._publish(key, held, length)
-        if length > shared.memory_bytes:
-            await self._written_through()
 
     async def _receive_and_drop(self, length: int) -> None:
         for at in range(0, length, len(_DROPPED)):
@@ -201,8 +196,6 @@ class ClientConnection:
         """
         cache, room = self._cache, self._room
         held, room_bytes, first = cache.hold(key), 0, 0
-        if held is None:
-            await self._written_through()
         while held is None:
             found = await _ask(partial(cache.find, key, _deadline(), first=first))
             if found is None or self._reply_to(found.metadata) is None:
@@ -255,12 +248,6 @@ class ClientConnection:
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
         await self.stream.send(header, payload)
         self._shared.counters["payload_bytes_out"] += len(payload)
-
-    async def _written_through(self) -> None:
-        """Waits until every tier has answered for the previous PUT."""
-        written, self._written = self._written, None
-        if written is not None:
-            await written
 
     def _wanted_key(self) -> ObjectKey | None:
         """What a request without payload asks for; None if it is malformed."""

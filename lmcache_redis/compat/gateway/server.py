@@ -53,13 +53,8 @@ class Gateway:
         self.config = config
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
-        self._shared = Shared(
-            cache,
-            Room(config.buffer_bytes),
-            config.memory_bytes,
-            config.payload_limit_bytes,
-            QuietLog(logger),
-        )
+        room, log = Room(config.buffer_bytes), QuietLog(logger)
+        self._shared = Shared(cache, room, config.payload_limit_bytes, log)
         self._most_clients = config.max_connections
         self._clients: dict[asyncio.Task[None], str] = {}  # their addresses
         self._connections: set[ClientConnection] = set()

@@ -95,13 +95,11 @@ class Room:
 class Shared:
     """See the module. The loop's thread only.
 
-    room: `--buffer-bytes`. memory_bytes: capacity of the memory tier. one_list: held by a LIST
-    while it collects keys.
+    room: `--buffer-bytes`. one_list: held by a LIST while it collects keys.
     """
 
     cache: ObjectCache
     room: Room
-    memory_bytes: int
     max_payload_bytes: int
     log: QuietLog
     counters: dict[str, int] = field(

@@ -67,7 +67,7 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
             with serving.client(tls=trusting(authority)) as client:
                 client.put(f"m@1@0@{number:x}@half", bytes(400_000))
                 client.put(f"m@2@0@{number:x}@half", bytes(5000))
-        serving.until(buffer_used_bytes=400_000)
+        serving.until(buffer_used_bytes=405_000)
         backend.open.set()
         serving.until(stored=11, open_connections=0)
         assert serving.stats()["abandoned"] == 0
