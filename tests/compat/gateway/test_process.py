@@ -209,6 +209,8 @@ def test_chunks_are_sealed_in_redis(tmp_path: Path) -> None:
         with gateway(*sealed) as process, Client(process.port) as client:
             client.put(KEY, payload)
             assert client.exists(KEY)
+            with redis.client() as direct:
+                wait_until(direct.dbsize)
         with redis.client() as direct:
             values = [direct.get(key) for key in direct.scan_iter()]
         assert values
