@@ -39,7 +39,7 @@ from lmcache_redis.compat.backends.buffers import (
 from lmcache_redis.compat.backends.cache_thread import CacheThread
 from lmcache_redis.compat.backends.storage import ChunkStorage
 from lmcache_redis.compat.engine_keys import AnyKey, object_key_of
-from lmcache_redis.compat.objects import HeldChunk, Listing
+from lmcache_redis.compat.objects import HeldChunk
 from lmcache_redis.resp import RedisPlane
 
 if TYPE_CHECKING:
@@ -152,10 +152,12 @@ class ChunkBackend:
 
         Those put or removed meanwhile may be missing.
         """
-        self._deadline()
+        pooled: Future[set[bytes]] = self._thread.call(
+            lambda done: done(self._objects.pooled_keys())
+        )
+        found = _result(pooled, self._deadline(), set())
         deadline = time.monotonic() + max(_LIST_S, self._thread.deadline_s)
-        call: Future[Listing] = self._thread.call(partial(self._objects.keys, deadline))
-        return _result(call, deadline, Listing(False, [])).keys
+        return self._objects.listed(found, deadline).keys
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all earlier puts are stored or dropped; False after the timeout."""

@@ -230,20 +230,28 @@ class ClientConnection:
         shared = self._shared
         limit = max(1, shared.max_payload_bytes // _LISTED_KEY_BYTES)
         async with shared.one_list:
-            listed = await _ask(partial(self._cache.keys, _deadline(_LIST_TIMEOUT_S), limit=limit))
-            if not listed.is_complete:
+            text = await asyncio.to_thread(self._listed, self._cache.pooled_keys(), limit)
+            if text is None:
                 self._complain(
                     "list", "a LIST fails: a tier did not answer, or there are more than %d keys",
                     limit,
                 )  # fmt: skip
                 return await self.stream.send(FAILED)
-            text = memoryview(await asyncio.to_thread(_text_of, listed.keys))
             await self._room.take(len(text))
         # Outside the lock: a slow client holds its room and nothing else.
         try:
-            await self._send_payload(list_reply_of(len(text)), text)
+            await self._send_payload(list_reply_of(len(text)), memoryview(text))
         finally:
             self._room.give_back(len(text))
+
+    def _listed(self, pooled: set[bytes], limit: int) -> bytes | None:
+        """The key texts of all chunks that a GET can name, one a line; None if some are missing."""
+        found = self._cache.listed(pooled, _deadline(_LIST_TIMEOUT_S), limit)
+        texts = []
+        for key in found.keys:
+            with contextlib.suppress(FormatError):
+                texts.append(key_text_of(key))
+        return "\n".join(texts).encode("utf-8") if found.is_complete else None
 
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
         await self.stream.send(header, payload)
@@ -280,12 +288,3 @@ async def _ask(begin: Callable[[Callable[[_Answer], None]], None]) -> _Answer:
 
 def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:
     return time.monotonic() + timeout_s
-
-
-def _text_of(keys: list[ObjectKey]) -> bytes:
-    """The key texts of all chunks that a GET can name, one a line."""
-    texts = []
-    for key in keys:
-        with contextlib.suppress(FormatError):
-            texts.append(key_text_of(key))
-    return "\n".join(texts).encode("utf-8")
