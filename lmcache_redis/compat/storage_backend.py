@@ -7,8 +7,8 @@ checksums, deadlines. A server or a disk that fails raises nothing: a get is a m
 stores nothing and says so.
 
 A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
-named by the environment, as for the commands. ConfigError names a setting that is missing, wrong or
-not supported, and what it may be.
+named by the environment, as for the commands. ConfigError names a setting that is wrong or not
+supported, and what it may be.
 
 docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
 not read.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -56,6 +56,69 @@ __all__ = [
 # They keep every bit, as a backend does without them.
 _EXACT_SERDES = (None, "torch", "safetensor", "fast")
 _SENTINELS = "redis-sentinel://"
+
+
+def _memory_of(config: Any, metadata: Any) -> ChunkStorage:
+    """Memory, with the smaller limit of the two."""
+    device = config.local_device
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f'local_device is {device!r}: set it to "cpu" to keep chunks in memory; a directory is '
+            "for LMCLocalDiskBackend"
+        )
+    return in_memory(min(_limit_bytes(config), _limit_bytes(metadata)))
+
+
+def _directory_of(config: Any, _: Any) -> ChunkStorage:
+    """The directory of local_device, with or without file:// before it."""
+    device = config.local_device
+    directory = device.removeprefix("file://") if isinstance(device, str) else ""
+    if directory in ("", "cpu", "cuda"):
+        raise ConfigError(f"local_device is {device!r}: set it to a directory for this backend")
+    return on_disk(directory, _limit_bytes(config))
+
+
+def _redis_of(config: Any, _: Any) -> ChunkStorage:
+    """The servers of remote_url."""
+    serde, url = config.remote_serde, config.remote_url
+    if serde not in _EXACT_SERDES:
+        raise ConfigError(
+            f'remote_serde is {serde!r}: set it to "torch", "safetensor", "fast" or None; chunks '
+            "are stored as they are, neither compressed nor quantized"
+        )
+    if not isinstance(url, str):
+        raise ConfigError(f"remote_url is {url!r}: set it to redis://HOST:PORT")
+    if url.startswith(_SENTINELS):
+        name = quote(os.environ.get("REDIS_SERVICE_NAME", "mymaster"), safe="")
+        url = f"redis+sentinel://{url.removeprefix(_SENTINELS)}/{name}"
+    seal_keys = read_seal_keys(os.environ.get(SEAL_KEY_FILE_VARIABLE))
+    return in_redis(RedisOptions(url, seal_keys=seal_keys))
+
+
+def _limit_bytes(settings: Any) -> int:
+    """max_local_cache_size in bytes."""
+    size_gib = settings.max_local_cache_size
+    if type(size_gib) not in (int, float) or not 0 < size_gib < 1 << 30:
+        raise ConfigError(
+            f"max_local_cache_size is {size_gib!r}: set it to a positive number of GiB"
+        )
+    return max(1, int(size_gib * (1 << 30)))
+
+
+def _check_device(dst_device: str) -> None:
+    """Raises ConfigError, saying what to pass, unless this machine has the device."""
+    import torch
+
+    try:
+        device = torch.device(dst_device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"dst_device is {dst_device!r}: {error}") from None
+    count = torch.cuda.device_count()
+    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
+        raise ConfigError(
+            f"dst_device is {dst_device!r}, and this machine has {count} CUDA devices: set it to "
+            '"cpu", or to "cuda:N" of one that it has'
+        )
 
 
 class LMCBackendInterface(ABC):
@@ -104,18 +167,18 @@ class LMCBackendInterface(ABC):
 
 
 class _Backend(ChunkBackend, LMCBackendInterface):
-    """A backend that lists LMCache's keys. It is closed when it is no longer referenced."""
+    """A backend that lists LMCache's keys. It is closed when it is no longer referenced.
+
+    Raises ConfigError for a setting that is wrong.
+    """
+
+    _storages: Sequence[Callable[[Any, Any], ChunkStorage]]
 
     def __init__(
         self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
     ) -> None:
         _check_device(dst_device)
-        super().__init__(self._storages(config, metadata), dst_device)
-
-    @staticmethod
-    @abstractmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        """Raises ConfigError for a setting that is missing or wrong."""
+        super().__init__([of(config, metadata) for of in self._storages], dst_device)
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
         """`put` that blocks."""
@@ -140,9 +203,7 @@ class LMCLocalBackend(_Backend):
     smaller one is the limit, in GiB.
     """
 
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [_memory_of(config, metadata)]
+    _storages = (_memory_of,)
 
 
 class LMCLocalDiskBackend(_Backend):
@@ -152,9 +213,7 @@ class LMCLocalDiskBackend(_Backend):
     metadata: not used, because puts need no pool of buffers.
     """
 
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [_directory_of(config)]
+    _storages = (_directory_of,)
 
 
 class LMCRemoteBackend(_Backend):
@@ -169,9 +228,7 @@ class LMCRemoteBackend(_Backend):
     Raises ConfigError for lm:// and for a serde that compresses.
     """
 
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [_redis_of(config)]
+    _storages = (_redis_of,)
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
@@ -186,6 +243,8 @@ class LMCHybridBackend(_Backend):
     memory.
     """
 
+    _storages = (_memory_of, _redis_of)
+
     def __init__(
         self,
         config: LMCacheEngineConfig,
@@ -195,89 +254,6 @@ class LMCHybridBackend(_Backend):
     ) -> None:
         super().__init__(config, mpool_metadata, dst_device)
 
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [_memory_of(config, metadata), _redis_of(config)]
-
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> bool:
         # LMCache calls the chunk `value` here.
         return super().put(key, value, blocking)
-
-
-def _memory_of(config: object, metadata: object) -> ChunkStorage:
-    """Memory, with the smaller limit of the two."""
-    device = _setting(config, "local_device")
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(
-            f'local_device is {device!r}: set it to "cpu" to keep chunks in memory; a directory is '
-            "for LMCLocalDiskBackend"
-        )
-    return in_memory(min(_limit_bytes(config), _limit_bytes(metadata)))
-
-
-def _directory_of(config: object) -> ChunkStorage:
-    """The directory of local_device, with or without file:// before it."""
-    device = _setting(config, "local_device")
-    directory = device.removeprefix("file://") if isinstance(device, str) else ""
-    if directory in ("", "cpu", "cuda"):
-        raise ConfigError(f"local_device is {device!r}: set it to a directory for this backend")
-    return on_disk(directory, _limit_bytes(config))
-
-
-def _redis_of(config: object) -> ChunkStorage:
-    """The servers of remote_url."""
-    serde = _setting(config, "remote_serde")
-    if serde not in _EXACT_SERDES:
-        raise ConfigError(
-            f'remote_serde is {serde!r}: set it to "torch", "safetensor", "fast" or None; chunks '
-            "are stored as they are, neither compressed nor quantized"
-        )
-    return in_redis(_redis_options(_setting(config, "remote_url")))
-
-
-def _redis_options(url: object) -> RedisOptions:
-    if not isinstance(url, str):
-        raise ConfigError(f"remote_url is {url!r}: set it to redis://HOST:PORT")
-    if url.startswith("lm://"):
-        raise ConfigError(
-            "remote_url begins with lm://, which is for LMCache's own clients: set it to the "
-            "redis:// URL of the Redis itself, for instance of the one behind the lm:// gateway"
-        )
-    if url.startswith(_SENTINELS):
-        name = quote(os.environ.get("REDIS_SERVICE_NAME", "mymaster"), safe="")
-        url = f"redis+sentinel://{url.removeprefix(_SENTINELS)}/{name}"
-    return RedisOptions(url, seal_keys=read_seal_keys(os.environ.get(SEAL_KEY_FILE_VARIABLE)))
-
-
-def _setting(settings: object, name: str) -> Any:
-    """The value of a setting. Raises ConfigError if it is missing."""
-    try:
-        return getattr(settings, name)
-    except AttributeError:
-        raise ConfigError(f"{type(settings).__name__} has no {name}, which is needed") from None
-
-
-def _limit_bytes(settings: object) -> int:
-    """max_local_cache_size in bytes."""
-    size_gib = _setting(settings, "max_local_cache_size")
-    if type(size_gib) not in (int, float) or not 0 < size_gib < 1 << 30:
-        raise ConfigError(
-            f"max_local_cache_size is {size_gib!r}: set it to a positive number of GiB"
-        )
-    return max(1, int(size_gib * (1 << 30)))
-
-
-def _check_device(dst_device: str) -> None:
-    """Raises ConfigError, saying what to pass, unless this machine has the device."""
-    import torch
-
-    try:
-        device = torch.device(dst_device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"dst_device is {dst_device!r}: {error}") from None
-    count = torch.cuda.device_count()
-    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
-        raise ConfigError(
-            f"dst_device is {dst_device!r}, and this machine has {count} CUDA devices: set it to "
-            '"cpu", or to "cuda:N" of one that it has'
-        )

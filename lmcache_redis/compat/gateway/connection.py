@@ -66,10 +66,6 @@ def _key_in(header: bytes) -> ObjectKey:
     return object_key_of(text)
 
 
-class OutOfStep(Exception):
-    """The beginning of the next request is unknown."""
-
-
 class ClientConnection:
     """Serves one stream. peer: host and port, for log lines."""
 
@@ -80,39 +76,36 @@ class ClientConnection:
         self._cache = shared.cache
         self._room = shared.room
         self._header = memoryview(bytearray(REQUEST_BYTES))
-        self._busy = False
         self._stopping = False
         self._written: asyncio.Future[None] | None = None  # the previous PUT, to all tiers
 
     async def serve(self) -> None:
         """Serves requests until the client disconnects or breaks the protocol, or after `stop`."""
-        counters = self._shared.counters
         try:
             while not self._stopping:
                 await self.stream.receive_header(self._header)
-                self._busy = True
                 await self._answer()
-                self._busy = False
         except Gone:
-            if self._busy or self.stream.in_message:
-                counters["abandoned"] += 1
-        except OutOfStep as problem:
+            if self.stream.in_message:
+                self._shared.counters["abandoned"] += 1
+        except FormatError as problem:
             self._complain("closed", "%s; the connection is closed", problem)
 
     def stop(self) -> None:
         """Finishes the request in flight and serves no other."""
         self._stopping = True
-        if not self._busy and not self.stream.in_message:
+        if not self.stream.in_message:
             self.stream.end_requests()
 
     # ------------------------------------------------------------ requests
 
     async def _answer(self) -> None:
+        """Raises FormatError if the beginning of the next request is unknown."""
         command, length = command_and_length(self._header)
         counters, send = self._shared.counters, self.stream.send
         if command not in _COUNTED:
             await send(FAILED)
-            raise OutOfStep(f"unknown command {command}")
+            raise FormatError(f"unknown command {command}")
         counters[_COUNTED[command]] += 1
         if command == ClientCommand.PUT:
             await self._put(length)
@@ -133,7 +126,7 @@ class ClientConnection:
     async def _put(self, length: int) -> None:
         shared = self._shared
         if not 0 <= length <= shared.max_payload_bytes:
-            raise OutOfStep(
+            raise FormatError(
                 f"a PUT of {length} bytes, allowed are 0 to {shared.max_payload_bytes} "
                 "(--max-payload-bytes)"
             )

@@ -84,7 +84,9 @@ class Gateway:
     async def start(self) -> None:
         """Listens and serves. Raises StartError if the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
-        self._most_clients = most_clients(self.config.max_connections)
+        self._most_clients = max(
+            1, min(self._most_clients, free_descriptors() - _OTHER_DESCRIPTORS)
+        )
         if self._most_clients < self.config.max_connections:
             logger.warning(
                 "at most %d clients, not %d (--max-connections): raise the limit of open files",
@@ -175,11 +177,6 @@ class Gateway:
 def _say_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.critical("the gateway no longer works, start it again", exc_info=error)
-
-
-def most_clients(wanted: int) -> int:
-    """How many clients the limit of open files allows."""
-    return max(1, min(wanted, free_descriptors() - _OTHER_DESCRIPTORS))
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -46,23 +46,19 @@ COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
 
 
 class QuietLog:
-    """Logs one warning of a kind per `SILENCE_S` at most, and how many were suppressed."""
+    """Logs one warning of a kind per `SILENCE_S` at most."""
 
     def __init__(self, logger: logging.Logger, silence_s: float = SILENCE_S) -> None:
         self._logger = logger
         self._silence_s = silence_s
-        self._kinds: dict[str, tuple[float, int]] = {}
+        self._until_s: dict[str, float] = {}
 
     def warning(self, kind: str, message: str, *args: object) -> None:
         """kind: one of a few constants, never text of a client."""
         now_s = time.monotonic()
-        until_s, left_out = self._kinds.get(kind, (0.0, 0))
-        if now_s < until_s:
-            self._kinds[kind] = (until_s, left_out + 1)
-            return
-        self._kinds[kind] = (now_s + self._silence_s, 0)
-        more = f" ({left_out} more like it since the last such line)" if left_out else ""
-        self._logger.warning(message + more, *args)
+        if now_s >= self._until_s.get(kind, 0.0):
+            self._until_s[kind] = now_s + self._silence_s
+            self._logger.warning(message, *args)
 
 
 class Room:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import resource
 import socket
 import ssl
 from pathlib import Path
 
 import pytest
 
-from lmcache_redis.compat.gateway.server import most_clients
+from lmcache_redis.compat.gateway import server
 from lmcache_redis.errors import ConfigError
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import GET, KEY, Client, header, put
@@ -207,10 +206,12 @@ def test_one_client_too_many_of_one_address(backend: DictTier) -> None:
         assert first.healthy()
 
 
-def test_the_limit_of_open_files_limits_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (512, 512))
-    assert most_clients(10) == 10
-    assert 0 < most_clients(1024) < 512 - 128
+def test_the_limit_of_open_files_limits_clients(
+    backend: DictTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "free_descriptors", lambda: 130)
+    with Serving(backend):
+        assert "at most 2 clients, not 1024" in caplog.text
 
 
 def test_beyond_loopback_for_anyone_where_that_is_meant(backend: DictTier) -> None:
