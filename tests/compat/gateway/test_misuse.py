@@ -318,7 +318,7 @@ def test_stopping_finishes_what_has_begun(backend: DictTier) -> None:
         assert idle.ended()
         backend.open.set()
         stopper.join()
-        assert serving.stats()["stored"] == 1
+        serving.until(stored=1)
         assert client.ended()
         with pytest.raises(ConnectionRefusedError):
             serving.client()
