@@ -4,10 +4,9 @@ An engine has one scheduler adapter and a worker adapter for each rank, all with
 the originals, the constructors return when the agent has told its chunk size, and
 ``register_kv_caches`` when the agent has mapped the memory; both wait at most ``timeout_s``.
 
-docs/reference/lmcache-names.md lists what differs from the originals. ``context`` is checked and
-not used: an adapter has its own, because its thread closes its sockets, and a caller that ends a
-shared context first would wait for that thread, or race with it. Several engines of one model may
-differ in what their chunks hold, so an engine has a name here: ``engine_id``, or
+docs/reference/lmcache-names.md lists what differs from the originals. ``context`` is not used: an
+adapter has its own, because its thread closes its sockets. Several engines of one model may differ
+in what their chunks hold, so an engine has a name here: ``engine_id``, or
 ``$LMCACHE_REDIS_ENGINE_ID`` in all its processes. Without one the adapters find each other as
 `default_engine_id` says or, as in the originals, by model name and world size; then lookups miss
 while workers of different layouts are registered under these.
@@ -21,8 +20,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
-
-import zmq
 
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.chunks.metadata import dtype_name
@@ -44,6 +41,7 @@ from lmcache_redis.processes import process_start_time
 
 if TYPE_CHECKING:
     import torch
+    import zmq
 
 __all__ = ["LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LoadStoreOp"]
 
@@ -64,19 +62,8 @@ class AdapterOfEngine:
         """Blocks of one chunk."""
         return self.num_blocks_per_chunk()
 
-    def _keep(
-        self,
-        context: zmq.Context[Any],
-        model_name: str,
-        world_size: int,
-        kv_rank: int,
-        block_size: int,
-    ) -> None:
-        """Raises TypeError or FormatError for arguments of another order, type or range."""
-        if not isinstance(context, zmq.Context):
-            raise TypeError(f"context is a zmq.Context, not {type(context).__name__}")
-        if not isinstance(model_name, str):
-            raise TypeError(f"model_name is text, not {type(model_name).__name__}")
+    def _keep(self, model_name: str, world_size: int, kv_rank: int, block_size: int) -> None:
+        """Raises FormatError for arguments of another order, type or range."""
         check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
         check_int("kv_rank", kv_rank, 0, world_size - 1)
         check_int("vllm_block_size", block_size, 1, (1 << 31) - 1)
@@ -109,7 +96,7 @@ class LMCacheMPSchedulerAdapter(SchedulerClient, AdapterOfEngine):
         engine_id: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._keep(context, model_name, world_size, kv_rank, vllm_block_size)
+        self._keep(model_name, world_size, kv_rank, vllm_block_size)
         super().__init__(
             ClientConfig(endpoint=server_url).endpoint,
             model_name,
@@ -186,7 +173,7 @@ class LMCacheMPWorkerAdapter(WorkerClient, AdapterOfEngine):
         engine_id: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._keep(context, model_name, world_size, kv_rank, vllm_block_size)
+        self._keep(model_name, world_size, kv_rank, vllm_block_size)
         self.kv_caches = {}
         self._timeout_s = timeout_s
         self._requests = RequestTransfers()

@@ -24,8 +24,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError, wait
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.backends.buffers import (
@@ -36,11 +37,11 @@ from lmcache_redis.compat.backends.buffers import (
     encoded,
     payload_views,
 )
-from lmcache_redis.compat.backends.cache_thread import CacheThread
-from lmcache_redis.compat.backends.storage import ChunkStorage
+from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.engine_keys import AnyKey, object_key_of
+from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import HeldChunk
-from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import Done
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,110 @@ CLOSE_S = 5.0
 _LIST_S = 60.0
 # What a call waits beyond its deadline, so that a tier's own answer comes first.
 _GRACE_S = 0.1
+# Beyond the time for writes: tiers that hang have ended their calls by then.
+_JOIN_S = 10.0
+
+
+class CacheThread:
+    """Owns the `ObjectCache` of a backend's storages, the fastest first. Thread-safe.
+
+    Raises ConfigError for storages that cannot be opened, or not together.
+    """
+
+    def __init__(self, storages: Sequence[ChunkStorage]) -> None:
+        with_tiers = [each for each in storages if each.open_tier is not None]
+        self.deadline_s = min((each.deadline_s for each in with_tiers or storages), default=0.0)
+        self._woken = threading.Event()
+        self._loop = OwnerLoop(self._woken.set)
+        self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
+        self._lock = threading.Lock()
+        self._calls: set[Future[Any]] = set()
+        self._queued_bytes = 0
+        self._has_ended = False
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
+        self._thread.start()
+
+    @property
+    def calls(self) -> set[Future[Any]]:
+        """Those that have not ended."""
+        return set(self._calls)
+
+    def call(self, begin: Callable[[Done[ResultT]], None]) -> Future[ResultT]:
+        """The result of an asynchronous call to the cache: what it passes to its `done`.
+
+        begin: the call without its `done`. Raises RuntimeError after `close`.
+        """
+        future: Future[ResultT] = Future()
+        with self._lock:
+            if self.is_closed:
+                raise RuntimeError("the backend is closed")
+            self._calls.add(future)
+
+        def done(result: ResultT) -> None:
+            self._calls.discard(future)
+            future.set_result(result)
+
+        def run() -> None:
+            try:
+                begin(done)
+            except Exception as error:
+                if future.done():
+                    raise
+                self._calls.discard(future)
+                future.set_exception(error)
+
+        self._loop.post(run)
+        return future
+
+    def queue(self, nbytes: int) -> bool:
+        """Whether there is room for a put that nobody waits for, which then counts."""
+        with self._lock:
+            if nbytes and 0 < self._queued_bytes > QUEUE_BYTES - nbytes:
+                return False
+            self._queued_bytes += nbytes
+            return True
+
+    def unqueue(self, nbytes: int, put: object = None) -> None:
+        """When the put has ended."""
+        with self._lock:
+            self._queued_bytes -= nbytes
+
+    def release(self, held: HeldChunk | None) -> None:
+        """Unpins a chunk that a get has found."""
+        if held is not None:
+            self._loop.post(partial(self.objects.release, held))
+
+    def abandon(self, held: HeldChunk | None) -> None:
+        """Frees memory that was reserved for a put."""
+        if held is not None:
+            self._loop.post(partial(self.objects.abandon, held))
+
+    def close(self, timeout_s: float) -> None:
+        """Calls have this time to end, and writes as much again; those that do not raise.
+
+        Idempotent.
+        """
+        with self._lock:
+            was_closed, self.is_closed = self.is_closed, True
+        if not was_closed:
+            wait(self.calls, timeout_s)
+            self._loop.post(partial(self._close, timeout_s))
+        self._thread.join(timeout_s + _JOIN_S)
+
+    def _run(self) -> None:
+        while not self._has_ended:
+            self._woken.wait(self._loop.run_due())
+            self._woken.clear()
+            self._loop.run_posted()
+        self._loop.run_posted()  # what the tiers posted when they closed
+        for future in self.calls:
+            future.set_exception(RuntimeError("the backend is closed"))
+        self.objects.cache.pool.clear()
+
+    def _close(self, timeout_s: float) -> None:
+        self._has_ended = True
+        self.objects.close(timeout_s)
 
 
 class _Put(NamedTuple):
@@ -84,9 +189,6 @@ class ChunkBackend:
         self._objects = self._thread.objects
         self._tiers = self._objects.cache.tiers
         self._memory_bytes = storages[0].memory_bytes
-        self._queued_bytes = 0  # of puts that nobody waits for
-        self._lock = threading.Lock()
-        self._is_probed = False
         # Also when it is no longer referenced, and at exit: no call holds a reference to it.
         self._close = weakref.finalize(self, self._thread.close, CLOSE_S)
 
@@ -152,12 +254,10 @@ class ChunkBackend:
 
         Those put or removed meanwhile may be missing.
         """
-        pooled: Future[set[bytes]] = self._thread.call(
-            lambda done: done(self._objects.pooled_keys())
-        )
-        found = _result(pooled, self._deadline(), set())
-        deadline = time.monotonic() + max(_LIST_S, self._thread.deadline_s)
-        return self._objects.listed(found, deadline).keys
+        objects, deadline = self._objects, self._deadline()
+        pooled: Future[set[bytes]] = self._thread.call(lambda done: done(objects.pooled_keys()))
+        found = _result(pooled, deadline, set())
+        return objects.listed(found, deadline + _LIST_S).keys
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all earlier puts are stored or dropped; False after the timeout."""
@@ -246,17 +346,9 @@ class ChunkBackend:
             raise RuntimeError(f"the backend is closed: {type(self).__name__}")
 
     def _deadline(self) -> float:
-        """The deadline of a call that starts now. Raises RuntimeError after `close`.
-
-        The first calls wait until the first probes of the servers have ended.
-        """
+        """The deadline of a call that starts now. Raises RuntimeError after `close`."""
         self._check_open()
-        wait_s = self._thread.deadline_s
-        deadline = time.monotonic() + wait_s
-        if not self._is_probed:
-            planes = [tier for tier in self._tiers if isinstance(tier, RedisPlane)]
-            self._is_probed = all(plane.wait_probed(wait_s).probed for plane in planes)
-        return deadline
+        return time.monotonic() + self._thread.deadline_s
 
     def _begin_put(
         self, key: AnyKey, metadata: RemoteMetadata, payload: Sequence[memoryview], blocking: bool
@@ -268,22 +360,20 @@ class ChunkBackend:
         if metadata.length > self._memory_bytes and not any(t.state.up for t in self._tiers):
             return None
         queued_bytes = 0 if blocking else metadata.length
-        with self._lock:
-            if queued_bytes and 0 < self._queued_bytes > QUEUE_BYTES - queued_bytes:
-                return None
-            self._queued_bytes += queued_bytes
-        put = None
+        if not self._thread.queue(queued_bytes):
+            return None
+        put, objects = None, self._objects
         try:
             reserving: Future[HeldChunk | None] = self._thread.call(
-                lambda done: done(self._objects.reserve(object_key, metadata))
+                lambda done: done(objects.reserve(object_key, metadata))
             )
             held = _result(reserving, deadline, None, self._thread.abandon)
             if held is not None:
                 put = _Put(self._publish(object_key, held, views), deadline, metadata.length)
-                put.ended.add_done_callback(lambda ended: self._unqueue(queued_bytes))
+                put.ended.add_done_callback(partial(self._thread.unqueue, queued_bytes))
         finally:
             if put is None:
-                self._unqueue(queued_bytes)
+                self._thread.unqueue(queued_bytes)
         return put
 
     def _publish(
@@ -295,10 +385,6 @@ class ChunkBackend:
         except BaseException:
             self._thread.abandon(held)
             raise
-
-    def _unqueue(self, nbytes: int) -> None:
-        with self._lock:
-            self._queued_bytes -= nbytes
 
     def _is_stored(self, put: _Put) -> bool:
         return _result(put.ended, put.deadline, put.nbytes <= self._memory_bytes)

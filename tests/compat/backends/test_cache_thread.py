@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lmcache_redis.compat.backends import in_memory
-from lmcache_redis.compat.backends.cache_thread import CacheThread
+from lmcache_redis.compat.backends.backend import CacheThread
 
 WAIT_S = 10.0
 
