@@ -1,10 +1,9 @@
 """LMCache's storage backends (`lmcache.storage_backend`): constructors of a `ChunkBackend`.
 
 The classes have LMCache's names, constructors and parameters. They take LMCache's configuration
-objects and keys, and any objects with the same attributes (`compat.config`, `compat.engine_keys`),
-and ObjectKeys too. The promises of `compat.backends` hold: a limit in bytes, LRU eviction,
-checksums, deadlines. A server or a disk that fails raises nothing: a get is a miss, and a put
-stores nothing and says so.
+objects and keys, any objects with the same attributes, and ObjectKeys too. The promises of
+`compat.backends` hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk
+that fails raises nothing: a get is a miss, and a put stores nothing and says so.
 
 A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
 named by the environment, as for the commands. ConfigError names a setting that is wrong or not
@@ -24,13 +23,12 @@ from urllib.parse import quote
 
 from lmcache_redis.compat.backends import ChunkBackend
 from lmcache_redis.compat.backends.storage import ChunkStorage, in_memory, in_redis, on_disk
-from lmcache_redis.compat.cache_engine_key import CacheEngineKey
+from lmcache_redis.compat.cache_engine_key import AnyKey, CacheEngineKey, engine_key_of
 from lmcache_redis.compat.config import (
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
     LMCacheMemPoolMetadata,
 )
-from lmcache_redis.compat.engine_keys import AnyKey, engine_key_of
 from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis.compat.engine_keys import object_key_of
+from lmcache_redis.compat.cache_engine_key import object_key_of
 from lmcache_redis.compat.storage_backend import (
     CacheEngineKey,
     LMCacheEngineConfig,

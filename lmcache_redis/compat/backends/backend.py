@@ -1,9 +1,9 @@
 """`ChunkBackend`: blocking calls to an `ObjectCache` that a thread of each backend owns.
 
 A backend keeps chunks by key, each with its `RemoteMetadata`, which describes its bytes. Keys are
-`ObjectKey`s, or LMCache's (`compat.engine_keys`). The byte calls copy payloads, on the caller's
-thread, between the cache's memory and the caller's buffers. The tensor calls allocate the buffers,
-and copy no tensor on the CPU.
+`ObjectKey`s, or LMCache's (`compat.cache_engine_key`). The byte calls copy payloads, on the
+caller's thread, between the cache's memory and the caller's buffers. The tensor calls allocate the
+buffers, and copy no tensor on the CPU.
 
 Calls may come from several threads at once; an iterator of `batched_get` is for one thread at a
 time. Every call ends by a deadline. No call raises because of stored bytes, because a server or a
@@ -38,7 +38,7 @@ from lmcache_redis.compat.backends.buffers import (
     payload_views,
 )
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
-from lmcache_redis.compat.engine_keys import AnyKey, object_key_of
+from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import HeldChunk
 from lmcache_redis.tiers import Done
