@@ -32,8 +32,6 @@ class MemoryLayoutDesc:
     dtypes: list[torch.dtype]
 
     def __post_init__(self) -> None:
-        if not all(isinstance(each, (list, tuple)) for each in (self.shapes, self.dtypes)):
-            raise FormatError("shapes and dtypes are lists")
         if len(self.shapes) != len(self.dtypes):
             raise FormatError(
                 f"{len(self.shapes)} shapes but {len(self.dtypes)} dtypes: give one for each tensor"

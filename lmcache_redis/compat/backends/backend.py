@@ -39,8 +39,7 @@ from lmcache_redis.compat.backends.buffers import (
 )
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
-from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import HeldChunk
+from lmcache_redis.compat.objects import HeapMemory, HeldChunk
 from lmcache_redis.tiers import Done
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from lmcache_redis.compat.backends.storage import in_memory, in_redis, on_disk, 
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.gateway.shared import exposed
-from lmcache_redis.compat.heap import DEFAULT_SPARE_BYTES, HeapMemory
-from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.compat.objects import DEFAULT_SPARE_BYTES, HeapMemory, ObjectCache
 from lmcache_redis.config import parse_address
 from lmcache_redis.metrics import PREFIX
 from lmcache_redis.metrics.exporter import Exporter, OwnerCollector

@@ -19,8 +19,7 @@ from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.main import LoopOwner, open_objects
 from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.gateway.wire import object_key_of
-from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.compat.objects import HeapMemory, ObjectCache
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     CallOutcome,
