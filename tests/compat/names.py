@@ -23,7 +23,7 @@ INTERFACES = (
                 "(model_name, world_size, worker_id, chunk_hash)",
                 different=(
                     "a hash or token ids; 1 to 63 bytes of hash, 1 to 255 workers; `salt` "
-                    "is what else the KV of token ids depends on; frozen"
+                    "is what else the KV of token ids depends on"
                 ),
             ),
             Name("IPCCacheEngineKey.no_worker_id_version", "()"),

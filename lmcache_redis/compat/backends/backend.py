@@ -40,6 +40,7 @@ from lmcache_redis.compat.backends.buffers import (
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.objects import HeapMemory, HeldChunk
+from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
 
 if TYPE_CHECKING:
@@ -149,6 +150,9 @@ class CacheThread:
         self._thread.join(timeout_s + _JOIN_S)
 
     def _run(self) -> None:
+        for tier in self.objects.cache.tiers:
+            if isinstance(tier, RedisPlane):
+                tier.wait_probed(self.deadline_s)  # the first calls wait for this
         while not self._has_ended:
             self._woken.wait(self._loop.run_due())
             self._woken.clear()
@@ -356,16 +360,17 @@ class ChunkBackend:
         deadline = self._deadline()
         views = payload_views(metadata, payload)
         object_key = object_key_of(key)
-        if metadata.length > self._memory_bytes and not any(t.state.up for t in self._tiers):
-            return None
         queued_bytes = 0 if blocking else metadata.length
         if not self._thread.queue(queued_bytes):
             return None
-        put, objects = None, self._objects
+        put, objects, in_memory = None, self._objects, metadata.length <= self._memory_bytes
+
+        def reserve(done: Done[HeldChunk | None]) -> None:
+            is_kept = in_memory or any(tier.state.up for tier in objects.cache.tiers)
+            done(objects.reserve(object_key, metadata) if is_kept else None)
+
         try:
-            reserving: Future[HeldChunk | None] = self._thread.call(
-                lambda done: done(objects.reserve(object_key, metadata))
-            )
+            reserving: Future[HeldChunk | None] = self._thread.call(reserve)
             held = _result(reserving, deadline, None, self._thread.abandon)
             if held is not None:
                 put = _Put(self._publish(object_key, held, views), deadline, metadata.length)

@@ -90,10 +90,10 @@ def in_redis(
 ) -> ChunkStorage:
     """Redis or Valkey: one server, a Sentinel's master, or a cluster.
 
-    Opening it, every call, and each step of an iterator ends within `deadline_s`, including name
-    resolution and connecting. While the server is down all calls return at once: False, None or an
-    empty list. In addition to the plane's commands (docs/internals/data-plane.md), the server must
-    allow GETRANGE and SCAN.
+    Connects in the background. Every call, and each step of an iterator, ends within `deadline_s`,
+    including name resolution and connecting. While the server is down all calls return at once:
+    False, None or an empty list. In addition to the plane's commands
+    (docs/internals/data-plane.md), the server must allow GETRANGE and SCAN.
 
     redis: a URL, or options with one. slot_bytes: the largest payload of a stripe that is written;
     stripes of any size are read. layout: the fingerprint (32 bytes) of an engine's KV cache, to
@@ -111,7 +111,6 @@ def in_redis(
     def open_tier() -> Backing:
         plane = RedisPlane(options)
         plane.start()
-        plane.wait_probed(deadline_s)
         return Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES)
 
     names = _names_of(layout, options.key_prefix)

@@ -20,7 +20,7 @@ from lmcache_redis.config import parse_address
 from lmcache_redis.metrics import PREFIX
 from lmcache_redis.metrics.exporter import Exporter, OwnerCollector
 from lmcache_redis.processes import raise_descriptor_limit
-from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.settings import format_size
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _LEAST_FLUSH_S = 0.1
 _FLUSH_POLL_S = 0.01
 _CLOSE_S = 1.0
+_FIRST_PROBE_S = 5.0
 # Of a write, and again of the removal that follows a failed one.
 WRITE_S = 5.0
 # The counters of an agent that a gateway's cache raises too.
@@ -79,7 +80,11 @@ def open_objects(config: GatewayConfig) -> ObjectCache:
     if config.redis_url is not None:
         storages.append(in_redis(RedisOptions.of_settings(config, config.redis_url)))
     memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, DEFAULT_SPARE_BYTES))
-    return open_cache(storages, LoopOwner(), memory, WRITE_S)
+    objects = open_cache(storages, LoopOwner(), memory, WRITE_S)
+    for tier in objects.cache.tiers:
+        if isinstance(tier, RedisPlane):
+            tier.wait_probed(_FIRST_PROBE_S)
+    return objects
 
 
 async def _run(config: GatewayConfig) -> int:
