@@ -21,7 +21,6 @@ from lmcache_redis.metrics import PREFIX
 from lmcache_redis.metrics.exporter import Exporter, OwnerCollector
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.settings import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -100,16 +99,8 @@ async def _run(config: GatewayConfig) -> int:
             read = OwnerCollector(cache.owner.post, lambda: exposed(gateway.stats(), objects.is_up))
             of_tiers = cache.metrics.registry.restricted_registry(_TIER_COUNTERS)
             stack.enter_context(Exporter(parse_address(config.metrics), read, of_tiers))
-        tiers = [
-            f"memory of {format_size(config.memory_bytes)}" if config.memory_bytes else "",
-            f"{format_size(config.disk_size)} in {config.disk_path}" if config.disk_path else "",
-            "Redis" if config.redis_url else "",
-        ]
-        logger.info(
-            "lmcache-redis %s serves %s%s: %s",
-            __version__, gateway.url, " with TLS" if config.tls_cert else "",
-            ", ".join(filter(None, tiers)),
-        )  # fmt: skip
+        tls = " with TLS" if config.tls_cert else ""
+        logger.info("lmcache-redis %s serves %s%s", __version__, gateway.url, tls)
         await stopped.wait()
         deadline_s = time.monotonic() + config.shutdown_deadline_s
         logger.info("stopping: requests have %.1f s to finish", config.shutdown_deadline_s)
