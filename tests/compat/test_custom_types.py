@@ -108,7 +108,9 @@ class TestCodec:
 
     def test_plain_values_are_as_msgspec_encodes_them(self) -> None:
         value = {"a": [1, 2.5, None, True, "x", b"y"], "b": {}, "c": (1,)}
-        data = get_customized_encoder(dict).encode(value)
+        encoder = get_customized_encoder(dict)
+        assert isinstance(encoder, msgspec.msgpack.Encoder)
+        data = encoder.encode(value)
         assert data == msgspec.msgpack.encode(value)
         assert get_customized_decoder(Any).decode(data) == value | {"c": [1]}
 

@@ -129,3 +129,15 @@ def test_close_drops_what_is_left_after_its_time(
         put(tier, 9)
     gate.opened.set()
     assert len(files_in(directory)) <= 1
+
+
+def test_no_put_in_flight_keeps_a_backend(gate: Gate, directory: Path) -> None:
+    tier = ChunkBackend([on_disk(directory, 1 << 20)])
+    assert put(tier, 0)
+    assert gate.entered.wait(30)
+    thread, opening = tier._thread._thread, threading.Timer(0.05, gate.opened.set)
+    opening.start()
+    del tier  # closes it, on this thread
+    assert not thread.is_alive()
+    opening.join()
+    assert gate.written == [(0, 0)]
