@@ -1,11 +1,11 @@
 """The gateway beside LMCache's own server for its `lm://` protocol, with the same client.
 
-    put         PUTs of all chunks, and an EXIST that is answered when all are stored
+    put         PUTs of all chunks, and an EXIST that is answered when all are received
     get         the same chunks, which both servers have in memory
     get, many   many clients at once, each with GETs of its own: throughput, median and p99
 
-The servers take turns; the first one changes with the round. Ours also writes every chunk to Redis,
-and answers the EXIST when the last chunk is there.
+The servers take turns; the first one changes with the round. Ours also writes every chunk to Redis;
+all but the last are there when the EXIST is answered.
 """
 
 from __future__ import annotations

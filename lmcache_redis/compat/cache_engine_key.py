@@ -6,6 +6,22 @@ The text of a key, which `to_string` writes and `from_string` reads:
 
 Earlier versions of LMCache have a format (`vllm`) in front, later ones a dtype behind the hash.
 Both are read and written. Malformed fields and texts raise FormatError, which is a ValueError.
+
+A storage backend takes any object with model_name, world_size, worker_id and chunk_hash; and with
+fmt, dtype and layer_id where its release of LMCache has them. Each is part of the key: chunks of
+"vllm" and of "huggingface" never meet, nor do the layers of a chunk. Its ObjectKey has
+
+    chunk_hash   the hash as bytes
+    model_name   lmcache@fmt@dtype@layer_id@hash type@model_name; a field that is not given is empty
+    kv_rank      world_size and worker_id, of workers on one node
+
+    hash type    the hash of the key
+    bytes        bytes
+    hex          a str of lower-case hex, two digits a byte: a SHA-256 has 32 bytes
+    text         any other str, in UTF-8
+    int          an int, in decimal digits
+
+So unequal keys have unequal ObjectKeys. An ObjectKey stands for itself.
 """
 
 from __future__ import annotations
@@ -14,9 +30,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from lmcache_redis.chunks.metadata import torch_dtype
+from lmcache_redis.chunks.keys import ObjectKey, share_rank
+from lmcache_redis.chunks.metadata import dtype_name, torch_dtype
 from lmcache_redis.errors import FormatError, check_int
 
 if TYPE_CHECKING:
@@ -42,7 +59,14 @@ KEY_TEXT = re.compile(
 _INT_HASH = re.compile(r"0|-?[1-9a-f][0-9a-f]*")
 _BYTES_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 _TAG = "lmcache.tag."
-_MOST = (1 << 31) - 1
+_MARK = "lmcache"
+_ALWAYS = ("model_name", "world_size", "worker_id", "chunk_hash")
+_OPTIONAL = ("fmt", "dtype", "layer_id")
+_MOST_LAYERS = 1 << 16
+
+# An ObjectKey, or any object with the fields of a key of LMCache.
+AnyKey: TypeAlias = Any
+
 
 _Key = TypeVar("_Key", bound="CacheEngineKey")
 
@@ -59,30 +83,15 @@ class _KeyParts:
     layer_id: Any = None  # an int in the key of a layer
 
     def __post_init__(self) -> None:
-        check_int("world_size", self.world_size, 0, _MOST)
-        check_int("worker_id", self.worker_id, 0, _MOST)
-        if isinstance(self, LayerCacheEngineKey):
-            check_int("layer_id", self.layer_id, 0, _MOST)
-        elif self.layer_id is not None:
-            raise FormatError("only the key of a layer has a layer_id")
-        if self.fmt is None and self.dtype is None:
-            raise FormatError("a key has a dtype, or the fmt of earlier versions")
-        if self.dtype is not None and (isinstance(self.dtype, str) or not self._dtype_text):
+        if self.dtype is not None and not self._dtype_text:
             raise FormatError(f"a key has no text for the dtype {self.dtype!r:.80}")
-        configs = self.request_configs
-        if configs is not None and not (
-            isinstance(configs, Mapping) and all(isinstance(name, str) for name in configs)
-        ):
-            raise FormatError(f"request_configs is a dict with names, not {configs!r:.80}")
-        if type(self.chunk_hash) not in (int, bytes, str):
-            raise FormatError(f"a chunk hash is an int, bytes or text, not {self.chunk_hash!r:.80}")
-        if _groups(self._text) != self._texts:
+        has_layer = self.layer_id is not None
+        if _groups(self._text) != self._texts or has_layer != isinstance(self, LayerCacheEngineKey):
             raise FormatError(f"fields that cannot be read back from the text {self._text!r:.200}")
 
     @cached_property
     def _texts(self) -> dict[str, str | None]:
         """The groups of `KEY_TEXT`."""
-        tags = "".join(f"@{name}%{value}" for name, value in self.tags or ())
         return {
             "fmt": self.fmt,
             "model_name": self.model_name,
@@ -91,7 +100,7 @@ class _KeyParts:
             "chunk_hash": self.chunk_hash_hex,
             "dtype": self._dtype_text,
             "layer_id": None if self.layer_id is None else str(self.layer_id),
-            "tags": tags,
+            "tags": "".join(f"@{name}%{value}" for name, value in self.tags or ()),
         }
 
     @property
@@ -107,8 +116,8 @@ class _KeyParts:
     def tags(self) -> tuple[tuple[str, str], ...] | None:
         """Names and values; None if there are none."""
         configs = (self.request_configs or {}).items()
-        tags = [(name, str(value)) for name, value in configs if name.startswith(_TAG)]
-        return tuple((name[len(_TAG) :], value) for name, value in tags) or None
+        tags = [(name[len(_TAG) :], str(value)) for name, value in configs if name.startswith(_TAG)]
+        return tuple(tags) or None
 
     @property
     def chunk_hash_hex(self) -> str:
@@ -212,7 +221,7 @@ def parse_cache_key(key_str: str) -> CacheEngineKey | LayerCacheEngineKey:
 
 def _groups(text: str) -> dict[str, str | None] | None:
     match = KEY_TEXT.fullmatch(text)
-    if match is None or not match["chunk_hash"]:
+    if match is None or not match["chunk_hash"] or not (match["fmt"] or match["dtype"]):
         return None
     return match.groupdict() if match["dtype"] in (None, *_NAME_OF_TEXT) else None
 
@@ -221,3 +230,90 @@ def _hash_of(text: str) -> int | bytes | str:
     if _INT_HASH.fullmatch(text):
         return int(text, 16)
     return bytes.fromhex(text) if _BYTES_HASH.fullmatch(text) else text
+
+
+def object_key_of(key: AnyKey) -> ObjectKey:
+    """The ObjectKey of a key. Raises FormatError if the key lacks a field or has no encoding."""
+    if isinstance(key, ObjectKey):
+        return key
+    missing = [name for name in _ALWAYS if not hasattr(key, name)]
+    if missing:
+        raise FormatError(
+            f"a key is an ObjectKey, or has {', '.join(_ALWAYS)} and perhaps "
+            f"{', '.join(_OPTIONAL)}; {type(key).__name__} has no {', '.join(missing)}"
+        )
+    if getattr(key, "tags", None):
+        raise FormatError("a key with tags is not supported: make them part of its model_name")
+    fmt, dtype, layer_id = (getattr(key, name, None) for name in _OPTIONAL)
+    if fmt is not None and (not isinstance(fmt, str) or not fmt or "@" in fmt):
+        raise FormatError(f"fmt is a name without @, or None, not {fmt!r:.80}")
+    if layer_id is not None:
+        check_int("layer_id", layer_id, 0, _MOST_LAYERS)
+    if not isinstance(key.model_name, str):
+        raise FormatError(f"model_name is a str, not {key.model_name!r:.80}")
+    hash_type, chunk_hash = _packed(key.chunk_hash)
+    fields = (
+        _MARK,
+        fmt or "",
+        "" if dtype is None else dtype_name(dtype),
+        "" if layer_id is None else str(layer_id),
+        hash_type,
+        key.model_name,
+    )
+    kv_rank = share_rank(key.world_size, key.worker_id)
+    return ObjectKey(chunk_hash, "@".join(fields), kv_rank)
+
+
+def engine_key_of(object_key: ObjectKey) -> AnyKey:
+    """The `CacheEngineKey` or `LayerCacheEngineKey` for which an ObjectKey stands.
+
+    The ObjectKey itself if it stands for itself, or for a key that these classes cannot be.
+    """
+    mark, *fields = object_key.model_name.split("@", 5)
+    if mark != _MARK or len(fields) < 5:
+        return object_key
+    fmt, dtype, layer_id, hash_type, model_name = fields
+    try:
+        named = {
+            "fmt": fmt or None,
+            "model_name": model_name,
+            "world_size": object_key.kv_rank >> 24,
+            "worker_id": object_key.kv_rank >> 16 & 0xFF,
+            "chunk_hash": _unpacked(hash_type, object_key.chunk_hash),
+            "dtype": torch_dtype(dtype) if dtype else None,
+        }
+        key = CacheEngineKey(**named)
+        if layer_id:
+            key = LayerCacheEngineKey(**named, layer_id=int(layer_id))
+        return key if object_key_of(key) == object_key else object_key
+    except ValueError:  # a name that only looks like one of these, or that they refuse
+        return object_key
+
+
+def _packed(chunk_hash: object) -> tuple[str, bytes]:
+    """The type of a hash, and its bytes."""
+    if isinstance(chunk_hash, bytes):
+        return "bytes", chunk_hash
+    if isinstance(chunk_hash, str):
+        if _BYTES_HASH.fullmatch(chunk_hash):
+            return "hex", bytes.fromhex(chunk_hash)
+        try:
+            return "text", chunk_hash.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise FormatError(f"a chunk_hash that UTF-8 cannot encode: {error}") from None
+    if type(chunk_hash) is int:
+        return "int", b"%d" % chunk_hash
+    raise FormatError(f"chunk_hash is a str, an int or bytes, not {type(chunk_hash).__name__}")
+
+
+def _unpacked(hash_type: str, data: bytes) -> str | int | bytes:
+    """The inverse of `_packed`. Raises ValueError for what it does not return."""
+    if hash_type == "bytes":
+        return data
+    if hash_type == "hex":
+        return data.hex()
+    if hash_type == "text":
+        return data.decode("utf-8")
+    if hash_type == "int":
+        return int(data)
+    raise ValueError(f"unknown type of a chunk hash: {hash_type!r}")

@@ -1,34 +1,29 @@
 """lmcache.v1.multiprocess.custom_types: keys, CUDA tensors and msgpack between processes.
 
 The original pickles; nothing is pickled here. A wrapper is encoded as the plain fields of its
-handle, which are validated when decoded. Bad bytes raise FormatError.
+handle, which are validated when decoded.
 
-The codec encodes these types as msgpack extensions, so that they come back as they were, at any
-depth and whether or not the decoder is told a type:
-
-    code  type               body
-    1     torch.dtype        its name without "torch.", UTF-8
-    2     torch.Size         an array of integers, each below 2^63
-    3     CudaIPCWrapper     CudaIPCWrapper.Serialize
-    4     IPCCacheEngineKey  IPCCacheEngineKey.Serialize
-    5     ObjectKey          ObjectKey.to_bytes
+Nothing of this package sends an `IPCCacheEngineKey`: engines send hashes (`messages`). Serialized,
+it is one MessagePack array of its nine fields.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable
+import math
+import os
+import weakref
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
 import torch
 
-from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.chunks.metadata import MAX_SIZE, dtype_name, torch_dtype
-from lmcache_redis.compat.cuda_ipc import CudaIPCWrapper
-from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
-from lmcache_redis.errors import FormatError, checked_shape
+from lmcache_redis.chunks.keys import MAX_WORLD_SIZE, check_hash, model_name_bytes, token_array
+from lmcache_redis.chunks.metadata import MAX_SIZE, dtype_name, itemsize, torch_dtype
+from lmcache_redis.device import driver, export
+from lmcache_redis.device.handles import CudaHandle, check_exporter
+from lmcache_redis.device.mapping import EngineMemory, check_handle
+from lmcache_redis.errors import DeviceError, FormatError, check_int, checked_shape
 
 __all__ = [
     "CudaIPCWrapper",
@@ -38,122 +33,264 @@ __all__ = [
     "get_customized_encoder",
 ]
 
+MAX_KEY_TOKENS = 1 << 24
+MAX_SALT_BYTES = 4096
+
+_FIELDS = msgspec.msgpack.Decoder(
+    tuple[str, int, int | None, bytes | None, tuple[int, ...] | None, int, int, str | None, bytes]
+)
+# Extension types of msgpack.
+_DTYPE, _WRAPPER = 1, 3
+
+
+class TensorHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A contiguous tensor at the start of its storage. memory: the storage."""
+
+    memory: CudaHandle
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# CUDA does not open a handle in the process that made it: there, `to_tensor` looks here.
+_exported: weakref.WeakValueDictionary[TensorHandle, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+class CudaIPCWrapper:
+    """A tensor in GPU memory. The handle is valid while the exported tensor lives.
+
+    Wrappers with equal handles are equal. Raises DeviceError if the tensor is not on a GPU, not
+    contiguous, not at offset 0 of its storage, or in memory that CUDA cannot export.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if not hasattr(tensor, "untyped_storage"):
+            raise DeviceError(f"a tensor is shared, not a {type(tensor).__name__}")
+        gpu = export.gpu_of(tensor)
+        if gpu is None:
+            raise DeviceError(f"a tensor on {tensor.device} has no CUDA IPC handle")
+        if not tensor.is_contiguous() or tensor.storage_offset() != 0:
+            raise DeviceError(
+                f"a tensor of shape {list(tensor.shape)}, strides {list(tensor.stride())} and "
+                f"storage offset {tensor.storage_offset()}: only contiguous tensors at the start "
+                "of their storage are exported"
+            )
+        (memory,) = export.export_storages([tensor.untyped_storage()], gpu)
+        weakref.finalize(tensor, export.withdraw, [memory])
+        self.handle = TensorHandle(memory, dtype_name(tensor.dtype), tuple(tensor.shape))
+        _exported[self.handle] = tensor
+
+    @classmethod
+    def from_handle(cls, handle: TensorHandle) -> CudaIPCWrapper:
+        """Wraps a received handle. `to_tensor` checks it."""
+        wrapper = cls.__new__(cls)
+        wrapper.handle = handle
+        return wrapper
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.handle.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.handle.shape)
+
+    @property
+    def device_uuid(self) -> str:
+        return self.handle.memory.device_uuid
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaIPCWrapper) and self.handle == other.handle
+
+    def __hash__(self) -> int:
+        return hash(self.handle)
+
+    @staticmethod
+    def Serialize(obj: CudaIPCWrapper) -> bytes:
+        """The fields of the handle as msgpack. Raises FormatError for what is no wrapper."""
+        if not isinstance(obj, CudaIPCWrapper):
+            raise FormatError(f"a CudaIPCWrapper is serialized, not a {type(obj).__name__}")
+        return msgspec.msgpack.encode(obj.handle)
+
+    @staticmethod
+    def Deserialize(data: bytes | bytearray | memoryview) -> CudaIPCWrapper:
+        """The inverse of `Serialize`. Raises FormatError unless the handle is well formed."""
+        try:
+            handle = msgspec.msgpack.decode(data, type=TensorHandle)
+            _check(handle)
+        except (msgspec.MsgspecError, UnicodeDecodeError, DeviceError) as error:
+            raise FormatError(f"not an encoded CUDA IPC wrapper: {error}") from None
+        return CudaIPCWrapper.from_handle(handle)
+
+    def to_tensor(self) -> torch.Tensor:
+        """Map the memory and return the tensor. The memory is unmapped when its storage is freed.
+
+        In the process that made the handle, this is the exported tensor itself, while it lives.
+        Raises DeviceError if the handle is malformed, its process has ended, its GPU is not visible
+        here, or CUDA does not open it.
+        """
+        handle = self.handle
+        _check(handle)
+        check_exporter(handle.memory)
+        if handle.memory.pid == os.getpid():
+            exported = _exported.get(handle)
+            if exported is None:
+                raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
+            return exported
+        size_bytes = math.prod(handle.shape) * itemsize(handle.dtype)
+        flat = _flat_tensor(_OpenedMemory(handle.memory))
+        return flat[:size_bytes].view(torch_dtype(handle.dtype)).view(handle.shape)
+
+
+class _OpenedMemory:
+    """Memory of another process, until this object is freed: torch keeps it with the tensor."""
+
+    def __init__(self, handle: CudaHandle) -> None:
+        visible = driver.device_uuids()
+        if handle.device_uuid not in visible:
+            raise DeviceError(
+                f"GPU {handle.device_uuid} is not visible here (visible: {', '.join(visible)})"
+            )
+        gpu = visible.index(handle.device_uuid)
+        context = driver.retain_context(gpu)
+        try:
+            with driver.in_context(context):
+                memory = EngineMemory([handle], gpu)
+        except BaseException:
+            driver.release_context(gpu)
+            raise
+        weakref.finalize(self, _close, memory, gpu, context).atexit = False
+        address, size_bytes = memory.storages[0]
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+def _flat_tensor(memory: Any) -> torch.Tensor:
+    return torch.as_tensor(memory)
+
+
+def _close(memory: EngineMemory, gpu: int, context: int) -> None:
+    with driver.in_context(context):
+        driver.synchronize()
+        memory.close()
+    driver.release_context(gpu)
+
+
+def _check(handle: TensorHandle) -> None:
+    """Raise DeviceError unless the handle is well formed and its tensor fits its storage."""
+    check_handle(handle.memory)
+    try:
+        item_bytes = itemsize(handle.dtype)
+    except FormatError as error:
+        raise DeviceError(f"a CUDA IPC handle: {error}") from error
+    if any(size < 0 for size in handle.shape):
+        raise DeviceError(f"a CUDA IPC handle of shape {list(handle.shape)}")
+    if math.prod(handle.shape) * item_bytes > handle.memory.size_bytes:
+        raise DeviceError(
+            f"a CUDA tensor of shape {list(handle.shape)} ({handle.dtype}) in "
+            f"{handle.memory.size_bytes} bytes"
+        )
+
+
 KVCache = list[CudaIPCWrapper]
 
 
-def _encoded_size(size: torch.Size) -> bytes:
-    return msgspec.msgpack.encode(checked_shape(size, MAX_SIZE))
+@dataclass(frozen=True, order=True)
+class IPCCacheEngineKey:
+    """The name that an engine sends: a chunk hash, or tokens `start` to `end` of `token_ids`.
 
+    Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set; start and
+    end are 0 with a hash. worker_id is below world_size (1 to 255), or None: all workers.
+    request_id identifies a request in logs and sessions; ==, hash and order ignore it. salt (0 to
+    4,096 bytes) stands for everything else that the KV of the tokens depends on; it is empty with a
+    chunk_hash, which covers it. Raises FormatError for anything else.
+    """
 
-def _decoded_size(body: bytes) -> torch.Size:
-    return torch.Size(checked_shape(_size_decoder.decode(body), MAX_SIZE))
+    model_name: str
+    world_size: int
+    worker_id: int | None
+    chunk_hash: bytes | None = None
+    token_ids: tuple[int, ...] | None = None
+    start: int = 0
+    end: int = 0
+    request_id: str | None = field(default=None, compare=False)
+    salt: bytes = b""
 
+    def __post_init__(self) -> None:
+        model_name_bytes(self.model_name)
+        check_int("world_size", self.world_size, 1, MAX_WORLD_SIZE)
+        if self.worker_id is not None:
+            check_int("worker_id", self.worker_id, 0, self.world_size - 1)
+        if (self.chunk_hash is None) == (self.token_ids is None):
+            raise FormatError("a key has either a chunk_hash or token_ids, exactly one of them")
+        if self.token_ids is None:
+            check_hash(self.chunk_hash)
+        elif not isinstance(self.token_ids, tuple) or len(self.token_ids) > MAX_KEY_TOKENS:
+            raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
+        else:
+            token_array(self.token_ids)
+        if not isinstance(self.salt, bytes) or len(self.salt) > MAX_SALT_BYTES:
+            raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {self.salt!r:.80}")
+        if self.salt and self.token_ids is None:
+            raise FormatError("a chunk_hash covers the salt: only token_ids take one")
+        check_int("end", self.end, 0, len(self.token_ids or ()))
+        check_int("start", self.start, 0, self.end)
 
-_size_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
-_ENCODINGS: dict[type, tuple[int, Callable[[Any], bytes]]] = {
-    torch.dtype: (1, lambda dtype: dtype_name(dtype).encode()),
-    torch.Size: (2, _encoded_size),
-    CudaIPCWrapper: (3, CudaIPCWrapper.Serialize),
-    IPCCacheEngineKey: (4, IPCCacheEngineKey.Serialize),
-    ObjectKey: (5, ObjectKey.to_bytes),
-}
-_DECODINGS: dict[int, Callable[[bytes], Any]] = {
-    1: lambda body: torch_dtype(str(body, "utf-8")),
-    2: _decoded_size,
-    3: CudaIPCWrapper.Deserialize,
-    4: IPCCacheEngineKey.Deserialize,
-    5: ObjectKey.from_bytes,
-}
+    def no_worker_id_version(self) -> IPCCacheEngineKey:
+        """The same key for all workers, as a lookup uses it."""
+        return replace(self, worker_id=None)
 
-
-class CustomizedEncoder:
-    """A msgpack encoder, also for the types of the table above."""
-
-    def encode(self, obj: Any) -> bytes:
-        """Encodes a value. Raises FormatError for one of a type that has no encoding."""
+    @staticmethod
+    def Serialize(obj: IPCCacheEngineKey) -> bytes:
+        """Raises FormatError if a field has no encoding."""
+        if not isinstance(obj, IPCCacheEngineKey):
+            raise FormatError(f"an IPCCacheEngineKey is serialized, not a {type(obj).__name__}")
         try:
-            return msgspec.msgpack.encode(_with_extensions(obj), enc_hook=_encode_extension)
-        except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
-            raise FormatError(f"a value that cannot be encoded: {error}") from None
+            return msgspec.msgpack.encode([getattr(obj, each.name) for each in fields(obj)])
+        except (TypeError, UnicodeEncodeError, OverflowError) as error:
+            raise FormatError(f"a key that cannot be encoded: {error}") from None
 
-
-class CustomizedDecoder:
-    """A msgpack decoder for values of one type. Raises TypeError for one without a decoding."""
-
-    def __init__(self, expected: Any) -> None:
-        msgspec.msgpack.Decoder(
-            expected, dec_hook=_as_expected
-        )  # raises now, not at the first value
-        self._expected = expected
-        self._decoder = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
-
-    def decode(self, data: bytes | bytearray | memoryview) -> Any:
-        """Decodes one value. Raises FormatError for other bytes, or a value of another type."""
+    @staticmethod
+    def Deserialize(data: bytes) -> IPCCacheEngineKey:
+        """The inverse of `Serialize`. Raises FormatError for any other bytes."""
         try:
-            value = self._decoder.decode(data)
-            # Not in one step: msgspec decodes no extension to a type that it knows itself.
-            return msgspec.convert(value, self._expected, dec_hook=_as_expected)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError(f"not an encoded value: {error}") from None
+            return IPCCacheEngineKey(*_FIELDS.decode(data))
+        except (msgspec.MsgspecError, UnicodeDecodeError, FormatError) as error:
+            raise FormatError(f"not an encoded key: {error}") from None
 
 
-def get_customized_encoder(type: Any = Any) -> CustomizedEncoder:
-    """An encoder for values of any type: encoding needs no schema."""
-    return CustomizedEncoder()
+def get_customized_encoder(type: Any) -> msgspec.msgpack.Encoder:
+    """msgspec's encoder, for values of any type, also for wrappers and dtypes."""
+    return msgspec.msgpack.Encoder(enc_hook=_encode_extension)
 
 
-def get_customized_decoder(type: Any = Any) -> CustomizedDecoder:
-    """A decoder for values of this type."""
-    return CustomizedDecoder(type)
-
-
-class _Extended:
-    """A value to be encoded by `_encode_extension`: msgspec encodes what it knows by itself."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+def get_customized_decoder(type: Any) -> msgspec.msgpack.Decoder[Any]:
+    """msgspec's decoder for values of this type, which checks keys, wrappers and sizes."""
+    return msgspec.msgpack.Decoder(type, dec_hook=_as_expected, ext_hook=_decode_extension)
 
 
 def _encode_extension(value: Any) -> msgspec.msgpack.Ext:
-    if not isinstance(value, _Extended):
-        raise TypeError(f"{type(value).__name__} has no encoding")
-    code, encoded = _ENCODINGS[type(value.value)]
-    return msgspec.msgpack.Ext(code, encoded(value.value))
-
-
-def _with_extensions(value: Any) -> Any:
-    """The value with `_Extended` around each part that has an extension."""
-    if type(value) in _ENCODINGS:
-        return _Extended(value)
-    if isinstance(value, dict):
-        return {_with_extensions(key): _with_extensions(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(_with_extensions(each) for each in value)
-    if isinstance(value, msgspec.Struct):
-        return _replaced(value, value.__struct_fields__, msgspec.structs.force_setattr)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        return _replaced(value, names, object.__setattr__)
-    return value
-
-
-def _replaced(
-    value: Any, names: tuple[str, ...], set_field: Callable[[Any, str, Any], None]
-) -> Any:
-    """A copy with extensions in its fields: neither frozen fields nor checks stand in the way."""
-    replaced = copy.copy(value)
-    for name in names:
-        set_field(replaced, name, _with_extensions(getattr(value, name)))
-    return replaced
+    if isinstance(value, torch.dtype):
+        return msgspec.msgpack.Ext(_DTYPE, dtype_name(value).encode())
+    if isinstance(value, CudaIPCWrapper):
+        return msgspec.msgpack.Ext(_WRAPPER, CudaIPCWrapper.Serialize(value))
+    raise TypeError(f"{type(value).__name__} has no encoding")
 
 
 def _decode_extension(code: int, data: memoryview) -> Any:
-    if code not in _DECODINGS:
-        raise FormatError(f"extension type {code} is unknown")
-    return _DECODINGS[code](bytes(data))
+    if code == _DTYPE:
+        return torch_dtype(str(data, "utf-8"))
+    if code == _WRAPPER:
+        return CudaIPCWrapper.Deserialize(bytes(data))
+    raise FormatError(f"extension type {code} is unknown")
 
 
 def _as_expected(expected: type, value: Any) -> Any:
+    if expected is torch.Size:
+        return torch.Size(checked_shape(value, MAX_SIZE))
     if isinstance(value, expected):
         return value
-    raise msgspec.ValidationError(f"expected {expected.__name__}, got {type(value).__name__}")
+    raise FormatError(f"expected {expected.__name__}, got {type(value).__name__}")

@@ -13,11 +13,11 @@ follows a PUT and the successful reply to a GET. Anything else raises FormatErro
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import struct
-from collections.abc import Sequence
-from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from lmcache_redis.chunks.metadata import ENCODED_FORMATS, NAME_OF_CODE, MemoryFormat
 from lmcache_redis.errors import FormatError, check_int, checked_shape
@@ -27,7 +27,6 @@ MAX_WIRE_LENGTH = (1 << 31) - 1
 _WIRE_DIMS = 4
 
 _Bytes = bytes | bytearray | memoryview
-_Enum = TypeVar("_Enum", bound=enum.Enum)
 
 _REQUEST = struct.Struct(f"=9i{MAX_KEY_LENGTH}s")
 _REPLY = struct.Struct("=9i")
@@ -72,21 +71,27 @@ class PayloadFields(NamedTuple):
     location: str | None = None
 
 
+@contextlib.contextmanager
+def _format_errors(what: str) -> Iterator[None]:
+    """Raises FormatError for what has no encoding, or no meaning."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise FormatError(f"a malformed {what}: {error}") from None
+
+
 def packed_request(command: ClientCommand, key: str, payload: PayloadFields) -> bytes:
-    described, sizes, location = _numbers(payload)
-    command = _member(ClientCommand, command, "command")
-    return _REQUEST.pack(command, *described, location, *sizes, _key_bytes(key))
+    with _format_errors("request"):
+        *described, location, sizes = _numbers(payload)
+        return _REQUEST.pack(ClientCommand(command), *described, location, *sizes, _key_bytes(key))
 
 
 def unpacked_request(data: _Bytes) -> tuple[ClientCommand, str, PayloadFields]:
     """The inverse of `packed_request`."""
-    command, length, fmt, dtype, location, *sizes, key = _unpack(_REQUEST, data)
-    payload = _payload(length, fmt, dtype, sizes, location)
-    try:
-        text = key.rstrip(b" ").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"a key that is not UTF-8: {error}") from None
-    return _member(ClientCommand, command, "command"), text, payload
+    with _format_errors("request"):
+        command, length, fmt, dtype, location, *sizes, key = _REQUEST.unpack(data)
+        payload = _payload(length, fmt, dtype, sizes, location)
+        return ClientCommand(command), key.rstrip(b" ").decode("utf-8"), payload
 
 
 def command_and_length(request: _Bytes) -> tuple[int, int]:
@@ -96,69 +101,43 @@ def command_and_length(request: _Bytes) -> tuple[int, int]:
 
 
 def packed_reply(code: ServerReturnCode, payload: PayloadFields) -> bytes:
-    described, sizes, location = _numbers(payload)
-    return _REPLY.pack(_member(ServerReturnCode, code, "return code"), *described, *sizes, location)
+    with _format_errors("reply"):
+        *described, location, sizes = _numbers(payload)
+        return _REPLY.pack(ServerReturnCode(code), *described, *sizes, location)
 
 
 def unpacked_reply(data: _Bytes) -> tuple[ServerReturnCode, PayloadFields]:
     """The inverse of `packed_reply`."""
-    code, length, fmt, dtype, *sizes, location = _unpack(_REPLY, data)
-    payload = _payload(length, fmt, dtype, sizes, location)
-    return _member(ServerReturnCode, code, "return code"), payload
+    with _format_errors("reply"):
+        code, length, fmt, dtype, *sizes, location = _REPLY.unpack(data)
+        return ServerReturnCode(code), _payload(length, fmt, dtype, sizes, location)
 
 
-def _numbers(payload: PayloadFields) -> tuple[tuple[int, int, int], tuple[int, ...], int]:
-    """Length, format and dtype; four sizes; location. Raises FormatError for what has no code."""
+def _numbers(payload: PayloadFields) -> tuple[int, int, int, int, tuple[int, ...]]:
+    """Length, format, dtype, location; four sizes."""
     length, fmt, name, shape, location = payload
     check_int("a length", length, 0, MAX_WIRE_LENGTH)
     sizes = checked_shape(shape, MAX_WIRE_LENGTH)
     if len(sizes) > _WIRE_DIMS:
         raise FormatError(f"a shape of {len(sizes)} dimensions; a message has {_WIRE_DIMS}")
-    if not isinstance(fmt, MemoryFormat):
-        raise FormatError(f"a memory format is a MemoryFormat, not {fmt!r:.80}")
-    if not isinstance(name, (str, NoneType)) or name not in _CODE_OF_NAME:
-        raise FormatError(f"dtype {name!r:.80} has no code in LMCache's protocol")
-    if not isinstance(location, (str, NoneType)) or location not in LOCATION_TO_INT:
-        raise FormatError(f"unknown location {location!r:.80}")
-    described = length, fmt.value, _CODE_OF_NAME[name]
-    return described, sizes + (0,) * (_WIRE_DIMS - len(sizes)), LOCATION_TO_INT[location]
-
-
-def _unpack(layout: struct.Struct, data: _Bytes) -> tuple[Any, ...]:
-    if memoryview(data).nbytes != layout.size:
-        raise FormatError(f"a message has {layout.size} bytes, not {memoryview(data).nbytes}")
-    return layout.unpack(data)
+    sizes += (0,) * (_WIRE_DIMS - len(sizes))
+    return length, fmt.value, _CODE_OF_NAME[name], LOCATION_TO_INT[location], sizes
 
 
 def _payload(
     length: int, fmt: int, dtype: int, sizes: Sequence[int], location: int
 ) -> PayloadFields:
-    if dtype not in NAME_OF_WIRE_CODE:
-        raise FormatError(f"unknown dtype code {dtype}")
-    if location not in INT_TO_LOCATION:
-        raise FormatError(f"unknown location code {location}")
     check_int("a length", length, 0, MAX_WIRE_LENGTH)
-    known = _member(MemoryFormat, fmt, "memory format")
-    shape = checked_shape(sizes, MAX_WIRE_LENGTH)
+    known, shape = MemoryFormat(fmt), checked_shape(sizes, MAX_WIRE_LENGTH)
     while known not in ENCODED_FORMATS and len(shape) > 1 and not shape[-1]:
         shape = shape[:-1]
     return PayloadFields(length, known, NAME_OF_WIRE_CODE[dtype], shape, INT_TO_LOCATION[location])
 
 
 def _key_bytes(text: str) -> bytes:
-    try:
-        data = text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise FormatError("a key that has no UTF-8") from None
+    data = text.encode("utf-8")
     if len(data) > MAX_KEY_LENGTH:
         raise FormatError(f"a key of {len(data)} bytes; a message holds {MAX_KEY_LENGTH}")
     if data.endswith(b" "):
         raise FormatError("a key that ends in a space, which would be lost in the padding")
     return data.ljust(MAX_KEY_LENGTH)
-
-
-def _member(kind: type[_Enum], value: object, what: str) -> _Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        raise FormatError(f"unknown {what} {value!r:.80}") from None

@@ -21,24 +21,75 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Entry, EntryState
-from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.frame import parsed_metadata
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
-from lmcache_redis.tiers import (
-    CallOutcome,
-    Done,
-    ExistsResult,
-    FramesResult,
-    WriteOutcome,
-)
+from lmcache_redis.tiers import CallOutcome, Done, ExistsResult, FramesResult, WriteOutcome
+
+# Smaller blocks come from the allocator, which has warm memory of their size.
+LEAST_REUSED_BYTES = 64 << 10
+DEFAULT_SPARE_BYTES = 128 << 20
+
+
+class HeapMemory:
+    """One block of memory per chunk, of exactly its size. A unit is a byte. Not thread-safe.
+
+    The kernel zeroes each fresh page at its first touch, which takes longer than the copy into it.
+    So freed blocks are kept as spares for later chunks of their size.
+
+    capacity_bytes: payload of all blocks together. spare_bytes: limit of all spares.
+    """
+
+    def __init__(
+        self, capacity_bytes: int = sys.maxsize, spare_bytes: int = DEFAULT_SPARE_BYTES
+    ) -> None:
+        self.capacity = capacity_bytes
+        self.spare_limit_bytes = spare_bytes
+        self.spare_bytes = 0
+        self._spares: deque[npt.NDArray[np.uint8]] = deque()  # the last freed at the end
+
+    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
+        return chunk_bytes
+
+    def take(self, units: int) -> memoryview:
+        """See `PoolMemory`. A block is a view of its bytes."""
+        for place in range(len(self._spares) - 1, -1, -1):
+            if self._spares[place].nbytes == units:
+                array = self._spares[place]
+                del self._spares[place]
+                self.spare_bytes -= units
+                return array.data
+        return np.empty(units, np.uint8).data
+
+    def give_back(self, block: memoryview) -> None:
+        if block.nbytes < LEAST_REUSED_BYTES:
+            return
+        assert isinstance(block.obj, np.ndarray)
+        self._spares.append(block.obj)
+        self.spare_bytes += block.nbytes
+        while self.spare_bytes > self.spare_limit_bytes:
+            self.spare_bytes -= self._spares.popleft().nbytes
+
+    def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+        """See `PoolMemory`. The views are contiguous: one stripe per chunk gives one view."""
+        starts = range(0, chunk_bytes, stripe_bytes)
+        return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
+
+    def close(self) -> None:
+        """Free all spares, and keep none from now on."""
+        self.spare_limit_bytes = self.spare_bytes = 0
+        self._spares.clear()
 
 
 class HeldChunk(NamedTuple):
@@ -85,13 +136,11 @@ class ObjectCache:
         self._pool = cache.pool
         self._post = cache.owner.post
         self._tiers = cache.tiers
-        self._lists = WorkerThreads("list", 1)
 
     @property
     def is_up(self) -> bool:
         """Whether the last tier is up, which keeps chunks longest. Memory alone always is."""
-        tiers = self.cache.tiers
-        return not tiers or tiers[-1].state.up
+        return not self._tiers or self._tiers[-1].state.up
 
     # ------------------------------------------------------------------ get
 
@@ -166,14 +215,12 @@ class ObjectCache:
         None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
         meanwhile, the result may be the new one: check its metadata.
         """
-        chunk_key = self._names.chunk_key(key)
+        chunk_key, level = self._names.chunk_key(key), found.level
         job = None
         entry = self._pool.get(chunk_key)
-        is_removing = self.cache.queues[found.level].is_removing(chunk_key)
+        is_removing = self.cache.queues[level].is_removing(chunk_key)
         if entry is None and not is_removing and not self._is_closed:
-            job = self.cache.prepare_load(
-                found.form, chunk_key, key.chunk_hash, found.level, deadline
-            )
+            job = self.cache.prepare_load(found.form, chunk_key, key.chunk_hash, level, deadline)
             if job is not None:
                 entry = job.entry
                 entry.tag, entry.refreshed_s = found.form, time.monotonic()
@@ -293,30 +340,27 @@ class ObjectCache:
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)
 
-    def keys(self, deadline: float, done: Done[Listing], limit: int = sys.maxsize) -> None:
+    def pooled_keys(self) -> set[bytes]:
+        """What is in memory, for `listed`."""
+        return {entry.key for entry in self._pool if entry.state is EntryState.READY}
+
+    def listed(self, pooled: set[bytes], deadline: float, limit: int = sys.maxsize) -> Listing:
         """The keys of all chunks, in any order. Those put or removed meanwhile may be missing.
 
-        limit: most keys that memory is taken for.
+        On any thread: tiers wait for servers, and there may be many keys. limit: most keys that
+        memory is taken for.
         """
-        found = dict.fromkeys(e.key for e in self._pool if e.state is EntryState.READY)
-
-        def collect() -> None:
-            """On a thread: tiers wait for servers, and there may be many keys."""
-            is_complete = True
-            for tier in self._tiers:
-                outcome, keys = tier.keys(self._names.common, deadline, limit)
-                found.update(dict.fromkeys(keys))
-                is_complete = is_complete and outcome is CallOutcome.DONE
-            parsed = map(self._names.parse, found)
-            result = Listing(is_complete and len(found) <= limit, [key for key in parsed if key])
-            self._post(partial(done, result))
-
-        self._lists.put(collect, dropped=lambda: self._post(partial(done, Listing(False, []))))
+        found, is_complete = pooled, True
+        for tier in self._tiers:
+            outcome, keys = tier.keys(self._names.common, deadline, limit)
+            found = found.union(keys)
+            is_complete = is_complete and outcome is CallOutcome.DONE
+        parsed = map(self._names.parse, found)
+        return Listing(is_complete and len(found) <= limit, [key for key in parsed if key])
 
     def close(self, deadline_s: float) -> bool:
         """See `Cache.close`. Calls in flight end as if no tier had the chunk."""
         self._is_closed = True
-        self._lists.stop()
         return self.cache.close(deadline_s)
 
     def _level_of(self, chunk_key: bytes, first: int) -> int | None:

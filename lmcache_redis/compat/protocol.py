@@ -12,6 +12,7 @@ The encoding of `RemoteMetadata` is this package's (docs/reference/value-format.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from lmcache_redis.compat.lm_wire import (
     PayloadFields,
     ServerReturnCode,
 )
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, check_int
 
 __all__ = [
     "DTYPE_TO_INT",
@@ -128,8 +129,6 @@ class ClientMetaMessage:
 
     def serialize(self) -> bytes:
         key = self.key.to_string() if isinstance(self.key, CacheEngineKey) else self.key
-        if not isinstance(key, str):
-            raise FormatError(f"a key is a CacheEngineKey or its text, not {key!r:.80}")
         return lm_wire.packed_request(self.command, key, _payload(self))
 
     @staticmethod
@@ -176,12 +175,9 @@ def _payload(message: ClientMetaMessage | ServerMetaMessage) -> PayloadFields:
     return PayloadFields(message.length, message.fmt, name, message.shape, message.location)
 
 
-def _fields(
-    payload: PayloadFields,
-) -> tuple[int, MemoryFormat, torch.dtype | None, torch.Size, str | None]:
-    length, fmt, name, shape, location = payload
-    dtype = None if name is None else torch_dtype(name)
-    return length, fmt, dtype, torch.Size(shape), location
+def _fields(payload: PayloadFields) -> tuple[Any, ...]:
+    dtype = None if payload.dtype_name is None else torch_dtype(payload.dtype_name)
+    return payload.length, payload.fmt, dtype, payload.shape, payload.location
 
 
 _group_count: int | None = None
@@ -190,8 +186,7 @@ _group_count: int | None = None
 def init_remote_metadata_info(num_groups: int) -> None:
     """Sets the number of groups in every chunk of this process, 0 to 8, once per process."""
     global _group_count
-    if type(num_groups) is not int or not 0 <= num_groups <= MAX_GROUPS:
-        raise FormatError(f"{num_groups!r:.80} groups; metadata has 0 to {MAX_GROUPS}")
+    check_int("the number of groups", num_groups, 0, MAX_GROUPS)
     _group_count = num_groups
 
 

@@ -1,10 +1,13 @@
 """LMCache's storage backends (`lmcache.storage_backend`): constructors of a `ChunkBackend`.
 
 The classes have LMCache's names, constructors and parameters. They take LMCache's configuration
-objects and keys, and any objects with the same attributes (`compat.config`, `compat.engine_keys`),
-and ObjectKeys too. The promises of `compat.backends` hold: a limit in bytes, LRU eviction,
-checksums, deadlines. A server or a disk that fails raises nothing: a get is a miss, and a put
-stores nothing and says so.
+objects and keys, any objects with the same attributes, and ObjectKeys too. The promises of
+`compat.backends` hold: a limit in bytes, LRU eviction, checksums, deadlines. A server or a disk
+that fails raises nothing: a get is a miss, and a put stores nothing and says so.
+
+A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
+named by the environment, as for the commands. ConfigError names a setting that is wrong or not
+supported, and what it may be.
 
 docs/reference/lmcache-names.md lists what differs. What LMCache stored (pickles, safetensors) is
 not read.
@@ -12,20 +15,24 @@ not read.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from lmcache_redis.compat.backend_settings import check_device, directory_of, memory_of, redis_of
 from lmcache_redis.compat.backends import ChunkBackend
-from lmcache_redis.compat.backends.storage import ChunkStorage
-from lmcache_redis.compat.cache_engine_key import CacheEngineKey
+from lmcache_redis.compat.backends.storage import ChunkStorage, in_memory, in_redis, on_disk
+from lmcache_redis.compat.cache_engine_key import AnyKey, CacheEngineKey, engine_key_of
 from lmcache_redis.compat.config import (
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
     LMCacheMemPoolMetadata,
 )
-from lmcache_redis.compat.engine_keys import AnyKey, engine_key_of
+from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.seal import read_seal_keys
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +51,74 @@ __all__ = [
 ]
 
 
+# They keep every bit, as a backend does without them.
+_EXACT_SERDES = (None, "torch", "safetensor", "fast")
+_SENTINELS = "redis-sentinel://"
+
+
+def _memory_of(config: Any, metadata: Any) -> ChunkStorage:
+    """Memory, with the smaller limit of the two."""
+    device = config.local_device
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f'local_device is {device!r}: set it to "cpu" to keep chunks in memory; a directory is '
+            "for LMCLocalDiskBackend"
+        )
+    return in_memory(min(_limit_bytes(config), _limit_bytes(metadata)))
+
+
+def _directory_of(config: Any, _: Any) -> ChunkStorage:
+    """The directory of local_device, with or without file:// before it."""
+    device = config.local_device
+    directory = device.removeprefix("file://") if isinstance(device, str) else ""
+    if directory in ("", "cpu", "cuda"):
+        raise ConfigError(f"local_device is {device!r}: set it to a directory for this backend")
+    return on_disk(directory, _limit_bytes(config))
+
+
+def _redis_of(config: Any, _: Any) -> ChunkStorage:
+    """The servers of remote_url."""
+    serde, url = config.remote_serde, config.remote_url
+    if serde not in _EXACT_SERDES:
+        raise ConfigError(
+            f'remote_serde is {serde!r}: set it to "torch", "safetensor", "fast" or None; chunks '
+            "are stored as they are, neither compressed nor quantized"
+        )
+    if not isinstance(url, str):
+        raise ConfigError(f"remote_url is {url!r}: set it to redis://HOST:PORT")
+    if url.startswith(_SENTINELS):
+        name = quote(os.environ.get("REDIS_SERVICE_NAME", "mymaster"), safe="")
+        url = f"redis+sentinel://{url.removeprefix(_SENTINELS)}/{name}"
+    seal_keys = read_seal_keys(os.environ.get(SEAL_KEY_FILE_VARIABLE))
+    return in_redis(RedisOptions(url, seal_keys=seal_keys))
+
+
+def _limit_bytes(settings: Any) -> int:
+    """max_local_cache_size in bytes."""
+    size_gib = settings.max_local_cache_size
+    if type(size_gib) not in (int, float) or not 0 < size_gib < 1 << 30:
+        raise ConfigError(
+            f"max_local_cache_size is {size_gib!r}: set it to a positive number of GiB"
+        )
+    return max(1, int(size_gib * (1 << 30)))
+
+
+def _check_device(dst_device: str) -> None:
+    """Raises ConfigError, saying what to pass, unless this machine has the device."""
+    import torch
+
+    try:
+        device = torch.device(dst_device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"dst_device is {dst_device!r}: {error}") from None
+    count = torch.cuda.device_count()
+    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
+        raise ConfigError(
+            f"dst_device is {dst_device!r}, and this machine has {count} CUDA devices: set it to "
+            '"cpu", or to "cuda:N" of one that it has'
+        )
+
+
 class LMCBackendInterface(ABC):
     """The calls of every backend. A backend of one's own has put, get, contains and close.
 
@@ -52,7 +127,7 @@ class LMCBackendInterface(ABC):
     """
 
     def __init__(self, dst_device: str = "cuda") -> None:
-        check_device(dst_device)
+        _check_device(dst_device)
         self.dst_device = dst_device
 
     @abstractmethod
@@ -90,18 +165,18 @@ class LMCBackendInterface(ABC):
 
 
 class _Backend(ChunkBackend, LMCBackendInterface):
-    """A backend that lists LMCache's keys. It is closed when it is no longer referenced."""
+    """A backend that lists LMCache's keys. It is closed when it is no longer referenced.
+
+    Raises ConfigError for a setting that is wrong.
+    """
+
+    _storages: Sequence[Callable[[Any, Any], ChunkStorage]]
 
     def __init__(
         self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
     ) -> None:
-        check_device(dst_device)
-        super().__init__(self._storages(config, metadata), dst_device)
-
-    @staticmethod
-    @abstractmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        """Raises ConfigError for a setting that is missing or wrong."""
+        _check_device(dst_device)
+        super().__init__([of(config, metadata) for of in self._storages], dst_device)
 
     def put_blocking(self, key: AnyKey, kv_chunk: torch.Tensor) -> None:
         """`put` that blocks."""
@@ -126,9 +201,7 @@ class LMCLocalBackend(_Backend):
     smaller one is the limit, in GiB.
     """
 
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [memory_of(config, metadata)]
+    _storages = (_memory_of,)
 
 
 class LMCLocalDiskBackend(_Backend):
@@ -138,9 +211,7 @@ class LMCLocalDiskBackend(_Backend):
     metadata: not used, because puts need no pool of buffers.
     """
 
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [directory_of(config)]
+    _storages = (_directory_of,)
 
 
 class LMCRemoteBackend(_Backend):
@@ -148,16 +219,14 @@ class LMCRemoteBackend(_Backend):
 
     config: remote_url, a URL of the data plane (redis://, rediss://, unix://, redis+sentinel://,
     redis+cluster://) or LMCache's redis-sentinel://HOST:PORT,..., whose master is named by the
-    environment variable REDIS_SERVICE_NAME ("mymaster") and whose timeout is REDIS_TIMEOUT (1
-    second); remote_serde: "torch", "safetensor", "fast" or None, which all mean that bytes are
-    stored as they are. metadata: not used, because a key names its model and worker.
+    environment variable REDIS_SERVICE_NAME ("mymaster"); remote_serde: "torch", "safetensor",
+    "fast" or None, which all mean that bytes are stored as they are. metadata: not used, because a
+    key names its model and worker.
 
     Raises ConfigError for lm:// and for a serde that compresses.
     """
 
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [redis_of(config)]
+    _storages = (_redis_of,)
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
@@ -172,6 +241,8 @@ class LMCHybridBackend(_Backend):
     memory.
     """
 
+    _storages = (_memory_of, _redis_of)
+
     def __init__(
         self,
         config: LMCacheEngineConfig,
@@ -180,10 +251,6 @@ class LMCHybridBackend(_Backend):
         dst_device: str = "cuda",
     ) -> None:
         super().__init__(config, mpool_metadata, dst_device)
-
-    @staticmethod
-    def _storages(config: LMCacheEngineConfig, metadata: Any) -> Sequence[ChunkStorage]:
-        return [memory_of(config, metadata), redis_of(config)]
 
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> bool:
         # LMCache calls the chunk `value` here.

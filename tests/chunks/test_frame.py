@@ -23,7 +23,7 @@ from lmcache_redis.chunks.frame import (
 from lmcache_redis.chunks.keys import ObjectKey, hash_chunks
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, stripe_key
-from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
+from lmcache_redis.compat.custom_types import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError
 from lmcache_redis.seal import SealKeys
 

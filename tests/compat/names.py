@@ -23,15 +23,15 @@ INTERFACES = (
                 "(model_name, world_size, worker_id, chunk_hash)",
                 different=(
                     "a hash or token ids; 1 to 63 bytes of hash, 1 to 255 workers; `salt` "
-                    "is what else the KV of token ids depends on; frozen"
+                    "is what else the KV of token ids depends on"
                 ),
             ),
             Name("IPCCacheEngineKey.no_worker_id_version", "()"),
             Name("IPCCacheEngineKey.Serialize", "(obj)"),
             Name("IPCCacheEngineKey.Deserialize", "(data)"),
             Name("KVCache"),
-            Name("get_customized_encoder", "(type)", different="an object with `encode` alone"),
-            Name("get_customized_decoder", "(type)", different="an object with `decode` alone"),
+            Name("get_customized_encoder", "(type)"),
+            Name("get_customized_decoder", "(type)"),
         ),
     ),
     Interface(

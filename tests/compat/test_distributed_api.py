@@ -113,8 +113,6 @@ class TestMemoryLayoutDesc:
             ([(-1,)], [torch.int8], "a size in a shape is -1"),
             ([(1.0,)], [torch.int8], "a size in a shape is an int"),
             ([(1,)], ["int8"], "a dtype is a torch.dtype"),
-            (None, None, "shapes and dtypes are lists"),
-            ([(1,)], torch.int8, "shapes and dtypes are lists"),
             ([1], [torch.int8], "a shape is a list of sizes, not 1"),
         ],
     )

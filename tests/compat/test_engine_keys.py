@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat.cache_engine_key import CacheEngineKey, LayerCacheEngineKey
-from lmcache_redis.compat.engine_keys import engine_key_of, object_key_of
+from lmcache_redis.compat.cache_engine_key import (
+    CacheEngineKey,
+    LayerCacheEngineKey,
+    engine_key_of,
+    object_key_of,
+)
 from lmcache_redis.errors import FormatError
 
 SHA = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"

@@ -13,8 +13,7 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import Found, ObjectCache
+from lmcache_redis.compat.objects import Found, HeapMemory, ObjectCache
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tiers import (

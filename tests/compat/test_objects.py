@@ -12,8 +12,7 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import Found, HeldChunk, Listing, ObjectCache
+from lmcache_redis.compat.objects import Found, HeapMemory, HeldChunk, ObjectCache
 from lmcache_redis.errors import FormatError
 from lmcache_redis.tiers import (
     DISK_COUNTERS,
@@ -544,10 +543,8 @@ def test_keys_of_memory_and_of_all_tiers(make: Callable[..., Objects]) -> None:
     objects.put(B, b"b")
     objects.end_write(disk)
     held = objects.reserve(b"not yet")
-    listed: list[Listing] = []
-    for limit in (4, 3):
-        objects.objects.keys(time.monotonic() + 10, listed.append, limit)
-    objects.run(lambda: len(listed) == 2)
+    pooled, deadline = objects.objects.pooled_keys(), time.monotonic() + 10
+    listed = [objects.objects.listed(pooled, deadline, limit) for limit in (4, 3)]
     assert listed[0].is_complete
     assert sorted(listed[0].keys) == [A, B, key_of(3)]
     assert not listed[1].is_complete

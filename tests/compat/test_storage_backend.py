@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis.compat.engine_keys import object_key_of
+from lmcache_redis.compat.cache_engine_key import object_key_of
 from lmcache_redis.compat.storage_backend import (
     CacheEngineKey,
     LMCacheEngineConfig,
@@ -266,14 +266,14 @@ def test_defaults_of_the_configuration() -> None:
         ("disk", {"local_device": None}, "local_device is None: set it to a directory"),
         ("disk", {"local_device": "file://"}, "local_device is 'file://': set it to a directory"),
         ("remote", {"remote_url": None}, "remote_url is None: set it to redis://HOST:PORT"),
-        ("remote", {"remote_url": "lm://localhost:65432"}, "lm://.*redis:// URL"),
+        ("remote", {"remote_url": "lm://localhost:65432"}, "must begin with redis://"),
         ("remote", {"remote_url": "mooncakestore://h:1"}, "must begin with redis://"),
-        ("remote", {"remote_url": "redis-sentinel://"}, "redis-sentinel://HOST:PORT"),
-        ("remote", {"remote_url": "redis-sentinel://h:1/m"}, "redis\\+sentinel://HOST:PORT"),
+        ("remote", {"remote_url": "redis-sentinel://"}, "empty host: write HOST:PORT,HOST:PORT"),
+        ("remote", {"remote_url": "redis-sentinel://h:1/m"}, "database in the Redis URL"),
         ("remote", {"remote_serde": "cachegen"}, "'cachegen'.*neither compressed nor quantized"),
         ("pipelined", {"remote_serde": "kivi"}, "remote_serde is 'kivi'"),
         ("hybrid", {"local_device": "/data/kv"}, "a directory is for LMCLocalDiskBackend"),
-        ("hybrid", {"remote_url": "lm://localhost:65432"}, "lm://"),
+        ("hybrid", {"remote_url": "lm://localhost:65432"}, "must begin with redis://"),
     ],
 )
 def test_settings_that_cannot_be_honoured(kind: str, changes: dict[str, Any], what: str) -> None:
@@ -286,16 +286,6 @@ def test_settings_that_cannot_be_honoured(kind: str, changes: dict[str, Any], wh
             "pipelined": lambda: LMCPipelinedRemoteBackend(config, METADATA, "cpu"),
             "hybrid": lambda: LMCHybridBackend(config, METADATA, POOL, "cpu"),
         }[kind]()
-
-
-def test_settings_that_are_missing() -> None:
-    empty: Any = SimpleNamespace()
-    with pytest.raises(ConfigError, match="SimpleNamespace has no local_device"):
-        LMCLocalBackend(empty, POOL, "cpu")
-    with pytest.raises(ConfigError, match="SimpleNamespace has no remote_serde"):
-        LMCRemoteBackend(empty, METADATA, "cpu")
-    with pytest.raises(ConfigError, match="NoneType has no max_local_cache_size"):
-        LMCLocalBackend(config_of(), None, "cpu")  # type: ignore[arg-type]
 
 
 def test_what_is_no_chunk(make: MakeFacade) -> None:
@@ -344,9 +334,6 @@ def test_lmcaches_url_of_sentinels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         other = LMCRemoteBackend(config, METADATA, "cpu")
         assert other.batched_put([(engine_key(1), chunk_of(1))]) == 0
         other.close()
-    monkeypatch.setenv("REDIS_TIMEOUT", "soon")
-    with pytest.raises(ConfigError, match="REDIS_TIMEOUT is 'soon'"):
-        LMCRemoteBackend(config, METADATA, "cpu")
 
 
 # ------------------------------------------------------------------ devices
@@ -355,7 +342,7 @@ def test_lmcaches_url_of_sentinels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @needs_no_gpu
 @pytest.mark.parametrize("dst_device", ["cuda", "cuda:1"])
 def test_no_gpu_is_an_error_that_says_what_to_pass(dst_device: str) -> None:
-    with pytest.raises(ConfigError, match='has no CUDA device: pass dst_device="cpu"'):
+    with pytest.raises(ConfigError, match='has 0 CUDA devices: set it to "cpu"'):
         LMCLocalBackend(config_of(), POOL, dst_device)
 
 

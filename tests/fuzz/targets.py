@@ -23,7 +23,7 @@ from lmcache_redis.chunks.frame import (
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, parse_stripe_key, stripe_key
-from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
+from lmcache_redis.compat.custom_types import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of

@@ -1,9 +1,8 @@
 """A blocking backend that keeps chunks in memory, on disk, in Redis, or in several of these.
 
-backend        the calls of a backend, and what they promise
-storage        where it keeps chunks
-buffers        the callers' buffers and tensors
-cache_thread   the thread that owns a backend's cache (`compat.objects`)
+backend   the calls of a backend, what they promise, and the thread that owns its cache
+storage   where it keeps chunks
+buffers   the callers' buffers and tensors
 """
 
 from lmcache_redis.compat.backends.backend import ChunkBackend

@@ -1,9 +1,9 @@
 """`ChunkBackend`: blocking calls to an `ObjectCache` that a thread of each backend owns.
 
 A backend keeps chunks by key, each with its `RemoteMetadata`, which describes its bytes. Keys are
-`ObjectKey`s, or LMCache's (`compat.engine_keys`). The byte calls copy payloads, on the caller's
-thread, between the cache's memory and the caller's buffers. The tensor calls allocate the buffers,
-and copy no tensor on the CPU.
+`ObjectKey`s, or LMCache's (`compat.cache_engine_key`). The byte calls copy payloads, on the
+caller's thread, between the cache's memory and the caller's buffers. The tensor calls allocate the
+buffers, and copy no tensor on the CPU.
 
 Calls may come from several threads at once; an iterator of `batched_get` is for one thread at a
 time. Every call ends by a deadline. No call raises because of stored bytes, because a server or a
@@ -17,14 +17,16 @@ Single flight, promotion and the order of the changes of a key are the cache's (
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError, wait
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.backends.buffers import (
@@ -35,11 +37,11 @@ from lmcache_redis.compat.backends.buffers import (
     encoded,
     payload_views,
 )
-from lmcache_redis.compat.backends.cache_thread import CacheThread
-from lmcache_redis.compat.backends.storage import ChunkStorage
-from lmcache_redis.compat.engine_keys import AnyKey, object_key_of
-from lmcache_redis.compat.objects import HeldChunk, Listing
+from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
+from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
+from lmcache_redis.compat.objects import HeapMemory, HeldChunk
 from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import Done
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +52,119 @@ ResultT = TypeVar("ResultT")
 # the deadline even on a slow network.
 WINDOW_CHUNKS = 16
 WINDOW_BYTES = 128 << 20
+# Payload of puts that nobody waits for, until it is written or dropped; others are refused.
+QUEUE_BYTES = 256 << 20
 CLOSE_S = 5.0
 _LIST_S = 60.0
 # What a call waits beyond its deadline, so that a tier's own answer comes first.
 _GRACE_S = 0.1
+# Beyond the time for writes: tiers that hang have ended their calls by then.
+_JOIN_S = 10.0
+
+
+class CacheThread:
+    """Owns the `ObjectCache` of a backend's storages, the fastest first. Thread-safe.
+
+    Raises ConfigError for storages that cannot be opened, or not together.
+    """
+
+    def __init__(self, storages: Sequence[ChunkStorage]) -> None:
+        with_tiers = [each for each in storages if each.open_tier is not None]
+        self.deadline_s = min((each.deadline_s for each in with_tiers or storages), default=0.0)
+        self._woken = threading.Event()
+        self._loop = OwnerLoop(self._woken.set)
+        self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
+        self._lock = threading.Lock()
+        self._calls: set[Future[Any]] = set()
+        self._queued_bytes = 0
+        self._has_ended = False
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
+        self._thread.start()
+
+    @property
+    def calls(self) -> set[Future[Any]]:
+        """Those that have not ended."""
+        return set(self._calls)
+
+    def call(self, begin: Callable[[Done[ResultT]], None]) -> Future[ResultT]:
+        """The result of an asynchronous call to the cache: what it passes to its `done`.
+
+        begin: the call without its `done`. Raises RuntimeError after `close`.
+        """
+        future: Future[ResultT] = Future()
+        with self._lock:
+            if self.is_closed:
+                raise RuntimeError("the backend is closed")
+            self._calls.add(future)
+
+        def done(result: ResultT) -> None:
+            self._calls.discard(future)
+            future.set_result(result)
+
+        def run() -> None:
+            try:
+                begin(done)
+            except Exception as error:
+                if future.done():
+                    raise
+                self._calls.discard(future)
+                future.set_exception(error)
+
+        self._loop.post(run)
+        return future
+
+    def queue(self, nbytes: int) -> bool:
+        """Whether there is room for a put that nobody waits for, which then counts."""
+        with self._lock:
+            if nbytes and 0 < self._queued_bytes > QUEUE_BYTES - nbytes:
+                return False
+            self._queued_bytes += nbytes
+            return True
+
+    def unqueue(self, nbytes: int, put: object = None) -> None:
+        """When the put has ended."""
+        with self._lock:
+            self._queued_bytes -= nbytes
+
+    def release(self, held: HeldChunk | None) -> None:
+        """Unpins a chunk that a get has found."""
+        if held is not None:
+            self._loop.post(partial(self.objects.release, held))
+
+    def abandon(self, held: HeldChunk | None) -> None:
+        """Frees memory that was reserved for a put."""
+        if held is not None:
+            self._loop.post(partial(self.objects.abandon, held))
+
+    def close(self, timeout_s: float) -> None:
+        """Calls have this time to end, and writes as much again; those that do not raise.
+
+        Idempotent.
+        """
+        with self._lock:
+            was_closed, self.is_closed = self.is_closed, True
+        if not was_closed:
+            wait(self.calls, timeout_s)
+            self._loop.post(partial(self._close, timeout_s))
+        self._thread.join(timeout_s + _JOIN_S)
+
+    def _run(self) -> None:
+        for tier in self.objects.cache.tiers:
+            if isinstance(tier, RedisPlane):
+                tier.wait_probed(self.deadline_s)  # the first calls wait for this
+        while not self._has_ended:
+            self._woken.wait(self._loop.run_due())
+            self._woken.clear()
+            self._loop.run_posted()
+        self._loop.run_posted()  # what the tiers posted when they closed
+        for future in self.calls:
+            future.set_exception(RuntimeError("the backend is closed"))
+        self.objects.cache.pool.clear()
+
+    def _close(self, timeout_s: float) -> None:
+        self._has_ended = True
+        self.objects.close(timeout_s)
 
 
 class _Put(NamedTuple):
@@ -79,14 +190,15 @@ class ChunkBackend:
         self.dst_device = dst_device
         self._thread = CacheThread(storages)
         self._objects = self._thread.objects
-        self._is_probed = False
+        self._tiers = self._objects.cache.tiers
+        self._memory_bytes = storages[0].memory_bytes
         # Also when it is no longer referenced, and at exit: no call holds a reference to it.
         self._close = weakref.finalize(self, self._thread.close, CLOSE_S)
 
     @property
     def why_down(self) -> str:
         """Why the last storage cannot be used now; empty if it can, or if nothing is known yet."""
-        states = [tier.state for tier in self._thread.tiers[-1:]]
+        states = [tier.state for tier in self._tiers[-1:]]
         return "".join(state.reason for state in states if not state.up)
 
     # ---------------------------------------------------------------- bytes
@@ -145,10 +257,10 @@ class ChunkBackend:
 
         Those put or removed meanwhile may be missing.
         """
-        self._deadline()
-        deadline = time.monotonic() + max(_LIST_S, self._thread.deadline_s)
-        call: Future[Listing] = self._thread.call(partial(self._objects.keys, deadline))
-        return _result(call, deadline, Listing(False, [])).keys
+        objects, deadline = self._objects, self._deadline()
+        pooled: Future[set[bytes]] = self._thread.call(lambda done: done(objects.pooled_keys()))
+        found = _result(pooled, deadline, set())
+        return objects.listed(found, deadline + _LIST_S).keys
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all earlier puts are stored or dropped; False after the timeout."""
@@ -237,17 +349,9 @@ class ChunkBackend:
             raise RuntimeError(f"the backend is closed: {type(self).__name__}")
 
     def _deadline(self) -> float:
-        """The deadline of a call that starts now. Raises RuntimeError after `close`.
-
-        The first calls wait until the first probes of the servers have ended.
-        """
+        """The deadline of a call that starts now. Raises RuntimeError after `close`."""
         self._check_open()
-        wait_s = self._thread.deadline_s
-        deadline = time.monotonic() + wait_s
-        if not self._is_probed:
-            planes = [tier for tier in self._thread.tiers if isinstance(tier, RedisPlane)]
-            self._is_probed = all(plane.wait_probed(wait_s).probed for plane in planes)
-        return deadline
+        return time.monotonic() + self._thread.deadline_s
 
     def _begin_put(
         self, key: AnyKey, metadata: RemoteMetadata, payload: Sequence[memoryview], blocking: bool
@@ -257,21 +361,37 @@ class ChunkBackend:
         views = payload_views(metadata, payload)
         object_key = object_key_of(key)
         queued_bytes = 0 if blocking else metadata.length
-        abandon = partial(self._thread.abandon, queued_bytes)
-        reserving = self._thread.reserve(object_key, metadata, queued_bytes)
-        held = _result(reserving, deadline, None, abandon)
-        if held is None:
+        if not self._thread.queue(queued_bytes):
             return None
+        put, objects, in_memory = None, self._objects, metadata.length <= self._memory_bytes
+
+        def reserve(done: Done[HeldChunk | None]) -> None:
+            is_kept = in_memory or any(tier.state.up for tier in objects.cache.tiers)
+            done(objects.reserve(object_key, metadata) if is_kept else None)
+
+        try:
+            reserving: Future[HeldChunk | None] = self._thread.call(reserve)
+            held = _result(reserving, deadline, None, self._thread.abandon)
+            if held is not None:
+                put = _Put(self._publish(object_key, held, views), deadline, metadata.length)
+                put.ended.add_done_callback(partial(self._thread.unqueue, queued_bytes))
+        finally:
+            if put is None:
+                self._thread.unqueue(queued_bytes)
+        return put
+
+    def _publish(
+        self, key: ObjectKey, held: HeldChunk, views: Sequence[memoryview]
+    ) -> Future[bool]:
         try:
             copy(held.payload, views, into_block=True)
-            ended = self._thread.publish(object_key, held, queued_bytes)
+            return self._thread.call(partial(self._objects.publish, key, held))
         except BaseException:
-            abandon(held)
+            self._thread.abandon(held)
             raise
-        return _Put(ended, deadline, metadata.length)
 
     def _is_stored(self, put: _Put) -> bool:
-        return _result(put.ended, put.deadline, put.nbytes <= self._thread.memory_bytes)
+        return _result(put.ended, put.deadline, put.nbytes <= self._memory_bytes)
 
     def _begin_get(self, key: AnyKey, deadline: float) -> Future[HeldChunk | None]:
         return self._thread.call(partial(self._objects.get, object_key_of(key), deadline))

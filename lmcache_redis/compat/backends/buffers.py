@@ -75,21 +75,18 @@ def encoded(kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, list[memoryview]]:
 def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> list[memoryview]:
     """The payload as views of bytes, without empty ones. Copies nothing.
 
-    Raises FormatError if there is no metadata, if the chunk is empty, if the buffers' total is not
-    `metadata.length` bytes, or if a buffer is not contiguous.
+    Raises FormatError if the chunk is empty, if the buffers' total is not `metadata.length` bytes,
+    or if a buffer is not contiguous.
     """
-    if not isinstance(metadata, RemoteMetadata):
-        raise FormatError(f"metadata is a RemoteMetadata, not {type(metadata).__name__}")
     if not metadata.length:
         raise FormatError("a chunk has at least one byte")
     return _byte_views(payload, metadata.length, "the payload", FormatError)
 
 
 def allocated_views(metadata: RemoteMetadata, allocate: Allocate) -> list[memoryview] | None:
-    """Calls `allocate` and returns its buffers as writable views of bytes; None if it returns None.
+    """`payload_views` of the buffers of `allocate`, which are writable; None if it returns None.
 
-    Raises ValueError if the buffers' total is not `metadata.length` bytes, or if a buffer is
-    read-only or not contiguous.
+    Raises ValueError.
     """
     buffers = allocate(metadata)
     if buffers is None:

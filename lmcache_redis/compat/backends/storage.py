@@ -8,22 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
+from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.threads import Owner
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES
 from lmcache_redis.chunks.names import ChunkNames
-from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.compat.objects import HeapMemory, ObjectCache
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
 
-DEFAULT_QUEUE_BYTES = 256 << 20
-# A write may wait for others; a call that hangs is given up earlier, after `patience_s`.
+# A write may wait for others; a call that hangs is given up earlier (`DiskTier`).
 _DISK_DEADLINE_S = 60.0
-# `ChunkStorage.queue_bytes` bounds what waits.
+# A backend bounds what waits.
 _NO_LIMIT_BYTES = 1 << 62
 
 
@@ -32,16 +30,14 @@ class ChunkStorage:
     """Memory, or a tier that is not open yet.
 
     memory_bytes: payload that stays in memory. open_tier: may raise ConfigError; None for memory.
-    deadline_s: of a call, and of the write of a put. queue_bytes: payload of non-blocking puts,
-    counted from before it is copied until it is written or dropped; a put beyond it is refused.
-    stripe_bytes: the largest payload of a stripe that is written.
+    deadline_s: of a call, and of the write of a put. stripe_bytes: the largest payload of a stripe
+    that is written.
     """
 
     memory_bytes: int = 0
     open_tier: Callable[[], Backing] | None = None
     names: ChunkNames = field(default_factory=ChunkNames)
     deadline_s: float = 5.0
-    queue_bytes: int = _NO_LIMIT_BYTES
     stripe_bytes: int = DEFAULT_SLOT_BYTES
 
 
@@ -60,36 +56,29 @@ def on_disk(
     directory: str | os.PathLike[str],
     limit_bytes: int,
     *,
-    queue_bytes: int = DEFAULT_QUEUE_BYTES,
-    patience_s: float = DEFAULT_PATIENCE_S,
     layout: bytes | None = None,
     key_prefix: bytes = b"",
     threads: int | None = None,
 ) -> ChunkStorage:
     """Files of a directory, created if needed, that no other tier uses.
 
-    limit_bytes: what the files may take. patience_s: once a call of the disk has been in flight for
-    longer, no other starts until it returns: puts are not stored, gets are misses, removals do
-    nothing. layout, key_prefix: the fingerprint (32 bytes) of an engine's KV cache and the key
-    prefix of its agent, to share the chunks that the agent keeps in this directory. threads: that
-    read, and as many that write; by default two and one.
+    limit_bytes: what the files may take. layout, key_prefix: the fingerprint (32 bytes) of an
+    engine's KV cache and the key prefix of its agent, to share the chunks that the agent keeps in
+    this directory. threads: that read, and as many that write; by default two and one.
 
     Raises ConfigError if a value is invalid, or when it is opened: if the directory cannot be used
     or is in use by another tier, of this process or another.
     """
-    if patience_s <= 0:
-        raise ConfigError(f"patience_s is {patience_s}; it must be positive")
 
     def open_tier() -> Backing:
+        readers, writers = threads or 2, threads or 1
         disk = DiskTier(
-            directory, limit_bytes,
-            read_patience_s=patience_s, write_patience_s=patience_s, write_nice=0,
-            read_threads=threads or 2, write_threads=threads or 1,
-        )  # fmt: skip
+            directory, limit_bytes, write_nice=0, read_threads=readers, write_threads=writers
+        )
         return Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES)
 
     names = _names_of(layout, key_prefix)
-    return ChunkStorage(0, open_tier, names, _DISK_DEADLINE_S, queue_bytes)
+    return ChunkStorage(0, open_tier, names, _DISK_DEADLINE_S)
 
 
 def in_redis(
@@ -97,15 +86,14 @@ def in_redis(
     *,
     deadline_s: float = 5.0,
     slot_bytes: int = DEFAULT_SLOT_BYTES,
-    queue_bytes: int = DEFAULT_QUEUE_BYTES,
     layout: bytes | None = None,
 ) -> ChunkStorage:
-    """Redis or Valkey: one server, a Sentinel's master, or a cluster. Connects in the background.
+    """Redis or Valkey: one server, a Sentinel's master, or a cluster.
 
-    Every call, and each step of an iterator, ends within `deadline_s`, including name resolution
-    and connecting. While the server is down all calls return at once: False, None or an empty list.
-    In addition to the plane's commands (docs/internals/data-plane.md), the server must allow
-    GETRANGE and SCAN.
+    Connects in the background. Every call, and each step of an iterator, ends within `deadline_s`,
+    including name resolution and connecting. While the server is down all calls return at once:
+    False, None or an empty list. In addition to the plane's commands
+    (docs/internals/data-plane.md), the server must allow GETRANGE and SCAN.
 
     redis: a URL, or options with one. slot_bytes: the largest payload of a stripe that is written;
     stripes of any size are read. layout: the fingerprint (32 bytes) of an engine's KV cache, to
@@ -116,8 +104,8 @@ def in_redis(
     """
     if deadline_s < 0.01:
         raise ConfigError(f"deadline_s is {deadline_s}; it must be at least 0.01")
-    if slot_bytes < 64 or queue_bytes < 0:
-        raise ConfigError("slot_bytes is at least 64, queue_bytes at least 0")
+    if slot_bytes < 64:
+        raise ConfigError("slot_bytes is at least 64")
     options = RedisOptions(redis) if isinstance(redis, str) else redis
 
     def open_tier() -> Backing:
@@ -126,7 +114,7 @@ def in_redis(
         return Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES)
 
     names = _names_of(layout, options.key_prefix)
-    return ChunkStorage(0, open_tier, names, deadline_s, queue_bytes, slot_bytes)
+    return ChunkStorage(0, open_tier, names, deadline_s, slot_bytes)
 
 
 def open_cache(

@@ -6,7 +6,6 @@ The command's options are generated from the fields.
 from __future__ import annotations
 
 import ipaddress
-import os
 from dataclasses import dataclass
 
 from lmcache_redis.compat.lm_wire import MAX_WIRE_LENGTH
@@ -54,22 +53,11 @@ class GatewayConfig(TierSettings):
         "maximum number of clients of one address", 512, (1, 1 << 16)
     )
     threads: int = setting("concurrent reads from the disk, and as many writes", 16, (1, 256))
-    payload_threads: int = setting(
-        "threads that move payloads of 256 KiB and more between sockets and memory",
-        lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
-        shown="half the number of CPUs, 2 to 8",
-        between=(1, 64),
-    )
     request_timeout_s: float = setting(
         "time in which a header, a payload or a reply must be transferred, or the client is "
         "disconnected",
         60.0,
         (0.1, 3600),
-    )
-    idle_timeout_s: float = setting(
-        "a client without a request for this long gives way to another one, if there are too many",
-        600.0,
-        (1, 10**9),
     )
     tls_cert: str | None = setting(
         "PEM file of the server's certificate chain; turns TLS on", None, form="FILE"

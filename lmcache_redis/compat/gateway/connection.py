@@ -7,13 +7,12 @@ up. A location is read and not used: GET and EXIST look in every tier. The conne
 the end of a request is unknown or too far away: after an unknown command (answered with FAIL) and
 after a PUT whose length is negative or over the limit.
 
-A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
-is written through in the background. The connection waits for it before it publishes its next PUT
-and before a question that the other tiers answer. Its room is given back when all tiers have it.
+A PUT is received into the memory of its future entry, once there is room for it. From then on
+requests find it; the tiers are written in the background, and its room is given back when all have
+answered. The connection's next PUT is received meanwhile, and waits for that before it is found.
 
-A PUT is received into the memory of its future entry, and a GET is sent from the entry, once there
-is room for the whole payload. A GET of a chunk that is not in memory asks the tiers, waits for
-room, and loads. A LIST is complete or fails.
+A GET is sent from the entry, once there is room for the whole payload. A GET of a chunk that is not
+in memory asks the tiers, waits for room, and loads. A LIST is complete or fails.
 """
 
 from __future__ import annotations
@@ -67,55 +66,46 @@ def _key_in(header: bytes) -> ObjectKey:
     return object_key_of(text)
 
 
-class OutOfStep(Exception):
-    """The beginning of the next request is unknown."""
-
-
 class ClientConnection:
-    """Serves one stream. host: the client's address. peer: host and port, for log lines."""
+    """Serves one stream. peer: host and port, for log lines."""
 
-    def __init__(self, stream: ClientStream, host: str, peer: str, shared: Shared) -> None:
+    def __init__(self, stream: ClientStream, peer: str, shared: Shared) -> None:
         self.stream = stream
-        self.host = host
         self.peer = peer
         self._shared = shared
         self._cache = shared.cache
         self._room = shared.room
         self._header = memoryview(bytearray(REQUEST_BYTES))
-        self._busy = False
         self._stopping = False
-        self._written: asyncio.Future[None] | None = None  # the write-through of the previous PUT
+        self._written: asyncio.Future[None] | None = None  # the previous PUT, to all tiers
 
     async def serve(self) -> None:
         """Serves requests until the client disconnects or breaks the protocol, or after `stop`."""
-        counters = self._shared.counters
         try:
             while not self._stopping:
                 await self.stream.receive_header(self._header)
-                self._busy = True
                 await self._answer()
-                self._busy = False
         except Gone:
-            if self._busy or self.stream.in_message:
-                counters["abandoned"] += 1
-        except OutOfStep as problem:
+            if self.stream.in_message:
+                self._shared.counters["abandoned"] += 1
+        except FormatError as problem:
             self._complain("closed", "%s; the connection is closed", problem)
-        await self._written_through()
 
     def stop(self) -> None:
         """Finishes the request in flight and serves no other."""
         self._stopping = True
-        if not self._busy and not self.stream.in_message:
+        if not self.stream.in_message:
             self.stream.end_requests()
 
     # ------------------------------------------------------------ requests
 
     async def _answer(self) -> None:
+        """Raises FormatError if the beginning of the next request is unknown."""
         command, length = command_and_length(self._header)
         counters, send = self._shared.counters, self.stream.send
         if command not in _COUNTED:
             await send(FAILED)
-            raise OutOfStep(f"unknown command {command}")
+            raise FormatError(f"unknown command {command}")
         counters[_COUNTED[command]] += 1
         if command == ClientCommand.PUT:
             await self._put(length)
@@ -126,11 +116,9 @@ class ClientConnection:
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
             key = self._wanted_key()
-            await self._written_through()
             there = key is not None and await _ask(partial(self._cache.contains, key, _deadline()))
             await send(SUCCEEDED if there else FAILED)
         elif command == ClientCommand.LIST:
-            await self._written_through()
             await self._list()
         else:
             await send(SUCCEEDED if self._cache.is_up else FAILED)
@@ -138,7 +126,7 @@ class ClientConnection:
     async def _put(self, length: int) -> None:
         shared = self._shared
         if not 0 <= length <= shared.max_payload_bytes:
-            raise OutOfStep(
+            raise FormatError(
                 f"a PUT of {length} bytes, allowed are 0 to {shared.max_payload_bytes} "
                 "(--max-payload-bytes)"
             )
@@ -158,15 +146,14 @@ class ClientConnection:
             else:
                 await self.stream.receive(held.payload)
             shared.counters["payload_bytes_in"] += length
-            await self._written_through()
+            if self._written is not None:
+                await self._written
         except BaseException:
             if held is not None:
                 self._cache.abandon(held)
             self._room.give_back(length)
             raise
         self._written = self._publish(key, held, length)
-        if length > shared.memory_bytes:
-            await self._written_through()
 
     async def _receive_and_drop(self, length: int) -> None:
         for at in range(0, length, len(_DROPPED)):
@@ -202,8 +189,6 @@ class ClientConnection:
         """
         cache, room = self._cache, self._room
         held, room_bytes, first = cache.hold(key), 0, 0
-        if held is None:
-            await self._written_through()
         while held is None:
             found = await _ask(partial(cache.find, key, _deadline(), first=first))
             if found is None or self._reply_to(found.metadata) is None:
@@ -238,30 +223,32 @@ class ClientConnection:
         shared = self._shared
         limit = max(1, shared.max_payload_bytes // _LISTED_KEY_BYTES)
         async with shared.one_list:
-            listed = await _ask(partial(self._cache.keys, _deadline(_LIST_TIMEOUT_S), limit=limit))
-            if not listed.is_complete:
+            text = await asyncio.to_thread(self._listed, self._cache.pooled_keys(), limit)
+            if text is None:
                 self._complain(
                     "list", "a LIST fails: a tier did not answer, or there are more than %d keys",
                     limit,
                 )  # fmt: skip
                 return await self.stream.send(FAILED)
-            text = memoryview(await asyncio.to_thread(_text_of, listed.keys))
             await self._room.take(len(text))
         # Outside the lock: a slow client holds its room and nothing else.
         try:
-            await self._send_payload(list_reply_of(len(text)), text)
+            await self._send_payload(list_reply_of(len(text)), memoryview(text))
         finally:
             self._room.give_back(len(text))
+
+    def _listed(self, pooled: set[bytes], limit: int) -> bytes | None:
+        """The key texts of all chunks that a GET can name, one a line; None if some are missing."""
+        found = self._cache.listed(pooled, _deadline(_LIST_TIMEOUT_S), limit)
+        texts = []
+        for key in found.keys:
+            with contextlib.suppress(FormatError):
+                texts.append(key_text_of(key))
+        return "\n".join(texts).encode("utf-8") if found.is_complete else None
 
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
         await self.stream.send(header, payload)
         self._shared.counters["payload_bytes_out"] += len(payload)
-
-    async def _written_through(self) -> None:
-        """Waits until every tier has answered for the previous PUT."""
-        written, self._written = self._written, None
-        if written is not None:
-            await written
 
     def _wanted_key(self) -> ObjectKey | None:
         """What a request without payload asks for; None if it is malformed."""
@@ -294,12 +281,3 @@ async def _ask(begin: Callable[[Callable[[_Answer], None]], None]) -> _Answer:
 
 def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:
     return time.monotonic() + timeout_s
-
-
-def _text_of(keys: list[ObjectKey]) -> bytes:
-    """The key texts of all chunks that a GET can name, one a line."""
-    texts = []
-    for key in keys:
-        with contextlib.suppress(FormatError):
-            texts.append(key_text_of(key))
-    return "\n".join(texts).encode("utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import signal
 import threading
@@ -15,12 +14,13 @@ from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.compat.backends.storage import in_memory, in_redis, on_disk, open_cache
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.server import Gateway
-from lmcache_redis.compat.heap import DEFAULT_SPARE_BYTES, HeapMemory
-from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.compat.gateway.shared import exposed
+from lmcache_redis.compat.objects import DEFAULT_SPARE_BYTES, HeapMemory, ObjectCache
 from lmcache_redis.config import parse_address
+from lmcache_redis.metrics import PREFIX
+from lmcache_redis.metrics.exporter import OwnerCollector, serve_metrics
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.settings import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,11 @@ _CLOSE_S = 1.0
 _FIRST_PROBE_S = 5.0
 # Of a write, and again of the removal that follows a failed one.
 WRITE_S = 5.0
+# The counters of an agent that a gateway's cache raises too.
+_TIER_COUNTERS = [
+    f"{PREFIX}{name}_total"
+    for name in ("loaded_chunks", "loaded_bytes", "stored_chunks", "stored_bytes")
+]
 
 
 def run_gateway(config: GatewayConfig) -> int:
@@ -39,18 +44,7 @@ def run_gateway(config: GatewayConfig) -> int:
     unusable directory or certificate.
     """
     raise_descriptor_limit()
-    with contextlib.closing(new_loop()) as loop:
-        return loop.run_until_complete(_run(config))
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop if that is installed, else of asyncio."""
-    try:
-        module = importlib.import_module("uvloop")
-    except ImportError:
-        module = asyncio
-    loop: asyncio.AbstractEventLoop = module.new_event_loop()
-    return loop
+    return asyncio.run(_run(config))
 
 
 class LoopOwner:
@@ -102,21 +96,11 @@ async def _run(config: GatewayConfig) -> int:
         gateway = Gateway(objects, config)
         await gateway.start()
         if config.metrics is not None:
-            from lmcache_redis.compat.gateway.exported import counted, owner_of
-            from lmcache_redis.metrics.exporter import serve_metrics
-
-            address, owner = parse_address(config.metrics), owner_of(gateway, objects)
-            stack.enter_context(serve_metrics(address, owner, counted(cache.metrics)))
-        tiers = [
-            f"memory of {format_size(config.memory_bytes)}" if config.memory_bytes else "",
-            f"{format_size(config.disk_size)} in {config.disk_path}" if config.disk_path else "",
-            "Redis" if config.redis_url else "",
-        ]
-        logger.info(
-            "lmcache-redis %s serves %s%s: %s",
-            __version__, gateway.url, " with TLS" if config.tls_cert else "",
-            ", ".join(filter(None, tiers)),
-        )  # fmt: skip
+            read = OwnerCollector(cache.owner.post, lambda: exposed(gateway.stats(), objects.is_up))
+            of_tiers = cache.metrics.registry.restricted_registry(_TIER_COUNTERS)
+            stack.enter_context(serve_metrics(parse_address(config.metrics), read, of_tiers))
+        tls = " with TLS" if config.tls_cert else ""
+        logger.info("lmcache-redis %s serves %s%s", __version__, gateway.url, tls)
         await stopped.wait()
         deadline_s = time.monotonic() + config.shutdown_deadline_s
         logger.info("stopping: requests have %.1f s to finish", config.shutdown_deadline_s)

@@ -17,14 +17,13 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
 from lmcache_redis.compat.gateway.connection import ClientConnection
-from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared, new_counters
+from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared
 from lmcache_redis.compat.gateway.stream import ClientStream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError, StartError
@@ -54,16 +53,8 @@ class Gateway:
         self.config = config
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
-        self._shared = Shared(
-            cache=cache,
-            room=Room(config.buffer_bytes),
-            counters=new_counters(),
-            log=QuietLog(logger),
-            memory_bytes=config.memory_bytes,
-            max_payload_bytes=config.payload_limit_bytes,
-            one_list=asyncio.Lock(),
-        )
-        self._pool = ThreadPoolExecutor(config.payload_threads, "gateway-payload")
+        room, log = Room(config.buffer_bytes), QuietLog(logger)
+        self._shared = Shared(cache, room, config.payload_limit_bytes, log)
         self._most_clients = config.max_connections
         self._clients: dict[asyncio.Task[None], str] = {}  # their addresses
         self._connections: set[ClientConnection] = set()
@@ -93,7 +84,9 @@ class Gateway:
     async def start(self) -> None:
         """Listens and serves. Raises StartError if the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
-        self._most_clients = most_clients(self.config.max_connections)
+        self._most_clients = max(
+            1, min(self._most_clients, free_descriptors() - _OTHER_DESCRIPTORS)
+        )
         if self._most_clients < self.config.max_connections:
             logger.warning(
                 "at most %d clients, not %d (--max-connections): raise the limit of open files",
@@ -117,7 +110,6 @@ class Gateway:
         for task in (left := [*self._clients]):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        self._pool.shutdown()
 
     async def _accept(self) -> None:
         loop, shared = asyncio.get_running_loop(), self._shared
@@ -140,34 +132,19 @@ class Gateway:
             task.add_done_callback(self._clients.pop)
 
     def _refuses(self, host: str) -> str | None:
-        """Why a client may not connect. One that was idle for long gives way to it."""
+        """Why a client may not connect."""
         if not is_allowed(host, self._networks):
             return "it is in none of --allowed-peers"
         of_host = [*self._clients.values()].count(host)
         if of_host >= self.config.max_connections_per_peer:
-            if not self._closes_idle(host):
-                return f"it has {of_host} connections (--max-connections-per-peer)"
-        elif len(self._clients) >= self._most_clients and not self._closes_idle(None):
+            return f"it has {of_host} connections (--max-connections-per-peer)"
+        if len(self._clients) >= self._most_clients:
             return f"there are {len(self._clients)} clients already (--max-connections)"
         return None
 
-    def _closes_idle(self, host: str | None) -> bool:
-        """Disconnects the client, of this host, that is idle for longest; False if none is."""
-        among = [each for each in self._connections if host in (None, each.host)]
-        longest = max(among, key=lambda each: each.stream.idle_s(), default=None)
-        if longest is None or longest.stream.idle_s() <= self.config.idle_timeout_s:
-            return False
-        self._shared.counters["idle"] += 1
-        self._shared.log.warning(
-            "idle", "%s is disconnected for another client: no request for %g s",
-            longest.peer, self.config.idle_timeout_s,
-        )  # fmt: skip
-        longest.stream.abort()
-        return True
-
     async def _serve(self, accepted: socket.socket, host: str, peer: str) -> None:
         timeout_s = self.config.request_timeout_s
-        stream = ClientStream(accepted, self._pool, timeout_s, partial(self._stalled, peer))
+        stream = ClientStream(accepted, timeout_s, partial(self._stalled, peer))
         with contextlib.closing(stream):
             try:
                 prepare(accepted)
@@ -177,7 +154,7 @@ class Gateway:
                 self._shared.counters["failed_handshakes"] += 1
                 self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
                 return
-            connection = ClientConnection(stream, host, peer, self._shared)
+            connection = ClientConnection(stream, peer, self._shared)
             self._connections.add(connection)
             if self._stopping:
                 connection.stop()
@@ -200,11 +177,6 @@ class Gateway:
 def _say_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.critical("the gateway no longer works, start it again", exc_info=error)
-
-
-def most_clients(wanted: int) -> int:
-    """How many clients the limit of open files allows."""
-    return max(1, min(wanted, free_descriptors() - _OTHER_DESCRIPTORS))
 
 
 def listening(host: str, port: int) -> socket.socket:

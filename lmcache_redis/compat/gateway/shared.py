@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmcache_redis import __version__
 from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.metrics.exporter import gauge, labelled
 
 SILENCE_S = 10.0
 
@@ -34,35 +39,26 @@ COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
         "connections closed before their client ended them properly, by reason", ["reason"],
         {
             "refused": "refused_connections", "handshake": "failed_handshakes",
-            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
+            "stalled": "stalled", "abandoned": "abandoned", "error": "errors",
         },
     ),
 )  # fmt: skip
 
 
-def new_counters() -> dict[str, int]:
-    """Only the loop's thread writes them."""
-    return {name: 0 for *_, values in COUNTERS for name in values.values()}
-
-
 class QuietLog:
-    """Logs one warning of a kind per `SILENCE_S` at most, and how many were suppressed."""
+    """Logs one warning of a kind per `SILENCE_S` at most."""
 
     def __init__(self, logger: logging.Logger, silence_s: float = SILENCE_S) -> None:
         self._logger = logger
         self._silence_s = silence_s
-        self._kinds: dict[str, tuple[float, int]] = {}
+        self._until_s: dict[str, float] = {}
 
     def warning(self, kind: str, message: str, *args: object) -> None:
         """kind: one of a few constants, never text of a client."""
         now_s = time.monotonic()
-        until_s, left_out = self._kinds.get(kind, (0.0, 0))
-        if now_s < until_s:
-            self._kinds[kind] = (until_s, left_out + 1)
-            return
-        self._kinds[kind] = (now_s + self._silence_s, 0)
-        more = f" ({left_out} more like it since the last such line)" if left_out else ""
-        self._logger.warning(message + more, *args)
+        if now_s >= self._until_s.get(kind, 0.0):
+            self._until_s[kind] = now_s + self._silence_s
+            self._logger.warning(message, *args)
 
 
 class Room:
@@ -95,14 +91,28 @@ class Room:
 class Shared:
     """See the module. The loop's thread only.
 
-    room: `--buffer-bytes`. memory_bytes: capacity of the memory tier. one_list: held by a LIST
-    while it collects keys.
+    room: `--buffer-bytes`. one_list: held by a LIST while it collects keys.
     """
 
     cache: ObjectCache
     room: Room
-    counters: dict[str, int]
-    log: QuietLog
-    memory_bytes: int
     max_payload_bytes: int
-    one_list: asyncio.Lock
+    log: QuietLog
+    counters: dict[str, int] = field(
+        default_factory=lambda: {name: 0 for *_, values in COUNTERS for name in values.values()}
+    )
+    one_list: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def exposed(stats: dict[str, int], is_up: bool) -> Iterator[Metric]:
+    """What a gateway exposes to Prometheus beside the counts of its tiers."""
+    for name, meaning, labels, values in COUNTERS:
+        found = {(value,) if value else (): stats[of] for value, of in values.items()}
+        yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, labels, found)
+    version = {(__version__,): 1}
+    about = "1; the version of the gateway"
+    yield labelled(GaugeMetricFamily, "gateway_info", about, ["version"], version)
+    yield gauge("gateway_open_connections", "clients now", stats["open_connections"])
+    yield gauge("gateway_buffer_size_bytes", "`--buffer-bytes`", stats["buffer_bytes"])
+    yield gauge("gateway_buffer_used_bytes", "payload in flight", stats["buffer_used_bytes"])
+    yield gauge("gateway_up", "1 if the last tier answers, as the command HEALTH says", is_up)

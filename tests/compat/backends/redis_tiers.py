@@ -37,7 +37,7 @@ def tier(url: Any, *, counts_descriptors: bool = True, **settings: Any) -> Itera
 
 
 def plane_of(backend: ChunkBackend) -> RedisPlane:
-    plane = backend._thread.tiers[-1]
+    plane = backend._objects.cache.tiers[-1]
     assert isinstance(plane, RedisPlane)
     return plane
 

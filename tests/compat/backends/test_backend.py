@@ -336,8 +336,6 @@ def test_what_is_no_key_and_no_chunk_is_told(backend: ChunkBackend) -> None:
     wrong = [1, 2]
     with pytest.raises(FormatError, match="one dense tensor, not a list"):
         backend.put(key_of(1), wrong)
-    with pytest.raises(FormatError, match="metadata is a RemoteMetadata, not list"):
-        backend.put_bytes(key_of(1), wrong, [])
 
 
 @pytest.mark.parametrize("sizes", [(7,), (9,), (4, 5), ()])

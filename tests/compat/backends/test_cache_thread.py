@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lmcache_redis.compat.backends import in_memory
-from lmcache_redis.compat.backends.cache_thread import CacheThread
+from lmcache_redis.compat.backends.backend import CacheThread
 
 WAIT_S = 10.0
 
@@ -27,7 +27,7 @@ def test_a_call_runs_on_the_thread_and_has_its_result(owner: CacheThread) -> Non
     call = owner.call(later.append)
     owner.call(lambda done: done(None)).result(WAIT_S)
     assert not call.done()
-    owner.post(lambda: later[0](7))
+    owner.call(lambda done: done(later[0](7)))
     assert call.result(WAIT_S) == 7
 
 

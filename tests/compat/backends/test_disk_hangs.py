@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.cache.disk.tier import DiskTier
+from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk, storage
 from tests.compat.backends.redis_tiers import wait_until
 from tests.compat.backends.samples import fill, key_of, same, tensor_of
 from tests.servers import RedisServer
@@ -35,10 +36,13 @@ class HungGet:
         assert not self._thread.is_alive()
 
 
-def test_layers_above_and_below_go_on(directory: Path, server: RedisServer) -> None:
+def test_layers_above_and_below_go_on(
+    directory: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "DiskTier", partial(DiskTier, read_patience_s=0.2))
     redis = in_redis(server.url)
     lower = ChunkBackend([redis])
-    disk = on_disk(directory, 1 << 20, patience_s=0.2)
+    disk = on_disk(directory, 1 << 20)
     with contextlib.closing(ChunkBackend([in_memory(10), disk, redis])) as backend:
         fill(backend, [1])
         assert lower.remove(key_of(1))
@@ -52,8 +56,3 @@ def test_layers_above_and_below_go_on(directory: Path, server: RedisServer) -> N
         assert backend.get(key_of(6)) is None
         hung.end()
     lower.close()
-
-
-def test_patience_that_makes_no_sense(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="patience_s"):
-        on_disk(directory, 1 << 20, patience_s=0)

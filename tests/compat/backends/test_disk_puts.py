@@ -48,9 +48,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def tier(gate: Gate, open_disk: OpenDisk) -> ChunkBackend:
+def tier(gate: Gate, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch) -> ChunkBackend:
     """A backend with room for ten queued puts of ten bytes."""
-    return open_disk(queue_bytes=100)
+    monkeypatch.setattr(backend, "QUEUE_BYTES", 100)
+    return open_disk()
 
 
 def put(tier: ChunkBackend, number: int, value: int = 0, size: int = 10) -> bool:
@@ -72,8 +73,7 @@ def test_what_does_not_fit_is_refused(tier: ChunkBackend, gate: Gate) -> None:
     gate.opened.set()
     assert tier.flush(30)
     assert [number for number, _ in gate.written] == [0, 1, 2, 3, 4, 6, 7, 8, 9, 13]
-    assert not put(tier, 15, size=101)
-    assert put(tier, 16, size=100)
+    assert put(tier, 15, size=101), "one alone always has room"
 
 
 def test_a_put_dropped_in_flight_takes_no_room(tier: ChunkBackend, gate: Gate) -> None:
@@ -87,7 +87,7 @@ def test_a_put_dropped_in_flight_takes_no_room(tier: ChunkBackend, gate: Gate) -
 
 
 def test_a_later_put_of_a_key_drops_the_earlier(gate: Gate, open_disk: OpenDisk) -> None:
-    tier = open_disk(queue_bytes=1000)
+    tier = open_disk()
     for value in range(50):
         assert put(tier, 1, value)
         assert put(tier, 2, value)
@@ -129,3 +129,15 @@ def test_close_drops_what_is_left_after_its_time(
         put(tier, 9)
     gate.opened.set()
     assert len(files_in(directory)) <= 1
+
+
+def test_no_put_in_flight_keeps_a_backend(gate: Gate, directory: Path) -> None:
+    tier = ChunkBackend([on_disk(directory, 1 << 20)])
+    assert put(tier, 0)
+    assert gate.entered.wait(30)
+    thread, opening = tier._thread._thread, threading.Timer(0.05, gate.opened.set)
+    opening.start()
+    del tier  # closes it, on this thread
+    assert not thread.is_alive()
+    opening.join()
+    assert gate.written == [(0, 0)]

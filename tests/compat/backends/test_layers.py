@@ -94,7 +94,7 @@ def test_a_get_fills_all_tiers_above(server: RedisServer, tmp_path: Path) -> Non
     redis = in_redis(server.url)
     remote = ChunkBackend([redis])
     backend = ChunkBackend([in_memory(ROOM), on_disk(tmp_path, ROOM), redis])
-    disk = backend._thread.tiers[0]
+    disk = backend._objects.cache.tiers[0]
     chunk = tensor_of(1, (3, 4), "bfloat16")
     assert remote.put(key_of(1), chunk)
     found = backend.get(key_of(1))

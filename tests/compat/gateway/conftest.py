@@ -1,27 +1,13 @@
-"""A dict behind a gateway, and the loops that it can run on."""
+"""A dict behind a gateway."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.compat.gateway.main import new_loop
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import Client
-
-NewLoop = Callable[[], asyncio.AbstractEventLoop]
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def any_loop(request: pytest.FixtureRequest) -> NewLoop:
-    if request.param == "asyncio":
-        return asyncio.new_event_loop
-    if importlib.util.find_spec("uvloop") is None:
-        pytest.skip("uvloop is not installed")
-    return new_loop
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.main import LoopOwner, open_objects
 from lmcache_redis.compat.gateway.server import Gateway
 from lmcache_redis.compat.gateway.wire import object_key_of
-from lmcache_redis.compat.heap import HeapMemory
-from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.compat.objects import HeapMemory, ObjectCache
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     REDIS_COUNTERS,
@@ -221,7 +220,6 @@ class Serving:
     def __init__(
         self,
         tiers: Tier | Sequence[Tier] | None,
-        new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         **settings: Any,
     ) -> None:
         settings = {
@@ -230,7 +228,7 @@ class Serving:
             "memory_bytes": 0, "disk_path": "a tier", **settings,
         }  # fmt: skip
         config = GatewayConfig(**settings)
-        self._loop = new_loop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self._cache: ObjectCache | None = None

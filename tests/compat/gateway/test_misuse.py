@@ -318,7 +318,7 @@ def test_stopping_finishes_what_has_begun(backend: DictTier) -> None:
         assert idle.ended()
         backend.open.set()
         stopper.join()
-        assert serving.stats()["stored"] == 1
+        serving.until(stored=1)
         assert client.ended()
         with pytest.raises(ConnectionRefusedError):
             serving.client()
@@ -339,8 +339,8 @@ def clients(serving: Serving, count: int) -> Iterator[list[Client]]:
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_slow_clients_beside_others(memory: bool) -> None:
-    """They hold the room of what they announced, and no thread: others are served."""
-    sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": MIB, "payload_threads": 1}
+    """They hold the room of what they announced: others are served."""
+    sizes = {"buffer_bytes": 64 * MIB, "max_payload_bytes": MIB}
     kept = {"memory_bytes": 64 * MIB if memory else 0}
     with (
         Serving(DictTier(), **kept, **sizes) as serving,

@@ -161,7 +161,7 @@ def test_a_disk_that_hangs_holds_up_neither_others_nor_the_end(tmp_path: Path) -
                  "--shutdown-deadline-s", "0.5")  # fmt: skip
         with gateway(*words) as process, Client(process.port) as client:
             client.put(KEY, b"x" * 300_000)
-            assert client.exists(KEY)
+            wait_until(lambda: len([*disk.rglob("*.lmcr")]) == 1)
             (path,) = disk.rglob("*.lmcr")
             path.unlink()
             os.mkfifo(path)
@@ -171,8 +171,10 @@ def test_a_disk_that_hangs_holds_up_neither_others_nor_the_end(tmp_path: Path) -
 
                 def is_given_up() -> bool:
                     """A PUT does not go to disk, and can be had all the same."""
-                    key, before = f"m@2@0@{next(numbers):04x}@half", [*disk.rglob("*.lmcr")]
-                    other.put(key, key.encode())
+                    before = [*disk.rglob("*.lmcr")]
+                    for _ in range(2):  # the second waits until the first is written
+                        key = f"m@2@0@{next(numbers):04x}@half"
+                        other.put(key, key.encode())
                     assert other.get(key) == key.encode()
                     return len([*disk.rglob("*.lmcr")]) == len(before)
 
@@ -209,6 +211,8 @@ def test_chunks_are_sealed_in_redis(tmp_path: Path) -> None:
         with gateway(*sealed) as process, Client(process.port) as client:
             client.put(KEY, payload)
             assert client.exists(KEY)
+            with redis.client() as direct:
+                wait_until(direct.dbsize)
         with redis.client() as direct:
             values = [direct.get(key) for key in direct.scan_iter()]
         assert values

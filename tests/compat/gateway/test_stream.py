@@ -1,4 +1,4 @@
-"""One stream on both loops: turns of the loop, cancellations, TLS."""
+"""One stream: turns of the loop, cancellations, TLS."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import contextlib
 import random
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
 
-from lmcache_redis.compat.gateway.stream import MOVED_BYTES, ClientStream, Gone
-from tests.compat.gateway.conftest import NewLoop
+from lmcache_redis.compat.gateway.stream import ClientStream, Gone
 from tests.resp.certificates import Authority
 
 MIB = 1 << 20
@@ -22,46 +20,21 @@ WAIT_S = 20.0
 Work = Callable[[ClientStream, socket.socket], Coroutine[None, None, None]]
 
 
-@contextlib.asynccontextmanager
-async def connected() -> AsyncIterator[tuple[ClientStream, socket.socket]]:
-    """A stream with one thread for large transfers, and its client, which blocks."""
-    pool = ThreadPoolExecutor(1)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname(), WAIT_S)
-        ours = listener.accept()[0]
-    ours.setblocking(False)
-    try:
-        with client, contextlib.closing(ClientStream(ours, pool)) as stream:
-            yield stream, client
-    finally:
-        pool.shutdown()
+def run(work: Work) -> None:
+    """work: gets a stream and its client, which blocks."""
 
-
-async def is_free(memory: bytearray) -> None:
-    """No view of it is left; a thread of the pool may drop its last one a moment later."""
-    for _ in range(2000):
-        try:
-            memory.append(1)
-        except BufferError:  # noqa: PERF203
-            await asyncio.sleep(0.005)
-        else:
-            return
-    raise AssertionError("a view is left")
-
-
-def run(new_loop: NewLoop, work: Work) -> None:
     async def main() -> None:
-        async with connected() as (stream, client):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            client = socket.create_connection(listener.getsockname(), WAIT_S)
+            ours = listener.accept()[0]
+        ours.setblocking(False)
+        with client, contextlib.closing(ClientStream(ours)) as stream:
             await asyncio.wait_for(work(stream, client), WAIT_S)
 
-    loop = new_loop()
-    try:
-        loop.run_until_complete(main())
-    finally:
-        loop.close()
+    asyncio.run(main())
 
 
-def test_requests_that_are_there_hold_up_no_other_client(any_loop: NewLoop) -> None:
+def test_requests_that_are_there_hold_up_no_other_client() -> None:
     """The loop does something else before each of them."""
 
     async def work(stream: ClientStream, client: socket.socket) -> None:
@@ -82,18 +55,15 @@ def test_requests_that_are_there_hold_up_no_other_client(any_loop: NewLoop) -> N
         finally:
             task.cancel()
 
-    run(any_loop, work)
+    run(work)
 
 
-@pytest.mark.parametrize("nbytes", [MOVED_BYTES - 1, 4 * MIB], ids=["on the loop", "on a thread"])
 @pytest.mark.parametrize("sending", [True, False])
 @pytest.mark.parametrize("how", ["cancel", "abort"])
-def test_after_the_end_the_buffers_are_the_callers(
-    any_loop: NewLoop, nbytes: int, sending: bool, how: str
-) -> None:
+def test_after_the_end_the_buffers_are_the_callers(sending: bool, how: str) -> None:
     async def work(stream: ClientStream, client: socket.socket) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        memory = bytearray(nbytes * 40 if sending else nbytes)
+        memory = bytearray(160 * MIB if sending else 4 * MIB)
         if sending:
             task = asyncio.ensure_future(stream.send(b"", memoryview(memory)))
         else:
@@ -109,21 +79,21 @@ def test_after_the_end_the_buffers_are_the_callers(
         with contextlib.suppress(OSError):
             client.sendall(b"b" * 1000)
         if not sending:
-            assert memory == b"a" * 1000 + bytes(nbytes - 1000)
-        await is_free(memory)
+            assert memory == b"a" * 1000 + bytes(4 * MIB - 1000)
+        memory.append(1)  # no view of it is left
 
-    run(any_loop, work)
+    run(work)
 
 
 @pytest.mark.servers
-def test_large_payloads_with_tls_move_on_threads(any_loop: NewLoop, tmp_path: Path) -> None:
+def test_payloads_with_tls(tmp_path: Path) -> None:
     """Headers, small and large payloads share records; nothing waits for more than there is."""
     authority = Authority(tmp_path)
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     ours.load_cert_chain(*authority.issue("server", "localhost"))
     theirs = ssl.create_default_context(cafile=authority.ca)
     source = random.Random(1)
-    payloads = [source.randbytes(n) for n in (MOVED_BYTES, 5, 3 * MIB + 7, 16_000, MIB)]
+    payloads = [source.randbytes(n) for n in (256 << 10, 5, 3 * MIB + 7, 16_000, MIB)]
 
     async def work(stream: ClientStream, client: socket.socket) -> None:
         def talk() -> None:
@@ -150,10 +120,10 @@ def test_large_payloads_with_tls_move_on_threads(any_loop: NewLoop, tmp_path: Pa
             memory = bytearray(len(each))
             await stream.receive(memoryview(memory))
             assert memory == each
-            await is_free(memory)
+            memory.append(1)  # no view of it is left
         for each in payloads:
             await stream.send(each[:1], memoryview(each)[1:])
         stream.close()
         await talking
 
-    run(any_loop, work)
+    run(work)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.chunks.keys import hash_chunks
-from lmcache_redis.compat.multi_process_adapter.operations import LoadStoreOp, check_names
+from lmcache_redis.compat.load_store import LoadStoreOp, check_names
 
 TOKENS = list(range(100, 164))
 HASHES = [b"a" * 32, b"b" * 32]

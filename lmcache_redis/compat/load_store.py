@@ -1,19 +1,23 @@
-"""Operations as LMCache's adapters take them, and the chunks that they name.
+"""Operations as LMCache's adapters take them, the chunks that they name, and those in flight.
 
 Callers name chunks by the hash of each block or by token ids, and may begin or end within a chunk.
-The agent takes the hashes of whole chunks (`TransferOp`).
+The agent takes the hashes of whole chunks (`TransferOp`). Callers ask for results by request id.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import TypeVar
 
+from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import hash_chunks
-from lmcache_redis.client.worker import TransferOp
+from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer, TransferOp
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T", StoreTransfer, RetrieveTransfer)
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,9 @@ class LoadStoreOp:
                 "loaded", len(self.block_ids), self.start, self.end, block_tokens,
             )  # fmt: skip
             return nothing
-        tokens = self.token_ids[: end * chunk_tokens]
-        return TransferOp(
-            self.block_ids[first:last],
-            hash_chunks(tokens, chunk_tokens, salt=salt_bytes(cache_salt))[start:],
-            max(0, self.skip_first_n_tokens - first * block_tokens),
-        )
+        hashes = token_hashes(chunk_tokens, self.token_ids[: end * chunk_tokens], cache_salt)
+        skipped = max(0, self.skip_first_n_tokens - first * block_tokens)
+        return TransferOp(self.block_ids[first:last], hashes[start:], skipped)
 
 
 def check_names(
@@ -108,16 +109,15 @@ def check_names(
         raise ValueError("give exactly one of block_hashes and token_ids")
     if not isinstance(cache_salt, (str, bytes)):
         raise TypeError(f"a cache_salt is text or bytes, not {type(cache_salt).__name__}")
-    if block_hashes is not None:
-        if cache_salt:
-            raise ValueError("block hashes cover the salt: a cache_salt is for token_ids")
-        # Only the first is checked: there may be thousands, and the agent checks each.
-        if len(block_hashes) and not isinstance(block_hashes[0], bytes):
-            raise TypeError(
-                f"a block hash is bytes, not {type(block_hashes[0]).__name__}: "
-                "pass token ids as token_ids"
-            )
-    elif token_ids is not None and len(token_ids) and isinstance(token_ids[0], bytes):
+    if block_hashes is not None and cache_salt:
+        raise ValueError("block hashes cover the salt: a cache_salt is for token_ids")
+    # Only the first is checked: there may be thousands, and the agent checks each.
+    if block_hashes is not None and len(block_hashes) and not isinstance(block_hashes[0], bytes):
+        raise TypeError(
+            f"a block hash is bytes, not {type(block_hashes[0]).__name__}: "
+            "pass token ids as token_ids"
+        )
+    if token_ids is not None and len(token_ids) and isinstance(token_ids[0], bytes):
         raise TypeError("a token id is an int, not bytes: pass hashes as block_hashes")
 
 
@@ -126,5 +126,69 @@ def chunk_hashes(blocks_per_chunk: int, block_hashes: Sequence[bytes]) -> Sequen
     return block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]
 
 
-def salt_bytes(cache_salt: str | bytes) -> bytes:
-    return cache_salt.encode() if isinstance(cache_salt, str) else cache_salt
+def token_hashes(
+    chunk_tokens: int, token_ids: Sequence[int], cache_salt: str | bytes
+) -> Sequence[bytes]:
+    """The names of the whole chunks among tokens."""
+    salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt
+    return hash_chunks(token_ids, chunk_tokens, salt=salt)
+
+
+class RequestTransfers:
+    """Transfers in flight by request id, and results that are not reported yet."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, list[StoreTransfer]] = {}
+        self._retrieves: dict[str, list[RetrieveTransfer]] = {}
+        self._held: set[str] = set()  # finished; the engine holds blocks for stores
+        self._reported: set[str] = set()
+        self._left_out: dict[str, set[int]] = {}  # blocks to be loaded that are in no whole chunk
+        self._failed_blocks: set[int] = set()
+
+    def add_store(self, request_id: str, store: StoreTransfer) -> None:
+        self.stores.setdefault(request_id, []).append(store)
+        self._reported.discard(request_id)
+
+    def add_retrieve(
+        self, request_id: str, retrieve: RetrieveTransfer, left_out: Collection[int] = ()
+    ) -> None:
+        """left_out: blocks that the engine asked for and the retrieve does not fill."""
+        self._retrieves.setdefault(request_id, []).append(retrieve)
+        self._left_out.setdefault(request_id, set()).update(left_out)
+
+    def finished(self, finished_by_engine: Iterable[str]) -> tuple[set[str], set[str]]:
+        """See `LMCacheMPWorkerAdapter.get_finished`."""
+        finished = set(finished_by_engine)
+        self._reported &= finished
+        self._held |= finished - self._reported
+        for request_id, stores in _pop_ended(self.stores).items():
+            for store in stores:
+                if isinstance(store.call.answer, m.Failure):
+                    reason = store.call.answer.reason
+                    logger.error("request %s was not stored: %s", request_id, reason)
+        stored = self._held - self.stores.keys()
+        self._held -= stored
+        self._reported |= stored
+        loaded = _pop_ended(self._retrieves)
+        for request_id, retrieves in loaded.items():
+            failed = self._left_out.pop(request_id).union(*(r.failed_blocks for r in retrieves))
+            if failed:
+                logger.error(
+                    "request %s: %d blocks were not loaded and hold no valid KV",
+                    request_id, len(failed),
+                )  # fmt: skip
+            self._failed_blocks |= failed
+        return stored, set(loaded)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Ids of blocks whose retrieve has failed since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+
+def _pop_ended(transfers: dict[str, list[_T]]) -> dict[str, list[_T]]:
+    """Removes and returns the requests whose transfers have all ended."""
+    ended = {r: each for r, each in transfers.items() if all(t.over for t in each)}
+    for request_id in ended:
+        del transfers[request_id]
+    return ended

@@ -1,0 +1,394 @@
+"""The adapters of vLLM's ``lmcache_integration.multi_process_adapter``, with their arguments.
+
+An engine has one scheduler adapter and a worker adapter for each rank, all with one agent. As in
+the originals, the constructors return when the agent has told its chunk size, and
+``register_kv_caches`` when the agent has mapped the memory; both wait at most ``timeout_s``.
+
+docs/reference/lmcache-names.md lists what differs from the originals. ``context`` is not used: an
+adapter has its own, because its thread closes its sockets. Several engines of one model may differ
+in what their chunks hold, so an engine has a name here: ``engine_id``, or
+``$LMCACHE_REDIS_ENGINE_ID`` in all its processes. Without one the adapters find each other as
+`default_engine_id` says or, as in the originals, by model name and world size; then lookups miss
+while workers of different layouts are registered under these.
+
+A restarted agent is found again. Without an agent, lookups miss and stores are dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import parent_process
+from typing import TYPE_CHECKING, Any
+
+from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
+from lmcache_redis.chunks.metadata import dtype_name
+from lmcache_redis.client.control import AgentUnreachable
+from lmcache_redis.client.link import AgentLink, LinkState
+from lmcache_redis.client.registering import CacheGroup
+from lmcache_redis.client.scheduler import SchedulerClient
+from lmcache_redis.client.worker import TransferOp, WorkerClient
+from lmcache_redis.compat.load_store import (
+    LoadStoreOp,
+    RequestTransfers,
+    check_names,
+    chunk_hashes,
+    token_hashes,
+)
+from lmcache_redis.config import ClientConfig
+from lmcache_redis.errors import check_int
+from lmcache_redis.processes import process_start_time
+
+if TYPE_CHECKING:
+    import torch
+    import zmq
+
+__all__ = ["LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LoadStoreOp"]
+
+ENGINE_ID_VARIABLE = "LMCACHE_REDIS_ENGINE_ID"
+TIMEOUT_S = 30.0
+
+
+class AdapterOfEngine:
+    """What both adapters have beside a client of the agent."""
+
+    model_name: str
+    world_size: int
+    worker_id: int
+    num_blocks_per_chunk: Callable[[], int]
+
+    @property
+    def blocks_in_chunk(self) -> int:
+        """Blocks of one chunk."""
+        return self.num_blocks_per_chunk()
+
+    def _keep(self, model_name: str, world_size: int, kv_rank: int, block_size: int) -> None:
+        """Raises FormatError for arguments of another order, type or range."""
+        check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
+        check_int("kv_rank", kv_rank, 0, world_size - 1)
+        check_int("vllm_block_size", block_size, 1, (1 << 31) - 1)
+        self.model_name, self.world_size, self.worker_id = model_name, world_size, kv_rank
+
+
+class LMCacheMPSchedulerAdapter(SchedulerClient, AdapterOfEngine):
+    """Asks the agent which leading tokens of prompts are cached.
+
+    server_url: the agent's endpoint, ``ipc://PATH``.
+    context: a `zmq.Context`; see above.
+    model_name, world_size: as in every key of this engine.
+    kv_rank: kept as ``worker_id``. A lookup asks for the chunks of all ranks.
+    vllm_block_size: tokens of one block of vLLM.
+    engine_id: see above.
+
+    Raises AgentUnreachable if no agent answers within ``timeout_s``, ConfigError for an endpoint
+    that cannot be one, TypeError and ValueError.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        context: zmq.Context[Any],
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+        *,
+        engine_id: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._keep(model_name, world_size, kv_rank, vllm_block_size)
+        super().__init__(
+            ClientConfig(endpoint=server_url).endpoint,
+            model_name,
+            world_size,
+            vllm_block_size,
+            **engine_named(engine_id, default_engine_id(model_name, world_size, is_worker=False)),
+        )
+        _await_agent(self.link, timeout_s)
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of one chunk."""
+        return self.chunk_size_tokens()
+
+    def maybe_submit_lookup_request(
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes] | None = None,
+        token_ids: Sequence[int] | None = None,
+        *,
+        cache_salt: str | bytes = "",
+    ) -> None:
+        """Starts a lookup for ``request_id``, unless that request has one.
+
+        Exactly one of ``block_hashes`` (one per block) and ``token_ids`` is given, both from the
+        start of the prompt. ``cache_salt`` stands for everything else that the KV of ``token_ids``
+        depends on (salt, LoRA, images); stores need the same salt. Raises ``ValueError``,
+        ``TypeError`` otherwise.
+        """
+        check_names(token_ids, block_hashes, cache_salt)
+        if request_id in self._lookups:
+            return
+        hashes: Sequence[bytes] = ()
+        if block_hashes is not None and self.blocks_in_chunk:
+            hashes = chunk_hashes(self.blocks_in_chunk, block_hashes)
+        elif token_ids is not None and self.chunk_size:
+            hashes = token_hashes(self.chunk_size, token_ids, cache_salt)
+        self.begin_lookup(request_id, hashes)
+
+    def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
+        """The number of cached leading tokens; None if it is not known yet.
+
+        Raises ValueError for a request without a lookup.
+        """
+        if request_id not in self._lookups:
+            raise ValueError(
+                f"request {request_id!r} has no lookup: call maybe_submit_lookup_request first"
+            )
+        return self.hit_tokens(request_id, wait_s=wait_s)
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        """Forgets the result of a lookup; its chunks stay pinned."""
+        self.forget_lookup(request_id)
+
+
+class LMCacheMPWorkerAdapter(WorkerClient, AdapterOfEngine):
+    """Stores and retrieves the blocks of one worker, by request id.
+
+    Arguments and errors as for `LMCacheMPSchedulerAdapter`; ``kv_rank`` is the worker's rank among
+    ``world_size``, and no other worker of the engine has the same.
+    """
+
+    kv_caches: Mapping[str, torch.Tensor]
+
+    def __init__(
+        self,
+        server_url: str,
+        context: zmq.Context[Any],
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+        *,
+        engine_id: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._keep(model_name, world_size, kv_rank, vllm_block_size)
+        self.kv_caches = {}
+        self._timeout_s = timeout_s
+        self._requests = RequestTransfers()
+        super().__init__(
+            ClientConfig(endpoint=server_url).endpoint,
+            model_name,
+            world_size,
+            kv_rank,
+            vllm_block_size,
+            **engine_named(engine_id, default_engine_id(model_name, world_size, is_worker=True)),
+        )
+        _await_agent(self.link, timeout_s)
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        *,
+        num_blocks: int | None = None,
+        dtype: str | None = None,
+        identity: Mapping[str, str] | None = None,
+        block_strides: Mapping[str, int] | None = None,
+    ) -> None:
+        """Registers the tensors of all layers, by name, and waits until the agent has mapped them.
+
+        num_blocks, dtype: those of the tensors, if they can be told from them.
+        identity: what else decides the bytes of the KV (a revision of the weights, a backend), in
+            addition to the model name, ranks, shapes and dtypes. Engines with equal identities
+            exchange chunks.
+
+        Raises ValueError for tensors whose blocks or dtype must be given, DeviceError if the memory
+        cannot be exported or the agent does not map it.
+        """
+        self.register_groups(
+            [CacheGroup(kv_caches, dtype or _common_dtype(kv_caches), self._block_size_tokens)],
+            num_blocks=num_blocks or _count_blocks(kv_caches, self._block_size_tokens),
+            identity={
+                "engine": "multi_process_adapter",
+                "world_size": str(self.world_size),
+                "kv_rank": str(self.worker_id),
+                **(identity or {}),
+            },
+            block_strides=block_strides,
+        )
+        self.kv_caches = kv_caches
+        self.wait_registered(self._timeout_s)
+
+    def submit_store_request(
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: torch.cuda.Event | None = None,
+        *,
+        cache_salt: str | bytes = "",
+    ) -> None:
+        """As `batched_submit_store_requests`, for one request."""
+        self.batched_submit_store_requests([request_id], [op], event, cache_salts=[cache_salt])
+
+    def submit_retrieve_request(
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: torch.cuda.Event | None = None,
+        *,
+        cache_salt: str | bytes = "",
+    ) -> None:
+        """As `batched_submit_retrieve_requests`, for one request."""
+        self.batched_submit_retrieve_requests([request_id], [op], event, cache_salts=[cache_salt])
+
+    def batched_submit_store_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: torch.cuda.Event | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
+    ) -> None:
+        """Starts the store of each op for its request, all in one message.
+
+        The agent reads the blocks after ``event``, which the engine has recorded after the work
+        that uses them: what is queued from now on, on torch's current stream, waits for it too. It
+        may be None in CPU memory. A salt stands for everything else that the KV
+        of an op's token ids depends on (salt, LoRA, images); block hashes cover it. Raises
+        TypeError and ValueError, also for lists of different lengths, and starts nothing.
+        """
+        after, whole = self._prepared(request_ids, ops, event, cache_salts)
+        stores = self.begin_stores(request_ids, whole, after)
+        for request_id, store in zip(request_ids, stores, strict=True):
+            self._requests.add_store(request_id, store)
+
+    def batched_submit_retrieve_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: torch.cuda.Event | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
+    ) -> None:
+        """As `batched_submit_store_requests`, for retrieves of chunks that lookups have pinned."""
+        after, whole = self._prepared(request_ids, ops, event, cache_salts)
+        retrieves = self.begin_retrieves(request_ids, whole, after)
+        for request_id, op, retrieve in zip(request_ids, ops, retrieves, strict=True):
+            asked = op.block_ids[op.skip_first_n_tokens // self._block_size_tokens :]
+            left_out = set(asked).difference(retrieve.op.block_ids)
+            self._requests.add_retrieve(request_id, retrieve, left_out)
+
+    def _prepared(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: torch.cuda.Event | None,
+        cache_salts: Sequence[str | bytes] | None,
+    ) -> tuple[int | None, list[TransferOp]]:
+        """The ticket of a signal after the event, and the whole chunks of each operation.
+
+        There is no ticket for CPU memory, where this waits for the event.
+        """
+        salts = [""] * len(ops) if cache_salts is None else cache_salts
+        if not len(request_ids) == len(ops) == len(salts):
+            raise ValueError(
+                f"{len(request_ids)} request ids, {len(ops)} operations and {len(salts)} salts: "
+                "give one of each for each request"
+            )
+        whole = []
+        for op, salt in zip(ops, salts, strict=True):
+            check_names(op.token_ids, op.block_hashes, salt)
+            whole.append(op.whole_chunks(self.blocks_in_chunk, self._block_size_tokens, salt))
+        if event is not None and not (hasattr(event, "wait") and hasattr(event, "synchronize")):
+            raise TypeError(f"an event is a torch.cuda.Event, not {type(event).__name__}")
+        if self.on_cuda and event is None:
+            raise ValueError(
+                "the KV cache is on a GPU: pass a torch.cuda.Event that is recorded after the work "
+                "that uses the blocks"
+            )
+        if event is not None and not self.on_cuda:
+            event.synchronize()
+        return self.signal(event), whole
+
+    def get_finished(
+        self, finished_req_ids_from_engine: Iterable[str]
+    ) -> tuple[set[str], set[str]]:
+        """Ids of requests whose stores, and whose retrieves, have ended since the last call.
+
+        ``finished_req_ids_from_engine`` are requests that the engine has finished and whose blocks
+        it holds for their stores; one without a store is reported at once. Only the stores of such
+        requests are reported, and only once, although an engine with asynchronous scheduling may
+        repeat an id in later calls. After a call without the id, it belongs to a new request.
+        Failed stores and retrieves are reported too, and logged; for retrieves see
+        ``get_block_ids_with_load_errors``.
+        """
+        return self._requests.finished(finished_req_ids_from_engine)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Ids of blocks whose retrieve has failed since the last call."""
+        return self._requests.take_failed_blocks()
+
+
+def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> str:
+    """The id of the engine of this process, if none was given.
+
+    An engine is named by the process of its scheduler and by its model. A worker of several runs
+    in a child of that process if `multiprocessing` started it; any other worker in that process
+    itself. Where processes are arranged otherwise, scheduler and worker have different ids.
+    """
+    parent = parent_process() if is_worker and world_size > 1 else None
+    pid = os.getpid() if parent is None else parent.pid
+    return f"{pid}-{process_start_time(pid or 0)}-{model_name}"
+
+
+def engine_named(engine_id: str | None, made_up: str) -> dict[str, Any]:
+    given = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
+    return {"engine_id": given or made_up, "unnamed": not given}
+
+
+def _await_agent(link: AgentLink, timeout_s: float) -> None:
+    """Returns when an agent has accepted the link. Raises AgentUnreachable, and closes it."""
+    try:
+        link.wait_for(lambda: link.online or link.state is LinkState.REFUSED, timeout_s)
+        if not link.online:
+            raise AgentUnreachable(
+                link.refusal
+                or f"no agent answers at {link.endpoint} within {timeout_s:g} s: start one "
+                f"with `lmcache-redis agent --endpoint {link.endpoint}`"
+            )
+    except BaseException:
+        link.close()
+        raise
+
+
+def _count_blocks(kv_caches: Mapping[str, torch.Tensor], block_size: int) -> int:
+    """The number of blocks, from shapes as vLLM has them: [blocks, ...], or [K and V, blocks, ...].
+
+    Raises ValueError where it is not certain.
+    """
+    counts: set[int] = set()
+    for name, cache in kv_caches.items():
+        shape = tuple(cache.shape)
+        counting = 1 if shape[:1] == (2,) else 0
+        # [2, block size, ...] may also be two blocks.
+        unsure = shape[0:1] == (1,) or (counting == 1 and shape[1:2] == (block_size,))
+        if unsure or len(shape) < counting + 2:
+            raise ValueError(
+                f"which dimension of KV cache {name!r} counts blocks does not follow from its "
+                f"shape {list(shape)}: pass num_blocks"
+            )
+        counts.add(shape[counting])
+    if len(counts) != 1:
+        raise ValueError(
+            f"KV caches with {sorted(counts)} blocks: pass num_blocks, or use "
+            "WorkerClient.register_groups for layers that do not share their block ids"
+        )
+    return counts.pop()
+
+
+def _common_dtype(kv_caches: Mapping[str, torch.Tensor]) -> str:
+    names = sorted({dtype_name(cache.dtype) for cache in kv_caches.values()})
+    if len(names) > 1:
+        raise ValueError(f"KV caches of {' and '.join(names)}: pass the model's dtype")
+    return names[0]
