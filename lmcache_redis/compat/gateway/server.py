@@ -41,6 +41,9 @@ _NEAR_SEND_BYTES = 512 << 10
 # Detects a lost client after two minutes.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 
+# A client without a request for this long gives way to another one, if there are too many.
+_IDLE_S = 600.0
+
 
 class Gateway:
     """Serves a cache. Start and stop it once, on one running loop.
@@ -132,15 +135,37 @@ class Gateway:
             task.add_done_callback(self._clients.pop)
 
     def _refuses(self, host: str) -> str | None:
-        """Why a client may not connect."""
+        """Why a client may not connect. One that was idle for long gives way to it."""
         if not is_allowed(host, self._networks):
             return "it is in none of --allowed-peers"
         of_host = [*self._clients.values()].count(host)
         if of_host >= self.config.max_connections_per_peer:
-            return f"it has {of_host} connections (--max-connections-per-peer)"
-        if len(self._clients) >= self._most_clients:
+            if not self._closes_idle(f"{host} "):
+                return f"it has {of_host} connections (--max-connections-per-peer)"
+        elif len(self._clients) >= self._most_clients and not self._closes_idle(""):
             return f"there are {len(self._clients)} clients already (--max-connections)"
         return None
+
+    def _closes_idle(self, peer: str) -> bool:
+        """Disconnects the client that is idle for longest. peer: how its name begins."""
+        idle_s, longest = max(
+            (
+                (asyncio.get_running_loop().time() - each.stream.waits_from_s, each)
+                for each in self._connections
+                if each.peer.startswith(peer) and not each.stream.in_message
+            ),
+            key=lambda found: found[0],
+            default=(0.0, None),
+        )
+        if longest is None or idle_s <= _IDLE_S:
+            return False
+        self._shared.counters["idle"] += 1
+        self._shared.log.warning(
+            "idle", "%s is disconnected for another client: no request for %.0f s",
+            longest.peer, idle_s,
+        )  # fmt: skip
+        longest.stream.abort()
+        return True
 
     async def _serve(self, accepted: socket.socket, host: str, peer: str) -> None:
         timeout_s = self.config.request_timeout_s

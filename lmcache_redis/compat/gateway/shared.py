@@ -39,7 +39,7 @@ COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
         "connections closed before their client ended them properly, by reason", ["reason"],
         {
             "refused": "refused_connections", "handshake": "failed_handshakes",
-            "stalled": "stalled", "abandoned": "abandoned", "error": "errors",
+            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
         },
     ),
 )  # fmt: skip

@@ -33,7 +33,7 @@ class ClientStream:
 
     sock: non-blocking; the stream closes it. timeout_s: for a header from its first byte, a payload
     or a reply; then the stream is aborted, and on_stall is called. in_message: whether the request
-    that is being received has begun.
+    that is being received has begun. waits_from_s: when the wait for it did, on the loop's clock.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ClientStream:
         self._on_stall = on_stall
         self._fd = sock.fileno()
         self.in_message = False
+        self.waits_from_s = self._loop.time()
 
     async def start_tls(self, context: ssl.SSLContext) -> None:
         """Performs the handshake, before any other call. Raises OSError."""
@@ -67,7 +68,7 @@ class ClientStream:
 
     async def receive_header(self, header: memoryview) -> None:
         """Receives the next request, whenever it comes, or raises `Gone`."""
-        self.in_message = False
+        self.in_message, self.waits_from_s = False, self._loop.time()
         if not (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
             # It has rarely arrived yet; if it has, other clients come first.
             await self._ready(select.EPOLLIN)

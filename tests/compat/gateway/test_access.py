@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import ssl
+import time
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,32 @@ def test_one_client_too_many_of_one_address(backend: DictTier) -> None:
             other.sendall(header(5))
             assert len(other.recv(36)) == 36
         assert first.healthy()
+
+
+def test_the_idle_give_way_to_others(backend: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is idle for longest, and none whose request is in flight."""
+    monkeypatch.setattr(server, "_IDLE_S", 1.0)
+    with (
+        Serving(backend, max_connections=3) as serving,
+        serving.client() as waiting,
+        serving.client() as idle,
+        serving.client() as served,
+    ):
+        assert idle.healthy()
+        backend.open.clear()
+        waiting.send(header(GET))
+        time.sleep(0.6)
+        assert served.healthy()
+        with serving.client() as early:
+            assert early.ended(), "nobody is idle for long enough"
+        time.sleep(0.6)
+        with serving.client() as new:
+            assert new.healthy()
+            assert idle.ended()
+            assert served.healthy()
+            backend.open.set()
+            assert waiting.receive(36)
+        serving.until(idle=1, refused_connections=1)
 
 
 def test_the_limit_of_open_files_limits_clients(
