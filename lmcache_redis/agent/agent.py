@@ -11,9 +11,8 @@ from typing import Any
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Peer, Peers
-from lmcache_redis.agent.sessions import Session, Sessions
-from lmcache_redis.agent.trust import LayoutTrust
+from lmcache_redis.agent.peers import LayoutTrust, Peers
+from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
@@ -59,24 +58,6 @@ class Agent:
     pinning: PoolPinning
     trust: LayoutTrust
 
-    @property
-    def tier_letters(self) -> tuple[str, ...]:
-        """What messages call the cache's tiers, see `messages.TIER_NAMES`."""
-        return tuple("r" if each.is_remote else "d" for each in self.cache.counters)
-
-    def session_of(self, peer: Peer, request_id: str, *, for_lookup: bool) -> Session:
-        """The session of a peer's request, created if needed, see `Sessions.open`."""
-        keys = [(engine_id, request_id) for engine_id in self.peers.engines_of(peer)]
-        key = next((key for key in keys if self.sessions.get(key) is not None), keys[-1])
-        if self.sessions.get(key) is None:
-            self.cache.metrics.count("sessions_opened")
-        return self.sessions.open(key, time.monotonic(), for_lookup=for_lookup)
-
-    def chunk_tokens(self, peer: Peer) -> int:
-        """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
-        registered = peer.registration or next(iter(self.peers.registrations(peer)), None)
-        return registered.chunk_tokens if registered else self.config.chunk_size_tokens
-
     @staticmethod
     def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
@@ -107,7 +88,7 @@ class Agent:
             disk,
             cache,
             copies,
-            Sessions(cache.pool, config.session_timeout_s),
+            Sessions(cache.pool, cache.metrics, config.session_timeout_s),
             Peers(),
             PoolPinning(
                 arena.base_address,

@@ -12,8 +12,8 @@ from typing import Any, Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmcache_redis.agent.agent import Agent, status_report
-from lmcache_redis.agent.history import PastRequest
 from lmcache_redis.agent.page import HEADERS, page
+from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics.exporter import HttpAnswer, OwnerCollector, gauge, labelled, read_on
 
 # Fields of `ModelUse`.

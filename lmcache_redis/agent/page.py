@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from lmcache_redis.admin.names import shown_age, shown_bytes
 from lmcache_redis.agent import words
-from lmcache_redis.agent.history import PastRequest
 from lmcache_redis.agent.page_style import STYLE
+from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics import COUNTERS
 
 REFRESH_S: Final = 5

@@ -24,7 +24,7 @@ import xxhash
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.lookups import shared_rows
+from lmcache_redis.agent.lookups import chunk_tokens, shared_rows
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import ConfigError
@@ -78,7 +78,7 @@ class TraceRecorder:
             if not isinstance(result, m.LookupResult) or ranks is None:
                 return
             forms, _ = shared_rows(ranks, len(question.hashes[0]))
-            layout = self._layout(forms, len(question.hashes[0]), self._agent.chunk_tokens(peer))
+            layout = self._layout(forms, len(question.hashes[0]), chunk_tokens(self._agent, peer))
             line = records.LookupRecord(
                 asked_s,
                 request=_digest(question.request_id.encode()),

@@ -79,20 +79,34 @@ class Registering:
             raise WireError("only a worker whose rank is within its world registers a KV cache")
         if not peer.engine_id:  # its former mapping is found by this id
             raise WireError("a KV cache is registered without an engine id")
-        storages = question.storages
         try:
             chunk_tokens = self._chunk_tokens(question)
             groups = self._groups(peer, question, chunk_tokens)
             # There is often one storage per layer, all of one process.
-            handles = storages if question.signals is None else (*storages, question.signals)
+            handles = (*question.storages, *filter(None, (question.signals,)))
             for handle in {(each.pid, each.pid_start_time): each for each in handles}.values():
                 check_exporter(handle)
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
-        self.when_mapped(peer, lambda: self._map(peer, chunk_tokens, groups, question, reply))
+        make = partial(
+            Registration, peer.engine_id, worker_id, chunk_tokens, groups,
+            storages=question.storages,
+        )  # fmt: skip
+        self._when_mapped(peer, lambda: self._map(peer, make, question, reply))
 
-    def when_mapped(self, peer: Peer, action: Callable[[], None]) -> None:
+    def unregister_when_mapped(
+        self, peer: Peer, question: m.UnregisterKVCache, reply: Reply
+    ) -> None:
+        """Unmaps a worker's memory, and answers when that has ended."""
+
+        def unregister() -> None:
+            self.unregister(peer, "it asked for that")
+            self._when_unmapped(peer, lambda: reply(m.Done(0)))
+
+        self._when_mapped(peer, unregister)
+
+    def _when_mapped(self, peer: Peer, action: Callable[[], None]) -> None:
         """Runs ``action`` once no registration of this peer is in progress.
 
         What a peer asks for takes effect in its order. Does nothing if the peer leaves before.
@@ -105,30 +119,58 @@ class Registering:
     def _map(
         self,
         peer: Peer,
-        chunk_tokens: int,
-        groups: tuple[Group, ...],
+        make: Callable[..., Registration],
         question: m.RegisterKVCache,
         reply: Reply,
     ) -> None:
         self.unregister(peer, "it registers again")
         peer.mapping = True
         self._mapping += 1
-        opened: list[DeviceContext | DeviceError] = []
+        device: DeviceContext | DeviceError = DeviceError("the agent could not map the KV cache")
+
+        def open_memory() -> CopyOutcome:
+            # On a copy thread: mapping a KV cache takes seconds.
+            nonlocal device
+            layouts = [group.layout for group in question.groups]
+            try:
+                device = open_device(
+                    layouts, question.storages, self._config.device, question.signals, self._gpus
+                )
+            except DeviceError as error:
+                device = error
+                if isinstance(error, GpuLost):
+                    raise
+            return CopyOutcome.DONE
 
         def ended() -> None:
             peer.mapping = False
             self._mapping -= 1
-            self._mapped(peer, chunk_tokens, groups, question, opened, reply)
+            if isinstance(device, DeviceError):
+                logger.warning("refused the KV cache of %s: %s", _name(peer), device)
+                reply(m.Failure(0, m.REFUSED, str(device)))
+            else:
+                self._mapped(peer, make(device=device), reply)
             actions, peer.after_mapping = peer.after_mapping, []
             for action in actions:
                 if self._peers.get(peer.identity) is peer:
-                    self.when_mapped(peer, action)
+                    self._when_mapped(peer, action)
 
         self._copies.scatter(
-            REGISTERING,
-            partial(self._open, question, opened),
-            lambda outcome: self._cache.owner.post(ended),
+            REGISTERING, open_memory, lambda outcome: self._cache.owner.post(ended)
         )
+
+    def _mapped(self, peer: Peer, registration: Registration, reply: Reply) -> None:
+        if self._peers.get(peer.identity) is not peer:  # it left while its memory was mapped
+            self._close(registration)
+            return
+        peer.registration = registration
+        self._cache.metrics.count("registrations")
+        groups = "; ".join(map(_sentence, registration.groups))
+        logger.info("registered %s: %s", _name(peer), groups)
+        # This tells the engine that every copy through a former mapping has ended.
+        self._when_unmapped(peer, lambda: reply(m.Done(0)))
+        if isinstance(registration.device, CudaDevice):
+            self._pinning.begin(registration.device.use_context)
 
     def _chunk_tokens(self, question: m.RegisterKVCache) -> int:
         """Tokens of the engine's chunks. Raises ``ConfigError`` if its blocks make no sense."""
@@ -159,56 +201,6 @@ class Registering:
                 "start the agent with a larger --pool-bytes"
             )
         return tuple(groups)
-
-    def _open(
-        self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError]
-    ) -> CopyOutcome:
-        # On a copy thread: mapping a KV cache takes seconds.
-        layouts = [group.layout for group in question.groups]
-        try:
-            opened.append(
-                open_device(
-                    layouts, question.storages, self._config.device, question.signals, self._gpus
-                )
-            )
-        except GpuLost as error:
-            opened.append(error)
-            raise
-        except DeviceError as error:
-            opened.append(error)
-            return CopyOutcome.FAILED
-        return CopyOutcome.DONE
-
-    def _mapped(
-        self,
-        peer: Peer,
-        chunk_tokens: int,
-        groups: tuple[Group, ...],
-        question: m.RegisterKVCache,
-        opened: list[DeviceContext | DeviceError],
-        reply: Reply,
-    ) -> None:
-        device = opened[0] if opened else DeviceError("the agent could not map the KV cache")
-        if isinstance(device, DeviceError):
-            if not isinstance(device, GpuLost):
-                logger.warning("refused the KV cache of %s: %s", _name(peer), device)
-            reply(m.Failure(0, m.REFUSED, str(device)))
-            return
-        worker_id = peer.hello.worker_id
-        assert worker_id is not None
-        registration = Registration(
-            peer.engine_id, worker_id, chunk_tokens, groups, device, question.storages
-        )
-        if self._peers.get(peer.identity) is not peer:  # it left while its memory was mapped
-            self._close(registration)
-            return
-        peer.registration = registration
-        self._cache.metrics.count("registrations")
-        logger.info("registered %s: %s", _name(peer), "; ".join(map(_sentence, groups)))
-        # This tells the engine that every copy through a former mapping has ended.
-        self.when_unmapped(peer, lambda: reply(m.Done(0)))
-        if isinstance(device, CudaDevice):
-            self._pinning.begin(device.use_context)
 
     def unregister(self, peer: Peer, why: str) -> None:
         """Unmaps a worker's memory once its copies have ended. Does nothing if none is mapped."""
@@ -243,7 +235,7 @@ class Registering:
             for action in self._after_closing.pop(worker, ()):
                 action()
 
-    def when_unmapped(self, peer: Peer, action: Callable[[], None]) -> None:
+    def _when_unmapped(self, peer: Peer, action: Callable[[], None]) -> None:
         """Runs ``action`` once no former mapping of this worker is open."""
         worker = (peer.engine_id, peer.hello.worker_id)
         if worker in self._closing:

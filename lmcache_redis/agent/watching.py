@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.lookups import letters_of
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.chunks.names import PartNames
 from lmcache_redis.tiers import CallOutcome, ExistsResult
@@ -107,7 +108,7 @@ class Watches:
         self._disk = agent.disk
         self._plane = agent.plane
         self._watches: dict[Peer, _OpenWatch] = {}
-        self._letters = agent.tier_letters
+        self._letters = letters_of(agent.cache)
         self._in_redis: dict[bytes, None] = {}  # as schedulers were told, the oldest first
 
     def watch(

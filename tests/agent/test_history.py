@@ -16,9 +16,9 @@ from lmcache_redis.admin.names import find_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.explaining import LayoutDescriptions
-from lmcache_redis.agent.history import PastLookup, RequestHistory
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
+from lmcache_redis.agent.sessions import PastLookup, RequestHistory
 from lmcache_redis.cache.pacing import Bet
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.chunks.names import parse_stripe_key

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.agent.history import FirstMiss, PastLookup, PastRequest
 from lmcache_redis.agent.page import HEADERS, page
+from lmcache_redis.agent.sessions import FirstMiss, PastLookup, PastRequest
 from lmcache_redis.metrics import COUNTERS
 from lmcache_redis.metrics.exporter import Exporter, HttpAnswer, OwnerCollector
 from tests.browser import Browser

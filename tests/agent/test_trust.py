@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_redis.agent.trust import CANARIES_AGAIN, LayoutTrust, epoch_of
+from lmcache_redis.agent.peers import CANARIES_AGAIN, LayoutTrust, epoch_of
 
 LAYOUT, OTHER = b"l" * 32, b"o" * 32
 EPOCH, ADAPTER, BLOCK = b"e" * 8, b"a" * 16, b"b" * 32
