@@ -5,11 +5,11 @@ never blocks. Copy threads (`copies`) move bytes between blocks and slots; threa
 bytes between slots and files or sockets. Both post their results to the loop.
 
 A question passes through `service` to `registering` (an engine's memory) or to a job: of `lookups`,
-of `jobs` (stores and retrieves), or of `comparing` (canaries). `peers` are the connections, and what
-canaries have found; `sessions` the pins of requests, and what became of them. The chunks are in
+`jobs` (stores and retrieves) or `comparing` (canaries). `peers` are the connections and what
+canaries have found, `sessions` the pins of requests and what became of them. The chunks are in
 `lmcache_redis.cache`.
 
 Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
-`watching` (chunks reported to schedulers), `explaining` (why requests missed), `recording` (traces),
-`exported` (metrics for Prometheus) with its `page`, `embedded` (a Redis of the agent).
+`watching` (chunks reported to schedulers), `explaining` (why requests missed), `recording` (for
+`plan`), `exported` (metrics for Prometheus) with its `page`, `embedded` (a Redis of the agent).
 """
