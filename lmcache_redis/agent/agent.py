@@ -32,6 +32,14 @@ TIERS = tuple(TIER_NAMES.values())
 
 # Normal operation, eviction included, never increments these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
+_DONE = {
+    "retrieved_chunks": "retrieved",
+    "gathered_chunks": "gathered",
+    "compared_chunks": "compared",
+    "stored_chunks": "stored in Redis",
+    "disk_stored_chunks": "stored on disk",
+    "saved_tokens": "tokens not computed",
+}
 _REASONS = (
     "lookups_timed_out",
     "sessions_timed_out",
@@ -104,10 +112,15 @@ class Agent:
 def status_report(agent: Agent) -> dict[str, Any]:
     """The agent's state and counters, ready for JSON."""
     config, peers, pool, queues = agent.config, agent.peers, agent.cache.pool, agent.cache.queues
+    metrics, plane = agent.cache.metrics, agent.plane.stats()
+    metrics.raise_to("redis_connects", plane.connects)
+    metrics.raise_to("redis_reconnects", plane.connections_lost)
+    metrics.raise_to("redis_errors", plane.errors)
+    counters = metrics.snapshot()
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "uptime_s": round(time.monotonic() - agent.cache.metrics.since_s, 1),
+        "uptime_s": round(time.monotonic() - metrics.since_s, 1),
         "endpoint": config.endpoint,
         "chunk_size_tokens": config.chunk_size_tokens,
         "write_queue_bytes": queues[-1].schedule.limit_bytes,
@@ -153,20 +166,19 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "models": {name: asdict(use) for name, use in peers.models.items()},
-        **_worth(agent),
-        "counters": _counters(agent),
+        **_worth(agent.peers, counters),
+        "counters": counters,
     }
 
 
-def _worth(agent: Agent) -> dict[str, Any]:
+def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
     """What the cache is good for since the start: hit rates by tier, and what loads have saved.
 
     A rate is None before the first lookup. The seconds are None while they are known of none of the
     tokens; below 0, loads have taken longer than computing would have.
     """
-    counters, uses = agent.cache.metrics.snapshot(), agent.peers.models.values()
     asked, saved = counters["lookup_chunks"], counters["saved_tokens"]
-    untimed = sum(use.saved_untimed_tokens for use in uses)
+    untimed = sum(use.saved_untimed_tokens for use in peers.models.values())
     is_known = not saved or untimed < saved
     return {
         "hit_rate": {
@@ -175,17 +187,7 @@ def _worth(agent: Agent) -> dict[str, Any]:
         },
         "tokens_saved": saved,
         "tokens_saved_untimed": untimed,
-        "prefill_s_saved": round(agent.peers.saved_prefill_s, 3) if is_known else None,
-    }
-
-
-def _counters(agent: Agent) -> dict[str, float]:
-    """All counters, those that the data plane keeps included."""
-    stats = agent.plane.stats()
-    return agent.cache.metrics.snapshot() | {
-        "redis_connects": stats.connects,
-        "redis_reconnects": stats.connections_lost,
-        "redis_errors": stats.errors,
+        "prefill_s_saved": round(peers.saved_prefill_s, 3) if is_known else None,
     }
 
 
@@ -264,17 +266,7 @@ def summary(before: Mapping[str, float], after: Mapping[str, float]) -> Line | N
             f"{grown['lookups']} lookups (host pool {hits['host']}, disk {hits['disk']}, "
             f"Redis {hits['redis']})"
         )
-    for counter, done in (
-        ("retrieved_chunks", "retrieved"),
-        ("gathered_chunks", "gathered"),
-        ("compared_chunks", "compared"),
-        ("stored_chunks", "stored in Redis"),
-        ("disk_stored_chunks", "stored on disk"),
-    ):
-        if counter in grown:
-            parts.append(f"{grown[counter]} {done}")
-    if "saved_tokens" in grown:
-        parts.append(f"{grown['saved_tokens']} tokens not computed")
+    parts += [f"{grown[name]} {done}" for name, done in _DONE.items() if name in grown]
     parts += [
         f"{name} {n}"
         for name, n in grown.items()

@@ -121,8 +121,7 @@ class CompareJob(StoreJob):
                     "layout %s of %s is loaded again: %d canaries in a row found no difference",
                     layout.hex()[:16], self._form.model_name, CANARIES_AGAIN,
                 )  # fmt: skip
-        past = self._agent.sessions.history.parts_of(self._session.key)
-        past.compared += sum(each is not None for each in self._distances.values())
+        self._session.past.compared += sum(each is not None for each in self._distances.values())
         logger.debug(
             "request %s: %d of %d chunks compared, at most %.2g away",
             self._question.request_id, len(self._distances), len(self._hashes), self._farthest,

@@ -26,20 +26,11 @@ _OF_MODELS: Final = {
     "saved_tokens": "prompt tokens loaded into blocks of its engines instead of computed",
 }
 _MOST_MISSES = 10
-# Counters that the data plane keeps.
-_OF_PLANE: Final = ("redis_connects", "redis_reconnects", "redis_errors")
 
 
 def collector_of(agent: Agent) -> OwnerCollector:
     """Reads on the agent's loop."""
-
-    def read() -> Iterator[Metric]:
-        status = status_report(agent)
-        for name in _OF_PLANE:
-            agent.cache.metrics.raise_to(name, status["counters"][name])
-        return metrics_of(status)
-
-    return OwnerCollector(agent.loop.post, read)
+    return OwnerCollector(agent.loop.post, lambda: metrics_of(status_report(agent)))
 
 
 def page_of(agent: Agent) -> HttpAnswer:

@@ -312,7 +312,7 @@ class StoreJob(CopyJob):
     def _finish(self) -> None:
         self._cache.metrics.count("stores")
         self._cache.metrics.count("skipped_chunks", self._already)
-        past = self._agent.sessions.history.parts_of(self._session.key)
+        past = self._session.past
         past.stored += self._stored
         past.present += self._already
         past.dropped += len(self._hashes) - self._stored - self._already
@@ -424,7 +424,7 @@ class RetrieveJob(CopyJob):
         metrics.count("retrieved_bytes", nbytes)
         self._agent.peers.use_of(self._form.model_name).retrieved_bytes += nbytes
         self._count_saving()
-        past = self._agent.sessions.history.parts_of(self._session.key)
+        past = self._session.past
         past.loaded += copied
         past.failed += len(self._failed)
         past.load_s = max(past.load_s, took_s)

@@ -208,7 +208,9 @@ def note_lookup(
     if reason:
         chunk = question.first_chunk + found.get("found_chunks", 0)
         miss = FirstMiss(chunk, chunk * tokens, reason, tuple(because), missed.hex())
-    past = PastLookup(
+    past = agent.sessions.history.request((peer.engine_id, question.request_id))
+    past.lookups += 1
+    past.lookup = PastLookup(
         model=peer.hello.model_name,
         first_chunk=question.first_chunk,
         asked_chunks=len(question.hashes),
@@ -216,7 +218,6 @@ def note_lookup(
         first_miss=miss,
         **found,
     )
-    agent.sessions.history.looked_up((peer.engine_id, question.request_id), past)
 
 
 def chunk_tokens(agent: Agent, peer: Peer) -> int:

@@ -92,18 +92,13 @@ class Peer:
     def may_be_of(self, other: Peer) -> bool:
         """Whether both are of unnamed engines, which may be one."""
         mine, theirs = self.hello, other.hello
-        return (
-            mine.unnamed
-            and theirs.unnamed
-            and (mine.model_name, mine.world_size) == (theirs.model_name, theirs.world_size)
-        )
+        same = (mine.model_name, mine.world_size) == (theirs.model_name, theirs.world_size)
+        return mine.unnamed and theirs.unnamed and same
 
     def process_gone(self) -> bool:
         """Whether a process whose memory is registered is known to have ended."""
-        if self.registration is None:
-            return False
-        storages = self.registration.storages  # often one per layer, all of one process
-        owners = {(storage.pid, storage.pid_start_time) for storage in storages}
+        storages = self.registration.storages if self.registration is not None else ()
+        owners = {(each.pid, each.pid_start_time) for each in storages}  # often one of all layers
         return any(has_ended(*owner) for owner in owners)
 
 
@@ -151,15 +146,19 @@ class Peers:
         """Adds a peer. Returns those it replaces: of the same connection, or engine and role."""
         place = (peer.engine_id, peer.hello.worker_id)
         replaced = [
-            p
-            for p in self._by_identity.values()
-            if p.identity == peer.identity
-            or (peer.engine_id and (p.engine_id, p.hello.worker_id) == place)
+            old
+            for old in self
+            if old.identity == peer.identity
+            or (peer.engine_id and (old.engine_id, old.hello.worker_id) == place)
         ]
         for old in replaced:
-            del self._by_identity[old.identity]
+            self.remove(old)
         self._by_identity[peer.identity] = peer
         return replaced
+
+    def remove(self, peer: Peer) -> None:
+        if self._by_identity.get(peer.identity) is peer:
+            del self._by_identity[peer.identity]
 
     def use_of(self, model_name: str) -> ModelUse:
         """The counts of a model; those of `OTHER_MODELS` for what comes after `MAX_MODELS`."""
@@ -175,12 +174,7 @@ class Peers:
     @property
     def registered(self) -> list[Registration]:
         """Of all workers."""
-        peers = self._by_identity.values()
-        return [each.registration for each in peers if each.registration is not None]
-
-    def remove(self, peer: Peer) -> None:
-        if self._by_identity.get(peer.identity) is peer:
-            del self._by_identity[peer.identity]
+        return [each.registration for each in self if each.registration is not None]
 
     def ranks(self, scheduler: Peer) -> list[Registration] | None:
         """The registrations of the scheduler's engine by rank, without workers elsewhere.
@@ -221,14 +215,13 @@ class Peers:
             and p.welcomed
             and (p.engine_id == worker.engine_id or p.may_be_of(worker))
             and self.ranks(p) is not None
-            for p in self._by_identity.values()
+            for p in self
         )
 
     def registrations(self, scheduler: Peer) -> list[Registration]:
         """One registration for each rank of the scheduler's engine; none if layouts differ."""
-        if self.layouts_differ(scheduler):
-            return []
-        return [found[0] for found in self._registered(scheduler)]
+        differ = self.layouts_differ(scheduler)
+        return [] if differ else [found[0] for found in self._registered(scheduler)]
 
     def layouts_differ(self, scheduler: Peer) -> bool:
         """Whether a worker of an unnamed engine may be one of several, with different layouts."""
@@ -239,12 +232,9 @@ class Peers:
 
     def engines_of(self, worker: Peer) -> list[str]:
         """The ids of the engines whose sessions the worker's transfers may belong to."""
-        own = [worker.engine_id]
-        if not worker.hello.unnamed:
-            return own
         schedulers = (p for p in self if p.hello.worker_id is None and p.may_be_of(worker))
-        found = [p.engine_id for p in schedulers]
-        return own if worker.engine_id in found else found + own
+        found, own = [p.engine_id for p in schedulers], worker.engine_id
+        return [own] if own in found else [*found, own]
 
     def _registered(self, scheduler: Peer) -> list[list[Registration]]:
         """The registrations of the scheduler's ranks, without ranks that have none."""
@@ -256,16 +246,15 @@ class Peers:
 
     def _workers(self, scheduler: Peer) -> dict[int, list[Peer]]:
         """The workers of the scheduler's engine by rank; several where any of them may be its."""
-        unnamed, engine_id = scheduler.hello.unnamed, scheduler.engine_id
         own: dict[int, list[Peer]] = {}
         others: dict[int, list[Peer]] = {}
         for peer in self._by_identity.values():
             rank = peer.hello.worker_id
             if rank is None:
                 continue
-            if peer.hello.engine_id == engine_id:
+            if peer.engine_id == scheduler.engine_id:
                 own[rank] = [peer]
-            elif unnamed and peer.may_be_of(scheduler):
+            elif peer.may_be_of(scheduler):
                 others.setdefault(rank, []).append(peer)
         return others | own
 

@@ -341,7 +341,7 @@ class Handlers:
             layouts = [form.fingerprint for form in forms]
             if hashes and not self._agent.trust.allows(layouts, hashes[0]):
                 reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
-                parts = sessions.history.parts_of((peer.engine_id, question.request_id))
+                parts = sessions.history.request((peer.engine_id, question.request_id)).parts
                 parts.failed += len(hashes)
                 parts.add_reasons(("a canary has found other KV in this layout",))
                 return

@@ -102,67 +102,6 @@ class HitLoad:
         return max(0, (max(numbers) + 1 - first) * self.chunk_tokens - skipped)
 
 
-class Session:
-    """The pins of one request."""
-
-    def __init__(self, key: SessionKey, pool: HostPool) -> None:
-        self.key = key
-        self.expires_s = 0.0
-        self.ended = False
-        self.busy = 0  # stores and retrieves in progress
-        self.cancel_lookup: Callable[[], None] | None = None
-        self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
-        self.stems: Sequence[bytes] = ()  # of the keys of their parts
-        self.load: HitLoad | None = None  # of its last lookup, until it has ended
-        self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
-        self._pool = pool
-        self._pins: dict[bytes, dict[PartKey, Entry]] = {}  # by chunk hash
-
-    def hold(self, chunk_hash: bytes, part: PartKey, entry: Entry) -> None:
-        """Takes over one pin of ``entry``; releases one of the same part that it already holds."""
-        parts = self._pins.setdefault(chunk_hash, {})
-        if part in parts:
-            self._pool.unpin(parts[part])
-        parts[part] = entry
-
-    def take(self, chunk_hash: bytes, part: PartKey) -> Entry | None:
-        """The entry, whose pin now belongs to the caller; None if the session does not hold it."""
-        parts = self._pins.get(chunk_hash)
-        if parts is None:
-            return None
-        entry = parts.pop(part, None)
-        if not parts:
-            del self._pins[chunk_hash]
-        return entry
-
-    def release(self, chunk_hash: bytes) -> int:
-        """Releases all pins of a chunk's parts; returns how many there were."""
-        parts = self._pins.pop(chunk_hash, {})
-        for entry in parts.values():
-            self._pool.unpin(entry)
-        return len(parts)
-
-    def release_all(self) -> None:
-        """Cancels a lookup in flight, which would add pins, and releases every pin."""
-        if self.cancel_lookup is not None:
-            cancel, self.cancel_lookup = self.cancel_lookup, None
-            cancel()
-        for chunk_hash in [*self._pins]:
-            self.release(chunk_hash)
-
-    def keep_beginning(self) -> None:
-        """Makes the end of the prompt the first to be evicted: without its beginning it is a miss.
-
-        Copies and pins end in the order of the prompt, which would be evicted in that order.
-        """
-        hashes = [*reversed(self.positions)]
-        self._pool.touch_all(stem + each for each in hashes for stem in self.stems)
-
-    @property
-    def has_pins(self) -> bool:
-        return bool(self._pins)
-
-
 class FirstMiss(msgspec.Struct, frozen=True):
     """The first chunk that a lookup did not find, and the token that it begins with.
 
@@ -248,16 +187,6 @@ class RequestHistory:
         first = next(iter(self._requests.values()), None)
         return self._began_s if first is None or len(self) < self._most else first.began_s
 
-    def looked_up(self, key: SessionKey, lookup: PastLookup) -> None:
-        """A lookup was answered."""
-        past = self._request(key)
-        past.lookups += 1
-        past.lookup = lookup
-
-    def parts_of(self, key: SessionKey) -> PartCounts:
-        """The counts of a request, to be added to."""
-        return self._request(key).parts
-
     def find(self, text: str, most: int) -> list[PastRequest]:
         """The requests with this id, or else those whose ids contain it; the newest first."""
         exact = [each for each in self if each.request_id == text]
@@ -268,7 +197,8 @@ class RequestHistory:
         """The newest first."""
         return reversed(self._requests.values())
 
-    def _request(self, key: SessionKey) -> PastRequest:
+    def request(self, key: SessionKey) -> PastRequest:
+        """What is kept of a request, to be added to."""
         past = self._requests.get(key)
         if past is None:
             if len(self._requests) >= self._most:
@@ -276,6 +206,70 @@ class RequestHistory:
             engine_id, request_id = key
             past = self._requests[key] = PastRequest(request_id, engine_id, time.time())
         return past
+
+
+class Session:
+    """The pins of one request."""
+
+    def __init__(self, key: SessionKey, pool: HostPool, history: RequestHistory) -> None:
+        self.key = key
+        self.expires_s = 0.0
+        self.ended = False
+        self.busy = 0  # stores and retrieves in progress
+        self.cancel_lookup: Callable[[], None] | None = None
+        self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
+        self.stems: Sequence[bytes] = ()  # of the keys of their parts
+        self.load: HitLoad | None = None  # of its last lookup, until it has ended
+        self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
+        self._pool = pool
+        self._history = history
+        self._pins: dict[bytes, dict[PartKey, Entry]] = {}  # by chunk hash
+
+    def hold(self, chunk_hash: bytes, part: PartKey, entry: Entry) -> None:
+        """Takes over one pin of ``entry``; releases one of the same part that it already holds."""
+        parts = self._pins.setdefault(chunk_hash, {})
+        if part in parts:
+            self._pool.unpin(parts[part])
+        parts[part] = entry
+
+    def take(self, chunk_hash: bytes, part: PartKey) -> Entry | None:
+        """The entry, whose pin now belongs to the caller; None if the session does not hold it."""
+        parts = self._pins.get(chunk_hash, {})
+        entry = parts.pop(part, None)
+        if not parts:
+            self._pins.pop(chunk_hash, None)
+        return entry
+
+    def release(self, chunk_hash: bytes) -> int:
+        """Releases all pins of a chunk's parts; returns how many there were."""
+        parts = self._pins.pop(chunk_hash, {})
+        for entry in parts.values():
+            self._pool.unpin(entry)
+        return len(parts)
+
+    def release_all(self) -> None:
+        """Cancels a lookup in flight, which would add pins, and releases every pin."""
+        if self.cancel_lookup is not None:
+            cancel, self.cancel_lookup = self.cancel_lookup, None
+            cancel()
+        for chunk_hash in [*self._pins]:
+            self.release(chunk_hash)
+
+    def keep_beginning(self) -> None:
+        """Makes the end of the prompt the first to be evicted: without its beginning it is a miss.
+
+        Copies and pins end in the order of the prompt, which would be evicted in that order.
+        """
+        hashes = [*reversed(self.positions)]
+        self._pool.touch_all(stem + each for each in hashes for stem in self.stems)
+
+    @property
+    def has_pins(self) -> bool:
+        return bool(self._pins)
+
+    @property
+    def past(self) -> PartCounts:
+        return self._history.request(self.key).parts
 
 
 class Sessions:
@@ -310,7 +304,7 @@ class Sessions:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise WireError(f"{MAX_SESSIONS} requests are open and have not been ended")
             self._metrics.count("sessions_opened")
-            session = self._sessions[key] = Session(key, self._pool)
+            session = self._sessions[key] = Session(key, self._pool, self.history)
             session.ended = not for_lookup
         session.ended = session.ended and not for_lookup
         session.expires_s = now_s + self.timeout_s
