@@ -16,7 +16,6 @@ is not read. The fingerprint is its digest, so a wrong description is not believ
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,10 +38,7 @@ from lmcache_redis.tiers import (
     FramesResult,
     KeysResult,
     ReadOutcome,
-    WriteOutcome,
 )
-
-logger = logging.getLogger(__name__)
 
 # Shorter than a tool waits for its answer.
 _ANSWER_S = 1.5
@@ -184,14 +180,15 @@ class LayoutDescriptions:
                 key = ObjectKey(form.fingerprint, form.model_name, form.kv_rank)
                 if key not in described:
                     described[key] = layout.canonical(each.chunk_tokens)
-        deadline_s = time.monotonic() + _WRITE_S
-        jobs = [
-            _io(self._names.chunk_key(key), self._frame(key, len(canonical)), canonical, deadline_s)
-            for key, canonical in described.items()
-            if len(canonical) <= _MOST_BYTES
-        ]
+        deadline_s, slot_bytes = time.monotonic() + _WRITE_S, self._agent.config.slot_bytes
+        jobs = []
+        for key, canonical in described.items():
+            if (nbytes := len(canonical)) <= _MOST_BYTES:
+                stripe_bytes = stripe_payload_bytes(nbytes, slot_bytes)
+                frame = self._names.frame(key, opaque_pages(nbytes), stripe_bytes)
+                jobs.append(_io(self._names.chunk_key(key), frame, canonical, deadline_s))
         if jobs:
-            self._agent.plane.store_all(jobs, _written)
+            self._agent.plane.store_all(jobs, lambda job, outcome: None)
 
     def _write_again(self) -> None:
         self._agent.loop.after(_EVERY_S, self._write_again)
@@ -204,8 +201,12 @@ class LayoutDescriptions:
         """
 
         def listed(result: KeysResult) -> None:
-            found = filter(None, map(self._names.parse, result.keys))
-            done([self._described(key) for key in found if len(key.chunk_hash) == 32])
+            prefix, found = self._agent.config.key_prefix, []
+            for key in filter(None, map(self._names.parse, result.keys)):
+                if len(key.chunk_hash) == 32:
+                    names = ChunkNames(key.chunk_hash, prefix)
+                    found.append(PartNames(names, key.model_name, key.kv_rank))
+            done(found)
 
         post = self._agent.loop.post
         self._agent.plane.list_keys(
@@ -235,7 +236,11 @@ class LayoutDescriptions:
         def framed(result: FramesResult) -> None:
             # Without frames if Redis does not answer.
             for fingerprint, key, frame in zip(stems, keys, result.frames, strict=False):
-                if frame is not None and _describes(frame, fingerprint):
+                if (
+                    frame is not None
+                    and (frame.fingerprint, frame.chunk_hash) == (DESCRIPTIONS, fingerprint)
+                    and 0 < frame.chunk_bytes <= _MOST_BYTES
+                ):
                     waiting.add(_io(key, frame, bytes(frame.chunk_bytes), deadline_s))
             if waiting:
                 plane.load_all([*waiting], lambda job, outcome: post(partial(read, job, outcome)))
@@ -255,27 +260,8 @@ class LayoutDescriptions:
         else:
             done(found)
 
-    def _described(self, key: ObjectKey) -> PartNames:
-        names = ChunkNames(key.chunk_hash, self._agent.config.key_prefix)
-        return PartNames(names, key.model_name, key.kv_rank)
-
-    def _frame(self, key: ObjectKey, nbytes: int) -> ChunkFrame:
-        stripe_bytes = stripe_payload_bytes(nbytes, self._agent.config.slot_bytes)
-        return self._names.frame(key, opaque_pages(nbytes), stripe_bytes)
-
-
-def _describes(frame: ChunkFrame, fingerprint: bytes) -> bool:
-    is_of_it = (frame.fingerprint, frame.chunk_hash) == (DESCRIPTIONS, fingerprint)
-    return is_of_it and 0 < frame.chunk_bytes <= _MOST_BYTES
-
 
 def _io(key: bytes, frame: ChunkFrame, content: bytes, deadline_s: float) -> ChunkIO:
     whole, size = memoryview(bytearray(content)), frame.stripe_payload_bytes
     slots = [whole[first : first + size] for first in range(0, len(content), size)]
     return ChunkIO(key, frame, slots, deadline_s)
-
-
-def _written(job: ChunkIO, outcome: WriteOutcome) -> None:
-    """On a thread of the plane."""
-    if outcome is not WriteOutcome.STORED:
-        logger.debug("the description of a layout was not written: %s", outcome.value)
