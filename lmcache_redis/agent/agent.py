@@ -32,21 +32,13 @@ TIERS = tuple(TIER_NAMES.values())
 
 # Normal operation, eviction included, never increments these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
-_DONE = {
-    "retrieved_chunks": "retrieved",
-    "gathered_chunks": "gathered",
-    "compared_chunks": "compared",
-    "stored_chunks": "stored in Redis",
-    "disk_stored_chunks": "stored on disk",
-    "saved_tokens": "tokens not computed",
+# Counters of the log's line, beside misses and drops.
+_SAID = {
+    *("lookups", "lookup_chunks", "hit_chunks_host", "hit_chunks_disk", "hit_chunks_redis"),
+    *("retrieved_chunks", "gathered_chunks", "compared_chunks", "saved_tokens"),
+    *("stored_chunks", "disk_stored_chunks", "retrieves_failed", "lookups_timed_out"),
+    *("sessions_timed_out", "differing_chunks", "wire_errors"),
 }
-_REASONS = (
-    "lookups_timed_out",
-    "sessions_timed_out",
-    "retrieves_failed",
-    "differing_chunks",
-    "wire_errors",
-)
 
 
 @dataclass(frozen=True)
@@ -257,22 +249,13 @@ def summary(before: Mapping[str, float], after: Mapping[str, float]) -> Line | N
 
     before, after: two snapshots of the agent's `Metrics`.
     """
-    grown = {name: n - before[name] for name, n in after.items() if n > before[name]}
-    parts = []
-    if "lookups" in grown:
-        hits = {place: grown.get(f"hit_chunks_{place}", 0) for place in TIERS}
-        parts.append(
-            f"{sum(hits.values())} of {grown.get('lookup_chunks', 0)} chunks hit in "
-            f"{grown['lookups']} lookups (host pool {hits['host']}, disk {hits['disk']}, "
-            f"Redis {hits['redis']})"
-        )
-    parts += [f"{grown[name]} {done}" for name, done in _DONE.items() if name in grown]
-    parts += [
-        f"{name} {n}"
-        for name, n in grown.items()
-        if name.startswith(("miss_", "drop_")) or name in _REASONS
-    ]
-    if not parts:
+    grown = {
+        name: n - before[name]
+        for name, n in after.items()
+        if n > before[name] and (name in _SAID or name.startswith(("miss_", "drop_")))
+    }
+    if not grown:
         return None
     level = logging.WARNING if any(name in grown for name in _SERIOUS) else logging.INFO
-    return level, "since the last such line: " + ", ".join(parts)
+    counted = ", ".join(f"{name} {n}" for name, n in grown.items())
+    return level, f"since the last such line: {counted}"
