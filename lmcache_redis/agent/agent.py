@@ -102,7 +102,6 @@ class Agent:
 
 
 def status_report(agent: Agent) -> dict[str, Any]:
-    """The agent's state and counters, ready for JSON."""
     config, peers, pool, queues = agent.config, agent.peers, agent.cache.pool, agent.cache.queues
     metrics, plane = agent.cache.metrics, agent.plane.stats()
     metrics.raise_to("redis_connects", plane.connects)
@@ -193,7 +192,6 @@ def _group(form: ChunkForm) -> dict[str, Any]:
 
 
 def _disk(agent: Agent) -> dict[str, Any] | None:
-    """None without a disk tier."""
     disk = agent.disk
     if disk is None:
         return None

@@ -39,7 +39,6 @@ class CompareJob(StoreJob):
     _farthest = -1.0  # of all distances
 
     def start(self) -> None:
-        """Queues the chunks whose parts are in the host pool."""
         self._layout = self._registration.device.layouts[self._question.group]
         self._limit = far_apart(self._layout)
         self._distances = {}

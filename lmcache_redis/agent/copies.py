@@ -38,8 +38,6 @@ CPU = "cpu"
 
 
 class CopyOutcome(Enum):
-    """How a copy ended."""
-
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -101,7 +99,6 @@ class CopyThreads:
 
     @property
     def backlog(self) -> int:
-        """Copies that are queued for a thread."""
         return sum(map(len, self._started.values()))
 
     def close(self, timeout_s: float) -> bool:

@@ -133,7 +133,6 @@ def embedded_redis(memory_bytes: int) -> Iterator[str]:
 def _keep_running(
     command: Sequence[str], directory: Path, started: Future[None], stopping: threading.Event
 ) -> None:
-    """Runs servers, one after the other, until ``stopping``. started: the first one answers."""
     while True:
         try:
             how = _run_one(command, directory, started, stopping)
@@ -150,7 +149,6 @@ def _keep_running(
 def _run_one(
     command: Sequence[str], directory: Path, started: Future[None], stopping: threading.Event
 ) -> str:
-    """How the server ended."""
     # The agent's glibc tunables suit copies that are not read again soon; a server reads its data
     # at once.
     ours = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}

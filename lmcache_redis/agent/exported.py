@@ -44,7 +44,6 @@ _MOST_MISSES = 10
 
 
 def collector_of(agent: Agent) -> OwnerCollector:
-    """Reads on the agent's loop."""
     return OwnerCollector(agent.loop.post, lambda: metrics_of(status_report(agent)))
 
 
@@ -56,7 +55,6 @@ def page_of(agent: Agent) -> HttpAnswer:
 
 
 def last_misses(agent: Agent) -> list[PastRequest]:
-    """The newest first."""
     history = agent.sessions.history
     found = (each for each in history if each.lookup is not None and each.lookup.first_miss)
     return [*islice(found, _MOST_MISSES)]

@@ -103,7 +103,6 @@ class CopyJob(ABC):
 
     @property
     def _queue(self) -> Callable[..., None]:
-        """Where its copies wait for a thread."""
         return self._agent.copies.gather
 
     def _pinned(self) -> dict[int, Entry]:
@@ -296,7 +295,6 @@ class StoreJob(CopyJob):
         self._blocks_read((chunk,))
 
     def _blocks_read(self, chunks: Sequence[int]) -> None:
-        """The blocks of these chunks are no longer needed. Answers when no more are."""
         if not self._unread.isdisjoint(chunks):
             self._unread.difference_update(chunks)
             if not self._unread:
@@ -351,7 +349,6 @@ class RetrieveJob(CopyJob):
         return self._question.skip_first_n_tokens // layout.block_size_tokens
 
     def start(self) -> None:
-        """Queues the copies of the chunks in memory, and begins to load the others."""
         self._load = self._session.load if self._hashes else None
         if self._load is not None:
             self._load.begun(self._started_s)
@@ -362,7 +359,6 @@ class RetrieveJob(CopyJob):
         self._load_piece()
 
     def _load_piece(self) -> None:
-        """Loads the next missing chunks and queues their copies; then continues."""
         if not self._missing:
             return
         pool_units, chunk_units = self._cache.pool.capacity, self._cache.units(self._form)
@@ -438,7 +434,6 @@ class RetrieveJob(CopyJob):
             self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
 
     def _count_saving(self) -> None:
-        """Counts what the load has saved, if this was its last retrieve."""
         session, load = self._session, self._load
         if load is None or session.ended:  # the request was aborted
             return

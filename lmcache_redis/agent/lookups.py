@@ -55,7 +55,6 @@ class LookupJob:
         self._compare_only = False
 
     def start(self) -> None:
-        """Looks up, at once or when the registrations in progress have ended."""
         now_s, peers = time.monotonic(), self._agent.peers
         ranks = peers.ranks(self._peer)
         if ranks is None and (now_s >= self._deadline_s or not peers.joining(self._peer, now_s)):
@@ -106,7 +105,6 @@ class LookupJob:
         return chunk_tokens(self._agent, self._peer)
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
-        """The different parts of workers that are not registered here."""
         here = {registration.worker_id for registration in ranks}
         hash_bytes = len(self._question.hashes[0])
         pairs = zip(self._remote, self._question.remote, strict=True)

@@ -214,7 +214,6 @@ def _keep_reloading(
 def _reloaded(
     agent: Agent, service: Service, before: AgentConfig, wanted: AgentConfig
 ) -> AgentConfig:
-    """Applies what may change, and returns the settings as they are now. Raises ConfigError."""
     names = [field.name for field in dataclasses.fields(AgentConfig)]
     changed = [name for name in names if getattr(wanted, name) != getattr(before, name)]
     now = {name: getattr(wanted, name) for name in changed if name in RELOADABLE}
@@ -267,7 +266,6 @@ def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None
 
 
 def _stop(service: Service, agent: Agent) -> bool:
-    """Returns whether the process can exit as usual: the GPUs answer."""
     shutdown_s = service.shutdown_deadline_s
     logger.info("stopping: loads and writes have %.1f s to finish", shutdown_s)
     deadline_s = service.drain(time.monotonic() + shutdown_s)

@@ -191,7 +191,6 @@ def _cards(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sources(report: Mapping[str, Any]) -> str:
-    """A bar of the tiers, and its legend."""
     if not report["counters"]["lookup_chunks"]:
         return '<p class="soft">no engine has asked for a prompt yet</p>'
     names = {**_TIER_NAMES, "computed": "not cached, or faster to compute"}

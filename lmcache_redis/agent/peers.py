@@ -86,7 +86,6 @@ class Peer:
         return self.hello.engine_id
 
     def is_same(self, hello: m.Hello) -> bool:
-        """Whether ``hello`` repeats this peer's HELLO."""
         return msgspec.structs.replace(hello, call_id=self.hello.call_id) == self.hello
 
     def may_be_of(self, other: Peer) -> bool:
@@ -139,7 +138,6 @@ class Peers:
         return iter(list(self._by_identity.values()))
 
     def get(self, identity: bytes) -> Peer | None:
-        """The peer of a connection, or None if it has not sent HELLO."""
         return self._by_identity.get(identity)
 
     def add(self, peer: Peer) -> list[Peer]:
@@ -168,12 +166,10 @@ class Peers:
 
     @property
     def saved_prefill_s(self) -> float:
-        """Of all models, as far as it is known."""
         return sum(use.saved_prefill_s for use in self.models.values())
 
     @property
     def registered(self) -> list[Registration]:
-        """Of all workers."""
         return [each.registration for each in self if each.registration is not None]
 
     def ranks(self, scheduler: Peer) -> list[Registration] | None:
@@ -237,7 +233,6 @@ class Peers:
         return [own] if own in found else [*found, own]
 
     def _registered(self, scheduler: Peer) -> list[list[Registration]]:
-        """The registrations of the scheduler's ranks, without ranks that have none."""
         return [
             found
             for workers in self._workers(scheduler).values()
@@ -274,7 +269,6 @@ class LayoutTrust:
         self._agreed: dict[tuple[bytes, bytes], int] = {}
 
     def allows(self, fingerprints: Iterable[bytes], chunk_hash: bytes) -> bool:
-        """Whether chunks with parts of these layouts may be loaded."""
         if not self._agreed:
             return True
         epoch = epoch_of(chunk_hash)
@@ -301,13 +295,11 @@ class LayoutTrust:
         return True
 
     def restore(self) -> int:
-        """Trusts everything again; returns how many layouts were distrusted."""
         count = len(self._agreed)
         self._agreed.clear()
         return count
 
     def report(self) -> list[dict[str, Any]]:
-        """What is distrusted, for STATUS."""
         return [
             {"layout": fingerprint.hex(), "epoch": epoch.hex(), "agreed": count}
             for (fingerprint, epoch), count in self._agreed.items()

@@ -99,7 +99,6 @@ class TraceRecorder:
         return answer
 
     def stored(self, question: m.Store, form: ChunkForm) -> None:
-        """A worker stores chunks."""
         if question.hashes:
             request = _digest(question.request_id.encode())
             part = _digest(form.stem(len(question.hashes[0])))

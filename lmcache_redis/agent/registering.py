@@ -98,8 +98,6 @@ class Registering:
     def unregister_when_mapped(
         self, peer: Peer, question: m.UnregisterKVCache, reply: Reply
     ) -> None:
-        """Unmaps a worker's memory, and answers when that has ended."""
-
         def unregister() -> None:
             self.unregister(peer, "it asked for that")
             self._when_unmapped(peer, lambda: reply(m.Done(0)))
@@ -173,7 +171,6 @@ class Registering:
             self._pinning.begin(registration.device.use_context)
 
     def _chunk_tokens(self, question: m.RegisterKVCache) -> int:
-        """Tokens of the engine's chunks. Raises ``ConfigError`` if its blocks make no sense."""
         sizes = [group.layout.block_size_tokens for group in question.groups]
         if not 0 < len(sizes) <= MAX_GROUPS or min(sizes) < 1:
             raise ConfigError(
@@ -184,7 +181,6 @@ class Registering:
     def _groups(
         self, peer: Peer, question: m.RegisterKVCache, chunk_tokens: int
     ) -> tuple[Group, ...]:
-        """Raises ``ConfigError`` if the chunks cannot be cached with these settings."""
         model_name, groups = peer.hello.model_name, []
         for each in question.groups:
             form = form_of(each.layout, model_name, each.kv_rank, chunk_tokens, self._config)
@@ -236,7 +232,6 @@ class Registering:
                 action()
 
     def _when_unmapped(self, peer: Peer, action: Callable[[], None]) -> None:
-        """Runs ``action`` once no former mapping of this worker is open."""
         worker = (peer.engine_id, peer.hello.worker_id)
         if worker in self._closing:
             self._after_closing.setdefault(worker, []).append(action)

@@ -100,7 +100,6 @@ class Service:
         self._agent.wakeup.set()
 
     def serve(self) -> None:
-        """Serves until `stop`, or until a GPU is lost."""
         while not self._stopping and self._agent.copies.lost is None:
             self._turn(math.inf)
 
@@ -131,7 +130,6 @@ class Service:
         return time.monotonic() if self._stop_now else deadline_s
 
     def _turn(self, most_s: float) -> None:
-        """Waits for what comes next, for at most ``most_s``, and handles it."""
         timeout_s = min(self._agent.loop.run_due(), most_s)
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
         if self._agent.wakeup.fd in ready:
@@ -384,10 +382,6 @@ class Handlers:
         reply(m.Done(0, self._agent.cache.clear(sorted(prefixes))))
 
     def _names(self, peer: Peer, remote: Sequence[m.RemoteParts]) -> list[PartNames]:
-        """The names of parts as a scheduler knows them.
-
-        Raises ``WireError`` if there are no such names.
-        """
         prefix, model_name = self._agent.config.key_prefix, peer.hello.model_name
         found = []
         for each in remote:

@@ -66,7 +66,6 @@ class HitLoad:
     tokens: int | None = None
 
     def begun(self, now_s: float) -> None:
-        """A retrieve has begun."""
         self.began_s = self.began_s or now_s
         self.in_flight += 1
 
@@ -311,22 +310,18 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
-        """Releases all pins; the session is removed when its last store or retrieve has ended."""
         session.ended = True
         session.release_all()
         self._settle(session)
 
     def finish(self, session: Session) -> None:
-        """One store or retrieve of the session has ended."""
         session.busy -= 1
         self._settle(session)
 
     def _settle(self, session: Session) -> None:
-        """Removes an ended session that has no jobs in flight."""
         if session.ended and not session.busy and self._sessions.get(session.key) is session:
             session.keep_beginning()
             del self._sessions[session.key]
 
     def expired(self, now_s: float) -> list[Session]:
-        """Sessions without jobs in flight that have timed out."""
         return [s for s in self._sessions.values() if s.expires_s <= now_s and not s.busy]

@@ -134,7 +134,6 @@ class Watches:
             self._listen()
 
     def _listen(self) -> None:
-        """Has the pool and the disk tell of changes while there are watches."""
         is_on = bool(self._watches)
         self._pool.on_change = self._changed if is_on else None
         if self._disk is not None:
@@ -159,7 +158,6 @@ class Watches:
         self._pool.seen(self._letters.index("r"), followed, there=False)
 
     def _ask_redis(self, keys: Sequence[bytes]) -> None:
-        """Whether Redis still has these chunks, some after the others."""
         keys = [key for key in keys if key in self._in_redis]
         first, rest = keys[:_CHUNKS_PER_QUESTION], keys[_CHUNKS_PER_QUESTION:]
         if not first or not self._watches:
