@@ -442,11 +442,11 @@ class RetrieveJob(CopyJob):
             chunks = [session.positions[each] for each in self._hashes]
             skipped_tokens = self._question.skip_first_n_tokens
             tokens = load.tokens_of(self._form.reach, chunks, skipped_tokens)
-        saving = load.ended(self._registration.worker_id, tokens, time.monotonic())
-        if saving is not None:
+        saved = load.ended(self._registration.worker_id, tokens, time.monotonic())
+        if saved is not None:
             session.load = None
             peers, metrics = self._agent.peers, self._cache.metrics
-            peers.use_of(self._form.model_name).add(saving)
-            metrics.count("saved_tokens", saving.tokens)
-            metrics.count("saved_untimed_tokens", saving.untimed_tokens)
+            peers.use_of(self._form.model_name).saved(*saved)
+            metrics.count("saved_tokens", saved[0])
+            metrics.count("saved_untimed_tokens", saved[0] if saved[1] is None else 0)
             metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)

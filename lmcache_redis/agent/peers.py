@@ -14,7 +14,6 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
-from lmcache_redis.agent.sessions import Saving
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
@@ -118,10 +117,12 @@ class ModelUse:
     saved_untimed_tokens: int = 0
     saved_prefill_s: float = 0.0
 
-    def add(self, saving: Saving) -> None:
-        self.saved_tokens += saving.tokens
-        self.saved_untimed_tokens += saving.untimed_tokens
-        self.saved_prefill_s += saving.prefill_s
+    def saved(self, tokens: int, seconds: float | None) -> None:
+        self.saved_tokens += tokens
+        if seconds is None:
+            self.saved_untimed_tokens += tokens
+        else:
+            self.saved_prefill_s += seconds
 
 
 class Peers:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import msgspec
 
@@ -36,15 +35,6 @@ _MOST_REASONS = 8
 
 SessionKey = tuple[str, str]  # engine id, request id
 PartKey = tuple[int, int]  # worker id, group
-
-
-class Saving(NamedTuple):
-    """Of one load. untimed_tokens: those whose seconds are not known. prefill_s: of the others;
-    below 0 if computing was faster."""
-
-    tokens: int
-    untimed_tokens: int
-    prefill_s: float
 
 
 @dataclass
@@ -69,10 +59,13 @@ class HitLoad:
         self.began_s = self.began_s or now_s
         self.in_flight += 1
 
-    def ended(self, worker_id: int, tokens: int | None, now_s: float) -> Saving | None:
+    def ended(
+        self, worker_id: int, tokens: int | None, now_s: float
+    ) -> tuple[int, float | None] | None:
         """A retrieve has ended with so many tokens, or None if any chunk was not copied.
 
-        Returns what the load has saved when it was the last one; None as well if it failed.
+        Returns the tokens and seconds that the load has saved when it was the last one; None if it
+        failed. The seconds are None if they are not known, and below 0 if computing was faster.
         """
         self.in_flight -= 1
         self.workers.discard(worker_id)
@@ -84,9 +77,8 @@ class HitLoad:
         if self.failed or self.in_flight or self.workers or not self.tokens:
             return None
         waited_s = self.waited_s + now_s - self.began_s
-        if not self.token_s:
-            return Saving(self.tokens, self.tokens, 0.0)
-        return Saving(self.tokens, 0, self.tokens * self.token_s - waited_s)
+        saved_s = self.tokens * self.token_s - waited_s if self.token_s else None
+        return self.tokens, saved_s
 
     def tokens_of(self, reach: Reach, chunks: Iterable[int], skipped_tokens: int) -> int:
         """The tokens that a retrieve of these chunks of the prompt stands for.

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
-from typing import NamedTuple
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
@@ -39,12 +38,6 @@ _CHUNKS_PER_QUESTION = 1 << 12
 _QUESTION_S = 5.0
 
 
-class _ChangedPart(NamedTuple):
-    part: int
-    tier: str
-    chunk_hash: bytes
-
-
 class Journal:
     """What one scheduler has not been told yet: the last change of each part in each tier.
 
@@ -55,7 +48,8 @@ class Journal:
     def __init__(self, parts: Sequence[PartNames], limit: int = MAX_CHANGES) -> None:
         self._limit = limit
         self._lost = False
-        self._changes: dict[_ChangedPart, bool] = {}  # in the order in which they came
+        # By part, tier and hash of the chunk, in the order in which they came.
+        self._changes: dict[tuple[int, str, bytes], bool] = {}
         # A key does not say where its hash begins, so every length is tried.
         self._parts: Mapping[int, Mapping[bytes, int]] = {
             nbytes: {part.stem(nbytes): number for number, part in enumerate(parts)}
@@ -70,7 +64,7 @@ class Journal:
         for nbytes, parts in self._parts.items():
             part = parts.get(key[:-nbytes])
             if part is not None:
-                place = _ChangedPart(part, tier, key[-nbytes:])
+                place = (part, tier, key[-nbytes:])
                 self._changes.pop(place, None)
                 self._changes[place] = there
                 break
@@ -84,9 +78,9 @@ class Journal:
         for place, _ in taken:
             del self._changes[place]
         lost, self._lost = self._lost, False
-        runs = groupby(taken, key=lambda each: (each[0].part, each[0].tier, each[1]))
+        runs = groupby(taken, key=lambda each: (*each[0][:2], each[1]))
         changes = tuple(
-            m.Change(*run, tuple(place.chunk_hash for place, _ in places)) for run, places in runs
+            m.Change(*run, tuple(place[2] for place, _ in places)) for run, places in runs
         )
         return changes, lost
 
@@ -177,18 +171,15 @@ class Watches:
             lambda result: self._loop.post(partial(answered, result)),
         )
 
-    def _follow(self, key: bytes, there: bool) -> None:
-        self._in_redis.pop(key, None)
-        if there:
-            self._in_redis[key] = None
-            if len(self._in_redis) > _MOST_FOLLOWED:
-                self._removed_from_redis([next(iter(self._in_redis))])
-
     def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
         letter = "h" if tier is None else self._letters[tier]
         try:
             if letter == "r":
-                self._follow(key, there)
+                self._in_redis.pop(key, None)
+                if there:
+                    self._in_redis[key] = None
+                if len(self._in_redis) > _MOST_FOLLOWED:
+                    self._removed_from_redis([next(iter(self._in_redis))])
             for watch in self._watches.values():
                 watch.journal.note(key, letter, there)
                 self._answer_soon(watch)
