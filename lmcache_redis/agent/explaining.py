@@ -51,11 +51,12 @@ _WRITE_S = 5.0
 
 
 class Explanations:
-    """See the module. Owned by the loop thread."""
+    """See the module. Owned by the loop thread; callbacks run on it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._descriptions = LayoutDescriptions(agent)
+        self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
+        agent.loop.after(_EVERY_S, self._write_again)
 
     def why(self, question: m.Why, reply: Reply) -> None:
         history = self._agent.sessions.history
@@ -71,44 +72,31 @@ class Explanations:
             reply(_json(report))
             return
 
-        def answer(places: Mapping[str, Any]) -> None:
-            report["requests"][0]["lookup"]["first_miss"].update(places)
-            reply(_json(report))
+        deadline_s, post = time.monotonic() + _ANSWER_S, self._agent.loop.post
 
-        deadline_s = time.monotonic() + _ANSWER_S
-        look = partial(self._look_for, miss.hash, lookup.layouts, answer, deadline_s + _ANSWER_S)
-        self._descriptions.names(look, deadline_s)
+        def look_for(described: Sequence[PartNames]) -> None:
+            names = {_identity(each): each for each in [*described, *self._registered()]}
+            keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
+            self._agent.plane.exists(
+                [*keys], deadline_s + _ANSWER_S, lambda result: post(partial(answer, keys, result))
+            )
 
-    def _look_for(
-        self,
-        missed: str,
-        layouts: Sequence[str],
-        answer: Callable[[Mapping[str, Any]], None],
-        deadline_s: float,
-        described: Sequence[PartNames],
-    ) -> None:
-        """Where the first missed chunk of a lookup with these layouts is now, by layout."""
-        names = {_identity(each): each for each in [*described, *self._registered()]}
-        keys = {each.key(bytes.fromhex(missed)): each for each in names.values()}
-
-        def found(result: ExistsResult) -> None:
+        def answer(keys: Mapping[bytes, PartNames], result: ExistsResult) -> None:
+            """Says where the missed chunk is now, by layout."""
             in_redis = result.present or [False] * len(keys)
             there = {
                 each.names.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
                 if is_there or key in self._agent.cache.pool
             }
-            own = [there.pop(layout, None) for layout in layouts]
-            answer(
-                {
-                    "now": own,
-                    "other_layouts": [*there],
-                    "redis_answered": result.outcome is CallOutcome.DONE,
-                }
-            )
+            report["requests"][0]["lookup"]["first_miss"] |= {
+                "now": [there.pop(layout, None) for layout in lookup.layouts],
+                "other_layouts": [*there],
+                "redis_answered": result.outcome is CallOutcome.DONE,
+            }
+            reply(_json(report))
 
-        post = self._agent.loop.post
-        self._agent.plane.exists([*keys], deadline_s, lambda result: post(partial(found, result)))
+        self.names(look_for, deadline_s)
 
     def _registered(self) -> list[PartNames]:
         return [group.form for each in self._agent.peers.registered for group in each.groups]
@@ -131,7 +119,7 @@ class Explanations:
             others = [each for each in described if _identity(each) not in here]
             rows.extend(map(_row, others))
             chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
-            self._descriptions.read(chosen, answer, deadline_s + _ANSWER_S)
+            self.read(chosen, answer, deadline_s + _ANSWER_S)
 
         def answer(described: Mapping[bytes, bytes]) -> None:
             canonical.update((name.hex(), each) for name, each in described.items())
@@ -141,35 +129,7 @@ class Explanations:
                         row["pairs"] = named_pairs(canonical[row["layout"]])
             reply(_json({"layouts": rows}))
 
-        self._descriptions.names(listed, deadline_s)
-
-
-def _identity(names: PartNames) -> tuple[bytes, str, int]:
-    return names.names.fingerprint, names.model_name, names.kv_rank
-
-
-def _row(names: PartNames) -> dict[str, Any]:
-    """A layout for JSON. engine_id: None if no engine with it is registered here."""
-    return {
-        "layout": names.names.fingerprint.hex(),
-        "model": names.model_name,
-        "kv_rank": names.kv_rank,
-        "engine_id": None,
-        "pairs": None,
-    }
-
-
-def _json(report: Mapping[str, Any]) -> m.StatusReport:
-    return m.StatusReport(0, msgspec.json.encode(report))
-
-
-class LayoutDescriptions:
-    """See the module. Owned by the loop thread; callbacks run on it."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
-        agent.loop.after(_EVERY_S, self._write_again)
+        self.names(listed, deadline_s)
 
     def write(self, registrations: Sequence[Registration]) -> None:
         """Writes those of the layouts of these workers, in the background. May fail."""
@@ -259,6 +219,25 @@ class LayoutDescriptions:
             plane.describe(keys, deadline_s, lambda result: post(partial(framed, result)))
         else:
             done(found)
+
+
+def _identity(names: PartNames) -> tuple[bytes, str, int]:
+    return names.names.fingerprint, names.model_name, names.kv_rank
+
+
+def _row(names: PartNames) -> dict[str, Any]:
+    """A layout for JSON. engine_id: None if no engine with it is registered here."""
+    return {
+        "layout": names.names.fingerprint.hex(),
+        "model": names.model_name,
+        "kv_rank": names.kv_rank,
+        "engine_id": None,
+        "pairs": None,
+    }
+
+
+def _json(report: Mapping[str, Any]) -> m.StatusReport:
+    return m.StatusReport(0, msgspec.json.encode(report))
 
 
 def _io(key: bytes, frame: ChunkFrame, content: bytes, deadline_s: float) -> ChunkIO:

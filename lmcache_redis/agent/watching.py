@@ -78,9 +78,10 @@ class Journal:
         for place, _ in taken:
             del self._changes[place]
         lost, self._lost = self._lost, False
-        runs = groupby(taken, key=lambda each: (*each[0][:2], each[1]))
+        runs = groupby(taken, key=lambda each: (each[0][0], each[0][1], each[1]))
         changes = tuple(
-            m.Change(*run, tuple(place[2] for place, _ in places)) for run, places in runs
+            m.Change(part, tier, there, tuple(place[2] for place, _ in places))
+            for (part, tier, there), places in runs
         )
         return changes, lost
 

@@ -15,7 +15,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.admin.names import find_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.explaining import LayoutDescriptions
+from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
 from lmcache_redis.agent.sessions import PastLookup, RequestHistory
@@ -269,7 +269,7 @@ def registered(agent: Agent, *layouts: KVLayout) -> Any:
 
 def read_all(agent: Agent) -> dict[bytes, bytes]:
     found: list[Any] = []
-    descriptions, deadline_s = LayoutDescriptions(agent), time.monotonic() + 30
+    descriptions, deadline_s = Explanations(agent), time.monotonic() + 30
     descriptions.names(lambda names: descriptions.read(names, found.append, deadline_s), deadline_s)
     run_until(agent.loop, lambda: found)
     return dict(found[0])
@@ -280,7 +280,7 @@ def test_layouts_are_described_in_redis(redis_server: RedisServer) -> None:
     one, two = layout(revision="one"), layout(revision="two", engine="vllm " * 2000)  # in stripes
     with agent_at(redis_server.unix_url, key_prefix=b"p:") as agent:
         assert read_all(agent) == {}
-        LayoutDescriptions(agent).write([registered(agent, one, two), registered(agent, one)])
+        Explanations(agent).write([registered(agent, one, two), registered(agent, one)])
         run_until(agent.loop, lambda: len(read_all(agent)) == 2)
         assert read_all(agent) == {each.fingerprint(64): each.canonical(64) for each in (one, two)}
     with redis_server.client() as client:

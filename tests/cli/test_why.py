@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lmcache_redis.agent.explaining import LayoutDescriptions
+from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cli.why import (
     REASONS,
@@ -291,7 +291,7 @@ def test_why_of_a_real_agent(node: Node) -> None:
         # An engine of another node, whose chunks and description are in Redis.
         elsewhere = layout_of(revision="three", rank="0")
         with agent_at(redis.unix_url) as there:
-            LayoutDescriptions(there).write([registered(there, elsewhere)])
+            Explanations(there).write([registered(there, elsewhere)])
             run_until(there.loop, lambda: read_all(there))
         wanted = elsewhere.fingerprint(64).hex()[:12]
         done = why("--layouts", ours["lookup"]["layouts"][0], wanted.upper(), "--json")
