@@ -53,6 +53,7 @@ class LookupJob:
         self._started_s = time.monotonic()
         self._deadline_s = self._started_s + agent.config.lookup_deadline_s
         self._compare_only = False
+        self._chunk_tokens = agent.config.chunk_size_tokens
 
     def start(self) -> None:
         now_s, peers = time.monotonic(), self._agent.peers
@@ -72,10 +73,13 @@ class LookupJob:
 
     def _miss(self, reason: str) -> None:
         self._reply(m.LookupResult(0, 0, compare_only=self._compare_only))
-        note_lookup(self._agent, self._peer, self._question, reason)
+        note_lookup(
+            self._agent, self._peer, self._question, reason, chunk_tokens=self._chunk_tokens
+        )
 
     def _look_up(self, session: Session, ranks: Sequence[Registration]) -> None:
         question, hashes = self._question, self._question.hashes
+        self._chunk_tokens = chunk_tokens(self._agent, ranks)
         forms, users = shared_rows(ranks, len(hashes[0]))
         layouts = [*(form.fingerprint for form in forms), *(p.fingerprint for p in question.remote)]
         self._compare_only = not self._agent.trust.allows(layouts, hashes[0])
@@ -99,10 +103,6 @@ class LookupJob:
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel
         lookup.start()
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return chunk_tokens(self._agent, self._peer)
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
         here = {registration.worker_id for registration in ranks}
@@ -162,6 +162,7 @@ class LookupJob:
             took_s=took_s,
             found_chunks=found.bound,
             hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
+            chunk_tokens=self._chunk_tokens,
             compare_only=self._compare_only,
             layouts=tuple(layouts),
             bet=None if found.bet is None else found.bet._asdict(),
@@ -202,26 +203,23 @@ def note_lookup(
 
     reason, because, missed: of its first miss; "" if there was none. found: fields of `PastLookup`.
     """
-    tokens, miss = chunk_tokens(agent, peer), None
-    if reason:
-        chunk = question.first_chunk + found.get("found_chunks", 0)
-        miss = FirstMiss(chunk, chunk * tokens, reason, tuple(because), missed.hex())
     past = agent.sessions.history.request((peer.engine_id, question.request_id))
     past.lookups += 1
     past.lookup = PastLookup(
         model=peer.hello.model_name,
         first_chunk=question.first_chunk,
         asked_chunks=len(question.hashes),
-        chunk_tokens=tokens,
-        first_miss=miss,
         **found,
     )
+    if reason:
+        chunk = question.first_chunk + past.lookup.found_chunks
+        token = chunk * past.lookup.chunk_tokens
+        past.lookup.first_miss = FirstMiss(chunk, token, reason, tuple(because), missed.hex())
 
 
-def chunk_tokens(agent: Agent, peer: Peer) -> int:
+def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:
     """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
-    registered = next(iter(agent.peers.registrations(peer)), None)
-    return registered.chunk_tokens if registered else agent.config.chunk_size_tokens
+    return ranks[0].chunk_tokens if ranks else agent.config.chunk_size_tokens
 
 
 def letters_of(cache: Cache) -> tuple[str, ...]:

@@ -90,8 +90,11 @@ class Peer:
     def may_be_of(self, other: Peer) -> bool:
         """Whether both are of unnamed engines, which may be one."""
         mine, theirs = self.hello, other.hello
-        same = (mine.model_name, mine.world_size) == (theirs.model_name, theirs.world_size)
-        return mine.unnamed and theirs.unnamed and same
+        return (
+            mine.unnamed
+            and theirs.unnamed
+            and (mine.model_name, mine.world_size) == (theirs.model_name, theirs.world_size)
+        )
 
     def process_gone(self) -> bool:
         """Whether a process whose memory is registered is known to have ended."""
@@ -229,8 +232,10 @@ class Peers:
 
     def engines_of(self, worker: Peer) -> list[str]:
         """The ids of the engines whose sessions the worker's transfers may belong to."""
-        schedulers = (p for p in self if p.hello.worker_id is None and p.may_be_of(worker))
-        found, own = [p.engine_id for p in schedulers], worker.engine_id
+        own, found = worker.engine_id, []
+        if worker.hello.unnamed:
+            schedulers = (p for p in self if p.hello.worker_id is None and p.may_be_of(worker))
+            found = [p.engine_id for p in schedulers]
         return [own] if own in found else [*found, own]
 
     def _registered(self, scheduler: Peer) -> list[list[Registration]]:

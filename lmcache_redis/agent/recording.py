@@ -84,7 +84,7 @@ class TraceRecorder:
             if not isinstance(result, m.LookupResult) or ranks is None:
                 return
             forms, _ = shared_rows(ranks, len(question.hashes[0]))
-            layout = self._layout(forms, len(question.hashes[0]), chunk_tokens(self._agent, peer))
+            layout = self._layout(forms, len(question.hashes[0]), chunk_tokens(self._agent, ranks))
             line = records.LookupRecord(
                 asked_s,
                 request=_digest(question.request_id.encode()),

@@ -318,7 +318,8 @@ class Handlers:
         if why_not or not question.hashes:
             reply(m.LookupResult(0, 0))
             if question.hashes:
-                note_lookup(self._agent, peer, question, why_not)
+                tokens = self._agent.config.chunk_size_tokens
+                note_lookup(self._agent, peer, question, why_not, chunk_tokens=tokens)
             return
         if self._recorder is not None:
             reply = self._recorder.looked_up(peer, question, reply)

@@ -107,7 +107,7 @@ class FirstMiss(msgspec.Struct, frozen=True):
     hash: str
 
 
-class PastLookup(msgspec.Struct, frozen=True, kw_only=True):
+class PastLookup(msgspec.Struct, kw_only=True):
     """A lookup that was answered.
 
     at_s: `time.time()`. hits: chunks found, by tier. layouts: of its parts, in hexadecimal. bet:
