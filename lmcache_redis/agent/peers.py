@@ -27,8 +27,6 @@ _JOIN_S = 2.0
 MAX_MODELS = 64
 OTHER_MODELS = "(others)"
 CANARIES_AGAIN = 100
-# The one that is distrusted for the longest time gives way: its epoch has most likely ended.
-_MOST_DISTRUSTED = 4096
 
 Reply = Callable[[m.Answer], None]
 
@@ -284,8 +282,6 @@ class LayoutTrust:
         """A canary has found a difference. Returns whether the layout was trusted before."""
         found = (fingerprint, epoch_of(chunk_hash))
         was_trusted = found not in self._agreed
-        if was_trusted and len(self._agreed) >= _MOST_DISTRUSTED:
-            del self._agreed[next(iter(self._agreed))]
         self._agreed[found] = 0
         return was_trusted
 

@@ -28,7 +28,6 @@ from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost,
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 256
-_KINDS = {"window": " of a sliding window", "local": " of local attention", "state": " of states"}
 
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
@@ -247,7 +246,6 @@ def _name(peer: Peer) -> str:
 def _sentence(group: Group) -> str:
     form = group.form
     return (
-        f"chunks{_KINDS.get(form.reach.kind, '')} of {form.chunk_bytes / 2**20:.1f} MiB in "
-        f"{form.stripe_count} stripe{'s' * (form.stripe_count > 1)}, "
-        f"layout {form.fingerprint.hex()[:12]}"
+        f"chunks of {form.chunk_bytes / 2**20:.1f} MiB (stripes: {form.stripe_count}, "
+        f"reach: {form.reach.kind}), layout {form.fingerprint.hex()[:12]}"
     )

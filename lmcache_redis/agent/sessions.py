@@ -30,8 +30,6 @@ from lmcache_redis.metrics import Metrics
 MAX_SESSIONS = 1 << 16
 MAX_CHUNKS = 1 << 32  # of a prompt
 MOST_REQUESTS = 4096
-# Of one request: sentences that say why parts were not copied.
-_MOST_REASONS = 8
 
 SessionKey = tuple[str, str]  # engine id, request id
 PartKey = tuple[int, int]  # worker id, group
@@ -146,8 +144,7 @@ class PartCounts(msgspec.Struct):
     because: list[str] = []
 
     def add_reasons(self, reasons: Iterable[str]) -> None:
-        if len(self.because) < _MOST_REASONS:
-            self.because = sorted({*self.because, *reasons})
+        self.because = sorted({*self.because, *reasons})
 
 
 class PastRequest(msgspec.Struct):

@@ -238,7 +238,7 @@ def test_an_old_server_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_an_old_server_alone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script(tmp_path / "bin" / "redis-server", "echo Redis server v=6.0.16 sha=0:0")
     only_on_the_path(monkeypatch, tmp_path / "bin")
-    with pytest.raises(ConfigError, match=r"version 6\.2 or later \(.*is version 6\.0\.16\)"):
+    with pytest.raises(ConfigError, match=r"version 6\.2 or later"):
         find_server_binary()
 
 
@@ -247,7 +247,7 @@ def test_a_binary_that_does_not_run_is_refused(
 ) -> None:
     script(tmp_path / "bin" / "redis-server", "exit 127")
     only_on_the_path(monkeypatch, tmp_path / "bin")
-    with pytest.raises(ConfigError, match="is no server that runs here"):
+    with pytest.raises(ConfigError, match="apt-get install redis-server"):
         find_server_binary()
 
 

@@ -83,13 +83,6 @@ def test_times_that_are_not_known_are_null() -> None:
     }  # fmt: skip
 
 
-def test_reasons_of_one_request_are_bounded() -> None:
-    parts = RequestHistory().request(("engine", "r")).parts
-    for number in range(100):
-        parts.add_reasons((f"reason {number}",))
-    assert len(parts.because) == 8
-
-
 @pytest.fixture
 def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
     here = Joining(lookup_deadline_s=0.05)

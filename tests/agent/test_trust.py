@@ -37,11 +37,3 @@ def test_canaries_in_a_row_bring_trust_back() -> None:
     found = [trust.agreed(LAYOUT, BLOCK) for _ in range(CANARIES_AGAIN)]
     assert found == [False] * (CANARIES_AGAIN - 1) + [True]
     assert trust.allows([LAYOUT], BLOCK)
-
-
-def test_what_is_distrusted_has_a_bound() -> None:
-    trust = LayoutTrust()
-    for number in range(5000):
-        trust.differed(LAYOUT, number.to_bytes(8, "big") + BLOCK)
-    assert len(trust.report()) == 4096
-    assert not trust.allows([LAYOUT], (4999).to_bytes(8, "big") + BLOCK)
