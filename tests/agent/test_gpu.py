@@ -141,7 +141,7 @@ def test_engines_play_on_shared_gpus(host: Host, tmp_path: Path, redis_server: R
             PlayerProcess(agent.endpoint, 3, tmp_path, world_size=2, memory="segment") as three,
         ):
             for player in (one, two, three):
-                player.wait_for("loaded", 30)
+                player.wait_for("loaded", 15)
                 player.wait_for("checks")
         wait_until(lambda: not agent.status()["engines"], "players that have left")
         assert agent.status()["pool"]["evictions"] > 0
@@ -159,7 +159,7 @@ def test_an_engine_that_is_killed_leaves_nothing(
             PlayerProcess(agent.endpoint, 11, tmp_path, delay_us=2000) as dies,
             PlayerProcess(agent.endpoint, 21, tmp_path) as lives,
         ):
-            dies.wait_for("loaded", 8)
+            dies.wait_for("loaded", 4)
             dies.kill()
             lives.wait_for("loaded", 10)
             wait_until(lambda: len(agent.status()["engines"]) == 1, "a forgotten engine")
