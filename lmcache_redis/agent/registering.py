@@ -79,8 +79,7 @@ class Registering:
         if not peer.engine_id:  # its former mapping is found by this id
             raise WireError("a KV cache is registered without an engine id")
         try:
-            chunk_tokens = self._chunk_tokens(question)
-            groups = self._groups(peer, question, chunk_tokens)
+            chunk_tokens, groups = self._groups(peer, question)
             # There is often one storage per layer, all of one process.
             handles = (*question.storages, *filter(None, (question.signals,)))
             for handle in {(each.pid, each.pid_start_time): each for each in handles}.values():
@@ -169,17 +168,14 @@ class Registering:
         if isinstance(registration.device, CudaDevice):
             self._pinning.begin(registration.device.use_context)
 
-    def _chunk_tokens(self, question: m.RegisterKVCache) -> int:
+    def _groups(self, peer: Peer, question: m.RegisterKVCache) -> tuple[int, tuple[Group, ...]]:
+        """The tokens of a chunk, and its groups. Raises ``ConfigError`` if none can be cached."""
         sizes = [group.layout.block_size_tokens for group in question.groups]
         if not 0 < len(sizes) <= MAX_GROUPS or min(sizes) < 1:
             raise ConfigError(
                 f"{len(sizes)} groups; there may be 1 to {MAX_GROUPS}, of whole blocks"
             )
-        return engine_chunk_tokens(self._config.chunk_size_tokens, sizes)
-
-    def _groups(
-        self, peer: Peer, question: m.RegisterKVCache, chunk_tokens: int
-    ) -> tuple[Group, ...]:
+        chunk_tokens = engine_chunk_tokens(self._config.chunk_size_tokens, sizes)
         model_name, groups = peer.hello.model_name, []
         for each in question.groups:
             form = form_of(each.layout, model_name, each.kv_rank, chunk_tokens, self._config)
@@ -195,7 +191,7 @@ class Registering:
                 f"a chunk of {chunk_bytes} bytes does not fit the host pool: "
                 "start the agent with a larger --pool-bytes"
             )
-        return tuple(groups)
+        return chunk_tokens, tuple(groups)
 
     def unregister(self, peer: Peer, why: str) -> None:
         """Unmaps a worker's memory once its copies have ended. Does nothing if none is mapped."""

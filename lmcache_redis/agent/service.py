@@ -307,19 +307,15 @@ class Handlers:
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         peer.computing.token_s = question.token_s
-        why_not = ""
-        if self._agent.peers.layouts_differ(peer):
-            why_not = "layouts_differ"
-            if not peer.warned:
+        layouts_differ = self._agent.peers.layouts_differ(peer)
+        if layouts_differ or self.is_stopping or not question.hashes:
+            reply(m.LookupResult(0, 0))
+            if layouts_differ and not peer.warned:
                 peer.warned = True
                 logger.warning(_LAYOUTS_DIFFER, peer.hello.model_name)
-        elif self.is_stopping:
-            why_not = "stopping"
-        if why_not or not question.hashes:
-            reply(m.LookupResult(0, 0))
-            if question.hashes:
+            if layouts_differ:
                 tokens = self._agent.config.chunk_size_tokens
-                note_lookup(self._agent, peer, question, why_not, chunk_tokens=tokens)
+                note_lookup(self._agent, peer, question, "layouts_differ", chunk_tokens=tokens)
             return
         if self._recorder is not None:
             reply = self._recorder.looked_up(peer, question, reply)
