@@ -15,10 +15,12 @@ import pytest
 from lmcache_redis.processes import (
     end_process,
     ended_how,
+    free_descriptors,
     has_ended,
     is_running,
     memory_limit_bytes,
     process_start_time,
+    raise_descriptor_limit,
     stat_of,
 )
 from tests.servers import wait_until
@@ -157,3 +159,16 @@ def test_memory_is_that_of_the_control_group(
     found = memory_limit_bytes(tmp_path / "cgroup", tmp_path / "fs")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert found == (machine if expected is None else expected * MIB)
+
+
+def test_open_files_are_limited_as_little_as_may_be(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+        before = free_descriptors()
+        with (tmp_path / "file").open("w"):
+            assert free_descriptors() == before - 1
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

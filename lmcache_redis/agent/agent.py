@@ -11,9 +11,8 @@ from typing import Any
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Peer, Peers
-from lmcache_redis.agent.sessions import Session, Sessions
-from lmcache_redis.agent.trust import LayoutTrust
+from lmcache_redis.agent.peers import LayoutTrust, Peers
+from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
@@ -33,13 +32,13 @@ TIERS = tuple(TIER_NAMES.values())
 
 # Normal operation, eviction included, never increments these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
-_REASONS = (
-    "lookups_timed_out",
-    "sessions_timed_out",
-    "retrieves_failed",
-    "differing_chunks",
-    "wire_errors",
-)
+# Counters of the log's line, beside misses and drops.
+_SAID = {
+    *("lookups", "lookup_chunks", "hit_chunks_host", "hit_chunks_disk", "hit_chunks_redis"),
+    *("retrieved_chunks", "gathered_chunks", "compared_chunks", "saved_tokens"),
+    *("stored_chunks", "disk_stored_chunks", "retrieves_failed", "lookups_timed_out"),
+    *("sessions_timed_out", "differing_chunks", "wire_errors"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,24 +57,6 @@ class Agent:
     peers: Peers
     pinning: PoolPinning
     trust: LayoutTrust
-
-    @property
-    def tier_letters(self) -> tuple[str, ...]:
-        """What messages call the cache's tiers, see `messages.TIER_NAMES`."""
-        return tuple("r" if each.is_remote else "d" for each in self.cache.counters)
-
-    def session_of(self, peer: Peer, request_id: str, *, for_lookup: bool) -> Session:
-        """The session of a peer's request, created if needed, see `Sessions.open`."""
-        keys = [(engine_id, request_id) for engine_id in self.peers.engines_of(peer)]
-        key = next((key for key in keys if self.sessions.get(key) is not None), keys[-1])
-        if self.sessions.get(key) is None:
-            self.cache.metrics.count("sessions_opened")
-        return self.sessions.open(key, time.monotonic(), for_lookup=for_lookup)
-
-    def chunk_tokens(self, peer: Peer) -> int:
-        """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
-        registered = peer.registration or next(iter(self.peers.registrations(peer)), None)
-        return registered.chunk_tokens if registered else self.config.chunk_size_tokens
 
     @staticmethod
     def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:
@@ -107,7 +88,7 @@ class Agent:
             disk,
             cache,
             copies,
-            Sessions(cache.pool, config.session_timeout_s),
+            Sessions(cache.pool, cache.metrics, config.session_timeout_s),
             Peers(),
             PoolPinning(
                 arena.base_address,
@@ -121,12 +102,16 @@ class Agent:
 
 
 def status_report(agent: Agent) -> dict[str, Any]:
-    """The agent's state and counters, ready for JSON."""
     config, peers, pool, queues = agent.config, agent.peers, agent.cache.pool, agent.cache.queues
+    metrics, plane = agent.cache.metrics, agent.plane.stats()
+    metrics.raise_to("redis_connects", plane.connects)
+    metrics.raise_to("redis_reconnects", plane.connections_lost)
+    metrics.raise_to("redis_errors", plane.errors)
+    counters = metrics.snapshot()
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "uptime_s": round(time.monotonic() - agent.cache.metrics.since_s, 3),
+        "uptime_s": round(time.monotonic() - metrics.since_s, 3),
         "endpoint": config.endpoint,
         "chunk_size_tokens": config.chunk_size_tokens,
         "write_queue_bytes": queues[-1].schedule.limit_bytes,
@@ -172,20 +157,19 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "models": {name: asdict(use) for name, use in peers.models.items()},
-        **_worth(agent),
-        "counters": _counters(agent),
+        **_worth(agent.peers, counters),
+        "counters": counters,
     }
 
 
-def _worth(agent: Agent) -> dict[str, Any]:
+def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
     """What the cache is good for since the start: hit rates by tier, and what loads have saved.
 
     A rate is None before the first lookup. The seconds are None while they are known of none of the
     tokens; below 0, loads have taken longer than computing would have.
     """
-    counters, uses = agent.cache.metrics.snapshot(), agent.peers.models.values()
     asked, saved = counters["lookup_chunks"], counters["saved_tokens"]
-    untimed = sum(use.saved_untimed_tokens for use in uses)
+    untimed = sum(use.saved_untimed_tokens for use in peers.models.values())
     is_known = not saved or untimed < saved
     return {
         "hit_rate": {
@@ -194,17 +178,7 @@ def _worth(agent: Agent) -> dict[str, Any]:
         },
         "tokens_saved": saved,
         "tokens_saved_untimed": untimed,
-        "prefill_s_saved": round(agent.peers.saved_prefill_s, 3) if is_known else None,
-    }
-
-
-def _counters(agent: Agent) -> dict[str, float]:
-    """All counters, those that the data plane keeps included."""
-    stats = agent.plane.stats()
-    return agent.cache.metrics.snapshot() | {
-        "redis_connects": stats.connects,
-        "redis_reconnects": stats.connections_lost,
-        "redis_errors": stats.errors,
+        "prefill_s_saved": round(peers.saved_prefill_s, 3) if is_known else None,
     }
 
 
@@ -218,7 +192,6 @@ def _group(form: ChunkForm) -> dict[str, Any]:
 
 
 def _disk(agent: Agent) -> dict[str, Any] | None:
-    """None without a disk tier."""
     disk = agent.disk
     if disk is None:
         return None
@@ -274,32 +247,13 @@ def summary(before: Mapping[str, float], after: Mapping[str, float]) -> Line | N
 
     before, after: two snapshots of the agent's `Metrics`.
     """
-    grown = {name: n - before[name] for name, n in after.items() if n > before[name]}
-    parts = []
-    if "lookups" in grown:
-        hits = {place: grown.get(f"hit_chunks_{place}", 0) for place in TIERS}
-        parts.append(
-            f"{sum(hits.values())} of {grown.get('lookup_chunks', 0)} chunks hit in "
-            f"{grown['lookups']} lookups (host pool {hits['host']}, disk {hits['disk']}, "
-            f"Redis {hits['redis']})"
-        )
-    for counter, done in (
-        ("retrieved_chunks", "retrieved"),
-        ("gathered_chunks", "gathered"),
-        ("compared_chunks", "compared"),
-        ("stored_chunks", "stored in Redis"),
-        ("disk_stored_chunks", "stored on disk"),
-    ):
-        if counter in grown:
-            parts.append(f"{grown[counter]} {done}")
-    if "saved_tokens" in grown:
-        parts.append(f"{grown['saved_tokens']} tokens not computed")
-    parts += [
-        f"{name} {n}"
-        for name, n in grown.items()
-        if name.startswith(("miss_", "drop_")) or name in _REASONS
-    ]
-    if not parts:
+    grown = {
+        name: n - before[name]
+        for name, n in after.items()
+        if n > before[name] and (name in _SAID or name.startswith(("miss_", "drop_")))
+    }
+    if not grown:
         return None
     level = logging.WARNING if any(name in grown for name in _SERIOUS) else logging.INFO
-    return level, "since the last such line: " + ", ".join(parts)
+    counted = ", ".join(f"{name} {n}" for name, n in grown.items())
+    return level, f"since the last such line: {counted}"

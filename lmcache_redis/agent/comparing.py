@@ -6,7 +6,7 @@ finds no room, is read after the lease, or holds no numbers is not compared.
 
 It cannot be told which of two parts that differ is wrong, nor what else is. So the chunk leaves the
 pool and the tiers, and the next store writes it anew. And its layout is distrusted in its epoch:
-nothing of it is loaded until it is trusted again (`trust`).
+nothing of it is loaded until it is trusted again (`peers.LayoutTrust`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
-from lmcache_redis.agent.jobs import CopyRequest
-from lmcache_redis.agent.stores import StoreJob
-from lmcache_redis.agent.trust import CANARIES_AGAIN
+from lmcache_redis.agent.jobs import StoreJob
+from lmcache_redis.agent.peers import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.device.distance import Distance, far_apart, part_distance
+from lmcache_redis.device.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +32,20 @@ _FARTHEST = 10.0
 class CompareJob(StoreJob):
     """Compares blocks with parts in the host pool. Stores nothing."""
 
-    def __init__(self, agent: Agent, request: CopyRequest) -> None:
-        super().__init__(agent, request)
-        self._layout = self._registration.device.layouts[self._question.group]
-        self._limit = far_apart(self._layout)
-        self._cached: dict[int, Entry] = {}  # by chunk, each with a pin of this job
-        self._distances: dict[int, Distance | None] = {}
-        self._farthest = -1.0  # of all distances
+    _layout: KVLayout
+    _limit: float
+    _cached: dict[int, Entry]  # by chunk, each with a pin of this job
+    _distances: dict[int, Distance | None]
+    _farthest = -1.0  # of all distances
 
     def start(self) -> None:
-        """Queues the chunks whose parts are in the host pool."""
+        self._layout = self._registration.device.layouts[self._question.group]
+        self._limit = far_apart(self._layout)
+        self._distances = {}
         self._cached = self._pinned()
-        wanted = [*self._cached]
-        self._cache.metrics.count("uncompared_chunks", len(self._hashes) - len(wanted))
-        self._unread = set(wanted)
-        if not wanted:
-            self._answer()
-        self._begin(wanted)
+        uncompared = len(self._hashes) - len(self._cached)
+        self._cache.metrics.count("uncompared_chunks", uncompared)
+        self._gather([*self._cached])
 
     def _take(self, chunk: int) -> Entry | None:
         return self._cache.pool.reserve(None, self._cache.units(self._form))
@@ -124,7 +120,7 @@ class CompareJob(StoreJob):
                     "layout %s of %s is loaded again: %d canaries in a row found no difference",
                     layout.hex()[:16], self._form.model_name, CANARIES_AGAIN,
                 )  # fmt: skip
-        self._past.compared += sum(each is not None for each in self._distances.values())
+        self._session.past.compared += sum(each is not None for each in self._distances.values())
         logger.debug(
             "request %s: %d of %d chunks compared, at most %.2g away",
             self._question.request_id, len(self._distances), len(self._hashes), self._farthest,

@@ -38,8 +38,6 @@ CPU = "cpu"
 
 
 class CopyOutcome(Enum):
-    """How a copy ended."""
-
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -67,21 +65,20 @@ class CopyThreads:
         self._started: dict[str, WorkerThreads] = {}
         self._closed = False
 
-    def scatter(self, place: str, copy: Copy, report: Report, until_ns: int | None = None) -> None:
+    def scatter(self, place: str, copy: Copy, report: Report, until_ns: float = math.inf) -> None:
         """Queues a copy into an engine's blocks, or other work that an engine waits for.
 
         until_ns: on CLOCK_MONOTONIC; if the copy has not started by then, the next `drop_late`
         cancels it.
         """
-        self._put(f"scatter-{place}", place, 0, copy, report, until_ns)
+        self._put("scatter", place, copy, report, until_ns)
 
-    def gather(self, place: str, copy: Copy, report: Report, until_ns: int | None = None) -> None:
+    def gather(self, place: str, copy: Copy, report: Report, until_ns: float = math.inf) -> None:
         """Queues a copy out of an engine's blocks, or other work that no engine waits for.
 
         until_ns: as for `scatter`.
         """
-        nice = _GATHER_NICE if place == CPU else 0
-        self._put(f"gather-{place}", place, nice, copy, report, until_ns)
+        self._put("gather", place, copy, report, until_ns)
 
     def drop_late(self) -> None:
         """Cancels queued copies whose ``until_ns`` has passed."""
@@ -101,7 +98,6 @@ class CopyThreads:
 
     @property
     def backlog(self) -> int:
-        """Copies that are queued for a thread."""
         return sum(map(len, self._started.values()))
 
     def close(self, timeout_s: float) -> bool:
@@ -120,18 +116,17 @@ class CopyThreads:
         ]
         return all(ended)
 
-    def _put(
-        self, name: str, place: str, nice: int, copy: Copy, report: Report, until_ns: int | None
-    ) -> None:
+    def _put(self, kind: str, place: str, copy: Copy, report: Report, until_ns: float) -> None:
+        name = f"{kind}-{place}"
         threads = self._started.get(name)
         if threads is None:
             count = _REGISTERING_THREADS if place == REGISTERING else self._threads
+            nice = _GATHER_NICE if kind == "gather" and place == CPU else 0
             threads = self._started[name] = WorkerThreads(name, count, nice)
             if self._closed:
                 threads.stop()
-        until_s = math.inf if until_ns is None else until_ns / 1e9
         run = partial(self._run, copy, report)
-        threads.put(run, partial(report, CopyOutcome.CANCELLED), until_s)
+        threads.put(run, partial(report, CopyOutcome.CANCELLED), until_ns / 1e9)
 
     def _run(self, copy: Copy, report: Report) -> None:
         outcome = CopyOutcome.FAILED

@@ -16,7 +16,6 @@ is not read. The fingerprint is its digest, so a wrong description is not believ
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,10 +38,7 @@ from lmcache_redis.tiers import (
     FramesResult,
     KeysResult,
     ReadOutcome,
-    WriteOutcome,
 )
-
-logger = logging.getLogger(__name__)
 
 # Shorter than a tool waits for its answer.
 _ANSWER_S = 1.5
@@ -55,11 +51,12 @@ _WRITE_S = 5.0
 
 
 class Explanations:
-    """See the module. Owned by the loop thread."""
+    """See the module. Owned by the loop thread; callbacks run on it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._descriptions = LayoutDescriptions(agent)
+        self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
+        agent.loop.after(_EVERY_S, self._write_again)
 
     def why(self, question: m.Why, reply: Reply) -> None:
         history = self._agent.sessions.history
@@ -75,44 +72,31 @@ class Explanations:
             reply(_json(report))
             return
 
-        def answer(places: Mapping[str, Any]) -> None:
-            report["requests"][0]["lookup"]["first_miss"].update(places)
-            reply(_json(report))
+        deadline_s, post = time.monotonic() + _ANSWER_S, self._agent.loop.post
 
-        deadline_s = time.monotonic() + _ANSWER_S
-        look = partial(self._look_for, miss.hash, lookup.layouts, answer, deadline_s + _ANSWER_S)
-        self._descriptions.names(look, deadline_s)
+        def look_for(described: Sequence[PartNames]) -> None:
+            names = {_identity(each): each for each in [*described, *self._registered()]}
+            keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
+            self._agent.plane.exists(
+                [*keys], deadline_s + _ANSWER_S, lambda result: post(partial(answer, keys, result))
+            )
 
-    def _look_for(
-        self,
-        missed: str,
-        layouts: Sequence[str],
-        answer: Callable[[Mapping[str, Any]], None],
-        deadline_s: float,
-        described: Sequence[PartNames],
-    ) -> None:
-        """Where the first missed chunk of a lookup with these layouts is now, by layout."""
-        names = {_identity(each): each for each in [*described, *self._registered()]}
-        keys = {each.key(bytes.fromhex(missed)): each for each in names.values()}
-
-        def found(result: ExistsResult) -> None:
+        def answer(keys: Mapping[bytes, PartNames], result: ExistsResult) -> None:
+            """Says where the missed chunk is now, by layout."""
             in_redis = result.present or [False] * len(keys)
             there = {
                 each.names.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
                 if is_there or key in self._agent.cache.pool
             }
-            own = [there.pop(layout, None) for layout in layouts]
-            answer(
-                {
-                    "now": own,
-                    "other_layouts": [*there],
-                    "redis_answered": result.outcome is CallOutcome.DONE,
-                }
-            )
+            report["requests"][0]["lookup"]["first_miss"] |= {
+                "now": [there.pop(layout, None) for layout in lookup.layouts],
+                "other_layouts": [*there],
+                "redis_answered": result.outcome is CallOutcome.DONE,
+            }
+            reply(_json(report))
 
-        post = self._agent.loop.post
-        self._agent.plane.exists([*keys], deadline_s, lambda result: post(partial(found, result)))
+        self.names(look_for, deadline_s)
 
     def _registered(self) -> list[PartNames]:
         return [group.form for each in self._agent.peers.registered for group in each.groups]
@@ -135,7 +119,7 @@ class Explanations:
             others = [each for each in described if _identity(each) not in here]
             rows.extend(map(_row, others))
             chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
-            self._descriptions.read(chosen, answer, deadline_s + _ANSWER_S)
+            self.read(chosen, answer, deadline_s + _ANSWER_S)
 
         def answer(described: Mapping[bytes, bytes]) -> None:
             canonical.update((name.hex(), each) for name, each in described.items())
@@ -145,35 +129,7 @@ class Explanations:
                         row["pairs"] = named_pairs(canonical[row["layout"]])
             reply(_json({"layouts": rows}))
 
-        self._descriptions.names(listed, deadline_s)
-
-
-def _identity(names: PartNames) -> tuple[bytes, str, int]:
-    return names.names.fingerprint, names.model_name, names.kv_rank
-
-
-def _row(names: PartNames) -> dict[str, Any]:
-    """A layout for JSON. engine_id: None if no engine with it is registered here."""
-    return {
-        "layout": names.names.fingerprint.hex(),
-        "model": names.model_name,
-        "kv_rank": names.kv_rank,
-        "engine_id": None,
-        "pairs": None,
-    }
-
-
-def _json(report: Mapping[str, Any]) -> m.StatusReport:
-    return m.StatusReport(0, msgspec.json.encode(report))
-
-
-class LayoutDescriptions:
-    """See the module. Owned by the loop thread; callbacks run on it."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
-        agent.loop.after(_EVERY_S, self._write_again)
+        self.names(listed, deadline_s)
 
     def write(self, registrations: Sequence[Registration]) -> None:
         """Writes those of the layouts of these workers, in the background. May fail."""
@@ -184,14 +140,15 @@ class LayoutDescriptions:
                 key = ObjectKey(form.fingerprint, form.model_name, form.kv_rank)
                 if key not in described:
                     described[key] = layout.canonical(each.chunk_tokens)
-        deadline_s = time.monotonic() + _WRITE_S
-        jobs = [
-            _io(self._names.chunk_key(key), self._frame(key, len(canonical)), canonical, deadline_s)
-            for key, canonical in described.items()
-            if len(canonical) <= _MOST_BYTES
-        ]
+        deadline_s, slot_bytes = time.monotonic() + _WRITE_S, self._agent.config.slot_bytes
+        jobs = []
+        for key, canonical in described.items():
+            if (nbytes := len(canonical)) <= _MOST_BYTES:
+                stripe_bytes = stripe_payload_bytes(nbytes, slot_bytes)
+                frame = self._names.frame(key, opaque_pages(nbytes), stripe_bytes)
+                jobs.append(_io(self._names.chunk_key(key), frame, canonical, deadline_s))
         if jobs:
-            self._agent.plane.store_all(jobs, _written)
+            self._agent.plane.store_all(jobs, lambda job, outcome: None)
 
     def _write_again(self) -> None:
         self._agent.loop.after(_EVERY_S, self._write_again)
@@ -204,8 +161,12 @@ class LayoutDescriptions:
         """
 
         def listed(result: KeysResult) -> None:
-            found = filter(None, map(self._names.parse, result.keys))
-            done([self._described(key) for key in found if len(key.chunk_hash) == 32])
+            prefix, found = self._agent.config.key_prefix, []
+            for key in filter(None, map(self._names.parse, result.keys)):
+                if len(key.chunk_hash) == 32:
+                    names = ChunkNames(key.chunk_hash, prefix)
+                    found.append(PartNames(names, key.model_name, key.kv_rank))
+            done(found)
 
         post = self._agent.loop.post
         self._agent.plane.list_keys(
@@ -235,7 +196,11 @@ class LayoutDescriptions:
         def framed(result: FramesResult) -> None:
             # Without frames if Redis does not answer.
             for fingerprint, key, frame in zip(stems, keys, result.frames, strict=False):
-                if frame is not None and _describes(frame, fingerprint):
+                if (
+                    frame is not None
+                    and (frame.fingerprint, frame.chunk_hash) == (DESCRIPTIONS, fingerprint)
+                    and 0 < frame.chunk_bytes <= _MOST_BYTES
+                ):
                     waiting.add(_io(key, frame, bytes(frame.chunk_bytes), deadline_s))
             if waiting:
                 plane.load_all([*waiting], lambda job, outcome: post(partial(read, job, outcome)))
@@ -255,27 +220,27 @@ class LayoutDescriptions:
         else:
             done(found)
 
-    def _described(self, key: ObjectKey) -> PartNames:
-        names = ChunkNames(key.chunk_hash, self._agent.config.key_prefix)
-        return PartNames(names, key.model_name, key.kv_rank)
 
-    def _frame(self, key: ObjectKey, nbytes: int) -> ChunkFrame:
-        stripe_bytes = stripe_payload_bytes(nbytes, self._agent.config.slot_bytes)
-        return self._names.frame(key, opaque_pages(nbytes), stripe_bytes)
+def _identity(names: PartNames) -> tuple[bytes, str, int]:
+    return names.names.fingerprint, names.model_name, names.kv_rank
 
 
-def _describes(frame: ChunkFrame, fingerprint: bytes) -> bool:
-    is_of_it = (frame.fingerprint, frame.chunk_hash) == (DESCRIPTIONS, fingerprint)
-    return is_of_it and 0 < frame.chunk_bytes <= _MOST_BYTES
+def _row(names: PartNames) -> dict[str, Any]:
+    """A layout for JSON. engine_id: None if no engine with it is registered here."""
+    return {
+        "layout": names.names.fingerprint.hex(),
+        "model": names.model_name,
+        "kv_rank": names.kv_rank,
+        "engine_id": None,
+        "pairs": None,
+    }
+
+
+def _json(report: Mapping[str, Any]) -> m.StatusReport:
+    return m.StatusReport(0, msgspec.json.encode(report))
 
 
 def _io(key: bytes, frame: ChunkFrame, content: bytes, deadline_s: float) -> ChunkIO:
     whole, size = memoryview(bytearray(content)), frame.stripe_payload_bytes
     slots = [whole[first : first + size] for first in range(0, len(content), size)]
     return ChunkIO(key, frame, slots, deadline_s)
-
-
-def _written(job: ChunkIO, outcome: WriteOutcome) -> None:
-    """On a thread of the plane."""
-    if outcome is not WriteOutcome.STORED:
-        logger.debug("the description of a layout was not written: %s", outcome.value)

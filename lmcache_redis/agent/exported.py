@@ -12,10 +12,25 @@ from typing import Any, Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmcache_redis.agent.agent import Agent, status_report
-from lmcache_redis.agent.history import PastRequest
 from lmcache_redis.agent.page import HEADERS, page
+from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled, read_on
 
+_GAUGES: Final = {
+    "pool_size_bytes": "size of the host pool",
+    "pool_used_bytes": "slots of the host pool in use; a full pool is normal",
+    "pool_pinned_bytes": "slots that requests, loads or stores hold now",
+    "pool_locked_bytes": "bytes of the host pool that are page-locked for GPUs",
+    "queue_bytes": "chunks that wait to be written to Redis",
+    "queue_limit_bytes": "limit of the chunks that wait to be written to Redis",
+    "waiting_lookups": "lookups that wait for room in the host pool",
+    "sessions": "requests that the agent knows",
+    "redis_up": "1 if Redis answers, 0 while the breaker is open",
+    "distrusted_layouts": "layouts of which nothing is loaded, because canaries have found other "
+    "KV than was cached",
+    "disk_up": "1 if the disk tier answers",
+    "disk_used_bytes": "size of the disk tier's files",
+}
 # Fields of `ModelUse`.
 _OF_MODELS: Final = {
     "lookups": "lookups answered",
@@ -26,20 +41,10 @@ _OF_MODELS: Final = {
     "saved_tokens": "prompt tokens loaded into blocks of its engines instead of computed",
 }
 _MOST_MISSES = 10
-# Counters that the data plane keeps.
-_OF_PLANE: Final = ("redis_connects", "redis_reconnects", "redis_errors")
 
 
 def collector_of(agent: Agent) -> OwnerCollector:
-    """Reads on the agent's loop."""
-
-    def read() -> Iterator[Metric]:
-        status = status_report(agent)
-        for name in _OF_PLANE:
-            agent.cache.metrics.raise_to(name, status["counters"][name])
-        return metrics_of(status)
-
-    return OwnerCollector(agent.loop.post, read)
+    return OwnerCollector(agent.loop.post, lambda: metrics_of(status_report(agent)))
 
 
 def page_of(agent: Agent, _: Mapping[str, Any], start: Any) -> list[bytes]:
@@ -50,7 +55,6 @@ def page_of(agent: Agent, _: Mapping[str, Any], start: Any) -> list[bytes]:
 
 
 def last_misses(agent: Agent) -> list[PastRequest]:
-    """The newest first."""
     history = agent.sessions.history
     found = (each for each in history if each.lookup is not None and each.lookup.first_miss)
     return [*islice(found, _MOST_MISSES)]
@@ -63,41 +67,21 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     gauges = partial(labelled, GaugeMetricFamily)
     yield gauges("info", "1; the version of the agent", ["version"], {(status["version"],): 1})
     values = {
-        "pool_size_bytes": (pool["slots"] * slot_bytes, "size of the host pool"),
-        "pool_used_bytes": (
-            pool["used_slots"] * slot_bytes,
-            "slots of the host pool in use; a full pool is normal",
-        ),
-        "pool_pinned_bytes": (
-            pool["pinned_slots"] * slot_bytes,
-            "slots that requests, loads or stores hold now",
-        ),
-        "pool_locked_bytes": (
-            pool["locked_bytes"],
-            "bytes of the host pool that are page-locked for GPUs",
-        ),
-        "queue_bytes": (
-            status["queues"]["write_bytes"],
-            "chunks that wait to be written to Redis",
-        ),
-        "queue_limit_bytes": (
-            status["write_queue_bytes"],
-            "limit of the chunks that wait to be written to Redis",
-        ),
-        "waiting_lookups": (loads["waiting"], "lookups that wait for room in the host pool"),
-        "sessions": (status["sessions"], "requests that the agent knows"),
-        "redis_up": (status["redis"]["up"], "1 if Redis answers, 0 while the breaker is open"),
-        "distrusted_layouts": (
-            len(status["canaries"]["distrusted"]),
-            "layouts of which nothing is loaded, because canaries have found other KV than was "
-            "cached",
-        ),
+        "pool_size_bytes": pool["slots"] * slot_bytes,
+        "pool_used_bytes": pool["used_slots"] * slot_bytes,
+        "pool_pinned_bytes": pool["pinned_slots"] * slot_bytes,
+        "pool_locked_bytes": pool["locked_bytes"],
+        "queue_bytes": status["queues"]["write_bytes"],
+        "queue_limit_bytes": status["write_queue_bytes"],
+        "waiting_lookups": loads["waiting"],
+        "sessions": status["sessions"],
+        "redis_up": status["redis"]["up"],
+        "distrusted_layouts": len(status["canaries"]["distrusted"]),
     }
     if disk:
-        values["disk_up"] = (disk["up"], "1 if the disk tier answers")
-        values["disk_used_bytes"] = (disk["used_bytes"], "size of the disk tier's files")
-    for name, (value, meaning) in values.items():
-        yield gauge(name, meaning, value)
+        values |= {"disk_up": disk["up"], "disk_used_bytes": disk["used_bytes"]}
+    for name, value in values.items():
+        yield gauge(name, _GAUGES[name], value)
     tiers = {(name,): tier for name, tier in loads["tiers"].items()}
     yield gauges(
         "load_bytes_per_second",

@@ -1,4 +1,4 @@
-"""Jobs that copy chunks between an engine's blocks and the host pool: what they have in common.
+"""Jobs that copy chunks between an engine's blocks and the host pool: stores and retrieves.
 
 A job is split into device calls of one or more chunks. Every chunk of a job ends exactly once, even
 after a bug of ours. The engine is answered when the last chunk has ended or, for a store, when the
@@ -12,20 +12,34 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
-from lmcache_redis.agent.history import PartCounts
-from lmcache_redis.agent.peers import ModelUse, Registration, Reply
-from lmcache_redis.agent.sessions import Session
+from lmcache_redis.agent.peers import Registration, Reply
+from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
+from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.errors import DeviceError, GpuLost
 
 logger = logging.getLogger(__name__)
+
+# The step after a store produces the request's first token. If the engine computes on the agent's
+# cores, writes to the tiers start after that step.
+_FIRST_TOKEN_FIRST_S = 0.1
+# A piece of a retrieve that is loaded while another is copied, and room for other requests.
+_PIECES_IN_THE_POOL = 4
+
+_DROPS = {
+    CopyOutcome.FAILED: ("drop_device_error", "blocks could not be read"),
+    CopyOutcome.LOST: ("drop_device_error", "the GPU is lost"),
+    CopyOutcome.CANCELLED: ("drop_lease", "the agent was too slow to read the blocks"),
+}
 
 
 def because(reasons: Collection[str]) -> str:
@@ -33,71 +47,30 @@ def because(reasons: Collection[str]) -> str:
     return f", because {', '.join(sorted(reasons))}" if reasons else ""
 
 
-@dataclass(frozen=True)
-class CopyRequest:
-    """A worker's question, whose names and blocks were checked, and where it belongs."""
-
-    session: Session
-    registration: Registration
-    question: m.Store | m.Retrieve
-    reply: Reply
-
-
 class CopyJob(ABC):
-    """One store, retrieve or comparison of one worker, from the question to the answer."""
+    """One store, retrieve or comparison of one worker, from the question to the answer.
 
-    def __init__(self, agent: Agent, request: CopyRequest) -> None:
+    question: its names and blocks were checked. All but `_move` runs on the loop thread.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        session: Session,
+        registration: Registration,
+        question: m.Store | m.Retrieve,
+        reply: Reply,
+    ) -> None:
         self._agent = agent
         self._cache = agent.cache
-        self._session, self._registration = request.session, request.registration
-        self._question, self._reply = request.question, request.reply
-        self._hashes = request.question.hashes
-        self._group = request.registration.groups[request.question.group]
+        self._session, self._registration = session, registration
+        self._question, self._reply = question, reply
+        self._hashes = question.hashes
+        self._group = registration.groups[question.group]
         self._form = self._group.form
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
-
-    @property
-    def _use(self) -> ModelUse:
-        return self._agent.peers.use_of(self._form.model_name)
-
-    @property
-    def _past(self) -> PartCounts:
-        """What is kept of the request's parts."""
-        return self._agent.sessions.history.parts_of(self._session.key)
-
-    @property
-    def _skip_blocks(self) -> int:
-        """The first blocks of the question that are not written."""
-        return 0
-
-    @property
-    def _queue(self) -> Callable[..., None]:
-        """Where its copies wait for a thread."""
-        return self._agent.copies.gather
-
-    def _pinned(self) -> dict[int, Entry]:
-        """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
-        found = {}
-        for chunk, chunk_hash in enumerate(self._hashes):
-            key, pool = self._form.key(chunk_hash), self._cache.pool
-            part = (self._registration.worker_id, self._question.group)
-            entry = self._session.take(chunk_hash, part)
-            if entry is not None and entry.key != key:
-                # Pinned for a layout that the worker no longer has, or never had.
-                pool.unpin(entry)
-                entry = None
-            if entry is None:
-                # On another node than the scheduler's, no lookup pins anything.
-                entry = pool.get(key)
-                if entry is None or entry.state is not EntryState.READY:
-                    continue
-                pool.pin(entry)
-            found[chunk] = entry
-        return found
-
-    # How jobs differ. All but `_move` run on the loop thread.
 
     @abstractmethod
     def start(self) -> None:
@@ -122,6 +95,34 @@ class CopyJob(ABC):
     @abstractmethod
     def _finish(self) -> None:
         """Every chunk has ended."""
+
+    @property
+    def _skip_blocks(self) -> int:
+        """The first blocks of the question that are not written."""
+        return 0
+
+    @property
+    def _queue(self) -> Callable[..., None]:
+        return self._agent.copies.gather
+
+    def _pinned(self) -> dict[int, Entry]:
+        """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
+        found, pool = {}, self._cache.pool
+        part = (self._registration.worker_id, self._question.group)
+        for chunk, chunk_hash in enumerate(self._hashes):
+            key, entry = self._form.key(chunk_hash), self._session.take(chunk_hash, part)
+            if entry is not None and entry.key != key:
+                # Pinned for a layout that the worker no longer has, or never had.
+                pool.unpin(entry)
+                entry = None
+            if entry is None:
+                # On another node than the scheduler's, no lookup pins anything.
+                entry = pool.get(key)
+                if entry is None or entry.state is not EntryState.READY:
+                    continue
+                pool.pin(entry)
+            found[chunk] = entry
+        return found
 
     def _begin(self, chunks: Sequence[int], later: Sequence[int] = ()) -> None:
         """Queues calls for the chunks; the job ends with the last of them and of ``later``."""
@@ -162,18 +163,13 @@ class CopyJob(ABC):
             block_ids = question.block_ids[first : first + per_chunk]
             skip_blocks = min(max(0, self._skip_blocks - first), per_chunk)
             copies.append(ChunkCopy(block_ids, self._cache.views(self._form, entry), skip_blocks))
-        call = CopyCall(
-            copies,
-            self._form.stripe_payload_bytes,
-            question.group,
-            question.after,
-            question.lease_ns,
-        )
+        stripe_bytes, lease_ns = self._form.stripe_payload_bytes, question.lease_ns
+        call = CopyCall(copies, stripe_bytes, question.group, question.after, lease_ns)
         self._queue(
             self._registration.place,
             partial(self._copy, tuple(entries), call),
             lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
-            question.lease_ns,
+            lease_ns,
         )
 
     def _copy(self, chunks: Sequence[int], call: CopyCall) -> CopyOutcome:
@@ -209,3 +205,248 @@ class CopyJob(ABC):
             self._finish()
         finally:
             self._agent.sessions.finish(self._session)
+
+
+class StoreJob(CopyJob):
+    """Gathers blocks into slots, which the cache writes to its tiers later.
+
+    1. Chunks in the host pool are skipped. Redis is not asked, because the engine's blocks would
+       stay in use until it answers.
+    2. The others are copied into slots. Bytes read after the lease expired are discarded.
+    3. The answer frees the engine's blocks once all have been read. On a GPU this is before the
+       bytes are in the slots.
+    4. A chunk becomes READY when its bytes are in its slots, and is enqueued for the tiers.
+    """
+
+    _stored = _already = 0
+    _unread: set[int]  # chunks whose blocks are still needed
+
+    def start(self) -> None:
+        wanted: list[int] = []
+        for chunk, chunk_hash in enumerate(self._hashes):
+            entry = self._cache.pool.get(self._form.key(chunk_hash))
+            if entry is None:
+                wanted.append(chunk)
+                continue
+            self._already += 1
+            if entry.state is EntryState.READY:
+                self._write_behind(chunk, entry)
+                self._cache.pool.report_again(entry)
+        self._gather(wanted)
+
+    def _gather(self, chunks: Sequence[int]) -> None:
+        self._unread = set(chunks)
+        if not chunks:
+            self._answer()
+        self._begin(chunks)
+
+    def _take(self, chunk: int) -> Entry | None:
+        """Slots for the chunk; None if there is no room or the chunk is already in the pool."""
+        chunk_hash = self._hashes[chunk]
+        if self._form.key(chunk_hash) in self._cache.pool:
+            self._already += 1
+            return None
+        entry = self._cache.reserve(self._form, chunk_hash)
+        if entry is None:
+            self._dropped("drop_pool_full", "the host pool was full")
+        else:
+            # What no lookup has named was generated after its prompt.
+            entry.position = self._session.positions.get(chunk_hash, MAX_CHUNKS)
+        return entry
+
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
+        lease_ns = self._question.lease_ns
+        read_in_time = False
+
+        def on_blocks_read() -> None:
+            nonlocal read_in_time
+            read_in_time = time.monotonic_ns() <= lease_ns
+            if read_in_time:
+                self._cache.owner.post(partial(self._blocks_read, chunks))
+
+        self._registration.device.gather(call, on_blocks_read)
+        return read_in_time or time.monotonic_ns() <= lease_ns
+
+    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        try:
+            if outcome is not CopyOutcome.DONE:
+                self._dropped(*_DROPS[outcome])
+                return
+            self._cache.metrics.count("gathered_chunks")
+            self._cache.metrics.count("gathered_bytes", self._form.chunk_bytes)
+            use = self._agent.peers.use_of(self._form.model_name)
+            use.gathered_bytes += self._form.chunk_bytes
+            if self._cache.publish(entry):
+                self._stored += 1
+                self._write_behind(chunk, entry)
+        finally:
+            # Even after a bug of ours above: lookups may be waiting for this entry.
+            self._cache.abandon(entry)
+
+    def _write_behind(self, chunk: int, entry: Entry) -> None:
+        delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
+        self._cache.write_behind(self._form, self._hashes[chunk], entry, delay_s)
+
+    def _dropped(self, counter: str, reason: str) -> None:
+        self._cache.metrics.count(counter)
+        self._reasons.add(reason)
+
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        self._blocks_read((chunk,))
+
+    def _blocks_read(self, chunks: Sequence[int]) -> None:
+        if not self._unread.isdisjoint(chunks):
+            self._unread.difference_update(chunks)
+            if not self._unread:
+                self._answer()
+
+    def _answer(self) -> None:
+        # Pending chunks were read in time and are being copied to their slots: they count.
+        stored = self._stored + len(self._pending)
+        dropped = len(self._hashes) - stored - self._already
+        self._reply(m.StoreResult(0, stored, self._already, dropped))
+        self._cache.metrics.observe("store_seconds", time.monotonic() - self._started_s)
+
+    def _finish(self) -> None:
+        self._cache.metrics.count("stores")
+        self._cache.metrics.count("skipped_chunks", self._already)
+        past = self._session.past
+        past.stored += self._stored
+        past.present += self._already
+        past.dropped += len(self._hashes) - self._stored - self._already
+        past.add_reasons(self._reasons)
+        logger.debug(
+            "request %s: %d of %d chunks stored, %d were in the host pool%s",
+            self._question.request_id, self._stored, len(self._hashes), self._already,
+            because(self._reasons),
+        )  # fmt: skip
+
+
+class RetrieveJob(CopyJob):
+    """Scatters chunks into blocks.
+
+    A lookup has pinned the chunks, but not those at the end of a prefix that is larger than the
+    host pool, nor any at the agent of another node than the scheduler's. This job loads these in
+    pieces, each while the one before it is copied. It waits for room before all lookups, and holds
+    no chunk that it does not copy, so the room that it frees is the room that it gets. The first
+    chunk that does not arrive in time ends the loads: it and those after it are failed chunks.
+    """
+
+    _question: m.Retrieve
+    _load: HitLoad | None
+    _lost = False  # the GPU: it may still write to the blocks
+    _failed: list[int]
+    _entries: dict[int, Entry]  # pinned, until their copies take over the pins
+    _missing: list[int]  # chunks that are not in memory, and are not being loaded
+
+    @property
+    def _queue(self) -> Callable[..., None]:
+        return self._agent.copies.scatter
+
+    @property
+    def _skip_blocks(self) -> int:
+        layout = self._registration.device.layouts[self._question.group]
+        return self._question.skip_first_n_tokens // layout.block_size_tokens
+
+    def start(self) -> None:
+        self._load = self._session.load if self._hashes else None
+        if self._load is not None:
+            self._load.begun(self._started_s)
+        self._failed = []
+        self._entries = self._pinned()
+        self._missing = [each for each in range(len(self._hashes)) if each not in self._entries]
+        self._begin([*self._entries], self._missing)
+        self._load_piece()
+
+    def _load_piece(self) -> None:
+        if not self._missing:
+            return
+        pool_units, chunk_units = self._cache.pool.capacity, self._cache.units(self._form)
+        count = max(1, pool_units // _PIECES_IN_THE_POOL // chunk_units)
+        piece, self._missing = self._missing[:count], self._missing[count:]
+
+        def loaded(found: PrefixLookup) -> None:
+            held = found.take()
+            self._entries.update((piece[index], entry) for (index, _), entry in held.items())
+            self._reasons |= found.end.reasons
+            self._begin_calls(piece)
+            if self._failed:
+                self._give_up()
+            else:
+                self._load_piece()
+
+        lease_s = self._question.lease_ns / 1e9
+        deadline_s = min(lease_s, time.monotonic() + self._agent.config.lookup_deadline_s)
+        form = replace(self._form, reach=FULL_REACH)
+        hashes = [self._hashes[chunk] for chunk in piece]
+        request = LookupRequest([form], hashes, deadline_s, urgent=True)
+        lookup = PrefixLookup(self._cache, request, loaded)
+        try:
+            lookup.start()
+        except Exception:
+            logger.exception("chunks were not loaded")  # our own bug: only these fail
+            lookup.cancel()
+            self._missing += piece
+            self._give_up()
+
+    def _give_up(self) -> None:
+        missing, self._missing = self._missing, []
+        for chunk in missing:
+            self._end(chunk, CopyOutcome.FAILED)
+
+    def _take(self, chunk: int) -> Entry | None:
+        return self._entries.pop(chunk, None)
+
+    def _move(self, chunks: Sequence[int], call: CopyCall) -> bool:
+        self._registration.device.scatter(call)
+        return True
+
+    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        self._cache.pool.unpin(entry)
+
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        if outcome is not CopyOutcome.DONE:
+            self._failed.append(chunk)
+        self._lost = self._lost or outcome is CopyOutcome.LOST
+
+    def _finish(self) -> None:
+        copied = len(self._hashes) - len(self._failed)
+        took_s = time.monotonic() - self._started_s
+        metrics, nbytes = self._cache.metrics, copied * self._form.chunk_bytes
+        metrics.count("retrieves")
+        metrics.observe("retrieve_seconds", took_s)
+        metrics.count("retrieves_failed", bool(self._failed))
+        metrics.count("retrieved_chunks", copied)
+        metrics.count("retrieved_bytes", nbytes)
+        self._agent.peers.use_of(self._form.model_name).retrieved_bytes += nbytes
+        self._count_saving()
+        past = self._session.past
+        past.loaded += copied
+        past.failed += len(self._failed)
+        past.load_s = max(past.load_s, took_s)
+        past.add_reasons(self._reasons)
+        logger.debug(
+            "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
+            self._question.request_id, copied, len(self._hashes), took_s * 1e3,
+            because(self._reasons),
+        )  # fmt: skip
+        if not self._lost:
+            self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
+
+    def _count_saving(self) -> None:
+        session, load = self._session, self._load
+        if load is None or session.ended:  # the request was aborted
+            return
+        tokens = None
+        if not self._failed and all(each in session.positions for each in self._hashes):
+            chunks = [session.positions[each] for each in self._hashes]
+            skipped_tokens = self._question.skip_first_n_tokens
+            tokens = load.tokens_of(self._form.reach, chunks, skipped_tokens)
+        saved = load.ended(self._registration.worker_id, tokens, time.monotonic())
+        if saved is not None:
+            session.load = None
+            peers, metrics = self._agent.peers, self._cache.metrics
+            peers.use_of(self._form.model_name).saved(*saved)
+            metrics.count("saved_tokens", saved[0])
+            metrics.count("saved_untimed_tokens", saved[0] if saved[1] is None else 0)
+            metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)

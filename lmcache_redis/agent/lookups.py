@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.history import FirstMiss, PastLookup
 from lmcache_redis.agent.jobs import because
 from lmcache_redis.agent.peers import Peer, Registration, Reply
-from lmcache_redis.agent.sessions import HitLoad, PartKey, Session
+from lmcache_redis.agent.sessions import FirstMiss, HitLoad, PartKey, PastLookup, Session
+from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.chunks.names import ChunkForm, PartNames
@@ -55,17 +53,16 @@ class LookupJob:
         self._started_s = time.monotonic()
         self._deadline_s = self._started_s + agent.config.lookup_deadline_s
         self._compare_only = False
+        self._chunk_tokens = agent.config.chunk_size_tokens
 
     def start(self) -> None:
-        """Looks up, at once or when the registrations in progress have ended."""
         now_s, peers = time.monotonic(), self._agent.peers
         ranks = peers.ranks(self._peer)
         if ranks is None and (now_s >= self._deadline_s or not peers.joining(self._peer, now_s)):
-            self._reply(m.LookupResult(0, 0))
-            note_miss(self._agent, self._peer, self._question, "not_registered")
+            self._miss("not_registered")
             return
-        name = self._question.request_id
-        session = self._agent.session_of(self._peer, name, for_lookup=True)
+        key = self._peer.engine_id, self._question.request_id
+        session = self._agent.sessions.open(key, now_s)
         if session.cancel_lookup is not None:
             session.cancel_lookup()
         if ranks is None:
@@ -74,28 +71,33 @@ class LookupJob:
             self._started_s = now_s
             self._look_up(session, ranks)
 
+    def _miss(self, reason: str) -> None:
+        self._reply(m.LookupResult(0, 0, compare_only=self._compare_only))
+        note_lookup(
+            self._agent, self._peer, self._question, reason, chunk_tokens=self._chunk_tokens
+        )
+
     def _look_up(self, session: Session, ranks: Sequence[Registration]) -> None:
         question, hashes = self._question, self._question.hashes
+        self._chunk_tokens = chunk_tokens(self._agent, ranks)
         forms, users = shared_rows(ranks, len(hashes[0]))
         layouts = [*(form.fingerprint for form in forms), *(p.fingerprint for p in question.remote)]
         self._compare_only = not self._agent.trust.allows(layouts, hashes[0])
         if self._compare_only and question.first_chunk:
             # What was computed behind a local prefix is not compared.
-            self._reply(m.LookupResult(0, 0, compare_only=True))
-            note_miss(self._agent, self._peer, question, "distrusted")
+            self._miss("distrusted")
             return
         request = LookupRequest(
             forms,
             hashes,
             self._deadline_s,
             question.first_chunk,
-            self._agent.chunk_tokens(self._peer),
+            self._chunk_tokens,
             remote=self._elsewhere(ranks),
             computing=self._peer.computing,
         )
-        lookup = PrefixLookup(
-            self._agent.cache, request, partial(self._found, session, users, forms)
-        )
+        found = partial(self._found, session, users, forms)
+        lookup = PrefixLookup(self._agent.cache, request, found)
         session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
         session.stems = [form.stem(len(hashes[0])) for form in forms]
         # The session takes over the pins, and cancels the lookup if it ends before.
@@ -103,7 +105,6 @@ class LookupJob:
         lookup.start()
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
-        """The different parts of workers that are not registered here."""
         here = {registration.worker_id for registration in ranks}
         hash_bytes = len(self._question.hashes[0])
         pairs = zip(self._remote, self._question.remote, strict=True)
@@ -119,12 +120,22 @@ class LookupJob:
         forms: Sequence[ChunkForm],
         found: PrefixLookup,
     ) -> None:
-        tiers = tier_letters(found, self._agent.tier_letters)
+        tiers = tier_letters(found, letters_of(self._agent.cache))
         # First, because the engine is waiting.
         self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
-        self._count(found, tiers)
-        session.load = self._load_of(found, users)
-        self._note(session, found, tiers, [form.fingerprint for form in forms])
+        took_s = time.monotonic() - self._started_s
+        self._count(found, tiers, took_s)
+        self._note(found, tiers, took_s, [form.fingerprint.hex() for form in forms])
+        session.load = None
+        if found.bound and not self._compare_only:
+            workers = {worker_id for row in users for worker_id, _ in row}
+            session.load = HitLoad(
+                workers,
+                self._question.first_chunk,
+                self._chunk_tokens,
+                self._question.token_s,
+                waited_s=took_s,
+            )
         pool, hashes = self._agent.cache.pool, self._question.hashes
         for (chunk, row), entry in found.take().items():
             first, *others = users[row]
@@ -136,45 +147,28 @@ class LookupJob:
                 pool.report_again(entry)
         session.cancel_lookup = None
 
-    def _load_of(self, found: PrefixLookup, users: Sequence[Sequence[PartKey]]) -> HitLoad | None:
-        """The load that the engine may begin now."""
-        if not found.bound or self._compare_only:
-            return None
-        return HitLoad(
-            {worker_id for row in users for worker_id, _ in row},
-            self._question.first_chunk,
-            self._agent.chunk_tokens(self._peer),
-            self._question.token_s,
-            waited_s=time.monotonic() - self._started_s,
-        )
-
-    def _note(
-        self, session: Session, found: PrefixLookup, tiers: str, layouts: Sequence[bytes]
-    ) -> None:
-        """Keeps what was found for `lmcache-redis why`."""
-        past = past_lookup(
-            self._agent,
-            self._peer,
-            self._question,
-            took_s=time.monotonic() - self._started_s,
-            found_chunks=found.bound,
-            hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
-            compare_only=self._compare_only,
-            layouts=tuple(each.hex() for each in layouts),
-            bet=None if found.bet is None else found.bet._asdict(),
-        )
+    def _note(self, found: PrefixLookup, tiers: str, took_s: float, layouts: Sequence[str]) -> None:
+        reason, words, missed = "", sorted(found.end.reasons), b""
         if found.bound < len(self._question.hashes):
             reason = found.end.counter.removeprefix("miss_")
-            words = sorted(found.end.reasons)
+            missed = self._question.hashes[found.bound]
             if reason in _OF_TIERS:
                 states = [tier.state for tier in self._agent.cache.tiers]
                 words += [state.reason for state in states if not state.up]
             if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
-            past = _ended(past, reason, words, self._question.hashes[found.bound])
-        self._agent.sessions.history.looked_up(session.key, past)
+        note_lookup(
+            self._agent, self._peer, self._question, reason, words, missed,
+            took_s=took_s,
+            found_chunks=found.bound,
+            hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
+            chunk_tokens=self._chunk_tokens,
+            compare_only=self._compare_only,
+            layouts=tuple(layouts),
+            bet=None if found.bet is None else found.bet._asdict(),
+        )  # fmt: skip
 
-    def _count(self, found: PrefixLookup, tiers: str) -> None:
+    def _count(self, found: PrefixLookup, tiers: str, took_s: float) -> None:
         metrics, chunks = self._agent.cache.metrics, len(self._question.hashes)
         from_redis, from_disk = tiers.count("r"), tiers.count("d")
         metrics.count("lookups")
@@ -182,15 +176,13 @@ class LookupJob:
         metrics.count("hit_chunks_redis", from_redis)
         metrics.count("hit_chunks_disk", from_disk)
         metrics.count("hit_chunks_host", found.bound - from_redis - from_disk)
-        took_s = time.monotonic() - self._started_s
         metrics.observe("lookup_seconds", took_s)
         if found.bound:
             metrics.observe("hit_chunks", found.bound)
         use = self._agent.peers.use_of(self._peer.hello.model_name)
-        chunk_tokens = self._agent.chunk_tokens(self._peer)
         use.lookups += 1
-        use.lookup_tokens += chunks * chunk_tokens
-        use.hit_tokens += found.bound * chunk_tokens
+        use.lookup_tokens += chunks * self._chunk_tokens
+        use.hit_tokens += found.bound * self._chunk_tokens
         logger.debug(
             "request %s: %d of %d chunks hit (%d loaded from Redis, %d from disk) in %.1f ms%s",
             self._question.request_id, found.bound, chunks, from_redis, from_disk, took_s * 1e3,
@@ -198,29 +190,41 @@ class LookupJob:
         )  # fmt: skip
 
 
-def note_miss(agent: Agent, peer: Peer, question: m.Lookup, reason: str) -> None:
-    """Keeps a lookup that was a miss before anything was looked for."""
-    past = _ended(past_lookup(agent, peer, question), reason)
-    agent.sessions.history.looked_up((peer.engine_id, question.request_id), past)
+def note_lookup(
+    agent: Agent,
+    peer: Peer,
+    question: m.Lookup,
+    reason: str,
+    because: Sequence[str] = (),
+    missed: bytes = b"",
+    **found: Any,
+) -> None:
+    """Keeps a lookup for `lmcache-redis why`.
 
-
-def past_lookup(agent: Agent, peer: Peer, question: m.Lookup, **found: Any) -> PastLookup:
-    return PastLookup(
+    reason, because, missed: of its first miss; "" if there was none. found: fields of `PastLookup`.
+    """
+    past = agent.sessions.history.request((peer.engine_id, question.request_id))
+    past.lookups += 1
+    past.lookup = PastLookup(
         model=peer.hello.model_name,
         first_chunk=question.first_chunk,
         asked_chunks=len(question.hashes),
-        chunk_tokens=agent.chunk_tokens(peer),
         **found,
     )
+    if reason:
+        chunk = question.first_chunk + past.lookup.found_chunks
+        token = chunk * past.lookup.chunk_tokens
+        past.lookup.first_miss = FirstMiss(chunk, token, reason, tuple(because), missed.hex())
 
 
-def _ended(
-    past: PastLookup, reason: str, because: Sequence[str] = (), missed: bytes = b""
-) -> PastLookup:
-    """With why nothing more was found."""
-    chunk = past.first_chunk + past.found_chunks
-    miss = FirstMiss(chunk, chunk * past.chunk_tokens, reason, tuple(because), missed.hex())
-    return replace(past, first_miss=miss)
+def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:
+    """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
+    return ranks[0].chunk_tokens if ranks else agent.config.chunk_size_tokens
+
+
+def letters_of(cache: Cache) -> tuple[str, ...]:
+    """What messages call the cache's tiers, see `messages.TIER_NAMES`."""
+    return tuple("r" if each.is_remote else "d" for each in cache.counters)
 
 
 def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:

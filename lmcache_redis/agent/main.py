@@ -23,12 +23,7 @@ from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.pool import Arena
-from lmcache_redis.config import (
-    AgentConfig,
-    endpoint_path,
-    ensure_private,
-    parse_address,
-)
+from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
 from lmcache_redis.errors import ConfigError, DeviceError, StartError
 from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp.options import RedisOptions
@@ -125,15 +120,11 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
             can_exit = _stop(service, agent)
     exit_status = EXIT_GPU_LOST if agent.copies.lost is not None else 0
     if not can_exit:
-        _end_process(exit_status)
+        # Without what the driver's library does at exit, which a GPU that hangs would hold up.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(exit_status)
     return exit_status
-
-
-def _end_process(exit_status: int) -> None:
-    """Without what the driver's library does at exit, which a GPU that hangs would hold up."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(exit_status)
 
 
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
@@ -155,9 +146,7 @@ def _arena(config: AgentConfig) -> Arena:
             "set another --pool-bytes"
         ) from error
     if arena.numa_nodes:
-        logger.info(
-            "the host pool lies on the NUMA nodes %s", ", ".join(map(str, arena.numa_nodes))
-        )
+        logger.info("the host pool lies on the NUMA nodes %s", [*arena.numa_nodes])
     return arena
 
 
@@ -226,7 +215,6 @@ def _keep_reloading(
 def _reloaded(
     agent: Agent, service: Service, before: AgentConfig, wanted: AgentConfig
 ) -> AgentConfig:
-    """Applies what may change, and returns the settings as they are now. Raises ConfigError."""
     names = [field.name for field in dataclasses.fields(AgentConfig)]
     changed = [name for name in names if getattr(wanted, name) != getattr(before, name)]
     now = {name: getattr(wanted, name) for name in changed if name in RELOADABLE}
@@ -238,9 +226,9 @@ def _reloaded(
     agent.sessions.timeout_s = running.session_timeout_s
     service.heartbeat_timeout_s = running.heartbeat_timeout_s
     service.shutdown_deadline_s = running.shutdown_deadline_s
+    level = logging.getLevelName(running.log_level.upper())
     root = logging.getLogger()
-    # What has changed is shown at the old level or the new one.
-    root.setLevel(min(root.level, logging.getLevelName(running.log_level.upper())))
+    root.setLevel(min(root.level, level))  # what has changed is shown at the old level or the new
     for name in now:
         was, value = (_KNOWN[name].write(getattr(each, name)) for each in (before, running))
         logger.info("reloaded %s: %s, was %s", option_name(name), value, was)
@@ -249,7 +237,7 @@ def _reloaded(
         logger.warning("changed, but only from the next start on: %s", ", ".join(later))
     if not changed:
         logger.info("reloaded: no setting has changed")
-    root.setLevel(running.log_level.upper())
+    root.setLevel(level)
     return running
 
 
@@ -279,7 +267,6 @@ def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None
 
 
 def _stop(service: Service, agent: Agent) -> bool:
-    """Returns whether the process can exit as usual: the GPUs answer."""
     shutdown_s = service.shutdown_deadline_s
     logger.info("stopping: loads and writes have %.1f s to finish", shutdown_s)
     deadline_s = service.drain(time.monotonic() + shutdown_s)

@@ -16,12 +16,59 @@ from typing import Any, Final
 
 from lmcache_redis.admin.names import shown_age, shown_bytes
 from lmcache_redis.agent import words
-from lmcache_redis.agent.history import PastRequest
-from lmcache_redis.agent.page_style import STYLE
+from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics import COUNTERS
 
 REFRESH_S: Final = 5
-_STYLE_HASH = b64encode(sha256(STYLE.encode()).digest()).decode()
+_STYLE: Final = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f7f9; --card: #ffffff; --line: #e3e6eb; --text: #1b2130; --soft: #626c80;
+  --host: #0f9d8a; --disk: #d98a1f; --redis: #5b5bd6; --computed: #d5dae3;
+  --good: #18794e; --good-back: #ddf3e4; --bad: #b3261e; --bad-back: #fbe4e2;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #10131a; --card: #181c25; --line: #2a303c; --text: #e7eaf0; --soft: #97a1b4;
+    --host: #25bfa9; --disk: #eaa545; --redis: #8b8bf5; --computed: #39404f;
+    --good: #7ddba3; --good-back: #14301f; --bad: #ff9d94; --bad-back: #3d1815;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0 auto; padding: 28px 24px 40px; max-width: 1120px; background: var(--page);
+  color: var(--text); font: 14px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+}
+header { display: flex; flex-wrap: wrap; gap: 4px 12px; align-items: center; }
+h1 { font-size: 20px; margin: 0; }
+h2 { font-size: 14px; margin: 0 0 10px; }
+p { margin: 0; }
+code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: 12.5px; overflow-wrap: anywhere; }
+.soft { color: var(--soft); }
+.pill { border-radius: 99px; padding: 2px 11px; font-weight: 600; font-size: 12.5px; }
+.good { color: var(--good); } .pill.good { background: var(--good-back); }
+.bad { color: var(--bad); } .pill.bad { background: var(--bad-back); }
+.about { flex-basis: 100%; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
+  padding: 16px 18px; margin-top: 16px; overflow-x: auto; }
+.grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); }
+.wide { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); }
+.number { font-size: 30px; font-weight: 650; line-height: 1.25;
+  font-variant-numeric: tabular-nums; }
+.bar { display: block; width: 100%; height: 14px; border-radius: 7px; margin-bottom: 12px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 22px; list-style: none; margin: 0; padding: 0; }
+.key { width: 10px; height: 10px; border-radius: 3px; margin-right: 7px; }
+.host { fill: var(--host); } .disk { fill: var(--disk); } .redis { fill: var(--redis); }
+.computed { fill: var(--computed); }
+table { border-collapse: collapse; width: 100%; }
+th { text-align: left; font-weight: 500; color: var(--soft); font-size: 12.5px; }
+th, td { padding: 6px 16px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+tr:last-child td { border-bottom: 0; padding-bottom: 0; }
+.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+footer { margin-top: 18px; color: var(--soft); font-size: 12.5px; }
+"""
+_STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
 HEADERS: Final = (
     ("Content-Type", "text/html; charset=utf-8"),
     (
@@ -35,11 +82,10 @@ HEADERS: Final = (
     ("Cache-Control", "no-store"),
 )
 _TIER_NAMES: Final = {"host": "host pool", "disk": "disk", "redis": "Redis"}
-_OF_NUMBERS: Final = frozenset(
-    ("chunks", "chunks hit", "hit rate", "lookups", "prefill saved", "read", "tokens not computed",
-     "written")
-)  # fmt: skip
-_MOST_ROWS = 20
+_NONE_CONNECTED: Final = (
+    "none is connected. Start vLLM with --kv-transfer-config "
+    '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\' on this node.'
+)
 _LAYOUT_DIGITS = 16
 
 
@@ -61,7 +107,7 @@ def page(report: Mapping[str, Any], misses: Sequence[PastRequest], now_s: float)
 <meta http-equiv="refresh" content="{REFRESH_S}">
 <link rel="icon" href="data:,">
 <title>lmcache-redis {words.percent(words.hit_rate(report))}</title>
-<style>{STYLE}</style>
+<style>{_STYLE}</style>
 </head>
 <body>
 <header><h1>lmcache-redis</h1>{"".join(_pills(report))}
@@ -77,7 +123,8 @@ As of {at} UTC; it reloads every {REFRESH_S} seconds.</p></header>
 <section><h2>Chunks not loaded</h2>{_reasons(report, "miss_")}</section>
 <section><h2>Chunks not stored</h2>{_reasons(report, "drop_")}</section>
 </div>
-<section><h2>Last misses</h2>{_misses(misses, now_s)}</section>
+<section><h2>Last misses</h2>{_misses(misses, now_s)}
+<p class="soft"><code>lmcache-redis why REQUEST</code> says more of each.</p></section>
 <footer>Counted since the start of this agent. <a href="/metrics">/metrics</a> for Prometheus,
 <a href="/healthz">/healthz</a> for probes.</footer>
 </body>
@@ -85,47 +132,32 @@ As of {at} UTC; it reloads every {REFRESH_S} seconds.</p></header>
 """
 
 
-def _code(text: str, css: str = "") -> Html:
-    return Html(f'<code class="{css}">{escape(text)}</code>')
+def _code(text: str) -> Html:
+    return Html(f"<code>{escape(text)}</code>")
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> str:
-    """empty: what is said without rows."""
+    """titles: those of columns of numbers end with a space. empty: what is said without rows."""
     found = [*rows]
     if not found:
         return f'<p class="soft">{escape(empty)}</p>'
-    css = ["n" if title in _OF_NUMBERS else "" for title in titles]
 
     def row(tag: str, cells: Sequence[str]) -> str:
-        texts = (each if isinstance(each, Html) else escape(each) for each in cells)
-        made = (f'<{tag} class="{c}">{text}</{tag}>' for c, text in zip(css, texts, strict=True))
-        return f"<tr>{''.join(made)}</tr>"
+        made = "<tr>"
+        for title, cell in zip(titles, cells, strict=True):
+            text = cell if isinstance(cell, Html) else escape(cell)
+            made += f'<{tag} class="{"n" if title.endswith(" ") else ""}">{text}</{tag}>'
+        return made + "</tr>"
 
-    body = "".join(row("td", cells) for cells in found[:_MOST_ROWS])
-    left = len(found) - _MOST_ROWS
-    more = f'<p class="soft">and {left} more</p>' if left > 0 else ""
-    return f"<table><thead>{row('th', titles)}</thead><tbody>{body}</tbody></table>{more}"
-
-
-def _bar(css: str, parts: Iterable[tuple[str, float]], label: str) -> str:
-    """Parts of a whole: the class and the share of each, from 0 to 1."""
-    rects, begin = '<rect class="computed" width="1" height="1"/>', 0.0
-    for name, share in parts:
-        rects += f'<rect class="{name}" x="{begin:.4f}" width="{share:.4f}" height="1"/>'
-        begin += share
-    return (
-        f'<svg class="bar {css}" viewBox="0 0 1 1" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label)}">{rects}</svg>'
-    )
+    body = "".join(row("td", cells) for cells in found)
+    return f"<table><thead>{row('th', titles)}</thead><tbody>{body}</tbody></table>"
 
 
 def _pills(report: Mapping[str, Any]) -> Iterator[str]:
     redis, disk, distrusted = report["redis"], report["disk"], report["canaries"]["distrusted"]
-    bad = []
     if redis["up"]:
         yield '<span class="pill good">Redis is up</span>'
-    else:
-        bad.append(f"Redis is down: {redis['reason']}")
+    bad = [] if redis["up"] else [f"Redis is down: {redis['reason']}"]
     if disk and not disk["up"]:
         bad.append(f"disk is down: {disk['reason']}")
     if distrusted:
@@ -138,42 +170,42 @@ def _pills(report: Mapping[str, Any]) -> Iterator[str]:
 def _cards(report: Mapping[str, Any]) -> Iterator[str]:
     counters, seconds = report["counters"], report["prefill_s_saved"]
     ready = sum(each["ready"] for each in report["engines"])
-    less = "of computing, less the wait for loads"
-    if seconds is None:
-        less = "no engine has measured its prefill yet"
-    elif untimed := report["tokens_saved_untimed"]:
-        less += f"; unknown for {untimed:,} tokens"
+    saved, less = "unknown", "no engine has measured its prefill yet"
+    if seconds is not None:
+        saved, less = words.shown_seconds(seconds), "of computing, less the wait for loads"
+        if untimed := report["tokens_saved_untimed"]:
+            less += f"; unknown for {untimed:,} tokens"
+    hit_rate = words.percent(words.hit_rate(report))
     for name, value, about in (
-        (
-            "Hit rate", words.percent(words.hit_rate(report)),
-            f"of {counters['lookup_chunks']:,} chunks asked for",
-        ),
+        ("Hit rate", hit_rate, f"of {counters['lookup_chunks']:,} chunks asked for"),
         ("Tokens not computed", f"{report['tokens_saved']:,}", "loaded from the cache instead"),
-        ("Prefill saved", "unknown" if seconds is None else words.shown_seconds(seconds), less),
+        ("Prefill saved", saved, less),
         (
-            "Workers ready", f"{ready} of {len(report['engines'])}",
+            "Workers ready",
+            f"{ready} of {len(report['engines'])}",
             f"lookups so far: {counters['lookups']:,}",
         ),
-    ):  # fmt: skip
+    ):
         yield f'<section><p class="soft">{name}</p><p class="number">{value}</p>'
         yield f'<p class="soft">{about}</p></section>'
 
 
 def _sources(report: Mapping[str, Any]) -> str:
-    """A bar of the tiers, and its legend."""
     if not report["counters"]["lookup_chunks"]:
         return '<p class="soft">no engine has asked for a prompt yet</p>'
-    here = [tier for tier in words.TIERS if tier != "disk" or report["disk"]]
-    shares = [(tier, float(report["hit_rate"][tier])) for tier in here]
-    missed = max(0.0, 1.0 - sum(share for _, share in shares))
     names = {**_TIER_NAMES, "computed": "not cached, or faster to compute"}
-    legend = [(n, names[n], words.percent(s)) for n, s in (*shares, ("computed", missed))]
-    items = "".join(
-        f'<li><svg class="key" viewBox="0 0 1 1"><rect class="{css}" width="1" height="1"/></svg>'
-        f"{name} <b>{share}</b></li>"
-        for css, name, share in legend
-    )
-    bar = _bar("", shares, ", ".join(f"{name} {share}" for _, name, share in legend))
+    shares = {tier: float(share) for tier, share in report["hit_rate"].items()}
+    if not report["disk"]:
+        del shares["disk"]
+    shares["computed"] = max(0.0, 1.0 - sum(shares.values()))
+    rects = items = ""
+    begin = 0.0
+    for tier, share in shares.items():
+        rects += f'<rect class="{tier}" x="{begin:.4f}" width="{share:.4f}" height="1"/>'
+        items += f'<li><svg class="key"><rect class="{tier}" width="10" height="10"/></svg>'
+        items += f"{names[tier]} <b>{words.percent(share)}</b></li>"
+        begin += share
+    bar = f'<svg class="bar" viewBox="0 0 1 1" preserveAspectRatio="none">{rects}</svg>'
     return f'{bar}<ul class="legend">{items}</ul>'
 
 
@@ -181,10 +213,10 @@ def _tiers(report: Mapping[str, Any]) -> str:
     pool, disk, counters = report["pool"], report["disk"], report["counters"]
     size = pool["slot_bytes"]
     speeds = {tier: words.load_rate(loads) for tier, loads in report["loads"]["tiers"].items()}
-    used = _used("host", pool["used_slots"] * size, pool["slots"] * size)
+    used = f"{shown_bytes(pool['used_slots'] * size)} of {shown_bytes(pool['slots'] * size)}"
     tiers = [("host", used, "gathered_bytes", "retrieved_bytes")]
     if disk:
-        used = _used("disk", disk["used_bytes"], disk["limit_bytes"])
+        used = f"{shown_bytes(disk['used_bytes'])} of {shown_bytes(disk['limit_bytes'])}"
         tiers.append(("disk", used, "disk_stored_bytes", "disk_loaded_bytes"))
     tiers.append(("redis", _code(report["redis"]["server"]), "stored_bytes", "loaded_bytes"))
     rows = (
@@ -198,13 +230,7 @@ def _tiers(report: Mapping[str, Any]) -> str:
         )
         for tier, used, written, read in tiers
     )
-    return _table(("tier", "used", "speed of loads", "chunks hit", "written", "read"), rows, "")
-
-
-def _used(tier: str, used: int, whole: int) -> Html:
-    text = f"{shown_bytes(used)} of {shown_bytes(whole)}"
-    bar = _bar("small", [(tier, min(1.0, used / whole))], text)
-    return Html(f"<div>{text}{bar}</div>")
+    return _table(("tier", "used", "speed of loads", "chunks hit ", "written ", "read "), rows, "")
 
 
 def _engines(report: Mapping[str, Any]) -> str:
@@ -220,14 +246,12 @@ def _engines(report: Mapping[str, Any]) -> str:
         )
         for each in report["engines"]
     )
-    none = (
-        "none is connected. Start vLLM with --kv-transfer-config "
-        '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\' on this node.'
-    )
-    return _table(("model", "worker", "device", "chunk", "layout", "state"), rows, none)
+    titles = ("model", "worker", "device", "chunk", "layout", "state")
+    return _table(titles, rows, _NONE_CONNECTED)
 
 
 def _models(report: Mapping[str, Any]) -> str:
+    models = sorted(report["models"].items(), key=lambda each: -each[1]["lookup_tokens"])
     rows = (
         (
             name,
@@ -238,11 +262,9 @@ def _models(report: Mapping[str, Any]) -> str:
             if use["saved_tokens"] > use["saved_untimed_tokens"] or not use["saved_tokens"]
             else "unknown",
         )
-        for name, use in sorted(
-            report["models"].items(), key=lambda each: -each[1]["lookup_tokens"]
-        )
+        for name, use in models
     )
-    titles = ("model", "hit rate", "lookups", "tokens not computed", "prefill saved")
+    titles = ("model", "hit rate ", "lookups ", "tokens not computed ", "prefill saved ")
     return _table(titles, rows, "none has asked for a prompt yet")
 
 
@@ -251,14 +273,14 @@ def _reasons(report: Mapping[str, Any], kind: str) -> str:
         (_code(name), f"{count:,}", COUNTERS.get(kind + name, ""))
         for name, count in words.reasons(report, kind).items()
     )
-    return _table(("reason", "chunks", "what it means"), rows, "none")
+    return _table(("reason", "chunks ", "what it means"), rows, "none")
 
 
 def _misses(misses: Sequence[PastRequest], now_s: float) -> str:
     rows = (
         (
             f"{shown_age(max(0.0, now_s - past.at_s))} ago",
-            _code(each.request_id, "long"),
+            _code(each.request_id),
             past.model,
             f"{past.found_chunks:,} of {past.asked_chunks:,}",
             COUNTERS.get(f"miss_{miss.reason}", ", ".join(miss.because) or miss.reason),
@@ -266,6 +288,4 @@ def _misses(misses: Sequence[PastRequest], now_s: float) -> str:
         for each in misses
         if (past := each.lookup) is not None and (miss := past.first_miss) is not None
     )
-    table = _table(("when", "request", "model", "chunks hit", "why"), rows, "none yet")
-    hint = '<p class="soft hint"><code>lmcache-redis why REQUEST</code> says more of each.</p>'
-    return table + hint if misses else table
+    return _table(("when", "request", "model", "chunks hit ", "why"), rows, "none yet")

@@ -1,4 +1,4 @@
-"""Whom the agent serves: its peers, and the memory that workers have registered.
+"""Whom the agent serves: its peers, the memory that workers have registered, and their trust.
 
 There is one peer for each connection. It is forgotten when it sends GOODBYE, when its process has
 ended, when a newer connection replaces it, or when it has been silent for too long.
@@ -6,14 +6,14 @@ ended, when a newer connection replaces it, or when it has been silent for too l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
-from lmcache_redis.agent.sessions import Saving
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
@@ -26,6 +26,7 @@ _JOIN_S = 2.0
 # Each is a label in Prometheus.
 MAX_MODELS = 64
 OTHER_MODELS = "(others)"
+CANARIES_AGAIN = 100
 
 Reply = Callable[[m.Answer], None]
 
@@ -82,7 +83,6 @@ class Peer:
         return self.hello.engine_id
 
     def is_same(self, hello: m.Hello) -> bool:
-        """Whether ``hello`` repeats this peer's HELLO."""
         return msgspec.structs.replace(hello, call_id=self.hello.call_id) == self.hello
 
     def may_be_of(self, other: Peer) -> bool:
@@ -96,10 +96,8 @@ class Peer:
 
     def process_gone(self) -> bool:
         """Whether a process whose memory is registered is known to have ended."""
-        if self.registration is None:
-            return False
-        storages = self.registration.storages  # often one per layer, all of one process
-        owners = {(storage.pid, storage.pid_start_time) for storage in storages}
+        storages = self.registration.storages if self.registration is not None else ()
+        owners = {(each.pid, each.pid_start_time) for each in storages}  # often one of all layers
         return any(has_ended(*owner) for owner in owners)
 
 
@@ -120,10 +118,12 @@ class ModelUse:
     saved_untimed_tokens: int = 0
     saved_prefill_s: float = 0.0
 
-    def add(self, saving: Saving) -> None:
-        self.saved_tokens += saving.tokens
-        self.saved_untimed_tokens += saving.untimed_tokens
-        self.saved_prefill_s += saving.prefill_s
+    def saved(self, tokens: int, seconds: float | None) -> None:
+        self.saved_tokens += tokens
+        if seconds is None:
+            self.saved_untimed_tokens += tokens
+        else:
+            self.saved_prefill_s += seconds
 
 
 class Peers:
@@ -140,22 +140,25 @@ class Peers:
         return iter(list(self._by_identity.values()))
 
     def get(self, identity: bytes) -> Peer | None:
-        """The peer of a connection, or None if it has not sent HELLO."""
         return self._by_identity.get(identity)
 
     def add(self, peer: Peer) -> list[Peer]:
         """Adds a peer. Returns those it replaces: of the same connection, or engine and role."""
         place = (peer.engine_id, peer.hello.worker_id)
         replaced = [
-            p
-            for p in self._by_identity.values()
-            if p.identity == peer.identity
-            or (peer.engine_id and (p.engine_id, p.hello.worker_id) == place)
+            old
+            for old in self
+            if old.identity == peer.identity
+            or (peer.engine_id and (old.engine_id, old.hello.worker_id) == place)
         ]
         for old in replaced:
-            del self._by_identity[old.identity]
+            self.remove(old)
         self._by_identity[peer.identity] = peer
         return replaced
+
+    def remove(self, peer: Peer) -> None:
+        if self._by_identity.get(peer.identity) is peer:
+            del self._by_identity[peer.identity]
 
     def use_of(self, model_name: str) -> ModelUse:
         """The counts of a model; those of `OTHER_MODELS` for what comes after `MAX_MODELS`."""
@@ -165,18 +168,11 @@ class Peers:
 
     @property
     def saved_prefill_s(self) -> float:
-        """Of all models, as far as it is known."""
         return sum(use.saved_prefill_s for use in self.models.values())
 
     @property
     def registered(self) -> list[Registration]:
-        """Of all workers."""
-        peers = self._by_identity.values()
-        return [each.registration for each in peers if each.registration is not None]
-
-    def remove(self, peer: Peer) -> None:
-        if self._by_identity.get(peer.identity) is peer:
-            del self._by_identity[peer.identity]
+        return [each.registration for each in self if each.registration is not None]
 
     def ranks(self, scheduler: Peer) -> list[Registration] | None:
         """The registrations of the scheduler's engine by rank, without workers elsewhere.
@@ -217,14 +213,13 @@ class Peers:
             and p.welcomed
             and (p.engine_id == worker.engine_id or p.may_be_of(worker))
             and self.ranks(p) is not None
-            for p in self._by_identity.values()
+            for p in self
         )
 
     def registrations(self, scheduler: Peer) -> list[Registration]:
         """One registration for each rank of the scheduler's engine; none if layouts differ."""
-        if self.layouts_differ(scheduler):
-            return []
-        return [found[0] for found in self._registered(scheduler)]
+        differ = self.layouts_differ(scheduler)
+        return [] if differ else [found[0] for found in self._registered(scheduler)]
 
     def layouts_differ(self, scheduler: Peer) -> bool:
         """Whether a worker of an unnamed engine may be one of several, with different layouts."""
@@ -235,15 +230,13 @@ class Peers:
 
     def engines_of(self, worker: Peer) -> list[str]:
         """The ids of the engines whose sessions the worker's transfers may belong to."""
-        own = [worker.engine_id]
-        if not worker.hello.unnamed:
-            return own
-        schedulers = (p for p in self if p.hello.worker_id is None and p.may_be_of(worker))
-        found = [p.engine_id for p in schedulers]
-        return own if worker.engine_id in found else found + own
+        own, found = worker.engine_id, []
+        if worker.hello.unnamed:
+            schedulers = (p for p in self if p.hello.worker_id is None and p.may_be_of(worker))
+            found = [p.engine_id for p in schedulers]
+        return [own] if own in found else [*found, own]
 
     def _registered(self, scheduler: Peer) -> list[list[Registration]]:
-        """The registrations of the scheduler's ranks, without ranks that have none."""
         return [
             found
             for workers in self._workers(scheduler).values()
@@ -252,15 +245,70 @@ class Peers:
 
     def _workers(self, scheduler: Peer) -> dict[int, list[Peer]]:
         """The workers of the scheduler's engine by rank; several where any of them may be its."""
-        unnamed, engine_id = scheduler.hello.unnamed, scheduler.engine_id
         own: dict[int, list[Peer]] = {}
         others: dict[int, list[Peer]] = {}
         for peer in self._by_identity.values():
             rank = peer.hello.worker_id
             if rank is None:
                 continue
-            if peer.hello.engine_id == engine_id:
+            if peer.engine_id == scheduler.engine_id:
                 own[rank] = [peer]
-            elif unnamed and peer.may_be_of(scheduler):
+            elif peer.may_be_of(scheduler):
                 others.setdefault(rank, []).append(peer)
         return others | own
+
+
+class LayoutTrust:
+    """Whether what is cached may be loaded: what canaries have found, by layout and epoch.
+
+    A layout is distrusted in the epoch in which a canary has found other KV than was cached. It is
+    trusted again after `CANARIES_AGAIN` canaries in a row without a difference, or when an operator
+    says so (`lmcache-redis trust`). A new process knows nothing of what the former one has found.
+
+    chunk_hash: of any chunk of the epoch.
+    """
+
+    def __init__(self) -> None:
+        # By fingerprint and epoch, of those distrusted: canaries in a row without a difference.
+        self._agreed: dict[tuple[bytes, bytes], int] = {}
+
+    def allows(self, fingerprints: Iterable[bytes], chunk_hash: bytes) -> bool:
+        if not self._agreed:
+            return True
+        epoch = epoch_of(chunk_hash)
+        return all((each, epoch) not in self._agreed for each in fingerprints)
+
+    def differed(self, fingerprint: bytes, chunk_hash: bytes) -> bool:
+        """A canary has found a difference. Returns whether the layout was trusted before."""
+        found = (fingerprint, epoch_of(chunk_hash))
+        was_trusted = found not in self._agreed
+        self._agreed[found] = 0
+        return was_trusted
+
+    def agreed(self, fingerprint: bytes, chunk_hash: bytes) -> bool:
+        """A canary has found none. Returns whether the layout is trusted from now on."""
+        found = (fingerprint, epoch_of(chunk_hash))
+        if found not in self._agreed:
+            return False
+        self._agreed[found] += 1
+        if self._agreed[found] < CANARIES_AGAIN:
+            return False
+        del self._agreed[found]
+        return True
+
+    def restore(self) -> int:
+        count = len(self._agreed)
+        self._agreed.clear()
+        return count
+
+    def report(self) -> list[dict[str, Any]]:
+        return [
+            {"layout": fingerprint.hex(), "epoch": epoch.hex(), "agreed": count}
+            for (fingerprint, epoch), count in self._agreed.items()
+        ]
+
+
+def epoch_of(chunk_hash: bytes) -> bytes:
+    """What a name begins with, before its adapter's digest and its block hash."""
+    rest = len(chunk_hash) - m.EPOCH_BYTES
+    return chunk_hash[: m.EPOCH_BYTES] if rest in m.HASH_BYTES_OF_AN_EPOCH else b""

@@ -6,7 +6,7 @@ written. The file is renamed to FILE.1, in place of the one before, when it has 
 size; each file can be read alone. What a line says: `plan.records`.
 
 A layout is described before the first lookup that names it, and in each file. Stores are written
-once a lookup has described their part. Of many layouts the one that was looked up last is kept.
+once a lookup has described their part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import xxhash
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.lookups import shared_rows
+from lmcache_redis.agent.lookups import chunk_tokens, shared_rows
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import ConfigError
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 # Of requests with some thousand chunks, whose hashes wait as they are.
 _QUEUE_LINES = 4096
 _CLOSE_S = 2.0
-
-_MOST_LAYOUTS = 64
+_encode = msgspec.json.Encoder().encode
 
 
 class _Item(NamedTuple):
@@ -54,10 +53,17 @@ class TraceRecorder:
         self._agent = agent
         self._queue: queue.Queue[_Item | None] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0  # since the last line that was taken
-        self._writer = _RecordWriter(Path(path), limit_bytes // 2)
-        self._thread = threading.Thread(
-            target=self._writer.run, args=(self._queue,), name="lmcache-redis-record", daemon=True
-        )
+        self._has_failed = False
+        self._path = Path(path)
+        self._file_bytes = limit_bytes // 2
+        self._layouts: dict[str, records.LayoutRecord] = {}  # described in the file
+        try:
+            self._file = self._open()
+        except OSError as error:
+            raise ConfigError(
+                f"--record {path} cannot be written ({error.strerror}): name another file"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="lmcache-redis-record", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -78,7 +84,7 @@ class TraceRecorder:
             if not isinstance(result, m.LookupResult) or ranks is None:
                 return
             forms, _ = shared_rows(ranks, len(question.hashes[0]))
-            layout = self._layout(forms, len(question.hashes[0]), self._agent.chunk_tokens(peer))
+            layout = self._layout(forms, len(question.hashes[0]), chunk_tokens(self._agent, ranks))
             line = records.LookupRecord(
                 asked_s,
                 request=_digest(question.request_id.encode()),
@@ -93,7 +99,6 @@ class TraceRecorder:
         return answer
 
     def stored(self, question: m.Store, form: ChunkForm) -> None:
-        """A worker stores chunks."""
         if question.hashes:
             request = _digest(question.request_id.encode())
             part = _digest(form.stem(len(question.hashes[0])))
@@ -122,49 +127,28 @@ class TraceRecorder:
 
     def _put(self, item: _Item) -> None:
         try:
-            if self._writer.has_failed:
+            if self._has_failed:
                 raise queue.Full
             if self._dropped:
-                self._queue.put_nowait(
-                    _Item(records.DroppedRecord(time.time(), lines=self._dropped))
-                )
+                lost = records.DroppedRecord(time.time(), lines=self._dropped)
+                self._queue.put_nowait(_Item(lost))
                 self._dropped = 0
             self._queue.put_nowait(item)
         except queue.Full:
             self._dropped += 1
             self._agent.cache.metrics.count("records_dropped")
 
+    # What follows runs on the thread that writes.
 
-def _digest(data: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-class _RecordWriter:
-    """The file. Owned by the thread that writes."""
-
-    def __init__(self, path: Path, file_bytes: int) -> None:
-        self.has_failed = False
-        self._path = path
-        self._file_bytes = file_bytes
-        self._layouts: dict[str, records.LayoutRecord] = {}  # the last looked up at the end
-        self._encode = msgspec.json.Encoder().encode
+    def _run(self) -> None:
         try:
-            self._file = self._open()
-        except OSError as error:
-            raise ConfigError(
-                f"--record {path} cannot be written ({error.strerror}): name another file"
-            ) from error
-
-    def run(self, lines: queue.Queue[_Item | None]) -> None:
-        """Until a None comes."""
-        try:
-            while (item := lines.get()) is not None:
+            while (item := self._queue.get()) is not None:
                 self._write(item)
-                if lines.empty():
+                if self._queue.empty():
                     self._file.flush()
             self._file.close()
         except OSError as error:
-            self.has_failed = True
+            self._has_failed = True
             logger.error(
                 "nothing is recorded any more: %s cannot be written (%s)", self._path, error
             )
@@ -173,18 +157,14 @@ class _RecordWriter:
         self._path.touch(mode=0o600)
         file = self._path.open("ab")
         for line in (records.StartRecord(time.time()), *self._layouts.values()):
-            file.write(self._encode(line) + b"\n")
+            file.write(_encode(line) + b"\n")
         return file
 
     def _write(self, item: _Item) -> None:
         line, layout = item.line, item.layout
-        if layout is not None:
-            known = self._layouts.pop(layout.name, None)
-            self._layouts[layout.name] = known or layout
-            if known is None:
-                self._append(layout)
-            if len(self._layouts) > _MOST_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
+        if layout is not None and layout.name not in self._layouts:
+            self._append(layout)
+            self._layouts[layout.name] = layout
         if isinstance(line, records.StoreRecord) and not any(
             line.part == row.part for each in self._layouts.values() for row in each.rows
         ):
@@ -194,9 +174,13 @@ class _RecordWriter:
         self._append(line)
 
     def _append(self, line: records.Line) -> None:
-        encoded = self._encode(line) + b"\n"
+        encoded = _encode(line) + b"\n"
         if self._file.tell() + len(encoded) > self._file_bytes:
             self._file.close()
             self._path.replace(f"{self._path}.1")
             self._file = self._open()
         self._file.write(encoded)
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)

@@ -28,7 +28,6 @@ from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost,
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 256
-_KINDS = {"window": " of a sliding window", "local": " of local attention", "state": " of states"}
 
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
@@ -79,20 +78,31 @@ class Registering:
             raise WireError("only a worker whose rank is within its world registers a KV cache")
         if not peer.engine_id:  # its former mapping is found by this id
             raise WireError("a KV cache is registered without an engine id")
-        storages = question.storages
         try:
-            chunk_tokens = self._chunk_tokens(question)
-            groups = self._groups(peer, question, chunk_tokens)
+            chunk_tokens, groups = self._groups(peer, question)
             # There is often one storage per layer, all of one process.
-            handles = storages if question.signals is None else (*storages, question.signals)
+            handles = (*question.storages, *filter(None, (question.signals,)))
             for handle in {(each.pid, each.pid_start_time): each for each in handles}.values():
                 check_exporter(handle)
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
-        self.when_mapped(peer, lambda: self._map(peer, chunk_tokens, groups, question, reply))
+        make = partial(
+            Registration, peer.engine_id, worker_id, chunk_tokens, groups,
+            storages=question.storages,
+        )  # fmt: skip
+        self._when_mapped(peer, lambda: self._map(peer, make, question, reply))
 
-    def when_mapped(self, peer: Peer, action: Callable[[], None]) -> None:
+    def unregister_when_mapped(
+        self, peer: Peer, question: m.UnregisterKVCache, reply: Reply
+    ) -> None:
+        def unregister() -> None:
+            self.unregister(peer, "it asked for that")
+            self._when_unmapped(peer, lambda: reply(m.Done(0)))
+
+        self._when_mapped(peer, unregister)
+
+    def _when_mapped(self, peer: Peer, action: Callable[[], None]) -> None:
         """Runs ``action`` once no registration of this peer is in progress.
 
         What a peer asks for takes effect in its order. Does nothing if the peer leaves before.
@@ -105,44 +115,67 @@ class Registering:
     def _map(
         self,
         peer: Peer,
-        chunk_tokens: int,
-        groups: tuple[Group, ...],
+        make: Callable[..., Registration],
         question: m.RegisterKVCache,
         reply: Reply,
     ) -> None:
         self.unregister(peer, "it registers again")
         peer.mapping = True
         self._mapping += 1
-        opened: list[DeviceContext | DeviceError] = []
+        device: DeviceContext | DeviceError = DeviceError("the agent could not map the KV cache")
+
+        def open_memory() -> CopyOutcome:
+            # On a copy thread: mapping a KV cache takes seconds.
+            nonlocal device
+            layouts = [group.layout for group in question.groups]
+            try:
+                device = open_device(
+                    layouts, question.storages, self._config.device, question.signals, self._gpus
+                )
+            except DeviceError as error:
+                device = error
+                if isinstance(error, GpuLost):
+                    raise
+            return CopyOutcome.DONE
 
         def ended() -> None:
             peer.mapping = False
             self._mapping -= 1
-            self._mapped(peer, chunk_tokens, groups, question, opened, reply)
+            if isinstance(device, DeviceError):
+                logger.warning("refused the KV cache of %s: %s", _name(peer), device)
+                reply(m.Failure(0, m.REFUSED, str(device)))
+            else:
+                self._mapped(peer, make(device=device), reply)
             actions, peer.after_mapping = peer.after_mapping, []
             for action in actions:
                 if self._peers.get(peer.identity) is peer:
-                    self.when_mapped(peer, action)
+                    self._when_mapped(peer, action)
 
         self._copies.scatter(
-            REGISTERING,
-            partial(self._open, question, opened),
-            lambda outcome: self._cache.owner.post(ended),
+            REGISTERING, open_memory, lambda outcome: self._cache.owner.post(ended)
         )
 
-    def _chunk_tokens(self, question: m.RegisterKVCache) -> int:
-        """Tokens of the engine's chunks. Raises ``ConfigError`` if its blocks make no sense."""
+    def _mapped(self, peer: Peer, registration: Registration, reply: Reply) -> None:
+        if self._peers.get(peer.identity) is not peer:  # it left while its memory was mapped
+            self._close(registration)
+            return
+        peer.registration = registration
+        self._cache.metrics.count("registrations")
+        groups = "; ".join(map(_sentence, registration.groups))
+        logger.info("registered %s: %s", _name(peer), groups)
+        # This tells the engine that every copy through a former mapping has ended.
+        self._when_unmapped(peer, lambda: reply(m.Done(0)))
+        if isinstance(registration.device, CudaDevice):
+            self._pinning.begin(registration.device.use_context)
+
+    def _groups(self, peer: Peer, question: m.RegisterKVCache) -> tuple[int, tuple[Group, ...]]:
+        """The tokens of a chunk, and its groups. Raises ``ConfigError`` if none can be cached."""
         sizes = [group.layout.block_size_tokens for group in question.groups]
         if not 0 < len(sizes) <= MAX_GROUPS or min(sizes) < 1:
             raise ConfigError(
                 f"{len(sizes)} groups; there may be 1 to {MAX_GROUPS}, of whole blocks"
             )
-        return engine_chunk_tokens(self._config.chunk_size_tokens, sizes)
-
-    def _groups(
-        self, peer: Peer, question: m.RegisterKVCache, chunk_tokens: int
-    ) -> tuple[Group, ...]:
-        """Raises ``ConfigError`` if the chunks cannot be cached with these settings."""
+        chunk_tokens = engine_chunk_tokens(self._config.chunk_size_tokens, sizes)
         model_name, groups = peer.hello.model_name, []
         for each in question.groups:
             form = form_of(each.layout, model_name, each.kv_rank, chunk_tokens, self._config)
@@ -158,57 +191,7 @@ class Registering:
                 f"a chunk of {chunk_bytes} bytes does not fit the host pool: "
                 "start the agent with a larger --pool-bytes"
             )
-        return tuple(groups)
-
-    def _open(
-        self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError]
-    ) -> CopyOutcome:
-        # On a copy thread: mapping a KV cache takes seconds.
-        layouts = [group.layout for group in question.groups]
-        try:
-            opened.append(
-                open_device(
-                    layouts, question.storages, self._config.device, question.signals, self._gpus
-                )
-            )
-        except GpuLost as error:
-            opened.append(error)
-            raise
-        except DeviceError as error:
-            opened.append(error)
-            return CopyOutcome.FAILED
-        return CopyOutcome.DONE
-
-    def _mapped(
-        self,
-        peer: Peer,
-        chunk_tokens: int,
-        groups: tuple[Group, ...],
-        question: m.RegisterKVCache,
-        opened: list[DeviceContext | DeviceError],
-        reply: Reply,
-    ) -> None:
-        device = opened[0] if opened else DeviceError("the agent could not map the KV cache")
-        if isinstance(device, DeviceError):
-            if not isinstance(device, GpuLost):
-                logger.warning("refused the KV cache of %s: %s", _name(peer), device)
-            reply(m.Failure(0, m.REFUSED, str(device)))
-            return
-        worker_id = peer.hello.worker_id
-        assert worker_id is not None
-        registration = Registration(
-            peer.engine_id, worker_id, chunk_tokens, groups, device, question.storages
-        )
-        if self._peers.get(peer.identity) is not peer:  # it left while its memory was mapped
-            self._close(registration)
-            return
-        peer.registration = registration
-        self._cache.metrics.count("registrations")
-        logger.info("registered %s: %s", _name(peer), "; ".join(map(_sentence, groups)))
-        # This tells the engine that every copy through a former mapping has ended.
-        self.when_unmapped(peer, lambda: reply(m.Done(0)))
-        if isinstance(device, CudaDevice):
-            self._pinning.begin(device.use_context)
+        return chunk_tokens, tuple(groups)
 
     def unregister(self, peer: Peer, why: str) -> None:
         """Unmaps a worker's memory once its copies have ended. Does nothing if none is mapped."""
@@ -243,8 +226,7 @@ class Registering:
             for action in self._after_closing.pop(worker, ()):
                 action()
 
-    def when_unmapped(self, peer: Peer, action: Callable[[], None]) -> None:
-        """Runs ``action`` once no former mapping of this worker is open."""
+    def _when_unmapped(self, peer: Peer, action: Callable[[], None]) -> None:
         worker = (peer.engine_id, peer.hello.worker_id)
         if worker in self._closing:
             self._after_closing.setdefault(worker, []).append(action)
@@ -260,7 +242,6 @@ def _name(peer: Peer) -> str:
 def _sentence(group: Group) -> str:
     form = group.form
     return (
-        f"chunks{_KINDS.get(form.reach.kind, '')} of {form.chunk_bytes / 2**20:.1f} MiB in "
-        f"{form.stripe_count} stripe{'s' * (form.stripe_count > 1)}, "
-        f"layout {form.fingerprint.hex()[:12]}"
+        f"chunks of {form.chunk_bytes / 2**20:.1f} MiB (stripes: {form.stripe_count}, "
+        f"reach: {form.reach.kind}), layout {form.fingerprint.hex()[:12]}"
     )

@@ -1,7 +1,8 @@
 """The agent's loop: one thread that makes every decision and never blocks.
 
 It polls the ROUTER and a wake-up that other threads set when a copy or a tier's job has ended, runs
-timers and sends answers. ``handlers`` decides what to do with each question.
+timers and sends answers. `Handlers` has one entry for each kind of question. A question of a tool
+needs no HELLO, all others are of a peer.
 
     serving ──stop──▶ draining ──nothing in flight, or the deadline, or a second stop──▶ ended
 
@@ -17,25 +18,31 @@ from __future__ import annotations
 import logging
 import math
 import os
-import resource
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import msgspec
 import zmq
 from msgspec.structs import replace
 
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
-from lmcache_redis.agent.agent import Agent, summary
-from lmcache_redis.agent.handlers import Handlers
-from lmcache_redis.agent.peers import Peer, Reply
+from lmcache_redis.agent.agent import Agent, status_report, summary
+from lmcache_redis.agent.comparing import CompareJob
+from lmcache_redis.agent.explaining import Explanations
+from lmcache_redis.agent.jobs import CopyJob, RetrieveJob, StoreJob
+from lmcache_redis.agent.lookups import LookupJob, note_lookup
+from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.recording import TraceRecorder
-from lmcache_redis.config import endpoint_path
-from lmcache_redis.errors import LMCacheRedisError, WireError
-from lmcache_redis.processes import free_descriptors, process_start_time
-from lmcache_redis.transport import hidden_path
+from lmcache_redis.agent.registering import Registering
+from lmcache_redis.agent.watching import Watches
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES
+from lmcache_redis.chunks.names import ChunkNames, PartNames
+from lmcache_redis.errors import DeviceError, FormatError, LMCacheRedisError, WireError
+from lmcache_redis.processes import process_start_time
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +52,15 @@ _SUMMARY_S = 60.0
 # While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
 _HIT_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.01
-# An eighth of the limit is for what the agent opens meanwhile (files of the disk tier, connections
-# to Redis), and for connections that are accepted before it notices.
-_LEAST_RESERVE, _MOST_RESERVE = 64, 1024
+_LAYOUTS_DIFFER = (
+    "lookups of model %s miss: workers with different layouts are registered, and neither they nor "
+    "the scheduler name their engines: give those of each engine one engine_id"
+)
+_JOBS: Mapping[type, type[CopyJob]] = {
+    m.Store: StoreJob,
+    m.Compare: CompareJob,
+    m.Retrieve: RetrieveJob,
+}
 
 
 class Service:
@@ -60,11 +73,9 @@ class Service:
         self.shutdown_deadline_s = agent.config.shutdown_deadline_s
         self._agent = agent
         self._router = router
-        self._admission = Admission(router, agent.config.endpoint)
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(agent.wakeup.fd, zmq.POLLIN)
-        self._poller.register(self._admission.accepted, zmq.POLLIN)
         self._handlers = Handlers(agent, recorder)
         self._welcome = m.Welcome(
             0,
@@ -89,7 +100,6 @@ class Service:
         self._agent.wakeup.set()
 
     def serve(self) -> None:
-        """Serves until `stop`, or until a GPU is lost."""
         while not self._stopping and self._agent.copies.lost is None:
             self._turn(math.inf)
 
@@ -112,7 +122,6 @@ class Service:
             self._handlers.forget(peer, "the agent stops")
         for session in self._agent.sessions:
             self._agent.sessions.end(session)
-        self._admission.close()
         if self._agent.cache.backlog:
             logger.warning(
                 "%d chunks were not written before the agent stopped", self._agent.cache.backlog
@@ -121,14 +130,11 @@ class Service:
         return time.monotonic() if self._stop_now else deadline_s
 
     def _turn(self, most_s: float) -> None:
-        """Waits for what comes next, for at most ``most_s``, and handles it."""
         timeout_s = min(self._agent.loop.run_due(), most_s)
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
         if self._agent.wakeup.fd in ready:
             self._agent.wakeup.clear()  # before run_posted: later posts wake the next poll
         self._agent.loop.run_posted()
-        if self._admission.accepted in ready:
-            self._admission.check()
         if self._router in ready:
             self._receive()
 
@@ -184,9 +190,6 @@ class Service:
         if peer is None and len(self._agent.peers) >= m.MAX_PEERS:
             reply(m.Failure(0, m.REFUSED, f"the agent has {m.MAX_PEERS} peers: start another one"))
             return
-        if peer is None and not self._admission.is_open:
-            reply(m.Failure(0, m.REFUSED, "too few file descriptors are free: see the agent's log"))
-            return
         if peer is None or not peer.is_same(hello):
             now_s = time.monotonic()
             for old in self._agent.peers.add(Peer(identity, hello, now_s, now_s)):
@@ -217,16 +220,17 @@ class Service:
 
     def _housekeeping(self) -> None:
         self._agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
-        self._admission.check()
         now = time.monotonic()
         for peer in self._agent.peers:
+            silent_s = now - peer.last_heard_s
             if peer.process_gone():
-                self._handlers.forget(peer, "its process has ended")
-                self._agent.cache.metrics.count("heartbeat_losses")
-            elif now - peer.last_heard_s > self.heartbeat_timeout_s:
-                silent_s = now - peer.last_heard_s
-                self._handlers.forget(peer, f"it has been silent for {silent_s:.0f} s")
-                self._agent.cache.metrics.count("heartbeat_losses")
+                why = "its process has ended"
+            elif silent_s > self.heartbeat_timeout_s:
+                why = f"it has been silent for {silent_s:.0f} s"
+            else:
+                continue
+            self._handlers.forget(peer, why)
+            self._agent.cache.metrics.count("heartbeat_losses")
         for session in self._agent.sessions.expired(now):
             if not session.ended and session.has_pins:
                 logger.warning("request %s was never ended; unpinned", session.key[1])
@@ -234,66 +238,174 @@ class Service:
             self._agent.sessions.end(session)
 
 
-class Admission:
-    """Lets no new peers in while file descriptors are short. Owned by the loop thread.
+class Handlers:
+    """Validates questions and answers them, or starts jobs that do. Owned by the loop thread.
 
-    Each engine takes a descriptor for its connection and one for each piece of its memory. libzmq
-    ends the process if it cannot accept a connection for want of one, and cannot be told to stop
-    accepting without losing the connections that it has. So the socket's file is renamed: new peers
-    do not find it, and connected ones are served on. It has its name again when descriptors are
-    free.
-
-    accepted: readable after a connection, so that a crowd is noticed while it comes.
+    is_stopping: lookups are misses and stores are dropped.
     """
 
-    def __init__(self, router: zmq.Socket[bytes], endpoint: str) -> None:
-        self.accepted = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
-        self.is_open = True
-        self._router = router
-        self._path = endpoint_path(endpoint)
-        self._hidden = hidden_path(self._path)
-        self._is_stuck = False
+    def __init__(self, agent: Agent, recorder: TraceRecorder | None = None) -> None:
+        self.is_stopping = False
+        self._agent = agent
+        self._recorder = recorder
+        self._registering = Registering(agent)
+        self._watches = Watches(agent)
+        explanations = Explanations(agent)
+        self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
+            m.Ping: lambda question, reply: reply(
+                m.Pong(0, os.getpid(), __version__, self._registering.is_mapping)
+            ),
+            m.GetChunkSize: lambda question, reply: reply(
+                m.ChunkSize(0, agent.config.chunk_size_tokens)
+            ),
+            m.Status: lambda question, reply: reply(
+                m.StatusReport(0, msgspec.json.encode(status_report(agent)))
+            ),
+            m.Why: explanations.why,
+            m.Layouts: explanations.layouts,
+            m.Trust: lambda question, reply: reply(m.Done(0, agent.trust.restore())),
+        }
+        self._of_peers: Mapping[type, Callable[[Peer, Any, Reply], None]] = {
+            m.RegisterKVCache: self._registering.register,
+            m.UnregisterKVCache: self._registering.unregister_when_mapped,
+            m.Lookup: self._lookup,
+            m.Watch: self._watch,
+            m.Store: self._copy,
+            m.Compare: self._copy,
+            m.Retrieve: self._copy,
+            m.ReleaseLocks: self._release,
+            m.EndSession: self._end_session,
+            m.Goodbye: lambda peer, question, reply: self.forget(peer, "it said goodbye"),
+            m.Clear: self._clear,
+        }
 
-    def check(self) -> None:
-        """Shuts the way if descriptors are short, and opens it again."""
-        while self.accepted.poll(0):
-            self.accepted.recv_multipart()
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        reserve = min(max(_LEAST_RESERVE, limit // 8), _MOST_RESERVE, limit // 4)
-        free = free_descriptors()
-        if self.is_open and free < reserve:
-            self._shut(free, limit)
-        elif not self.is_open and free >= reserve + reserve // 4:
-            self._reopen()
+    def answer(self, peer: Peer | None, question: m.Question, reply: Reply) -> None:
+        """Answers, at once or when the job that the question starts has ended.
 
-    def close(self) -> None:
-        """Gives the socket's file its name back."""
-        if not self.is_open:
-            self._reopen()
-        self._router.disable_monitor()
-        self.accepted.close(linger=0)
+        peer: None if the connection has sent no HELLO. Raises ``LMCacheRedisError``.
+        """
+        of_tools = self._of_tools.get(type(question))
+        if of_tools is not None:
+            of_tools(question, reply)
+        elif peer is None:
+            reply(m.Failure(0, m.UNKNOWN_PEER, "say HELLO first"))
+        else:
+            self._of_peers[type(question)](peer, question, reply)
 
-    def _shut(self, free: int, limit: int) -> None:
-        try:
-            os.rename(self._path, self._hidden)
-        except OSError as error:
-            logger.error("the socket %s cannot be renamed: %s", self._path, error)
+    def forget(self, peer: Peer, why: str) -> None:
+        """Drops a peer and its registration; for a scheduler, also the sessions of its engine."""
+        self._agent.peers.remove(peer)
+        self._watches.forget(peer)
+        self._registering.unregister(peer, why)
+        if peer.hello.worker_id is None:
+            for session in self._agent.sessions:
+                if session.key[0] == peer.engine_id:
+                    self._agent.sessions.end(session)
+
+    def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
+        _check_hashes(question.hashes)
+        remote = self._names(peer, question.remote)
+        peer.elsewhere = frozenset(each.worker_id for each in question.remote)
+        peer.computing.token_s = question.token_s
+        layouts_differ = self._agent.peers.layouts_differ(peer)
+        if layouts_differ or self.is_stopping or not question.hashes:
+            reply(m.LookupResult(0, 0))
+            if layouts_differ and not peer.warned:
+                peer.warned = True
+                logger.warning(_LAYOUTS_DIFFER, peer.hello.model_name)
+            if layouts_differ:
+                tokens = self._agent.config.chunk_size_tokens
+                note_lookup(self._agent, peer, question, "layouts_differ", chunk_tokens=tokens)
             return
-        self.is_open = False
-        logger.error(
-            "too few file descriptors are free (%d of %d): no engine or tool can connect to %s "
-            "until there are more; raise the limit (ulimit -n, LimitNOFILE of systemd)",
-            free, limit, self._path,
-        )  # fmt: skip
+        if self._recorder is not None:
+            reply = self._recorder.looked_up(peer, question, reply)
+        LookupJob(self._agent, peer, question, remote, reply).start()
 
-    def _reopen(self) -> None:
-        try:
-            os.link(self._hidden, self._path)  # unlike a rename, replaces no other agent's socket
-            os.unlink(self._hidden)
-        except OSError as error:
-            if not self._is_stuck:
-                logger.error("the socket %s cannot be opened again: %s", self._path, error)
-            self._is_stuck = True
+    def _watch(self, peer: Peer, question: m.Watch, reply: Reply) -> None:
+        self._watches.watch(peer, question.parts, self._names(peer, question.parts), reply)
+
+    def _copy(self, peer: Peer, question: m.Retrieve | m.Store, reply: Reply) -> None:
+        registration, hashes = peer.registration, question.hashes
+        if registration is None:
+            raise DeviceError("no KV cache is registered on this connection")
+        _check_hashes(hashes)
+        check_blocks(registration, question)
+        forms = [group.form for group in registration.groups]
+        sessions = self._agent.sessions
+        if isinstance(question, m.Retrieve):
+            layouts = [form.fingerprint for form in forms]
+            if hashes and not self._agent.trust.allows(layouts, hashes[0]):
+                reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
+                parts = sessions.history.request((peer.engine_id, question.request_id)).parts
+                parts.failed += len(hashes)
+                parts.add_reasons(("a canary has found other KV in this layout",))
+                return
+        elif self.is_stopping:
+            self._agent.cache.metrics.count("drop_shutdown", len(hashes))
+            reply(m.StoreResult(0, 0, 0, len(hashes)))
             return
-        self.is_open, self._is_stuck = True, False
-        logger.info("file descriptors are free: engines can connect to %s again", self._path)
+        elif self._recorder is not None:
+            self._recorder.stored(question, forms[question.group])
+        keys = [(engine, question.request_id) for engine in self._agent.peers.engines_of(peer)]
+        key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
+        session = sessions.open(key, time.monotonic(), for_lookup=False)
+        _JOBS[type(question)](self._agent, session, registration, question, reply).start()
+
+    def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
+        session = self._agent.sessions.get((peer.engine_id, question.request_id))
+        released = 0 if session is None else sum(map(session.release, question.hashes))
+        reply(m.Done(0, released))
+
+    def _end_session(self, peer: Peer, question: m.EndSession, reply: Reply) -> None:
+        session = self._agent.sessions.get((peer.engine_id, question.request_id))
+        if session is not None:
+            self._agent.cache.metrics.count("sessions_ended")
+            self._agent.sessions.end(session)
+        reply(m.Done(0))
+
+    def _clear(self, peer: Peer, question: m.Clear, reply: Reply) -> None:
+        """Removes chunks of an epoch that the engine has ended and will never ask for again."""
+        prefixes: set[bytes] = set()
+        epoch = question.epoch
+        registrations = self._agent.peers.registrations(peer)
+        forms = [group.form for each in registrations for group in each.groups]
+        for each in [*forms, *self._names(peer, question.remote)]:
+            if epoch is None:
+                prefixes.add(each.names.common)
+            else:
+                sizes = m.HASH_BYTES_OF_AN_EPOCH
+                prefixes |= {each.stem(len(epoch) + nbytes) + epoch for nbytes in sizes}
+        self._agent.cache.metrics.count("clears")
+        reply(m.Done(0, self._agent.cache.clear(sorted(prefixes))))
+
+    def _names(self, peer: Peer, remote: Sequence[m.RemoteParts]) -> list[PartNames]:
+        prefix, model_name = self._agent.config.key_prefix, peer.hello.model_name
+        found = []
+        for each in remote:
+            names = ChunkNames(each.fingerprint, prefix)
+            found.append(PartNames(names, model_name, each.kv_rank, reach=each.reach))
+            try:
+                found[-1].stem(MAX_HASH_BYTES)
+            except FormatError as error:
+                raise WireError(f"parts of worker {each.worker_id}: {error}") from error
+        return found
+
+
+def _check_hashes(hashes: Sequence[bytes]) -> None:
+    if len(set(map(len, hashes))) > 1:
+        raise WireError("chunk hashes of different lengths in one message")
+
+
+def check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> None:
+    group, block_ids, chunks = question.group, question.block_ids, len(question.hashes)
+    if group >= len(registration.groups):
+        raise WireError(f"group {group} of a worker with {len(registration.groups)} groups")
+    expected = chunks * registration.groups[group].blocks_per_part
+    if len(block_ids) != expected:
+        raise WireError(f"{len(block_ids)} block ids for {chunks} chunks: expected {expected}")
+    layout = registration.device.layouts[group]
+    if layout.device != "cpu" and question.after is None:
+        raise WireError("a copy on a GPU without a ticket: its blocks may still be written")
+    num_blocks = layout.num_blocks
+    if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+        raise WireError(f"a block id is outside the {num_blocks} blocks of the KV cache")

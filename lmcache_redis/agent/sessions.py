@@ -8,33 +8,31 @@ the seconds in which the engine would have computed them, less those that its re
 the lookup and the load. A load of which any part fails saves nothing, nor does a hit that the
 engine does not load. Workers with other agents, on other nodes, are not seen. For an engine that
 has not measured itself yet, only tokens are counted.
+
+What became of a request is known for a while after its session has ended (`RequestHistory`).
+Everything here is owned by the loop thread.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
 
-from lmcache_redis.agent.history import RequestHistory
+import msgspec
+
 from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import WireError
+from lmcache_redis.metrics import Metrics
 
 MAX_SESSIONS = 1 << 16
 MAX_CHUNKS = 1 << 32  # of a prompt
+MOST_REQUESTS = 4096
 
 SessionKey = tuple[str, str]  # engine id, request id
 PartKey = tuple[int, int]  # worker id, group
-
-
-class Saving(NamedTuple):
-    """Of one load. untimed_tokens: those whose seconds are not known. prefill_s: of the others;
-    below 0 if computing was faster."""
-
-    tokens: int
-    untimed_tokens: int
-    prefill_s: float
 
 
 @dataclass
@@ -56,14 +54,16 @@ class HitLoad:
     tokens: int | None = None
 
     def begun(self, now_s: float) -> None:
-        """A retrieve has begun."""
         self.began_s = self.began_s or now_s
         self.in_flight += 1
 
-    def ended(self, worker_id: int, tokens: int | None, now_s: float) -> Saving | None:
+    def ended(
+        self, worker_id: int, tokens: int | None, now_s: float
+    ) -> tuple[int, float | None] | None:
         """A retrieve has ended with so many tokens, or None if any chunk was not copied.
 
-        Returns what the load has saved when it was the last one; None as well if it failed.
+        Returns the tokens and seconds that the load has saved when it was the last one; None if it
+        failed. The seconds are None if they are not known, and below 0 if computing was faster.
         """
         self.in_flight -= 1
         self.workers.discard(worker_id)
@@ -75,9 +75,8 @@ class HitLoad:
         if self.failed or self.in_flight or self.workers or not self.tokens:
             return None
         waited_s = self.waited_s + now_s - self.began_s
-        if not self.token_s:
-            return Saving(self.tokens, self.tokens, 0.0)
-        return Saving(self.tokens, 0, self.tokens * self.token_s - waited_s)
+        saved_s = self.tokens * self.token_s - waited_s if self.token_s else None
+        return self.tokens, saved_s
 
     def tokens_of(self, reach: Reach, chunks: Iterable[int], skipped_tokens: int) -> int:
         """The tokens that a retrieve of these chunks of the prompt stands for.
@@ -92,10 +91,115 @@ class HitLoad:
         return max(0, (max(numbers) + 1 - first) * self.chunk_tokens - skipped)
 
 
+class FirstMiss(msgspec.Struct, frozen=True):
+    """The first chunk that a lookup did not find, and the token that it begins with.
+
+    reason: a counter's name without ``miss_``, or another of `cli.why.REASONS`. because: for
+    people. hash: in hexadecimal.
+    """
+
+    chunk: int
+    token: int
+    reason: str
+    because: tuple[str, ...]
+    hash: str
+
+
+class PastLookup(msgspec.Struct, kw_only=True):
+    """A lookup that was answered.
+
+    at_s: `time.time()`. hits: chunks found, by tier. layouts: of its parts, in hexadecimal. bet:
+    the fields of a `cache.pacing.Bet`.
+    """
+
+    at_s: float = msgspec.field(default_factory=time.time)
+    took_s: float = 0.0
+    model: str
+    first_chunk: int
+    asked_chunks: int
+    chunk_tokens: int
+    found_chunks: int = 0
+    hits: dict[str, int] = {}
+    compare_only: bool = False
+    layouts: tuple[str, ...] = ()
+    first_miss: FirstMiss | None = None
+    bet: dict[str, float] | None = None
+
+
+class PartCounts(msgspec.Struct):
+    """Parts of chunks of one request: one for each rank and group of layers.
+
+    loaded, failed: copied into the engine's blocks, or not, which the engine then computes.
+    stored, present, dropped: taken from its blocks; in the host pool before; not taken.
+    compared: of a canary. because: why some failed or were dropped.
+    """
+
+    loaded: int = 0
+    failed: int = 0
+    stored: int = 0
+    present: int = 0
+    dropped: int = 0
+    compared: int = 0
+    load_s: float = 0.0
+    because: list[str] = []
+
+    def add_reasons(self, reasons: Iterable[str]) -> None:
+        self.because = sorted({*self.because, *reasons})
+
+
+class PastRequest(msgspec.Struct):
+    """What became of a request: its last lookup, and the parts that were copied since."""
+
+    request_id: str
+    engine_id: str
+    began_s: float
+    lookups: int = 0
+    lookup: PastLookup | None = None
+    parts: PartCounts = msgspec.field(default_factory=PartCounts)
+
+
+class RequestHistory:
+    """The last `MOST_REQUESTS` requests, by their first lookup or copy: for `lmcache-redis why`."""
+
+    def __init__(self, most: int = MOST_REQUESTS) -> None:
+        self._most = most
+        self._began_s = time.time()
+        self._requests: dict[SessionKey, PastRequest] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def since_s(self) -> float:
+        """Since when every request is kept (Unix time): the agent's start, at first."""
+        first = next(iter(self._requests.values()), None)
+        return self._began_s if first is None or len(self) < self._most else first.began_s
+
+    def find(self, text: str, most: int) -> list[PastRequest]:
+        """The requests with this id, or else those whose ids contain it; the newest first."""
+        exact = [each for each in self if each.request_id == text]
+        like = (each for each in self if text in each.request_id)
+        return exact[:most] or [*islice(like, most)]
+
+    def __iter__(self) -> Iterator[PastRequest]:
+        """The newest first."""
+        return reversed(self._requests.values())
+
+    def request(self, key: SessionKey) -> PastRequest:
+        """What is kept of a request, to be added to."""
+        past = self._requests.get(key)
+        if past is None:
+            if len(self._requests) >= self._most:
+                del self._requests[next(iter(self._requests))]
+            engine_id, request_id = key
+            past = self._requests[key] = PastRequest(request_id, engine_id, time.time())
+        return past
+
+
 class Session:
     """The pins of one request."""
 
-    def __init__(self, key: SessionKey, pool: HostPool) -> None:
+    def __init__(self, key: SessionKey, pool: HostPool, history: RequestHistory) -> None:
         self.key = key
         self.expires_s = 0.0
         self.ended = False
@@ -106,6 +210,7 @@ class Session:
         self.load: HitLoad | None = None  # of its last lookup, until it has ended
         self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
         self._pool = pool
+        self._history = history
         self._pins: dict[bytes, dict[PartKey, Entry]] = {}  # by chunk hash
 
     def hold(self, chunk_hash: bytes, part: PartKey, entry: Entry) -> None:
@@ -117,12 +222,10 @@ class Session:
 
     def take(self, chunk_hash: bytes, part: PartKey) -> Entry | None:
         """The entry, whose pin now belongs to the caller; None if the session does not hold it."""
-        parts = self._pins.get(chunk_hash)
-        if parts is None:
-            return None
+        parts = self._pins.get(chunk_hash, {})
         entry = parts.pop(part, None)
         if not parts:
-            del self._pins[chunk_hash]
+            self._pins.pop(chunk_hash, None)
         return entry
 
     def release(self, chunk_hash: bytes) -> int:
@@ -152,14 +255,19 @@ class Session:
     def has_pins(self) -> bool:
         return bool(self._pins)
 
+    @property
+    def past(self) -> PartCounts:
+        return self._history.request(self.key).parts
+
 
 class Sessions:
     """All sessions, by engine and request. history: of requests, ended ones included."""
 
-    def __init__(self, pool: HostPool, timeout_s: float) -> None:
+    def __init__(self, pool: HostPool, metrics: Metrics, timeout_s: float) -> None:
         self.history = RequestHistory()
-        self._pool = pool
         self.timeout_s = timeout_s
+        self._pool = pool
+        self._metrics = metrics
         self._sessions: dict[SessionKey, Session] = {}
 
     def __len__(self) -> int:
@@ -183,29 +291,26 @@ class Sessions:
         if session is None:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise WireError(f"{MAX_SESSIONS} requests are open and have not been ended")
-            session = self._sessions[key] = Session(key, self._pool)
+            self._metrics.count("sessions_opened")
+            session = self._sessions[key] = Session(key, self._pool, self.history)
             session.ended = not for_lookup
         session.ended = session.ended and not for_lookup
         session.expires_s = now_s + self.timeout_s
         return session
 
     def end(self, session: Session) -> None:
-        """Releases all pins; the session is removed when its last store or retrieve has ended."""
         session.ended = True
         session.release_all()
         self._settle(session)
 
     def finish(self, session: Session) -> None:
-        """One store or retrieve of the session has ended."""
         session.busy -= 1
         self._settle(session)
 
     def _settle(self, session: Session) -> None:
-        """Removes an ended session that has no jobs in flight."""
         if session.ended and not session.busy and self._sessions.get(session.key) is session:
             session.keep_beginning()
             del self._sessions[session.key]
 
     def expired(self, now_s: float) -> list[Session]:
-        """Sessions without jobs in flight that have timed out."""
         return [s for s in self._sessions.values() if s.expires_s <= now_s and not s.busy]

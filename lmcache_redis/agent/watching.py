@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
-from typing import NamedTuple
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.lookups import letters_of
 from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.chunks.names import PartNames
 from lmcache_redis.tiers import CallOutcome, ExistsResult
@@ -38,12 +38,6 @@ _CHUNKS_PER_QUESTION = 1 << 12
 _QUESTION_S = 5.0
 
 
-class _ChangedPart(NamedTuple):
-    part: int
-    tier: str
-    chunk_hash: bytes
-
-
 class Journal:
     """What one scheduler has not been told yet: the last change of each part in each tier.
 
@@ -54,7 +48,8 @@ class Journal:
     def __init__(self, parts: Sequence[PartNames], limit: int = MAX_CHANGES) -> None:
         self._limit = limit
         self._lost = False
-        self._changes: dict[_ChangedPart, bool] = {}  # in the order in which they came
+        # By part, tier and hash of the chunk, in the order in which they came.
+        self._changes: dict[tuple[int, str, bytes], bool] = {}
         # A key does not say where its hash begins, so every length is tried.
         self._parts: Mapping[int, Mapping[bytes, int]] = {
             nbytes: {part.stem(nbytes): number for number, part in enumerate(parts)}
@@ -69,7 +64,7 @@ class Journal:
         for nbytes, parts in self._parts.items():
             part = parts.get(key[:-nbytes])
             if part is not None:
-                place = _ChangedPart(part, tier, key[-nbytes:])
+                place = (part, tier, key[-nbytes:])
                 self._changes.pop(place, None)
                 self._changes[place] = there
                 break
@@ -83,9 +78,10 @@ class Journal:
         for place, _ in taken:
             del self._changes[place]
         lost, self._lost = self._lost, False
-        runs = groupby(taken, key=lambda each: (each[0].part, each[0].tier, each[1]))
+        runs = groupby(taken, key=lambda each: (each[0][0], each[0][1], each[1]))
         changes = tuple(
-            m.Change(*run, tuple(place.chunk_hash for place, _ in places)) for run, places in runs
+            m.Change(part, tier, there, tuple(place[2] for place, _ in places))
+            for (part, tier, there), places in runs
         )
         return changes, lost
 
@@ -107,7 +103,7 @@ class Watches:
         self._disk = agent.disk
         self._plane = agent.plane
         self._watches: dict[Peer, _OpenWatch] = {}
-        self._letters = agent.tier_letters
+        self._letters = letters_of(agent.cache)
         self._in_redis: dict[bytes, None] = {}  # as schedulers were told, the oldest first
 
     def watch(
@@ -133,7 +129,6 @@ class Watches:
             self._listen()
 
     def _listen(self) -> None:
-        """Has the pool and the disk tell of changes while there are watches."""
         is_on = bool(self._watches)
         self._pool.on_change = self._changed if is_on else None
         if self._disk is not None:
@@ -158,7 +153,6 @@ class Watches:
         self._pool.seen(self._letters.index("r"), followed, there=False)
 
     def _ask_redis(self, keys: Sequence[bytes]) -> None:
-        """Whether Redis still has these chunks, some after the others."""
         keys = [key for key in keys if key in self._in_redis]
         first, rest = keys[:_CHUNKS_PER_QUESTION], keys[_CHUNKS_PER_QUESTION:]
         if not first or not self._watches:
@@ -178,18 +172,15 @@ class Watches:
             lambda result: self._loop.post(partial(answered, result)),
         )
 
-    def _follow(self, key: bytes, there: bool) -> None:
-        self._in_redis.pop(key, None)
-        if there:
-            self._in_redis[key] = None
-            if len(self._in_redis) > _MOST_FOLLOWED:
-                self._removed_from_redis([next(iter(self._in_redis))])
-
     def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
         letter = "h" if tier is None else self._letters[tier]
         try:
             if letter == "r":
-                self._follow(key, there)
+                self._in_redis.pop(key, None)
+                if there:
+                    self._in_redis[key] = None
+                if len(self._in_redis) > _MOST_FOLLOWED:
+                    self._removed_from_redis([next(iter(self._in_redis))])
             for watch in self._watches.values():
                 watch.journal.note(key, letter, there)
                 self._answer_soon(watch)

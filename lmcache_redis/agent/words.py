@@ -56,7 +56,6 @@ def load_rate(tier: Mapping[str, Any]) -> str:
 
 
 def reasons(report: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Counters of a kind (``miss_`` or ``drop_``) that are not 0, without it; the highest first."""
     found = {
         name.removeprefix(kind): n
         for name, n in report["counters"].items()

@@ -33,7 +33,6 @@ REASONS = MappingProxyType(
         "not_registered": "no worker of its engine had registered its KV cache yet",
         "layouts_differ": "engines without ids and with different layouts are registered: the "
         "agent cannot tell whose request this is",
-        "stopping": "the agent was stopping",
     }
 )
 _TIERS = {"host": "the host pool", "disk": "disk", "redis": "Redis"}

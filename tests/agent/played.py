@@ -10,11 +10,9 @@ from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.jobs import CopyRequest
+from lmcache_redis.agent.jobs import RetrieveJob, StoreJob
 from lmcache_redis.agent.peers import Group, Peers, Registration
-from lmcache_redis.agent.retrieves import RetrieveJob
-from lmcache_redis.agent.sessions import Sessions
-from lmcache_redis.agent.stores import StoreJob
+from lmcache_redis.agent.sessions import Session, Sessions
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.cache.threads import OwnerLoop
@@ -100,7 +98,7 @@ class Played:
         self.cache = PlayedCache(self.loop, slots) if cache is None else cache(self.loop)
         self.pool, self.metrics = self.cache.pool, self.cache.metrics
         self.copies = CopyThreads(1)
-        self.sessions = Sessions(self.pool, timeout_s=60)
+        self.sessions = Sessions(self.pool, self.metrics, timeout_s=60)
         self.session = self.sessions.open(("engine", "r"), time.monotonic())
         self.agent: Any = SimpleNamespace(
             config=AgentConfig(),
@@ -122,17 +120,18 @@ class Played:
 
     def store(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> StoreJob:
         question = m.Store(0, "r", tuple(hashes), *_blocks_and_lease(hashes, lease_s))
-        return StoreJob(self.agent, self._request(question))
+        return StoreJob(*self._parts, question, self.answers.append)
 
     def retrieve(
         self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0, skip_tokens: int = 0
     ) -> RetrieveJob:
         blocks, lease_ns = _blocks_and_lease(hashes, lease_s)
         question = m.Retrieve(0, "r", tuple(hashes), blocks, skip_tokens, lease_ns)
-        return RetrieveJob(self.agent, self._request(question))
+        return RetrieveJob(*self._parts, question, self.answers.append)
 
-    def _request(self, question: m.Store | m.Retrieve) -> CopyRequest:
-        return CopyRequest(self.session, self.registration, question, self.answers.append)
+    @property
+    def _parts(self) -> tuple[Any, Session, Registration]:
+        return self.agent, self.session, self.registration
 
     def hold(self, *names: bytes) -> list[Entry]:
         """Chunks that are READY in the host pool."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.trust import CANARIES_AGAIN
+from lmcache_redis.agent.peers import CANARIES_AGAIN
 from lmcache_redis.client.control import ControlClient
 from tests.agent.test_clears import hashes_in
 from tests.harness import AgentServer, Engine, block_hashes, wait_until

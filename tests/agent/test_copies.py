@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -171,7 +172,7 @@ def test_calls_behind_a_hung_device_end_with_their_leases() -> None:
     held = gpu.hold(copies, "GPU-1", 2)
     told: dict[str, CopyOutcome] = {}
     now_ns = time.monotonic_ns()
-    for name, until_ns in (("late", now_ns - 1), ("in time", now_ns + 10**12), ("any", None)):
+    for name, until_ns in (("late", now_ns - 1), ("in time", now_ns + 10**12), ("any", math.inf)):
         copies.scatter(
             "GPU-1",
             lambda: CopyOutcome.DONE,

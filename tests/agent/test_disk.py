@@ -60,7 +60,7 @@ def test_chunks_come_back_from_disk_without_redis(
         assert status["directory"] == str(tmp_path / "disk")
         assert 0 < status["used_bytes"] <= status["limit_bytes"] == 64 << 20
         assert agent.terminate() == 0
-        assert f"disk {CHUNKS}, Redis 0" in agent.log
+        assert f"hit_chunks_disk {CHUNKS}" in agent.log
 
 
 def test_a_damaged_file_costs_a_read_from_redis(tmp_path: Path, redis_server: RedisServer) -> None:

@@ -116,7 +116,7 @@ def test_it_ends_and_leaves_nothing() -> None:
 def test_a_server_that_ends_is_replaced_again_and_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(embedded, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(embedded, "_PAUSE_S", 0.01)
     seen = set()
     with embedded_redis(LIMIT_BYTES) as url:
         for number in (signal.SIGKILL, signal.SIGTERM):
@@ -202,7 +202,7 @@ def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_start_that_fails_is_tried_again_until_it_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(embedded, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(embedded, "_PAUSE_S", 0.01)
     real, broken = find_server_binary(), tmp_path / "broken"
     binary = script(
         tmp_path / "bin" / "redis-server",
@@ -213,7 +213,7 @@ def test_a_start_that_fails_is_tried_again_until_it_works(
     with embedded_redis(LIMIT_BYTES) as url:
         broken.touch()
         os.kill(pid_of(url), signal.SIGKILL)
-        wait_until(lambda: caplog.text.count("was not started again") > 1, "failures")
+        wait_until(lambda: caplog.text.count("exit status 3") > 1, "failures")
         broken.unlink()
         wait_until(lambda: is_another(url, 0), "another server")
 
@@ -238,7 +238,7 @@ def test_an_old_server_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_an_old_server_alone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script(tmp_path / "bin" / "redis-server", "echo Redis server v=6.0.16 sha=0:0")
     only_on_the_path(monkeypatch, tmp_path / "bin")
-    with pytest.raises(ConfigError, match=r"version 6\.2 or later \(.*is version 6\.0\.16\)"):
+    with pytest.raises(ConfigError, match=r"version 6\.2 or later"):
         find_server_binary()
 
 
@@ -247,7 +247,7 @@ def test_a_binary_that_does_not_run_is_refused(
 ) -> None:
     script(tmp_path / "bin" / "redis-server", "exit 127")
     only_on_the_path(monkeypatch, tmp_path / "bin")
-    with pytest.raises(ConfigError, match="is no server that runs here"):
+    with pytest.raises(ConfigError, match="apt-get install redis-server"):
         find_server_binary()
 
 

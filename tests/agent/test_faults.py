@@ -18,6 +18,7 @@ from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client import worker as client_worker
 from lmcache_redis.client.link import LinkState
+from tests.agent.test_embedded import is_another
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, free_port
 
@@ -436,14 +437,17 @@ def test_a_killed_embedded_redis_is_started_again(tmp_path: Path) -> None:
     with agent, Engine(agent.endpoint) as engine:
         (first,) = agent.children()
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: "the embedded Redis runs again" in agent.log, what="another server")
-        assert "the embedded Redis has ended: killed by SIGKILL" in agent.log
-        wait_until(lambda: bool(agent.status()["redis"]["up"]), what="Redis up")
+        url = agent.status()["redis"]["server"]
+        wait_until(lambda: is_another(url, first), what="another server")
+        assert "is started again, empty: killed by SIGKILL" in agent.log
         (second,) = agent.children()
-        assert second != first
         engine.randomize(range(8))
-        engine.store("r1", HASHES, range(8))
-        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+
+        def is_stored() -> bool:
+            engine.store("r1", HASHES, range(8))
+            return agent.counter("stored_chunks") == 2
+
+        wait_until(is_stored, what="the chunks in Redis")
         # An end in order leaves nothing behind, and starts nothing.
         os.kill(second, signal.SIGKILL)
         assert agent.terminate() == 0

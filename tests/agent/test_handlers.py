@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -9,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.handlers import check_blocks
+from lmcache_redis.agent.service import check_blocks
 from lmcache_redis.errors import WireError
 from tests.agent.joining import HASHES, Joining
 
@@ -48,7 +49,7 @@ def test_a_lost_scheduler_loses_its_sessions_alone(here: Joining) -> None:
     scheduler, worker = here.join(None), here.join(0)
     other = here.join(1, unnamed=True)
     for peer in (scheduler, other):
-        here.agent.session_of(peer, "r", for_lookup=True)
+        here.agent.sessions.open((peer.engine_id, "r"), time.monotonic())
     here.handlers.forget(worker, "it left")
     assert len(here.agent.sessions) == 2
     here.handlers.forget(scheduler, "it left")

@@ -15,10 +15,10 @@ from lmcache_redis import messages as m
 from lmcache_redis.admin.names import find_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.explaining import LayoutDescriptions
-from lmcache_redis.agent.history import PastLookup, RequestHistory
+from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
+from lmcache_redis.agent.sessions import PastLookup, RequestHistory
 from lmcache_redis.cache.pacing import Bet
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.chunks.names import parse_stripe_key
@@ -42,12 +42,16 @@ def lookup(**changes: Any) -> PastLookup:
     return PastLookup(model="m", first_chunk=0, asked_chunks=4, chunk_tokens=64, **changes)
 
 
+def looked_up(history: RequestHistory, key: tuple[str, str], found: PastLookup) -> None:
+    history.request(key).lookup = found
+
+
 def test_the_oldest_request_is_forgotten() -> None:
     history, before_s = RequestHistory(most=3), time.time()
     for number in range(5):
-        history.looked_up(("engine", f"r{number}"), lookup(at_s=float(number)))
-    history.parts_of(("engine", "r2")).loaded += 7  # not moved to the end by this
-    history.looked_up(("engine", "r5"), lookup())
+        looked_up(history, ("engine", f"r{number}"), lookup(at_s=float(number)))
+    history.request(("engine", "r2")).parts.loaded += 7  # not moved to the end by this
+    looked_up(history, ("engine", "r5"), lookup())
     assert [each.request_id for each in history] == ["r5", "r4", "r3"]
     assert len(history) == 3
     assert history.since_s == [*history][-1].began_s >= before_s
@@ -56,8 +60,8 @@ def test_the_oldest_request_is_forgotten() -> None:
 def test_a_request_is_found_by_its_id_or_a_part_of_it() -> None:
     history = RequestHistory()
     for name in ("cmpl-1-ab", "cmpl-1", "cmpl-12-cd", "chat-3-ef"):
-        history.looked_up(("engine", name), lookup())
-    history.looked_up(("another", "chat-3-ef"), lookup())
+        looked_up(history, ("engine", name), lookup())
+    looked_up(history, ("another", "chat-3-ef"), lookup())
 
     def found(text: str, most: int = 9) -> list[tuple[str, str]]:
         return [(each.engine_id, each.request_id) for each in history.find(text, most)]
@@ -70,29 +74,13 @@ def test_a_request_is_found_by_its_id_or_a_part_of_it() -> None:
     assert found("nowhere") == []
 
 
-def test_a_request_that_is_looked_up_again_keeps_the_last() -> None:
-    history = RequestHistory()
-    for found in (0, 4):
-        history.looked_up(("engine", "r"), lookup(found_chunks=found))
-    (past,) = history
-    assert past.lookup is not None
-    assert (past.lookups, past.lookup.found_chunks) == (2, 4)
-
-
 def test_times_that_are_not_known_are_null() -> None:
     history = RequestHistory()
-    history.looked_up(("engine", "r"), lookup(bet=Bet(4, float("inf"), 2.0, 2.0)._asdict()))
+    looked_up(history, ("engine", "r"), lookup(bet=Bet(4, float("inf"), 2.0, 2.0)._asdict()))
     (shown,) = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins([*history])))
     assert shown["lookup"]["bet"] == {
         "chunks": 4, "load_s": None, "compute_s": 2.0, "chosen_s": 2.0,
     }  # fmt: skip
-
-
-def test_reasons_of_one_request_are_bounded() -> None:
-    parts = RequestHistory().parts_of(("engine", "r"))
-    for number in range(100):
-        parts.add_reasons((f"reason {number}",))
-    assert len(parts.because) == 8
 
 
 @pytest.fixture
@@ -125,9 +113,7 @@ def test_misses_before_anything_is_looked_for_are_kept(joining: Joining) -> None
     joining.agent.trust.differed(ranks[0].groups[0].form.fingerprint, HASHES[3])
     ask(joining, scheduler, m.Lookup(3, "behind", (HASHES[3],), first_chunk=2))
     ask(joining, scheduler, m.Lookup(3, "of nothing", ()))  # is no miss
-    joining.handlers.is_stopping = True
-    ask(joining, scheduler, m.Lookup(4, "late", (HASHES[3],)))
-    assert reasons_in(joining)[:2] == [("late", "stopping"), ("behind", "distrusted")]
+    assert reasons_in(joining)[0] == ("behind", "distrusted")
 
 
 def ask(here: Joining, peer: Peer, question: m.Question) -> None:
@@ -274,7 +260,7 @@ def registered(agent: Agent, *layouts: KVLayout) -> Any:
 
 def read_all(agent: Agent) -> dict[bytes, bytes]:
     found: list[Any] = []
-    descriptions, deadline_s = LayoutDescriptions(agent), time.monotonic() + 30
+    descriptions, deadline_s = Explanations(agent), time.monotonic() + 30
     descriptions.names(lambda names: descriptions.read(names, found.append, deadline_s), deadline_s)
     run_until(agent.loop, lambda: found)
     return dict(found[0])
@@ -285,7 +271,7 @@ def test_layouts_are_described_in_redis(redis_server: RedisServer) -> None:
     one, two = layout(revision="one"), layout(revision="two", engine="vllm " * 2000)  # in stripes
     with agent_at(redis_server.unix_url, key_prefix=b"p:") as agent:
         assert read_all(agent) == {}
-        LayoutDescriptions(agent).write([registered(agent, one, two), registered(agent, one)])
+        Explanations(agent).write([registered(agent, one, two), registered(agent, one)])
         run_until(agent.loop, lambda: len(read_all(agent)) == 2)
         assert read_all(agent) == {each.fingerprint(64): each.canonical(64) for each in (one, two)}
     with redis_server.client() as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import stat
 import threading
 from pathlib import Path
@@ -101,19 +100,19 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue is full while the writer stands still; the next line tells how many were lost."""
-    go, write = threading.Event(), recording._RecordWriter._write
+    go, write = threading.Event(), TraceRecorder._write
 
     def stand_still(self: Any, *line: Any) -> None:
         assert go.wait(10)
         write(self, *line)
 
     monkeypatch.setattr(recording, "_QUEUE_LINES", 4)
-    monkeypatch.setattr(recording._RecordWriter, "_write", stand_still)
+    monkeypatch.setattr(TraceRecorder, "_write", stand_still)
     metrics = Metrics()
     agent: Any = SimpleNamespace(cache=SimpleNamespace(metrics=metrics))
     form: Any = SimpleNamespace(stem=lambda hash_bytes: b"stem")
     recorder = TraceRecorder(agent, str(tmp_path / "recorded.jsonl"), 1 << 20)
-    recorder._writer._layouts["layout"] = layout("stem")
+    recorder._layouts["layout"] = layout("stem")
     question = m.Store(0, "r", tuple(HASHES), (), lease_ns=0)
     for _ in range(20):
         recorder.stored(question, form)
@@ -129,26 +128,22 @@ def test_a_writer_that_is_behind_costs_lines_and_no_time(
     assert sum(line["type"] == "store" for line in found) == 21 - lost
 
 
-def test_any_number_of_layouts_leaves_files_that_can_be_read(tmp_path: Path) -> None:
-    """Engines with other layouts come and go. A store may come before any lookup."""
-    path = tmp_path / "recorded.jsonl"
-    writer = recording._RecordWriter(path, 1 << 20)
-    lines: queue.Queue[Any] = queue.Queue()
-    for number in range(3 * recording._MOST_LAYOUTS):
+def test_a_store_is_written_once_its_layout_is_known(tmp_path: Path) -> None:
+    """Engines with other layouts come and go."""
+    path, agent = tmp_path / "recorded.jsonl", None
+    recorder = TraceRecorder(agent, str(path), 1 << 20)  # type: ignore[arg-type]
+    for number in range(2):
         found = layout(f"stem {number}")
         store = records.StoreRecord(1.0, request="r", part=found.rows[0].part, chunks="")
         lookup = records.LookupRecord(1.0, request="r", layout=found.name, chunks="")
-        lines.put(recording._Item(store, HASHES))
+        recorder._put(recording._Item(store, HASHES))
         for _ in range(2):
-            lines.put(recording._Item(lookup, HASHES, found))
-            lines.put(recording._Item(store, HASHES))
-    lines.put(None)
-    writer.run(lines)
-    assert len(writer._layouts) == recording._MOST_LAYOUTS
+            recorder._put(recording._Item(lookup, HASHES, found))
+            recorder._put(recording._Item(store, HASHES))
+    recorder.close()
     types = [line["type"] for line in lines_of(path)]
-    assert types.count("layout") == 3 * recording._MOST_LAYOUTS
-    assert types[:6] == ["start", "layout", "lookup", "store", "lookup", "store"]
-    assert len(read_trace([path], 1, 1)) == 6 * recording._MOST_LAYOUTS
+    assert types == ["start"] + 2 * ["layout", "lookup", "store", "lookup", "store"]
+    assert len(read_trace([path], 1, 1)) == 4
 
 
 def layout(stem: str) -> records.LayoutRecord:

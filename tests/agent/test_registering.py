@@ -152,8 +152,8 @@ def test_as_many_groups_as_the_pool_has_slots(
     window = replace(LAYOUT, segments=(Segment(0, 0, 1 << 10, 1 << 10),), reach=Reach("window", 64))
     here.register_groups(worker, [*[group_of(0)] * 15, group_of(0, window)], lambda answer: None)
     here.run(lambda: worker.registration)
-    assert "registered worker 0 of engine engine (model): chunks of 0.0 MiB in 1 str" in caplog.text
-    assert caplog.text.count("; chunks of a sliding window of 0.0 MiB in 1 stripe,") == 1
+    assert "registered worker 0 of engine engine (model): chunks of 0.0 MiB (" in caplog.text
+    assert caplog.text.count("; chunks of 0.0 MiB (stripes: 1, reach: window),") == 1
     assert worker.registration is not None
     assert [group.blocks_per_part for group in worker.registration.groups] == [4] * 16
 

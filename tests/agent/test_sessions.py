@@ -10,12 +10,13 @@ from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peer, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.errors import WireError
+from lmcache_redis.metrics import Metrics
 from tests.cache.auditing import audit, slots
 
 
 def test_sessions_give_every_pin_back_once() -> None:
     pool = HostPool(slots(8))
-    sessions = Sessions(pool, timeout_s=10)
+    sessions = Sessions(pool, Metrics(), timeout_s=10)
     session = sessions.open(("engine", "request"), now_s=0.0)
     entries = []
     for number in range(3):
@@ -48,7 +49,7 @@ def test_sessions_give_every_pin_back_once() -> None:
 
 def test_parts_of_a_chunk_are_taken_one_by_one() -> None:
     pool = HostPool(slots(4))
-    session = Sessions(pool, timeout_s=10).open(("engine", "request"), 0.0)
+    session = Sessions(pool, Metrics(), timeout_s=10).open(("engine", "request"), 0.0)
     for group in range(2):
         entry = pool.reserve(bytes([group]), 2)
         assert entry is not None
@@ -64,7 +65,7 @@ def test_parts_of_a_chunk_are_taken_one_by_one() -> None:
 
 
 def test_a_lookup_keeps_a_session_until_its_engine_ends_it() -> None:
-    sessions = Sessions(HostPool(slots(1)), timeout_s=10)
+    sessions = Sessions(HostPool(slots(1)), Metrics(), timeout_s=10)
 
     def work(request: str) -> None:
         session = sessions.open(("engine", request), 0.0, for_lookup=False)
@@ -85,7 +86,7 @@ def test_a_lookup_keeps_a_session_until_its_engine_ends_it() -> None:
 
 
 def test_a_session_cancels_its_lookup_when_it_ends() -> None:
-    sessions = Sessions(HostPool(slots(1)), timeout_s=10)
+    sessions = Sessions(HostPool(slots(1)), Metrics(), timeout_s=10)
     session = sessions.open(("engine", "request"), now_s=0.0)
     cancelled: list[bool] = []
     session.cancel_lookup = lambda: cancelled.append(True)
@@ -96,7 +97,7 @@ def test_a_session_cancels_its_lookup_when_it_ends() -> None:
 
 def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
-    sessions = Sessions(HostPool(slots(1)), timeout_s=10)
+    sessions = Sessions(HostPool(slots(1)), Metrics(), timeout_s=10)
     first = sessions.open(("e", "1"), 0.0)
     sessions.open(("e", "2"), 0.0)
     with pytest.raises(WireError, match="2 requests are open"):

@@ -34,9 +34,9 @@ def test_everything_that_happened_is_one_line() -> None:
     )  # fmt: skip
     assert line == (
         logging.INFO,
-        "since the last such line: 6 of 10 chunks hit in 3 lookups (host pool 4, disk 0, Redis 2), "
-        "6 retrieved, 4 gathered, 2 stored in Redis, miss_absent 3, miss_incomplete 1, "
-        "drop_queue_full 2",
+        "since the last such line: lookups 3, lookup_chunks 10, retrieved_chunks 6, "
+        "gathered_chunks 4, hit_chunks_host 4, hit_chunks_redis 2, miss_absent 3, "
+        "miss_incomplete 1, drop_queue_full 2, stored_chunks 2",
     )
 
 
@@ -68,5 +68,5 @@ def test_eviction_and_requests_log_no_lines_of_their_own(
         assert agent.terminate() == 0
     said = agent.log.removeprefix(before)
     assert said.count("since the last such line") == 1  # at the end
-    assert "chunks hit in 10 lookups" in said
+    assert "lookups 10" in said
     assert "miss_incomplete 1" in said

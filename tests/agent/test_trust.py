@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_redis.agent.trust import CANARIES_AGAIN, LayoutTrust, epoch_of
+from lmcache_redis.agent.peers import CANARIES_AGAIN, LayoutTrust, epoch_of
 
 LAYOUT, OTHER = b"l" * 32, b"o" * 32
 EPOCH, ADAPTER, BLOCK = b"e" * 8, b"a" * 16, b"b" * 32
@@ -37,11 +37,3 @@ def test_canaries_in_a_row_bring_trust_back() -> None:
     found = [trust.agreed(LAYOUT, BLOCK) for _ in range(CANARIES_AGAIN)]
     assert found == [False] * (CANARIES_AGAIN - 1) + [True]
     assert trust.allows([LAYOUT], BLOCK)
-
-
-def test_what_is_distrusted_has_a_bound() -> None:
-    trust = LayoutTrust()
-    for number in range(5000):
-        trust.differed(LAYOUT, number.to_bytes(8, "big") + BLOCK)
-    assert len(trust.report()) == 4096
-    assert not trust.allows([LAYOUT], (4999).to_bytes(8, "big") + BLOCK)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lmcache_redis.agent.explaining import LayoutDescriptions
+from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.cli.why import (
     REASONS,
     compare,
@@ -153,7 +153,7 @@ def test_other_ends() -> None:
 def test_every_reason_has_a_sentence() -> None:
     counters = {*REDIS_COUNTERS.misses.values(), *DISK_COUNTERS.misses.values()}
     counters |= {"miss_slower", "miss_pool_full", "miss_load"}
-    others = {"in_part", "distrusted", "not_registered", "layouts_differ", "stopping"}
+    others = {"in_part", "distrusted", "not_registered", "layouts_differ"}
     assert set(REASONS) == {each.removeprefix("miss_") for each in counters} | others
 
 
@@ -290,7 +290,7 @@ def test_why_of_a_real_agent(node: Node) -> None:
         # An engine of another node, whose chunks and description are in Redis.
         elsewhere = layout_of(revision="three", rank="0")
         with agent_at(redis.unix_url) as there:
-            LayoutDescriptions(there).write([registered(there, elsewhere)])
+            Explanations(there).write([registered(there, elsewhere)])
             run_until(there.loop, lambda: read_all(there))
         wanted = elsewhere.fingerprint(64).hex()[:12]
         done = why("--layouts", ours["lookup"]["layouts"][0], wanted.upper(), "--json")

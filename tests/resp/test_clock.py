@@ -26,7 +26,7 @@ MODULES = {"time", "datetime", "date"}
 TOOLS = {"admin", "cli"}
 SHOWN = {
     "agent/exported.py",
-    "agent/history.py",
+    "agent/sessions.py",
     "agent/page.py",
     "agent/recording.py",
     "integrations/vllm/tracing.py",
