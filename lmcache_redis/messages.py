@@ -87,7 +87,8 @@ Failures
 - The preamble differs: ``FAILURE(VERSION_MISMATCH)`` with a reason; the client stops sending.
 - A message cannot be decoded or exceeds a bound: ``FAILURE(BAD_MESSAGE)``; it has no effect. A
   frame of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
-- The agent has ``MAX_PEERS`` peers: ``FAILURE(REFUSED)`` answers the ``HELLO`` of another peer.
+- The agent has ``MAX_PEERS`` peers, or too few file descriptors: ``FAILURE(REFUSED)`` answers the
+  ``HELLO`` of another peer.
 - The agent stops: it answers lookups without hits and stores with all chunks dropped, ends what is
   in flight, and answers no ``HELLO``. Then its socket closes.
 - The agent dies: its socket closes. The client fails every pending call, sends ``HELLO`` until an

@@ -94,7 +94,8 @@ def call_id_of(frames: Sequence[bytes]) -> int:
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` if it cannot be bound."""
     path = endpoint_path(endpoint)
-    _clear_stale_socket(path, endpoint)
+    for each in (path, hidden_path(path)):
+        _clear_stale_socket(each, endpoint)
     router = _bounded_socket(context, zmq.ROUTER, _INBOX)
     # A client may reconnect under its identity before the ROUTER notices the loss of its old
     # connection.
@@ -108,6 +109,11 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
             raise _in_use(endpoint) from error
         raise ConfigError(f"cannot listen on --endpoint {endpoint}: {error.strerror}") from error
     return router
+
+
+def hidden_path(path: Path) -> Path:
+    """Where the socket is while an agent accepts no new engines, see `agent.admission`."""
+    return path.with_name(f"{path.name}.full")
 
 
 def why_untrusted(endpoint: str) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.transport import bind_router
+from lmcache_redis.transport import bind_router, hidden_path
 
 
 def test_a_file_is_kept(tmp_path: Path) -> None:
@@ -34,4 +34,12 @@ def test_a_socket_is_replaced_unless_it_has_a_listener(tmp_path: Path) -> None:
             bind_router(context, f"ipc://{path}"),
             pytest.raises(ConfigError, match="is in use"),
         ):
+            bind_router(context, f"ipc://{path}").close()
+
+
+def test_an_agent_that_lets_nobody_in_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    with zmq.Context() as context, bind_router(context, f"ipc://{path}"):
+        path.rename(hidden_path(path))
+        with pytest.raises(ConfigError, match="is in use"):
             bind_router(context, f"ipc://{path}").close()

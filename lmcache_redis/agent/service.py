@@ -30,6 +30,7 @@ from msgspec.structs import replace
 
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
+from lmcache_redis.agent.admission import Admission
 from lmcache_redis.agent.agent import Agent, status_report, summary
 from lmcache_redis.agent.comparing import CompareJob
 from lmcache_redis.agent.explaining import Explanations
@@ -76,6 +77,8 @@ class Service:
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(agent.wakeup.fd, zmq.POLLIN)
+        self._admission = Admission(router, agent.config.endpoint)
+        self._poller.register(self._admission.accepted, zmq.POLLIN)
         self._handlers = Handlers(agent, recorder)
         self._welcome = m.Welcome(
             0,
@@ -122,6 +125,7 @@ class Service:
             self._handlers.forget(peer, "the agent stops")
         for session in self._agent.sessions:
             self._agent.sessions.end(session)
+        self._admission.close()
         if self._agent.cache.backlog:
             logger.warning(
                 "%d chunks were not written before the agent stopped", self._agent.cache.backlog
@@ -135,6 +139,8 @@ class Service:
         if self._agent.wakeup.fd in ready:
             self._agent.wakeup.clear()  # before run_posted: later posts wake the next poll
         self._agent.loop.run_posted()
+        if self._admission.accepted in ready:
+            self._admission.check()
         if self._router in ready:
             self._receive()
 
@@ -190,6 +196,9 @@ class Service:
         if peer is None and len(self._agent.peers) >= m.MAX_PEERS:
             reply(m.Failure(0, m.REFUSED, f"the agent has {m.MAX_PEERS} peers: start another one"))
             return
+        if peer is None and not self._admission.is_open:
+            reply(m.Failure(0, m.REFUSED, "too few file descriptors are free: see the agent's log"))
+            return
         if peer is None or not peer.is_same(hello):
             now_s = time.monotonic()
             for old in self._agent.peers.add(Peer(identity, hello, now_s, now_s)):
@@ -220,6 +229,7 @@ class Service:
 
     def _housekeeping(self) -> None:
         self._agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
+        self._admission.check()
         now = time.monotonic()
         for peer in self._agent.peers:
             silent_s = now - peer.last_heard_s

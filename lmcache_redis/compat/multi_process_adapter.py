@@ -206,9 +206,10 @@ class LMCacheMPWorkerAdapter(WorkerClient, AdapterOfEngine):
         Raises ValueError for tensors whose blocks or dtype must be given, DeviceError if the memory
         cannot be exported or the agent does not map it.
         """
+        num_blocks = num_blocks or _count_blocks(kv_caches, self._block_size_tokens)
         self.register_groups(
             [CacheGroup(kv_caches, dtype or _common_dtype(kv_caches), self._block_size_tokens)],
-            num_blocks=num_blocks or _count_blocks(kv_caches, self._block_size_tokens),
+            num_blocks=num_blocks,
             identity={
                 "engine": "multi_process_adapter",
                 "world_size": str(self.world_size),

@@ -49,7 +49,7 @@ def stored(agent: AgentServer, engine: Engine) -> None:
     engine.wait_ready()
 
 
-@pytest.mark.parametrize("mbit_per_s", [20, 300])
+@pytest.mark.parametrize("mbit_per_s", [20, 100, 300])
 def test_the_first_requests_of_an_agent_lose_nothing(
     link: LimitedLink, tmp_path: Path, mbit_per_s: float
 ) -> None:
