@@ -30,7 +30,7 @@ CORE = (
     "chunks.names", "chunks.keys", "chunks.frame", "chunks.metadata", "cache.pool", "cache.parts",
     "cache.lookup", "cache.writebehind", "device.table", "device.layout", "resp.control",
     "resp.transfers", "resp.node", "resp.maps", "resp.net.wire", "client.link",
-    "agent.peers", "agent.handlers", "agent.lookups", "agent.retrieves", "agent.stores",
+    "agent.peers", "agent.service", "agent.lookups", "agent.jobs", "agent.sessions",
     "seal.keys",
 )  # fmt: skip
 
