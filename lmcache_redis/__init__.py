@@ -5,7 +5,7 @@ The path of a chunk, from an engine to Redis and back into another engine:
     1. vLLM finishes a chunk of a prompt; the connector names it by the hash of its last
        block                                                          integrations.vllm.scheduler
     2. each worker sends STORE with block ids, never with bytes       client.worker, messages
-    3. a copy thread gathers the blocks into slots of the host pool   agent.stores, device
+    3. a copy thread gathers the blocks into slots of the host pool   agent.jobs, device
     4. the engine may reuse its blocks; the chunk is enqueued         cache.writebehind
     5. Redis is asked whether it has the chunk                        cache.writebehind, resp.plane
     6. each slot becomes one value: a header, then the payload;
@@ -15,7 +15,7 @@ The path of a chunk, from an engine to Redis and back into another engine:
     9. its stripes are received straight into slots and verified      resp.transfers, chunks
    10. the answer names only chunks that sit pinned in the host pool  cache.lookup, agent.lookups
    11. vLLM allocates blocks; each worker sends RETRIEVE              integrations.vllm.worker
-   12. a copy thread scatters the slots into the blocks               agent.retrieves, device
+   12. a copy thread scatters the slots into the blocks               agent.jobs, device
    13. vLLM computes the rest of the prompt, as if it had computed all of it
 
 Wrong KV is worse than no KV: at every step, doubt is a miss.

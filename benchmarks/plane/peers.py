@@ -76,21 +76,6 @@ class Threads:
         self._pool.shutdown()
 
 
-def make_client(name: str, url: str, setting: Setting) -> Client:
-    """Connects a client. Imports what it needs, which for LMCache's is torch."""
-    from benchmarks.plane import ceiling, clients
-
-    if name == CEILING:
-        return ceiling.MemoryCopy() if setting.how == "memcpy" else ceiling.BareSocket(setting)
-    kinds: dict[str, Callable[[str, Setting], Client]] = {
-        OURS: clients.OurClient,
-        LMCACHE: clients.LMCacheClient,
-        REDIS_PY: clients.RedisPyClient,
-        GLIDE: clients.GlideClient,
-    }
-    return kinds[name](url, setting)
-
-
 def settings_of(peer: str, connections: Sequence[int]) -> list[Setting]:
     """The settings of a peer, of which the best counts. connections: the numbers to try."""
     if peer == REDIS_PY:

@@ -17,9 +17,32 @@ import msgspec
 import redis
 
 from benchmarks.plane.messages import Batch, Load, Measured, PrepareScan, Request, Setting, Store
-from benchmarks.plane.peers import OURS, Client, ScanningClient, make_client
+from benchmarks.plane.peers import (
+    CEILING,
+    GLIDE,
+    LMCACHE,
+    OURS,
+    REDIS_PY,
+    Client,
+    ScanningClient,
+)
 from benchmarks.plane.values import Arena, Values
 from lmcache_redis.errors import RedisUnavailable
+
+
+def make_client(name: str, url: str, setting: Setting) -> Client:
+    """Connects a client. Imports what it needs, which for LMCache's is torch."""
+    from benchmarks.plane import ceiling, clients
+
+    if name == CEILING:
+        return ceiling.MemoryCopy() if setting.how == "memcpy" else ceiling.BareSocket(setting)
+    kinds: dict[str, Callable[[str, Setting], Client]] = {
+        OURS: clients.OurClient,
+        LMCACHE: clients.LMCacheClient,
+        REDIS_PY: clients.RedisPyClient,
+        GLIDE: clients.GlideClient,
+    }
+    return kinds[name](url, setting)
 
 
 class Worker:
