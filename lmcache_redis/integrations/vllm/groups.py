@@ -141,7 +141,9 @@ def common_block_tokens(groups: Sequence[LayerGroup]) -> int:
 
 def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
     """Bytes between blocks, by layer; empty if this vLLM leaves them to the tensors' strides."""
-    tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "block_stride")]
+    tensors = kv_cache_config.kv_cache_tensors
+    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
+        return {}
     return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
 
 
