@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_redis.integrations.vllm.groups import (
     Unsupported,
+    block_strides,
     common_block_tokens,
     layer_groups,
     left_out_groups,
@@ -238,3 +239,18 @@ def test_where_layers_differ_in_heads_no_rank_repeats_another(setting: str) -> N
     assert shards(heads_of_a_rank(1), heads=2, **{setting: 4}) == OWN
     assert shards(heads_of_a_rank(1), heads=2, **{setting: 2}) == PAIRS
     assert shards(heads_of_a_rank(1), heads=2, **{setting: None}) == PAIRS
+
+
+def test_strides_of_tensors() -> None:
+    """vLLM before 0.29 does not say which layers a tensor has, or gives no strides at all."""
+    new = [
+        SimpleNamespace(block_stride=64, layers=["a", "b"]),
+        SimpleNamespace(block_stride=32, layers=["c"]),
+    ]
+    older = [SimpleNamespace(block_stride=64, shared_by=["a"])]
+    oldest = [SimpleNamespace(shared_by=["a"])]
+    found = [
+        block_strides(SimpleNamespace(kv_cache_tensors=each))  # type: ignore[arg-type]
+        for each in (new, older, oldest)
+    ]
+    assert found == [{"a": 64, "b": 64, "c": 32}, {}, {}]
