@@ -62,6 +62,13 @@ def test_a_newer_connection_replaces_the_old() -> None:
     assert played.peers.add(again) == [others[0], new]
 
 
+def test_workers_that_have_registered() -> None:
+    played = Played()
+    played.join("a", 0)
+    worker = played.join("a", 1, layout=b"1")
+    assert played.peers.registered == [worker.registration]
+
+
 class Storage(NamedTuple):
     pid: int
     pid_start_time: int

@@ -172,6 +172,8 @@ def test_the_first_chunk_that_does_not_arrive_ends_the_loads() -> None:
     played.run(lambda: played.answers)
     assert played.tier.read == []
     assert played.answers == [m.RetrieveResult(0, (1, 2, 3, 4))]
+    past = played.session.past
+    assert (past.loaded, past.failed, past.because) == (1, 4, ["a chunk could not be loaded"])
     played.close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent.sessions import PartCounts
 from lmcache_redis.cache.pool import EntryState
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.metrics import Metrics
@@ -26,6 +27,7 @@ def test_small_chunks_go_several_a_call_and_are_kept_one_by_one() -> None:
         (2, [6, 7, 8, 9], ["slot of d", "slot of e"]),
     ]
     assert played.answers == [m.StoreResult(0, 4, 1, 0)]
+    assert played.session.past == PartCounts(stored=4, present=1)
     assert played.cache.written_behind == [b"b", b"a", b"c", b"d", b"e"]
     assert all(played.pool.get(name) is not None for name in HASHES)
     played.close()
@@ -39,6 +41,8 @@ def test_only_what_finds_no_room_is_dropped() -> None:
     assert [(chunks, ids) for chunks, ids, _, _ in device.calls] == [(3, [0, 1, 2, 3, 4, 5])]
     assert played.answers == [m.StoreResult(0, 3, 0, 2)]
     assert played.metrics.snapshot()["drop_pool_full"] == 2
+    because = ["the host pool was full"]
+    assert played.session.past == PartCounts(stored=3, dropped=2, because=because)
     played.close()
 
 

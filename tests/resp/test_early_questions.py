@@ -125,7 +125,7 @@ def test_many_callers_at_once_get_their_own_answers(server: RedisServer, early: 
 
 
 def test_a_connection_that_died_unnoticed_costs_no_answer(
-    own_server: RedisServer, early: list[str]
+    own_server: RedisServer, early: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with running(own_server.url, heartbeat_s=3600.0) as plane:
         store(plane, 3)
@@ -135,6 +135,7 @@ def test_a_connection_that_died_unnoticed_costs_no_answer(
         assert scan(plane, [chunk_key(0)]) == (CallOutcome.DONE, 1)
         assert len(early) > before
         assert plane.state.up
+    assert "internal error" not in caplog.text
 
 
 def test_a_reply_cut_in_two_is_asked_for_again(own_server: RedisServer, early: list[str]) -> None:

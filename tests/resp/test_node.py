@@ -17,8 +17,9 @@ from lmcache_redis.resp import (
     RedisPlane,
     WriteOutcome,
 )
-from lmcache_redis.resp.jobs import LoopThread
-from lmcache_redis.resp.maps import ServerFinder
+from lmcache_redis.resp.jobs import Jobs, LoopThread
+from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
+from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import parse_deployment
 from tests.resp.helpers import (
     Chunk,
@@ -176,6 +177,18 @@ def test_more_servers_than_a_cluster_has_are_refused() -> None:
         assert "names 1001 servers" in plane.state.reason
         assert plane_threads() == ["lmcr-time", "lmcr-topology"]
         assert plane.close(1.0)
+
+
+def test_no_map_is_adopted_after_the_end() -> None:
+    """A look-up may end after it: nobody would end the threads of its servers."""
+    options = RedisOptions("redis+cluster://127.0.0.1:1")
+    deployment = parse_deployment(options)
+    nodes = DataNodes(deployment, options, Jobs())
+    assert (nodes.state.up, nodes.state.probed) == (False, False)
+    assert nodes.close(1.0) == 0
+    assert not nodes.adopt(ServerMap(deployment.seeds, ((0, SLOTS - 1, 0),)))
+    assert nodes.routes.nodes == ()
+    assert plane_threads() == []
 
 
 # ------------------------------------------------------------- too few threads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
@@ -38,6 +40,17 @@ def test_items_are_split_by_the_node_of_their_keys(asked: list[bytes]) -> None:
             number = next((n for first, last, n in ranges if first <= slot <= last), None)
             assert node == routes.node_of(asked[index])
             assert node == (None if number is None else NODES[SERVERS[number]])
+
+
+def test_a_range_ends_with_its_last_slot() -> None:
+    edges: dict[int, bytes] = {}
+    numbers = itertools.count()
+    while {9, 10, 20, 21} - edges.keys():
+        key = b"%d" % next(numbers)
+        edges[slot_of(key)] = key
+    routes = Routes(ServerMap(SERVERS[:1], ((10, 20, 0),)), NODES)
+    found = [routes.node_of(edges[slot]) for slot in (9, 10, 20, 21)]
+    assert found == [None, "node-1", "node-1", None]
 
 
 def test_one_server_has_every_key() -> None:

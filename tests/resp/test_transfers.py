@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health
+from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
-from lmcache_redis.resp.transfers import Read, Verified, Write, Writer
+from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, verify
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer
@@ -69,6 +70,27 @@ def test_of_stripes_in_any_order(ends: tuple[Verified, ...], allowed: set[ReadOu
             answered.end(index, ends[index])
         (outcome,) = answered.outcomes
         assert outcome in allowed, order
+
+
+def header_of(number: int) -> bytes:
+    header = bytearray(Chunk(number, 300, 100).frame.bare_header(0))
+    add_checksums(header, 0)
+    return bytes(header)
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        (b"LMCR cut short", ReadOutcome.CORRUPT),
+        (b"another's value", ReadOutcome.FOREIGN),
+        (b"", ReadOutcome.FOREIGN),
+        (header_of(2), ReadOutcome.FOREIGN),
+    ],
+    ids=["damaged", "another magic", "empty", "another chunk"],
+)
+def test_only_a_damaged_header_of_ours_is_corrupt(value: bytes, outcome: ReadOutcome) -> None:
+    failure = (End.OTHER_LENGTH, 0, value)
+    assert verify(Chunk(1, 300, 100).frame, 0, failure, memoryview(b"")) == Verified(outcome)
 
 
 # ------------------------------------------------------------------- writing

@@ -174,6 +174,14 @@ def test_a_long_array_takes_no_memory_before_it_has_come() -> None:
         tracemalloc.stop()
 
 
+def test_a_long_array_whose_head_is_cut_counts_once() -> None:
+    buffer = ReplyBuffer()
+    count = MAX_ELEMENTS - 1
+    buffer.feed(b"*%d" % count)
+    buffer.feed(b"\r\n" + b":1\r\n" * count)
+    assert buffer.take(1) == [[1] * count]
+
+
 def test_a_false_of_resp3_is_a_reply() -> None:
     buffer = ReplyBuffer()
     buffer.feed(b"#f\r\n+OK\r\n")
