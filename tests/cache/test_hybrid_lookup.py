@@ -338,6 +338,13 @@ def test_a_prefix_larger_than_the_pool_is_loaded_in_order() -> None:
     ], "what is loaded later must be there"
 
 
+def test_a_prefix_that_just_exceeds_the_pool_does_not_wait() -> None:
+    model = Model([ALL], slots=15)
+    model.store(0, range(16))
+    assert model.look_up() == 16
+    assert model.redis.loaded == model.keys(*[(chunk, 0) for chunk in range(15)])
+
+
 def test_memory_that_others_hold_is_waited_for() -> None:
     model = Model([ALL, STATE], slots=8)
     others = [model.hold(name, forms_of([ALL])[0]) for name in block_hashes("another", 5)]
