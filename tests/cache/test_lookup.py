@@ -205,6 +205,15 @@ def test_a_chunk_larger_than_the_pool_is_a_miss(make: Callable[..., Tiers]) -> N
     assert tiers.counted("miss_") == {"miss_pool_full": 5}
 
 
+def test_a_pool_of_one_chunk_serves_it(make: Callable[..., Tiers]) -> None:
+    tiers = make(3)
+    tiers.look_up()
+    tiers.answer_scan(5)
+    assert [job.key for job in tiers.redis.read] == KEYS[:1]
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
+
+
 def test_a_deadline_answers_with_what_is_held(tiers: Tiers) -> None:
     tiers.look_up(within_s=0.05)
     tiers.answer_scan(5)
