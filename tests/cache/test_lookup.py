@@ -151,6 +151,21 @@ def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None
     assert tiers.redis.asked == [], "what is on disk is not sent to Redis by a lookup"
 
 
+def test_a_listener_hears_what_the_tiers_were_found_to_have(tiers: Tiers) -> None:
+    told: list[tuple[bytes, int | None, bool]] = []
+    tiers.cache.pool.on_change = lambda *change: told.append(change)
+    tiers.disk.index = {KEYS[1]}
+    tiers.look_up()
+    tiers.answer_scan(2)
+    assert len(told) == 4
+    assert {*told} == {
+        (KEYS[1], 0, True),
+        (KEYS[0], 1, True), (KEYS[2], 1, True), (KEYS[3], 1, False),
+    }  # fmt: skip
+    tiers.end(tiers.disk, rest=ReadOutcome.LOADED)
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+
+
 def test_the_next_tier_reads_into_the_same_slots(
     tiers: Tiers,
 ) -> None:
