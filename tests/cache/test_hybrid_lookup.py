@@ -208,7 +208,11 @@ def test_a_window_that_exists_only_at_chunk_nine_answers_nine() -> None:
     model = Model([ALL, WINDOW])
     model.store(0, range(16))
     model.store(1, [7, 8])
+    told: list[tuple[bytes, int | None, bool]] = []
+    model.cache.pool.on_change = lambda *change: told.append(change)
     assert model.look_up() == 9
+    absent = {key for key, tier, is_there in told if tier == 1 and not is_there}
+    assert absent == {*model.keys(*[(chunk, 1) for chunk in range(15) if chunk not in (7, 8)])}
     _, scan_window, rest = model.redis.questions
     assert scan_window == ("scan", model.keys((14, 1), (15, 1)))
     # Chunk 14 is missing: no prefix of 15 or 16 chunks is possible.
