@@ -55,6 +55,7 @@ class TestMetadata:
 
     def test_names_what_the_pages_hold(self) -> None:
         pages = (Pages((1,), "float16", (2, 4, 4)), Pages((1,), "int8", (32,)))
+        changed(pages=pages).check([64 * 4, 40 * 4])
         assert changed(pages=pages).metadata(256) == RemoteMetadata(
             1536, [(1, 16, 2, 4, 4), (1, 16, 32)], ["float16", "int8"], MemoryFormat.PAGES
         )
