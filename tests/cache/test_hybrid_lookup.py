@@ -366,6 +366,26 @@ def test_memory_that_others_hold_is_waited_for() -> None:
     assert len(model.redis.loaded) == 8
 
 
+def test_what_leaves_the_pool_during_the_wait_is_asked_for() -> None:
+    """Although all was known before."""
+    model = Model([ALL, STATE], slots=6)
+    others = [model.hold(name, model.forms[0]) for name in block_hashes("another", 3)]
+    for entry in others:
+        model.cache.pool.pin(entry)
+    first = model.hold(HASHES[0], model.forms[0])
+    model.store(0, range(5))
+    model.store(1, [3])
+    model.begin(chunks=5)
+    model.settle()
+    assert model.answers == []
+    assert model.redis.questions[-1][0] == "exists"
+    model.cache.pool.discard(first)
+    for entry in others:
+        model.cache.pool.unpin(entry)
+    model.settle()
+    assert model.answer() == 4
+
+
 def test_a_pool_without_any_room_answers_nothing() -> None:
     model = Model([ALL, WINDOW], slots=1)
     entry = model.hold(block_hashes("another", 1)[0], model.forms[0])

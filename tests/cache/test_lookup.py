@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis.cache import parts
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.pacing import Computing
+from lmcache_redis.cache.pacing import Computing, TransferRate
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
@@ -440,6 +440,21 @@ def test_who_leaves_the_queue_wakes_the_next(make: Callable[..., Tiers]) -> None
     assert [length for length, _ in tiers.found] == [3, 2]
 
 
+def test_those_that_have_room_load_side_by_side(make: Callable[..., Tiers]) -> None:
+    tiers = make(15)
+    tiers.disk.is_up = False
+    for name, count in (("another", 4), ("first", 2), ("second", 2)):
+        tiers.look_up(hashes=block_hashes(name, count))
+        tiers.answer_scan(count)
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    tiers.give_back()
+    for _ in range(3):
+        tiers.loop.run_posted()
+    assert len(tiers.redis.read) == 2 + 2
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert [length for length, _ in tiers.found] == [4, 2, 2]
+
+
 def test_many_parts_begin_in_slices(
     make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,6 +621,20 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     (_, rate) = tiers.cache.rates
     assert rate.per_second() > 0
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
+
+
+def test_a_tier_that_has_answered_is_not_given_up_later(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up: list[float] = []
+    monkeypatch.setattr(TransferRate, "gave_up", lambda _, now_s: given_up.append(now_s))
+    tiers.look_up(computing=computing(0.01))
+    tiers.answer_scan(0)
+    assert [length for length, _ in tiers.found] == [0]
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 120)
+    tiers.loop.run_due()
+    assert given_up == []
 
 
 def test_one_chunk_shows_the_rate_and_the_rest_follows(tiers: Tiers) -> None:
