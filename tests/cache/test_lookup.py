@@ -623,6 +623,18 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
 
 
+def test_a_lookup_that_was_cancelled_asks_nothing(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.redis.is_probed = False
+    tiers.look_up().cancel()
+    tiers.redis.is_probed = True
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 1)
+    tiers.loop.run_due()
+    assert tiers.redis.scanned == []
+
+
 def test_a_tier_that_has_answered_is_not_given_up_later(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
