@@ -207,8 +207,6 @@ class RemoteMetadata:
         if len(raw) < _FIXED.size:
             raise FormatError(f"metadata has at least {_FIXED.size} bytes, not {len(raw)}")
         length, fmt_value, group_count = _FIXED.unpack_from(raw)
-        if group_count > MAX_GROUPS:
-            raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes")
         try:
             fmt = MemoryFormat(fmt_value)
         except ValueError:

@@ -151,7 +151,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if self.device not in ("cpu", "cuda"):
             raise DeviceError(f"unknown device {self.device!r} in a layout")
-        if not 0 < self.num_blocks <= _MAX_ADDRESS or not 0 < self.block_size_tokens < 2**31:
+        if self.num_blocks <= 0 or not 0 < self.block_size_tokens < 2**31:
             raise DeviceError(
                 f"a layout of {self.num_blocks} blocks of {self.block_size_tokens} tokens"
             )
@@ -174,8 +174,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 page_bytes = math.prod(each.shape) * itemsize(each.dtype)
             except FormatError as error:
                 raise DeviceError(f"a layout whose pages hold no elements: {error}") from error
-            left = len(self.segments) - len(described)
-            described += [page_bytes] * min(max(0, math.prod(each.segments)), left + 1)
+            count, left = math.prod(each.segments), len(self.segments) - len(described)
+            if not 0 < count <= left:
+                raise DeviceError(f"the layout's pages fill {count} segments where {left} are left")
+            described += [page_bytes] * count
         if self.pages and described != [segment.page_bytes for segment in self.segments]:
             raise DeviceError("the layout's pages do not match its segments")
 

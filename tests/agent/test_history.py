@@ -24,8 +24,7 @@ from lmcache_redis.cache.pool import Arena
 from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.device.layout import KVLayout, Segment, named_pairs
-from lmcache_redis.errors import FormatError
+from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from tests.agent.joining import HASHES, Joining
@@ -284,31 +283,3 @@ def test_layouts_are_described_in_redis(redis_server: RedisServer) -> None:
         client.set(key, client.get(other))
     with agent_at(redis_server.unix_url, key_prefix=b"p:") as agent:
         assert [*read_all(agent)] == [two.fingerprint(64)]
-
-
-def test_a_layout_in_words() -> None:
-    pairs = named_pairs(layout(revision="one", rank="0").canonical(64))
-    assert pairs == {
-        "rank": "0",
-        "revision": "one",
-        "dtype": "uint8",
-        "block_size_tokens": "16",
-        "chunk_size_tokens": "64",
-        "page_format": "",
-        "pages": "3 of 1000 bytes",
-    }
-
-
-@pytest.mark.parametrize(
-    "canonical",
-    [
-        b"", b"{}", b"[]", b"[1,2,3,4,5,6]", b"\xff", b"[" * 10**5,
-        b'[[["a"]],"u",16,64,"",[1]]',
-        b'[[["a","b\\u001b[2J"]],"u",16,64,"",[1]]',
-        b'[[["a",7]],"u",16,64,"",[1]]',
-        b'[[],"u",16,64,"",[1],"window"]',
-    ],
-)  # fmt: skip
-def test_what_describes_no_layout(canonical: bytes) -> None:
-    with pytest.raises(FormatError):
-        named_pairs(canonical)

@@ -208,7 +208,11 @@ def test_a_window_that_exists_only_at_chunk_nine_answers_nine() -> None:
     model = Model([ALL, WINDOW])
     model.store(0, range(16))
     model.store(1, [7, 8])
+    told: list[tuple[bytes, int | None, bool]] = []
+    model.cache.pool.on_change = lambda *change: told.append(change)
     assert model.look_up() == 9
+    absent = {key for key, tier, is_there in told if tier == 1 and not is_there}
+    assert absent == {*model.keys(*[(chunk, 1) for chunk in range(15) if chunk not in (7, 8)])}
     _, scan_window, rest = model.redis.questions
     assert scan_window == ("scan", model.keys((14, 1), (15, 1)))
     # Chunk 14 is missing: no prefix of 15 or 16 chunks is possible.
@@ -338,6 +342,13 @@ def test_a_prefix_larger_than_the_pool_is_loaded_in_order() -> None:
     ], "what is loaded later must be there"
 
 
+def test_a_prefix_that_just_exceeds_the_pool_does_not_wait() -> None:
+    model = Model([ALL], slots=15)
+    model.store(0, range(16))
+    assert model.look_up() == 16
+    assert model.redis.loaded == model.keys(*[(chunk, 0) for chunk in range(15)])
+
+
 def test_memory_that_others_hold_is_waited_for() -> None:
     model = Model([ALL, STATE], slots=8)
     others = [model.hold(name, forms_of([ALL])[0]) for name in block_hashes("another", 5)]
@@ -353,6 +364,26 @@ def test_memory_that_others_hold_is_waited_for() -> None:
     model.settle()
     assert model.answer() == 16
     assert len(model.redis.loaded) == 8
+
+
+def test_what_leaves_the_pool_during_the_wait_is_asked_for() -> None:
+    """Although all was known before."""
+    model = Model([ALL, STATE], slots=6)
+    others = [model.hold(name, model.forms[0]) for name in block_hashes("another", 3)]
+    for entry in others:
+        model.cache.pool.pin(entry)
+    first = model.hold(HASHES[0], model.forms[0])
+    model.store(0, range(5))
+    model.store(1, [3])
+    model.begin(chunks=5)
+    model.settle()
+    assert model.answers == []
+    assert model.redis.questions[-1][0] == "exists"
+    model.cache.pool.discard(first)
+    for entry in others:
+        model.cache.pool.unpin(entry)
+    model.settle()
+    assert model.answer() == 4
 
 
 def test_a_pool_without_any_room_answers_nothing() -> None:

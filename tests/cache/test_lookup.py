@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis.cache import parts
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.pacing import Computing
+from lmcache_redis.cache.pacing import Computing, TransferRate
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
@@ -151,6 +151,21 @@ def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None
     assert tiers.redis.asked == [], "what is on disk is not sent to Redis by a lookup"
 
 
+def test_a_listener_hears_what_the_tiers_were_found_to_have(tiers: Tiers) -> None:
+    told: list[tuple[bytes, int | None, bool]] = []
+    tiers.cache.pool.on_change = lambda *change: told.append(change)
+    tiers.disk.index = {KEYS[1]}
+    tiers.look_up()
+    tiers.answer_scan(2)
+    assert len(told) == 4
+    assert {*told} == {
+        (KEYS[1], 0, True),
+        (KEYS[0], 1, True), (KEYS[2], 1, True), (KEYS[3], 1, False),
+    }  # fmt: skip
+    tiers.end(tiers.disk, rest=ReadOutcome.LOADED)
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+
+
 def test_the_next_tier_reads_into_the_same_slots(
     tiers: Tiers,
 ) -> None:
@@ -203,6 +218,15 @@ def test_a_chunk_larger_than_the_pool_is_a_miss(make: Callable[..., Tiers]) -> N
     tiers.answer_scan(5)
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
     assert tiers.counted("miss_") == {"miss_pool_full": 5}
+
+
+def test_a_pool_of_one_chunk_serves_it(make: Callable[..., Tiers]) -> None:
+    tiers = make(3)
+    tiers.look_up()
+    tiers.answer_scan(5)
+    assert [job.key for job in tiers.redis.read] == KEYS[:1]
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
 
 
 def test_a_deadline_answers_with_what_is_held(tiers: Tiers) -> None:
@@ -416,6 +440,21 @@ def test_who_leaves_the_queue_wakes_the_next(make: Callable[..., Tiers]) -> None
     assert [length for length, _ in tiers.found] == [3, 2]
 
 
+def test_those_that_have_room_load_side_by_side(make: Callable[..., Tiers]) -> None:
+    tiers = make(15)
+    tiers.disk.is_up = False
+    for name, count in (("another", 4), ("first", 2), ("second", 2)):
+        tiers.look_up(hashes=block_hashes(name, count))
+        tiers.answer_scan(count)
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    tiers.give_back()
+    for _ in range(3):
+        tiers.loop.run_posted()
+    assert len(tiers.redis.read) == 2 + 2
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert [length for length, _ in tiers.found] == [4, 2, 2]
+
+
 def test_many_parts_begin_in_slices(
     make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,6 +621,32 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     (_, rate) = tiers.cache.rates
     assert rate.per_second() > 0
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
+
+
+def test_a_lookup_that_was_cancelled_asks_nothing(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.redis.is_probed = False
+    tiers.look_up().cancel()
+    tiers.redis.is_probed = True
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 1)
+    tiers.loop.run_due()
+    assert tiers.redis.scanned == []
+
+
+def test_a_tier_that_has_answered_is_not_given_up_later(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up: list[float] = []
+    monkeypatch.setattr(TransferRate, "gave_up", lambda _, now_s: given_up.append(now_s))
+    tiers.look_up(computing=computing(0.01))
+    tiers.answer_scan(0)
+    assert [length for length, _ in tiers.found] == [0]
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 120)
+    tiers.loop.run_due()
+    assert given_up == []
 
 
 def test_one_chunk_shows_the_rate_and_the_rest_follows(tiers: Tiers) -> None:

@@ -66,6 +66,24 @@ def test_a_load_without_watchers_is_cancelled() -> None:
     audit(pool)
 
 
+def test_a_watcher_that_is_told_may_be_forgotten_by_another() -> None:
+    """A lookup that ends as one of its parts fails lets go of all of them."""
+    pool = HostPool(slots(4))
+    entry = pool.reserve(b"key", 2)
+    assert entry is not None
+    told: list[str] = []
+    pool.watch(entry, lambda: pool.unwatch(entry, second))
+
+    def second() -> None:
+        told.append("second")
+
+    pool.watch(entry, second)
+    pool.unwatch(entry, lambda: None)  # never watched
+    pool.end(entry, is_filled=False)
+    assert told == ["second"]
+    audit(pool)
+
+
 class Arenas:
     """Opens arenas and closes them after the test."""
 
@@ -125,6 +143,20 @@ class TestArena:
         assert pool.prefault(threading.Event())
         assert resident_bytes() - before > 60 << 20
         assert slot_of(pool, 5, 3) == b"abc"
+
+    def test_prefault_says_how_far_it_is(
+        self, arena: Arenas, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Memory before that may be pinned meanwhile."""
+        pool = arena(5 << 20, 1 << 20)
+        done_bytes = []
+        monkeypatch.setattr(
+            "lmcache_redis.cache.pool.fault_in",
+            lambda *_, for_write: done_bytes.append(pool.prefaulted_bytes) or True,
+        )
+        assert pool.prefault(threading.Event())
+        assert done_bytes == [0, 2 << 20, 4 << 20]
+        assert pool.prefaulted_bytes == 5 << 20
 
     def test_prefault_stops(self, arena: Arenas) -> None:
         pool = arena(64 << 20, 1 << 20)
@@ -205,6 +237,16 @@ class TestHostPool:
         assert pool.evictions == 0
         assert pool.reserve(b"c", 3) is not None
         assert b"a" not in pool
+
+    def test_what_stays_without_pins_is_bounded(self) -> None:
+        pool = HostPool(slots(4), idle_limit=2)
+        told: list[bool] = []
+        pool.on_evicted = lambda: told.append(b"a" in pool)
+        for key in (b"a", b"b", b"c"):
+            ready(pool, key)
+        assert [entry.key for entry in pool] == [b"b", b"c"]
+        assert (told, pool.evictions, pool.free) == ([False], 1, 2)
+        audit(pool)
 
     def test_discarded_while_pinned(self) -> None:
         pool = HostPool(slots(1))

@@ -162,6 +162,18 @@ class TestChunkFrame:
             frame_of().chunk_bytes = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "taken"),
+    [
+        (17, 32, 32), (113, 128, 128), (129, 160, 160), (225, 256, 256), (257, 320, 320),
+        (449, 512, 512), (513, 640, 640), (1793, 2048, 2048),
+        ((1 << 20) + 1, 5 << 18, 5 << 18), (7 << 18 | 1, 2 << 20, 2 << 20),
+    ],
+)  # fmt: skip
+def test_the_size_classes_of_jemalloc(first: int, last: int, taken: int) -> None:
+    assert (allocated_bytes(first), allocated_bytes(last)) == (taken, taken)
+
+
 class TestStripePayloadBytes:
     SLOT = (1 << 20) - 4096
 

@@ -193,6 +193,9 @@ class TestRemoteMetadata:
                 RemoteMetadata.deserialize(VECTOR[:length])
         with pytest.raises(FormatError, match="16 to 336 bytes, not 337"):
             RemoteMetadata.deserialize(VECTOR.ljust(337, b"\0"))
+        for rest in (b"\1", b"\0\0\1", b"\1".rjust(336 - len(VECTOR), b"\0")):
+            with pytest.raises(FormatError, match="followed by bytes that are not zero"):
+                RemoteMetadata.deserialize(VECTOR + rest)
 
     def test_every_changed_byte_is_refused_or_seen(self) -> None:
         for position in range(len(VECTOR)):

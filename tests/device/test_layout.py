@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.layout import (
     MAX_SEGMENTS,
     KVLayout,
@@ -17,8 +18,9 @@ from lmcache_redis.device.layout import (
     Pages,
     Segment,
     coalesce,
+    named_pairs,
 )
-from lmcache_redis.errors import ConfigError, DeviceError
+from lmcache_redis.errors import ConfigError, DeviceError, FormatError
 from tests.device.layouts import Paged, paged
 
 LAYOUT = KVLayout(
@@ -53,6 +55,7 @@ class TestMetadata:
 
     def test_names_what_the_pages_hold(self) -> None:
         pages = (Pages((1,), "float16", (2, 4, 4)), Pages((1,), "int8", (32,)))
+        changed(pages=pages).check([64 * 4, 40 * 4])
         assert changed(pages=pages).metadata(256) == RemoteMetadata(
             1536, [(1, 16, 2, 4, 4), (1, 16, 32)], ["float16", "int8"], MemoryFormat.PAGES
         )
@@ -84,6 +87,8 @@ class TestMetadata:
             (Pages((1,), "float16", (32,)), Pages((2,), "float16", (16,))),
             (Pages((1 << 60,), "float16", (32,)),),
             (Pages((-1,), "float16", (32,)),),
+            (Pages((0,), "int8", (1,)), Pages((1,), "int8", (64,)), Pages((1,), "int8", (32,))),
+            (Pages((3,), "int8", (64,)), Pages((-1,), "int8", (32,))),
             (Pages((1 << 60,) * 8, "float16", (32,)),),
             (Pages((-1, -2), "float16", (32,)),),
             (Pages((1,), "float3", (32,)), Pages((1,), "float16", (16,))),
@@ -91,6 +96,12 @@ class TestMetadata:
     )
     def test_that_contradicts_the_segments_is_refused(self, pages: tuple[Pages, ...]) -> None:
         with pytest.raises(DeviceError, match=r"layout('s| whose) pages"):
+            changed(pages=pages).check([64 * 4, 40 * 4])
+
+    @pytest.mark.parametrize("count", [2, 1 << 60])
+    def test_no_more_is_made_of_it_than_there_are_segments(self, count: int) -> None:
+        pages = (Pages((1,), "float16", (32,)), Pages((count,), "float16", (16,)))
+        with pytest.raises(DeviceError, match=f"fill {count} segments where 1 are left"):
             changed(pages=pages).check([64 * 4, 40 * 4])
 
 
@@ -134,10 +145,47 @@ class TestFingerprint:
         assert len(changed(identity=(("ä\x00\ud800", "\n"),)).fingerprint(256)) == 32
 
 
+class TestNamedPairs:
+    def test_of_layouts(self) -> None:
+        pairs = {
+            "model": "m",
+            "rank": "0",
+            "dtype": "float16",
+            "block_size_tokens": "16",
+            "chunk_size_tokens": "256",
+            "page_format": "f",
+            "pages": "1 of 64 bytes, 2 of 32 bytes",
+        }
+        segments = (*LAYOUT.segments, LAYOUT.segments[1])
+        assert named_pairs(changed(segments=segments).canonical(256)) == pairs
+        window = changed(segments=segments, reach=Reach("window", 33))
+        reach = {"reach": "window", "blocks_per_part": "2"}
+        assert named_pairs(window.canonical(256)) == pairs | reach
+
+    @pytest.mark.parametrize(
+        "canonical",
+        [
+            b"", b"{}", b"[]", b"[1,2,3,4,5,6]", b"\xff", b"[" * 10**5,
+            b'[[["a"]],"u",16,64,"",[1]]',
+            b'[[["a","b\\u001b[2J"]],"u",16,64,"",[1]]',
+            b'[[["a",7]],"u",16,64,"",[1]]',
+            b'[[],"u",16,64,"",[1],"window"]',
+        ],
+    )  # fmt: skip
+    def test_of_what_describes_no_layout(self, canonical: bytes) -> None:
+        with pytest.raises(FormatError):
+            named_pairs(canonical)
+
+
 class TestCheck:
     @given(paged())
     def test_accepts_what_fits(self, case: Paged) -> None:
         case.layout.check(case.sizes)
+
+    def test_accepts_as_much_as_there_may_be(self) -> None:
+        segments = (Segment(0, 0, 8, 8),) * MAX_SEGMENTS
+        changed(block_size_tokens=2**31 - 1, segments=segments).check([32])
+        changed(num_blocks=1, segments=(Segment(0, 2**63 - 9, 8, 8),)).check([2**64])
 
     @given(paged(), st.data())
     def test_refuses_storages_that_are_too_short(self, case: Paged, data: st.DataObject) -> None:
@@ -175,7 +223,9 @@ class TestCheck:
         [
             changed(device="tpu"),
             changed(num_blocks=0),
+            changed(num_blocks=2**63),
             changed(block_size_tokens=0),
+            changed(block_size_tokens=2**31),
             changed(segments=()),
             changed(segments=(Segment(0, 0, 8, 8),) * (MAX_SEGMENTS + 1)),
             changed(identity=(("model", "m"), ("model", "n"))),

@@ -176,6 +176,15 @@ class TestTiles:
         with pytest.raises(DeviceError, match="a chunk of"):
             table(512, 64, Segment(0, 0, 64, 64)).launches(n_blocks)
 
+    def test_a_chunk_of_more_tiles_than_a_launch_has_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lmcache_redis.device.table._MAX_TILES", 3)
+        pages = table(512, 64, Segment(0, 0, 2048, 4096))
+        assert len(only_rows(pages.launches(12))) == 3
+        with pytest.raises(DeviceError, match="a chunk of 4 tiles"):
+            pages.launches(13)
+
     def test_a_layout_that_leaves_its_storage_is_refused(self) -> None:
         layout = KVLayout((), "uint8", "cuda", 16, 4, (Segment(0, 0, 64, 64),))
         SegmentTable(layout, [Storage(0, 256)])
@@ -196,6 +205,9 @@ class TestIds:
     def test_skipped_blocks_are_no_blocks(self) -> None:
         packed = pack_ids([[1, 2], [3, 4], [5, 6]], 10, [0, 1, 2])
         assert packed.tolist() == [[1, 2], [SKIPPED, 4], [SKIPPED, SKIPPED]]
+
+    def test_as_many_chunks_as_a_launch_has(self) -> None:
+        assert pack_ids([[9]] * 65_535, 10).shape == (65_535, 1)
 
     def test_what_was_given_stays_as_it_was(self) -> None:
         ids = np.array([4, 5])
