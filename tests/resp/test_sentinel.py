@@ -66,13 +66,15 @@ def test_a_sentinel_that_names_a_replica_costs_writes_alone(watched: Watched) ->
         watched.stop_sentinel()
         # Known servers stay in use while nobody can be asked.
         assert write(plane, Chunk(2, 5000, SLOT)) == [WriteOutcome.STORED]
+        wait_until(lambda: new.command("EXISTS", first_key(2)) == 1)
         new.command("REPLICAOF", "NO", "ONE")
         old.command("REPLICAOF", "127.0.0.1", new.port)
         outcome = write(plane, Chunk(3, 5000, SLOT))
         assert outcome in ([WriteOutcome.REJECTED], [WriteOutcome.UNAVAILABLE])
         watched.start_sentinel(of_master=False)  # knows only what it is told: the old one
         wait_until(lambda: write(plane, Chunk(3, 5000, SLOT)) == [WriteOutcome.REJECTED])
-        assert read(plane, Chunk(1, 5000, SLOT)) == [ReadOutcome.LOADED]
+        # It takes over what the new one has, which takes a moment.
+        wait_until(lambda: read(plane, Chunk(1, 5000, SLOT)) == [ReadOutcome.LOADED])
         assert plane.state.up
         watched.sentinel("SENTINEL", "REMOVE", "mymaster")
         watched.sentinel("SENTINEL", "MONITOR", "mymaster", "127.0.0.1", new.port, 1)

@@ -305,4 +305,4 @@ def test_which_storages_fit_together(directory: Path, open_disk: OpenDisk) -> No
     with pytest.raises(ConfigError, match="in use"):
         ChunkBackend([redis, on_disk(directory, 1 << 20)])
     disk.close()
-    assert threading.active_count() == before, "what was opened before is closed"
+    wait_until(lambda: threading.active_count() == before, "the end of what was opened before")
