@@ -10,7 +10,7 @@ canaries have found, `sessions` the pins of requests and what became of them. Th
 `lmcache_redis.cache`.
 
 Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
-`admission` (nobody new while descriptors are short), `watching` (chunks reported to schedulers),
+`admission` (no new peers while descriptors are short), `watching` (changes, for schedulers),
 `explaining` (why requests missed), `recording` (for `plan`), `exported` (metrics for Prometheus)
 with its `page`, `embedded` (a Redis of the agent).
 """

@@ -52,7 +52,7 @@ ResultT = TypeVar("ResultT")
 # the deadline even on a slow network.
 WINDOW_CHUNKS = 16
 WINDOW_BYTES = 128 << 20
-# Payload of puts that nobody waits for, until it is written or dropped; others are refused.
+# Payload of non-blocking puts in flight; more are refused.
 QUEUE_BYTES = 256 << 20
 CLOSE_S = 5.0
 _LIST_S = 60.0
@@ -115,7 +115,7 @@ class CacheThread:
         return future
 
     def queue(self, nbytes: int) -> bool:
-        """Whether there is room for a put that nobody waits for, which then counts."""
+        """Counts a non-blocking put if there is room for it; returns whether there is."""
         with self._lock:
             if nbytes and 0 < self._queued_bytes > QUEUE_BYTES - nbytes:
                 return False
@@ -123,7 +123,7 @@ class CacheThread:
             return True
 
     def unqueue(self, nbytes: int, put: object = None) -> None:
-        """When the put has ended."""
+        """A non-blocking put has ended."""
         with self._lock:
             self._queued_bytes -= nbytes
 
