@@ -66,10 +66,12 @@ def hit(engine: Engine, hashes: Sequence[bytes] = HASHES) -> int:
 
 
 def test_the_engine_is_told_how_many_hits_are_compared(
-    agent: AgentServer, redis_server: RedisServer, tmp_path: Path
+    redis_server: RedisServer, tmp_path: Path
 ) -> None:
+    url = redis_server.unix_url
     with (
-        AgentServer(tmp_path / "other", redis_server.unix_url, canary_every=7) as other,
+        AgentServer(tmp_path / "one", url, canary_every=None) as agent,
+        AgentServer(tmp_path / "other", url, canary_every=7) as other,
         Engine([agent.endpoint]) as one,
         Engine([other.endpoint]) as two,
     ):
