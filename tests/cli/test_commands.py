@@ -53,7 +53,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedAgent]:
     directory = tmp_path_factory.mktemp("redis")
     with (
         RedisServer(directory) as redis,
-        StartedAgent(tmp_path_factory.mktemp("agent"), redis.unix_url) as agent,
+        StartedAgent(tmp_path_factory.mktemp("agent"), redis.unix_url, canary_every=1000) as agent,
     ):
         yield agent
 
