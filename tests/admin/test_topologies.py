@@ -130,6 +130,8 @@ def test_an_unserved_slot_and_nodes_that_hang_or_have_ended(
             hanging.kill()
             with pytest.raises(RedisUnavailable, match="refuses connections"):
                 summarise(server, b"", everything=True, verify=False)
+            with pytest.raises(RedisUnavailable, match="refuses connections"):
+                choose(server, b"", Selection(everything=True))
 
 
 def test_what_a_user_of_a_cluster_needs(cluster: Cluster) -> None:
