@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
 from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.stripes import SeenChunk
@@ -59,14 +60,15 @@ def test_a_layout_goes_and_the_others_stay(
     gone = Cached(1, raw_namespace=digits == 32)
     stay = Cached(1, layout="second")
     put(client, gone, stay)
-    assert purge(server, Selection(layouts=(gone.fingerprint.hex()[:digits],))).chunks == 1
+    layout = read_layout(gone.fingerprint.hex()[:digits].upper())
+    assert purge(server, Selection(layouts=frozenset({layout}))).chunks == 1
     assert set(client.keys("*")) == set(stay.keys)
 
 
 def test_conditions_add_up(server: PrimaryServers, client: Any) -> None:
     chunks = [Cached(1, model=m, layout=w) for m in ("a", "b") for w in ("first", "second")]
     put(client, *chunks)
-    both = Selection(models=frozenset({"a"}), layouts=(chunks[0].name.layout,))
+    both = Selection(models=frozenset({"a"}), layouts=frozenset({chunks[0].name.layout}))
     assert purge(server, both).chunks == 1
     assert set(client.keys("*")) == {key for chunk in chunks[1:] for key in chunk.keys}
 

@@ -71,7 +71,7 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     put(cluster, stay)
     result = PurgeResult()
     with open_server(RedisOptions(cluster.url)) as server:
-        plan = choose(server, b"", Selection(layouts=(gone.name.layout,)))
+        plan = choose(server, b"", Selection(layouts=frozenset({gone.name.layout})))
         remove(server, plan, 1e6, result)
     assert (result.chunks, result.stripes, result.left) == (1, 12, {})
     left = {key for node in cluster.nodes for key in node.command("KEYS", "*")}
