@@ -114,7 +114,7 @@ def explain(
     try:
         name, index = find_name(key, prefix)
     except FormatError as error:
-        kind, length = server.ask_all([(key, ("TYPE", key)), (key, ("STRLEN", key))])
+        ((kind, length),) = server.ask_each([key], lambda key: [("TYPE", key), ("STRLEN", key)])
         if isinstance(kind, RedisError):
             raise kind from None
         kind = str_if_bytes(kind)

@@ -22,7 +22,6 @@ from lmcache_redis.admin.stripes import (
     SeenChunk,
     Stripe,
     StripeState,
-    ask_each,
     headers_of,
     no_progress,
     read_stripes,
@@ -213,7 +212,7 @@ def _unlink(
 ) -> None:
     """One key a command: in a cluster a command's keys must share a slot."""
     keys = [chunk.name.stripe(stripe.index) for chunk, stripe in stripes]
-    replies = ask_each(server, keys, lambda key: [("UNLINK", key)])
+    replies = server.ask_each(keys, lambda key: [("UNLINK", key)])
     for (chunk, stripe), key, (reply,) in zip(stripes, keys, replies, strict=True):
         if isinstance(reply, RedisError):
             if not isinstance(reply, RedisReplyError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from socket import socket
 from ssl import SSLSocket
 from typing import Any
@@ -53,6 +54,8 @@ from lmcache_redis.resp.options import (
 CONNECT_TIMEOUT_S = 3.0
 # For a SCAN step or a pipeline of a thousand small commands, on a busy server.
 OP_TIMEOUT_S = 10.0
+# Keys that are asked about at once: their headers are 250 KiB.
+BATCH_KEYS = 500
 # For a lost connection. A time-out is not waited for again.
 _RETRY = Retry(ExponentialWithJitterBackoff(0.2, 0.05), 2, (exceptions.ConnectionError,))
 _NO_TOUCH = ("CLIENT", "NO-TOUCH", "ON")
@@ -180,21 +183,25 @@ class PrimaryServers:
             self._by_address[address] = Primary(self._deployment.at(*address), client)
         return self._by_address[address]
 
-    def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
-        """The replies to (key, command) pairs, each sent to its key's server, in the given order.
+    def ask_each(
+        self, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
+    ) -> Iterator[list[Any]]:
+        """For each key the replies to its commands, BATCH_KEYS keys at once.
 
-        A server executes its commands in that order. Raises as `Primary.ask_all`.
+        A server executes its commands in the given order. Raises as `Primary.ask_all`.
         """
         follow = None if self._cluster is None else self._follow
-        by_node: dict[Primary, list[int]] = {}
-        for index, (key, _) in enumerate(commands):
-            by_node.setdefault(self.node_of(key), []).append(index)
-        replies: list[Any] = [None] * len(commands)
-        for node, indexes in by_node.items():
-            found = node.ask_all([commands[index][1] for index in indexes], follow)
-            for index, reply in zip(indexes, found, strict=True):
-                replies[index] = reply
-        return replies
+        for start in range(0, len(keys), BATCH_KEYS):
+            some = keys[start : start + BATCH_KEYS]
+            by_node: dict[Primary, list[bytes]] = {}
+            for key in some:
+                by_node.setdefault(self.node_of(key), []).append(key)
+            replies: dict[bytes, list[Any]] = {}
+            for node, own in by_node.items():
+                asked = [questions(key) for key in own]
+                found = iter(node.ask_all([*chain(*asked)], follow))
+                replies |= {k: [*islice(found, len(q))] for k, q in zip(own, asked, strict=True)}
+            yield from (replies[key] for key in some)
 
     def _follow(self, command: Command) -> Any:
         """By one, redis-py follows redirections. In its cluster pipelines a time-out of one server

@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
-from lmcache_redis.admin.server import PrimaryServers, open_server
+from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.admin.stripes import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import RedisOptions
@@ -213,13 +213,13 @@ def test_stripe_0_goes_first(
 ) -> None:
     put(client, Cached(1), Cached(2))
     sent: list[bytes] = []
-    ask_all = PrimaryServers.ask_all
+    ask_all = Primary.ask_all
 
-    def recorded(server: PrimaryServers, commands: Any) -> Any:
-        sent.extend(key for key, command in commands if command[0] == "UNLINK")
-        return ask_all(server, commands)
+    def recorded(node: Primary, commands: Any, *more: Any) -> Any:
+        sent.extend(command[1] for command in commands if command[0] == "UNLINK")
+        return ask_all(node, commands, *more)
 
-    monkeypatch.setattr(PrimaryServers, "ask_all", recorded)
+    monkeypatch.setattr(Primary, "ask_all", recorded)
     purge(server, ALL)
     indexes = [int.from_bytes(key[-2:], "big") for key in sent]
     assert indexes[:2] == [0, 0]

@@ -98,7 +98,7 @@ def test_redirections_are_followed(
             own.move(slot_of(moved), source, target)
             own.begin_move(slot_of(asked), source, target)
             own.move_keys(slot_of(asked), source, target, 10)
-            assert server.ask_all([(key, ("EXISTS", key)) for key in chunk.keys]) == [1] * 12
+            assert list(server.ask_each(chunk.keys, lambda key: [("EXISTS", key)])) == [[1]] * 12
             report = explain(server, chunk.keys[0], b"", True)
             assert isinstance(report, ChunkReport)
             assert report.verdict is ChunkVerdict.COMPLETE
@@ -125,7 +125,7 @@ def test_an_unserved_slot_and_nodes_that_hang_or_have_ended(
             hanging.stop()
             began_s = time.monotonic()
             with pytest.raises(RedisTimeout, match=f"{hanging.port} does not answer"):
-                server.ask_all([(key, ("EXISTS", key)) for key in keys])
+                list(server.ask_each(keys, lambda key: [("EXISTS", key)]))
             assert time.monotonic() - began_s < 5.0, "once, and not for each key"
             hanging.kill()
             with pytest.raises(RedisUnavailable, match="refuses connections"):
