@@ -11,8 +11,8 @@ import itertools
 import secrets
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,7 +139,7 @@ def sample(
 
 
 def _as_stored(
-    need: Need, chunks: Iterable[tuple[SeenChunk, StripeHeader]], report: Mapping[str, Any]
+    need: Need, chunks: Sequence[tuple[SeenChunk, StripeHeader]], report: Mapping[str, Any]
 ) -> Need:
     """The need by the mean chunk of the model with the most chunks.
 
@@ -147,22 +147,18 @@ def _as_stored(
     agent, which knows how many tokens a chunk has; else it is the usual number.
     """
     hashes: defaultdict[str, set[bytes]] = defaultdict(set)
-    sizes: Counter[tuple[str, str]] = Counter()
-    for chunk, header in chunks:
-        model = chunk.name.key.model_name
-        payload = payload_of(header)
-        hashes[model].add(chunk.name.key.chunk_hash)
-        sizes[model, "payload"] += header.chunk_bytes
-        sizes[model, "memory"] += stored_part(header.chunk_bytes, payload, model).memory_bytes
+    for chunk, _ in chunks:
+        hashes[chunk.name.key.model_name].add(chunk.name.key.chunk_hash)
     model = max(hashes, key=lambda name: len(hashes[name]))
-    engines = [each for each in report.get("engines", ()) if each["model"] == model]
-    chunk_tokens = report.get("chunk_size_tokens", _CHUNK_TOKENS)
-    chunk_tokens = engines[0]["chunk_tokens"] if engines else chunk_tokens
+    parts = [header for chunk, header in chunks if chunk.name.key.model_name == model]
+    sizes = [stored_part(part.chunk_bytes, payload_of(part), model) for part in parts]
+    of_engine = [e["chunk_tokens"] for e in report.get("engines", ()) if e["model"] == model]
+    chunk_tokens = [*of_engine, report.get("chunk_size_tokens", _CHUNK_TOKENS)][0]
     tokens = len(hashes[model]) * chunk_tokens
     return replace(
         need,
-        kv_bytes_per_token=max(1, sizes[model, "payload"] // tokens),
-        memory_per_token=sizes[model, "memory"] / tokens,
+        kv_bytes_per_token=max(1, sum(size.part_bytes for size in sizes) // tokens),
+        memory_per_token=sum(size.memory_bytes for size in sizes) / tokens,
         of=f"{model}, as stored in chunks of {chunk_tokens} tokens",
         is_known=True,
     )

@@ -137,11 +137,12 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). no_first: those without stripe 0, which are among
-    the incomplete. idle_s, frequency: of each chunk's first stripe. damaged: if verified.
+    """Chunks of one model and layout. no_first: those without stripe 0, which are among the
+    incomplete. idle_s, frequency: of each chunk's first stripe. damaged: if verified.
     """
 
-    names: tuple[str, str]
+    model: str
+    layout: str
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -153,14 +154,6 @@ class LayoutSummary:
     idle_s: Spread = field(default_factory=Spread)
     frequency: Spread = field(default_factory=Spread)
     stored_unix_s: Spread = field(default_factory=Spread)
-
-    @property
-    def model(self) -> str:
-        return self.names[0]
-
-    @property
-    def layout(self) -> str:
-        return self.names[1]
 
     def add(self, chunk: SeenChunk, header: StripeHeader | None, first: Stripe) -> None:
         """header: of a chunk of its form."""
@@ -219,7 +212,7 @@ def summarise(
     looked_at = zip(chunks, headers, firsts, strict=True)
     for number, (chunk, header, first) in enumerate(looked_at, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, LayoutSummary(names))
+        group = groups.setdefault(names, LayoutSummary(*names))
         group.add(chunk, header, first)
         if verify:
             stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])

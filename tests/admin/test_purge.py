@@ -215,9 +215,9 @@ def test_stripe_0_goes_first(
     sent: list[bytes] = []
     ask_all = Primary.ask_all
 
-    def recorded(node: Primary, commands: Any, *more: Any) -> Any:
+    def recorded(node: Primary, commands: Any) -> Any:
         sent.extend(command[1] for command in commands if command[0] == "UNLINK")
-        return ask_all(node, commands, *more)
+        return ask_all(node, commands)
 
     monkeypatch.setattr(Primary, "ask_all", recorded)
     purge(server, ALL)
