@@ -84,20 +84,13 @@ def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> list[
         replay = Replay(trace.in_chunks(chunk_tokens), replicas)
         for redis, disk, pool in product(grid.redis_bytes, grid.disk_bytes, grid.pool_bytes):
             sizes = Capacity(pool, disk, redis, grid.engine_bytes)
-            found = replay.find(sizes)
-            rows.append(_row(replay, sizes, found, decide(replay, found, speeds), speeds, prices))
+            rows.append(_row(replay, sizes, speeds, prices))
     return rows
 
 
-def _row(
-    replay: Replay,
-    sizes: Capacity,
-    found: Prefixes,
-    loads: Loads,
-    speeds: Speeds,
-    prices: Prices,
-) -> PlanRow:
-    trace = replay.trace
+def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> PlanRow:
+    trace, found = replay.trace, replay.find(sizes)
+    loads = decide(replay, found, speeds)
     chunk_tokens = trace.layouts[0].block_tokens
     asked_tokens = int(trace.tokens.sum() - found.begin.sum() * chunk_tokens)
     hit_tokens = int((loads.end - found.begin).sum()) * chunk_tokens
