@@ -53,7 +53,6 @@ _MEASURE_S = 0.6
 _DEADLINE_S = 20.0
 # Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
-_SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
 _CHUNK_TOKENS = 256
 
 
@@ -126,7 +125,7 @@ def sample(
     model; and the longest time without a use. Of a few chunks; nothing where that is refused.
     """
     try:
-        found = survey(server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS)
+        found = survey(server, prefix, everything=False)
         chunks = list(found.chunks.values())
         uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
         headers = headers_of(server, chunks)

@@ -22,6 +22,8 @@ from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
+# Of a server, where not every key is looked at.
+SAMPLE_KEYS = 20_000
 # Headers that are read for a form; the first valid one says how its chunks are cut.
 _ATTEMPTS = 16
 
@@ -268,20 +270,15 @@ def survey(
     server: PrimaryServers,
     prefix: bytes,
     *,
-    most_chunks: int | None = None,
-    most_keys: int | None = None,
+    everything: bool = True,
     progress: Progress = no_progress,
 ) -> Survey:
-    """The chunks on all nodes, or a sample of about ``most_chunks``, spread over the nodes.
-
-    most_keys: the number of keys after which the sample of a node ends. Raises RedisError.
-    """
+    """The chunks on all nodes, or among SAMPLE_KEYS keys of each. Raises RedisError."""
     total_keys = sum(int(node.ask("DBSIZE")) for node in server.nodes)
     found = Survey(database_keys=total_keys)
     pattern = escape_pattern(prefix + KEY_MAGIC) + b"*"
-    for number, node in enumerate(server.nodes, start=1):
-        enough = most_chunks and -(-most_chunks * number // len(server.nodes))
-        until_keys = most_keys and found.looked_at + most_keys
+    for node in server.nodes:
+        until_keys = found.looked_at + SAMPLE_KEYS
         cursor = None
         while cursor != 0:
             with one_sentence(node.endpoint):
@@ -290,9 +287,7 @@ def survey(
                 found.add(key, prefix)
             found.looked_at = min(found.looked_at + BATCH_KEYS, total_keys)
             progress("keys scanned", found.looked_at, total_keys)
-            is_full = enough is not None and len(found.chunks) >= enough
-            is_tired = until_keys is not None and found.looked_at >= until_keys
-            if cursor != 0 and (is_full or is_tired):
+            if cursor != 0 and not everything and found.looked_at >= until_keys:
                 found.whole = False
                 break
     if found.whole:
