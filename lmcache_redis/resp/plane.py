@@ -79,7 +79,8 @@ class RedisPlane:
     """See the module. A tier of a cache (`lmcache_redis.tiers`) without an index.
 
     A chunk exists if its stripe 0 does, which is written last. A shard that does not answer costs
-    only its own keys, which count as missing: a call is DONE if any shard answered.
+    only its own keys, which count as missing: a question is DONE if any shard answered, and a
+    removal if all did.
 
     Raises ConfigError on construction for a URL that names no server.
     """
