@@ -185,7 +185,6 @@ def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> t
         write_bytes_per_s = _write(connector, keys, deadline)
         read_bytes_per_s = _read(connector, keys, deadline)
     finally:
-        connector.abort()
         node.ask_all([("UNLINK", key) for key in keys])
     return read_bytes_per_s, write_bytes_per_s
 

@@ -134,12 +134,11 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout. without_stripe_0: some of the incomplete. idle_s, frequency:
-    of each chunk's first stripe. damaged: if verified.
+    """Chunks of one model and layout (`names`). without_stripe_0: some of the incomplete. idle_s,
+    frequency: of each chunk's first stripe. damaged: if verified.
     """
 
-    model: str
-    layout: str
+    names: tuple[str, str]
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -151,6 +150,14 @@ class LayoutSummary:
     idle_s: Spread = field(default_factory=Spread)
     frequency: Spread = field(default_factory=Spread)
     stored_unix_s: Spread = field(default_factory=Spread)
+
+    @property
+    def model(self) -> str:
+        return self.names[0]
+
+    @property
+    def layout(self) -> str:
+        return self.names[1]
 
     def add(self, chunk: SeenChunk, header: StripeHeader | None, first: Stripe) -> None:
         """header: of a chunk of its form."""
@@ -206,7 +213,7 @@ def summarise(
     groups: dict[tuple[str, str], LayoutSummary] = {}
     for number, (chunk, header, first) in enumerate(seen, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, LayoutSummary(*names))
+        group = groups.setdefault(names, LayoutSummary(names))
         group.add(chunk, header, first)
         if verify:
             stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])

@@ -38,6 +38,8 @@ _FIELDS: dict[type, str] = {
     "idle_s=use.idle_s frequency=use.frequency expires_in_s",
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
     "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
+    LayoutSummary: "model layout workers chunks stripes value_bytes chunks_of_unknown_size "
+    "incomplete without_stripe_0 damaged idle_s frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
     NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes",
