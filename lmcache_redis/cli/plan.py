@@ -133,9 +133,8 @@ def plan(
     if not paths:
         raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
     trace = read_trace(paths, block_tokens, parse_size(token_bytes, "--token-bytes"))
-    token_s = trace.token_s or 1 / _DEFAULT_PREFILL_TOKENS_PER_S
-    if prefill_tokens_per_s is not None:
-        token_s = 1 / prefill_tokens_per_s
+    known_s = 1 / prefill_tokens_per_s if prefill_tokens_per_s else trace.token_s
+    token_s = known_s or 1 / _DEFAULT_PREFILL_TOKENS_PER_S
     speeds = Speeds(token_s, link_gbit * 1e9 / 8, disk_gbyte * 1e9)
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
     block = trace.block_tokens
