@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +44,7 @@ from lmcache_redis.resp.net.wire import (
 
 HERE = "this node"
 _CLIENT_NAME = "lmcache-redis-doctor"
+PINGS = 51
 STRIPES = 8
 VALUE_BYTES = HEADER_BYTES + DEFAULT_SLOT_BYTES
 EXPIRES_S = 60
@@ -93,13 +95,14 @@ def diagnose(
             oldest_idle_s=oldest_idle_s,
         )
         # After the server's counters have been read: what is written may evict something.
+        measured: dict[str, Any] = {"ping_s": measure_ping(node)}
         if bandwidth:
             try:
                 read, write = measure_bandwidth(server, node, prefix)
-                known = replace(known, read_bytes_per_s=read, write_bytes_per_s=write)
+                measured |= {"read_bytes_per_s": read, "write_bytes_per_s": write}
             except RedisError as error:
-                known = replace(known, bandwidth_refused=str(error))
-        facts.append(known)
+                measured["bandwidth_refused"] = str(error)
+        facts.append(replace(known, **measured))
     here = None if report is None else look(report, headers)
     return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
@@ -161,6 +164,16 @@ def _as_stored(
 
 
 # --------------------------------------------------------------- what is measured
+
+
+def measure_ping(node: Primary, pings: int = PINGS) -> float:
+    """The median round trip in seconds. Raises RedisError."""
+    times = []
+    for _ in range(pings):
+        started = time.perf_counter()
+        node.ask("PING")
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: True) -> list[bytes]:

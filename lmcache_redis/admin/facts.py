@@ -73,6 +73,7 @@ class Facts:
     io_threads: int | None = _from(setting="io-threads")
     normal_buffer: tuple[int, int, int] | None = _from(setting="client-output-buffer-limit")
     unseen: tuple[str, ...] = ()
+    ping_s: float | None = None
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     bandwidth_refused: str = ""

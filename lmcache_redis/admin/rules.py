@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.resp.net.endpoint import Transport
 
 OLDEST_VERSION = (6, 2)
@@ -97,9 +97,9 @@ ADVICE: dict[str, tuple[str, ...]] = {
     "load bandwidth": (
         "users notice a hit that is twice as fast as computing the tokens again",
         "give the server cores of its own, a faster network or more io-threads, or use more",
-        "if it is far away, start agents with more --get-connections",
         "see what your model needs: --model and --prefill-tokens-per-s",
     ),
+    "latency": ("", "move the server nearer, or start agents with more --get-connections"),
     "append-only file": (
         "every store goes to disk as well, and each rewrite forks; KV can be computed again",
         *_set("appendonly", "no"),
@@ -246,6 +246,15 @@ def _speed(f: Facts) -> Iterator[Finding]:
     made = f.need.kv_bytes_per_token * rate / f.nodes
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s
+    if f.ping_s is not None:
+        most = DEFAULT_GET_CONNECTIONS * STRIPE_BYTES / max(f.ping_s, 1e-6)
+        severity = OK if most >= 2 * need else HINT if most >= need else WARNING
+        seen = f"{f.ping_s * 1000:.2f} ms a round trip (median PING)"
+        why = (
+            f"each of {DEFAULT_GET_CONNECTIONS} connections waits one round trip a stripe: at most "
+            f"{gigabytes(most)}/s, and hits need {gigabytes(need)}/s"
+        )
+        yield Finding(severity, "latency", seen, why)
     if f.bandwidth_refused:
         yield Finding(WARNING, "bandwidth", f"could not be measured: {f.bandwidth_refused}")
     if read is not None:

@@ -13,6 +13,7 @@ from lmcache_redis.admin.doctor import (
     diagnose,
     findings_of,
     measure_bandwidth,
+    measure_ping,
     probe_keys,
 )
 from lmcache_redis.admin.facts import Facts, Need
@@ -45,11 +46,12 @@ def test_a_diagnosis_changes_nothing(
     assert everything(redis_server) == before
     assert client.config_get("*") == settings
     (facts,) = diagnosis.facts
+    assert facts.ping_s
     assert facts.read_bytes_per_s
     assert facts.write_bytes_per_s
     topics = [finding.topic for finding in diagnosis.findings]
     assert topics[:2] == ["maxmemory", "maxmemory-policy"]
-    assert {"load bandwidth", "store bandwidth"} <= set(topics)
+    assert {"load bandwidth", "store bandwidth", "latency"} <= set(topics)
     assert {finding.where for finding in diagnosis.findings} == {server.where}
     assert diagnosis.exit_status == 1
 
@@ -113,6 +115,7 @@ def test_rights_of_an_agent_are_enough(own_server: RedisServer) -> None:
         measured = measure_bandwidth(server, server.nodes[0], b"p:")
         assert min(measured) > 0
         assert own_server.command("DBSIZE") == 0
+        assert measure_ping(server.nodes[0], 3) > 0
         diagnosis = diagnose(server, b"p:", LITTLE, bandwidth=True)
     assert [f.topic for f in diagnosis.findings if f.severity is Severity.HINT][-1] == "not seen"
 

@@ -40,6 +40,7 @@ GOOD = Facts(
     append_only=False,
     io_threads=4,
     normal_buffer=(0, 0, 0),
+    ping_s=0.0002,
     read_bytes_per_s=5e9,
     write_bytes_per_s=3e9,
     need=NEED,
@@ -105,6 +106,9 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
     ({"transport": Transport.TCP, "private": False}, WARNING, "TLS", "public address"),
     ({"transport": Transport.TCP, "local": True}, OK, "TLS", "on this machine"),
     ({"certificate_checked": False}, WARNING, "TLS", "not checked"),
+    # Three connections of one stripe a round trip: 3 MiB / 5 ms = 0.6 GB/s.
+    ({"ping_s": 0.005}, WARNING, "latency", "at most 0.84 GB/s, and hits need 1.05 GB/s"),
+    ({"ping_s": 0.002}, HINT, "latency", "--get-connections"),
     (
         {"read_bytes_per_s": 0.9e9},
         CRITICAL,
@@ -112,7 +116,6 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
         "128 KiB of KV a token x 8,000 tokens/s of prefill = 1.05 GB/s",
     ),
     ({"read_bytes_per_s": 1.5e9}, WARNING, "load bandwidth", "1.4 times as fast"),
-    ({"read_bytes_per_s": 1.5e9}, WARNING, "load bandwidth", "--get-connections"),
     ({"read_bytes_per_s": 0.9e9, "local": True}, CRITICAL, "load bandwidth", "cores of its own"),
     ({"read_bytes_per_s": 0.9e9, "nodes": 3}, OK, "load bandwidth", "over 3 servers"),
     (
@@ -181,6 +184,7 @@ def test_a_fresh_redis_as_it_comes() -> None:
             "policy": st.none() | st.text(min_size=1, max_size=20),
             "save": st.none() | st.text(max_size=20),
             "normal_buffer": st.none() | st.tuples(*[st.integers(0, 1 << 40)] * 3),
+            "ping_s": st.none() | st.floats(0, 100),
             "read_bytes_per_s": st.none() | st.floats(0, 1e12),
             "nodes": st.integers(1, 1000),
         },
