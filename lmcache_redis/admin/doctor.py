@@ -103,7 +103,7 @@ def diagnose(
             except RedisError as error:
                 measured["bandwidth_refused"] = str(error)
         facts.append(replace(known, **measured))
-    here = None if report is None else look(report, headers)
+    here = None if report is None else look(report, server, headers)
     return Diagnosis(tuple(facts), findings_of(facts, here), here)
 
 

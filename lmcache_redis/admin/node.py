@@ -1,4 +1,4 @@
-"""Reads the facts of this node and judges them: its agent, processes, memory and GPUs.
+"""Reads the facts of this node and judges them: its agent, processes, memory, clock and GPUs.
 
 The driver is asked by this process, which sees what its container sees. No context is made.
 """
@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import Any, TypeVar
 from lmcache_redis import __version__
 from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
+from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import payload_of
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.device import driver
-from lmcache_redis.errors import DriverError
+from lmcache_redis.errors import DriverError, RedisError
 
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"
@@ -70,9 +72,9 @@ class GpuFacts:
 class NodeFacts:
     """report: the agent's STATUS. stored: a header of each kind of chunk found in Redis, by model.
 
-    engines: processes that seem to be vLLM's, those that the agent knows and others. shm_bytes,
-    shm_free_bytes: of the engine's /dev/shm that has the least free; None if none can be seen.
-    gpus: None on a node without.
+    clock_ahead_s: of the server's clock; None if it does not tell. engines: processes that seem to
+    be vLLM's, those that the agent knows and others. shm_bytes, shm_free_bytes: of the engine's
+    /dev/shm that has the least free; None if none can be seen. gpus: None on a node without.
     """
 
     report: Mapping[str, Any]
@@ -82,10 +84,13 @@ class NodeFacts:
     engines: tuple[Process, ...]
     shm_bytes: int | None
     shm_free_bytes: int | None
+    clock_ahead_s: float | None
     stored: tuple[tuple[str, StripeHeader], ...]
 
 
-def look(report: Mapping[str, Any], stored: tuple[tuple[str, StripeHeader], ...]) -> NodeFacts:
+def look(
+    report: Mapping[str, Any], server: PrimaryServers, stored: tuple[tuple[str, StripeHeader], ...]
+) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``."""
     known = {engine["pid"] for engine in report["engines"]}
     pids = sorted(known | set(_engine_pids()))
@@ -99,6 +104,7 @@ def look(report: Mapping[str, Any], stored: tuple[tuple[str, StripeHeader], ...]
         engines=tuple(engine for engine in engines if engine is not None),
         shm_bytes=shm[0],
         shm_free_bytes=shm[1],
+        clock_ahead_s=_clock_ahead_s(server),
         stored=stored,
     )
 
@@ -130,6 +136,16 @@ def _engine_pids() -> Iterator[int]:
             with contextlib.suppress(OSError):
                 if (each / "cmdline").read_bytes().startswith(_ENGINE_TITLE.encode()):
                     yield int(each.name)
+
+
+def _clock_ahead_s(server: PrimaryServers) -> float | None:
+    """How far the server's clock is ahead of this machine's."""
+    began_s = time.time()
+    try:
+        seconds, microseconds = server.nodes[0].ask("TIME")
+    except (RedisError, TypeError, ValueError):
+        return None
+    return int(seconds) + int(microseconds) / 1e6 - (began_s + time.time()) / 2
 
 
 def look_at_gpus(pids: Iterable[int]) -> GpuFacts | None:
@@ -179,6 +195,7 @@ def uses_mps(pid: int) -> bool | None:
 
 _DOCKER_SHM_BYTES = 64 << 20
 _FULL = 0.05
+_CLOCK_S = 5.0
 # As `rules.ADVICE`.
 ADVICE: dict[str, tuple[str, ...]] = {
     "Redis": (
@@ -208,6 +225,15 @@ ADVICE: dict[str, tuple[str, ...]] = {
     "slot size": (
         "agents of different --slot-bytes share nothing: each takes the other's for misses",
         "give all agents of this Redis one --slot-bytes",
+    ),
+    "chunk sizes": (
+        "agents of different --chunk-size-tokens share nothing; nor do engines of different dtypes "
+        "or parallel sizes. Parts of several KV cache groups are normal",
+        "lmcache-redis inspect; give all agents one --chunk-size-tokens",
+    ),
+    "clocks": (
+        "`inspect` and `purge --stored-longer-than` tell ages wrong by as much",
+        "run an NTP client on both machines",
     ),
     "GPU driver": (
         "the agent maps KV caches on GPUs through the driver, and needs 525 (CUDA 12.0) or newer",
@@ -255,6 +281,10 @@ def _agent(f: NodeFacts) -> Iterator[Finding]:
         yield Finding(CRITICAL, "Redis", seen)
     seen = f"the agent is {version}, the package here {f.version}"
     yield Finding(OK if version == f.version else WARNING, "versions", seen)
+    if f.clock_ahead_s is not None:
+        severity = OK if abs(f.clock_ahead_s) < _CLOCK_S else HINT
+        side = "ahead" if f.clock_ahead_s > 0 else "behind"
+        yield Finding(severity, "clocks", f"the server's is {abs(f.clock_ahead_s):.1f} s {side}")
 
 
 def _engines(f: NodeFacts) -> Iterator[Finding]:
@@ -292,14 +322,22 @@ def _together(agent: Process, engine: Process) -> Iterator[Finding]:
 def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
     """What is in Redis beside what this agent would write."""
     slot_bytes = f.report["pool"]["slot_bytes"]
-    cut = {
-        model
-        for model, header in f.stored
-        if payload_of(header) != stripe_payload_bytes(header.chunk_bytes, slot_bytes)
-    }
+    cut: set[str] = set()
+    sizes: dict[str, set[int]] = {}
+    for model, header in f.stored:
+        sizes.setdefault(model, set()).add(header.chunk_bytes)
+        ours = stripe_payload_bytes(header.chunk_bytes, slot_bytes)
+        if payload_of(header) != ours:
+            cut.add(model)
     for model in sorted(cut):
         seen = f"Redis has chunks of {model} cut for another --slot-bytes than {slot_bytes}"
         yield Finding(WARNING, "slot size", seen)
+    for model, found in sorted(sizes.items()):
+        if len(found) > 1:
+            shown = ", ".join(shown_bytes(size) for size in sorted(found))
+            yield Finding(
+                HINT, "chunk sizes", f"Redis has chunks of {model} of several sizes: {shown}"
+            )
     if f.stored and not cut:
         yield Finding(OK, "slot size", "what is in Redis is cut as this agent cuts it")
 

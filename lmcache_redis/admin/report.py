@@ -42,7 +42,7 @@ _FIELDS: dict[type, str] = {
     "incomplete without_stripe_0 damaged idle_s frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
-    NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes",
+    NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
 }
 
 

@@ -82,9 +82,10 @@ def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None
         assert here["Redis"]["severity"] == here["engines"]["severity"] == "ok"
         assert here["versions"]["seen"] == f"the agent is {version}, the package here {version}"
         assert here["namespaces"]["severity"] == "ok"
-        # Another agent of other slots on the same Redis.
+        # Another agent of other sizes on the same Redis.
+        other = {"slot_bytes": 32 << 10, "chunk_size_tokens": 32}
         with (
-            AgentServer(tmp_path / "other", own_server.unix_url, slot_bytes=32 << 10) as second,
+            AgentServer(tmp_path / "other", own_server.unix_url, **other) as second,
             Engine(second.endpoint) as its_engine,
         ):
             its_engine.store("s", block_hashes("prompt", 8), range(8))
@@ -92,7 +93,7 @@ def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None
             done = run(*words, "--endpoint", agent.endpoint)
         assert done.returncode == 1
         topics = {f["topic"] for f in json.loads(done.stdout)["findings"] if f["severity"] != "ok"}
-        assert "slot size" in topics
+        assert {"slot size", "chunk sizes"} <= topics
     # Without an agent only the server is checked, unless it was named.
     as_text = [word for word in words if word != "--json"]
     assert "this node" not in run(*as_text).stdout

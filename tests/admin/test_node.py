@@ -45,6 +45,7 @@ WELL = NodeFacts(
     engines=(ENGINE,),
     shm_bytes=16 * GIB,
     shm_free_bytes=8 * GIB,
+    clock_ahead_s=0.1,
     stored=(),
 )
 
@@ -74,7 +75,8 @@ def test_a_node_as_it_should_be() -> None:
     found = judge_node(WELL)
     assert {finding.severity for finding in found} == {OK}
     assert {finding.topic for finding in found} == {
-        "Redis", "versions", "engines", "/dev/shm", "namespaces",
+        "Redis", "versions", "clocks", "engines", "/dev/shm",
+        "namespaces",
     }  # fmt: skip
 
 
@@ -90,6 +92,7 @@ HIDDEN = replace(ENGINE, pid_namespace=None)
             CRITICAL, "Redis", "the agent cannot use cache:6379: refused",
         ),
         (replace(WELL, version="1.1"), WARNING, "versions", "agent is 1.0, the package here 1.1"),
+        (replace(WELL, clock_ahead_s=-61.0), HINT, "clocks", "61.0 s behind"),
         (engine(ready=False), WARNING, "engines", "1 of 1 registered workers are not ready"),
         (reported(engines=[]), HINT, "engines", "none is registered"),
         (replace(WELL, shm_bytes=64 << 20), WARNING, "/dev/shm", "of 64 MiB are free"),
@@ -99,6 +102,10 @@ HIDDEN = replace(ENGINE, pid_namespace=None)
         (
             stored(4 << 20, slot_bytes=512 << 10),
             WARNING, "slot size", "chunks of org/model cut for another --slot-bytes",
+        ),
+        (
+            stored(4 << 20, 1 << 20),
+            HINT, "chunk sizes", "several sizes: 1 MiB, 4 MiB",
         ),
     ],
 )  # fmt: skip
@@ -117,6 +124,7 @@ def test_what_is_fine() -> None:
         replace(WELL, agent=None),
         replace(WELL, agent=replace(AGENT, uid=0)),
         replace(WELL, shm_bytes=None, shm_free_bytes=None),
+        replace(WELL, clock_ahead_s=None),
         stored(4 << 20),
     ):
         assert {finding.severity for finding in judge_node(facts)} == {OK}
