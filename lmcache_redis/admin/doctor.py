@@ -11,8 +11,8 @@ import itertools
 import secrets
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,6 @@ _MEASURE_S = 0.6
 _DEADLINE_S = 20.0
 # Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
-_SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
 _CHUNK_TOKENS = 256
 
 
@@ -126,7 +125,7 @@ def sample(
     model; and the longest time without a use. Of a few chunks; nothing where that is refused.
     """
     try:
-        found = survey(server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS)
+        found = survey(server, prefix, everything=False)
         chunks = list(found.chunks.values())
         uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
         headers = headers_of(server, chunks)
@@ -139,7 +138,7 @@ def sample(
 
 
 def _as_stored(
-    need: Need, chunks: Iterable[tuple[SeenChunk, StripeHeader]], report: Mapping[str, Any]
+    need: Need, chunks: Sequence[tuple[SeenChunk, StripeHeader]], report: Mapping[str, Any]
 ) -> Need:
     """The need by the mean chunk of the model with the most chunks.
 
@@ -147,22 +146,18 @@ def _as_stored(
     agent, which knows how many tokens a chunk has; else it is the usual number.
     """
     hashes: defaultdict[str, set[bytes]] = defaultdict(set)
-    sizes: Counter[tuple[str, str]] = Counter()
-    for chunk, header in chunks:
-        model = chunk.name.key.model_name
-        payload = payload_of(header)
-        hashes[model].add(chunk.name.key.chunk_hash)
-        sizes[model, "payload"] += header.chunk_bytes
-        sizes[model, "memory"] += stored_part(header.chunk_bytes, payload, model).memory_bytes
+    for chunk, _ in chunks:
+        hashes[chunk.name.key.model_name].add(chunk.name.key.chunk_hash)
     model = max(hashes, key=lambda name: len(hashes[name]))
-    engines = [each for each in report.get("engines", ()) if each["model"] == model]
-    chunk_tokens = report.get("chunk_size_tokens", _CHUNK_TOKENS)
-    chunk_tokens = engines[0]["chunk_tokens"] if engines else chunk_tokens
+    parts = [header for chunk, header in chunks if chunk.name.key.model_name == model]
+    sizes = [stored_part(part.chunk_bytes, payload_of(part), model) for part in parts]
+    of_engine = [e["chunk_tokens"] for e in report.get("engines", ()) if e["model"] == model]
+    chunk_tokens = [*of_engine, report.get("chunk_size_tokens", _CHUNK_TOKENS)][0]
     tokens = len(hashes[model]) * chunk_tokens
     return replace(
         need,
-        kv_bytes_per_token=max(1, sizes[model, "payload"] // tokens),
-        memory_per_token=sizes[model, "memory"] / tokens,
+        kv_bytes_per_token=max(1, sum(size.part_bytes for size in sizes) // tokens),
+        memory_per_token=sum(size.memory_bytes for size in sizes) / tokens,
         of=f"{model}, as stored in chunks of {chunk_tokens} tokens",
         is_known=True,
     )
@@ -203,7 +198,6 @@ def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> t
         write_bytes_per_s = _write(connector, keys, deadline)
         read_bytes_per_s = _read(connector, keys, deadline)
     finally:
-        connector.abort()
         node.ask_all([("UNLINK", key) for key in keys])
     return read_bytes_per_s, write_bytes_per_s
 

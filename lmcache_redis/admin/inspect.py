@@ -32,9 +32,6 @@ from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.seal import SealKeys
 
-SAMPLE_CHUNKS = 2000
-SAMPLE_KEYS = 200_000
-
 
 class ChunkVerdict(enum.Enum):
     """The verdict of an agent on a chunk, in words."""
@@ -114,7 +111,7 @@ def explain(
     try:
         name, index = find_name(key, prefix)
     except FormatError as error:
-        kind, length = server.ask_all([(key, ("TYPE", key)), (key, ("STRLEN", key))])
+        ((kind, length),) = server.ask_each([key], lambda key: [("TYPE", key), ("STRLEN", key)])
         if isinstance(kind, RedisError):
             raise kind from None
         kind = str_if_bytes(kind)
@@ -137,8 +134,8 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). no_first: those without stripe 0, which are among
-    the incomplete. idle_s, frequency: of each chunk's first stripe. damaged: if verified.
+    """Chunks of one model and layout (`names`). without_stripe_0: some of the incomplete. idle_s,
+    frequency: of each chunk's first stripe. damaged: if verified.
     """
 
     names: tuple[str, str]
@@ -146,9 +143,9 @@ class LayoutSummary:
     chunks: int = 0
     stripes: int = 0
     value_bytes: int = 0
-    unknown_size: int = 0
+    chunks_of_unknown_size: int = 0
     incomplete: int = 0
-    no_first: int = 0
+    without_stripe_0: int = 0
     damaged: int | None = None
     idle_s: Spread = field(default_factory=Spread)
     frequency: Spread = field(default_factory=Spread)
@@ -168,8 +165,8 @@ class LayoutSummary:
         self.chunks += 1
         self.stripes += chunk.count
         self.value_bytes += size_of(header, chunk.stripes) if header else 0
-        self.unknown_size += header is None
-        self.no_first += not chunk.stripes & 1
+        self.chunks_of_unknown_size += header is None
+        self.without_stripe_0 += not chunk.stripes & 1
         self.incomplete += not chunk.stripes & 1 or bool(header and missing(header, chunk.stripes))
         self.idle_s.add(first.use.idle_s)
         self.frequency.add(first.use.frequency)
@@ -202,22 +199,19 @@ def summarise(
     that changes no order of eviction. verify: also reads every payload. keys: to verify sealed
     payloads with. Raises RedisError.
     """
-    most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
-    found = survey(server, prefix, most_chunks=most[0], most_keys=most[1], progress=progress)
+    found = survey(server, prefix, everything=everything, progress=progress)
     chunks = list(found.chunks.values())
     if server.untouched:
         firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
     else:
         uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
         firsts = [Stripe(0, StripeState.UNREADABLE, use=use) for use in uses]
-    pairs = sorted(zip(firsts, chunks, strict=True), key=lambda pair: pair[0].use.idle_s or 0)
-    of_form = headers_of(server, [chunk for _, chunk in pairs])
-    both = zip(chunks, firsts, strict=True)
-    headers = [first.own or of_form.get(chunk.form) for chunk, first in both]
-    find_missing(server, zip(chunks, headers, strict=True))
+    pairs = sorted(zip(chunks, firsts, strict=True), key=lambda pair: pair[1].use.idle_s or 0)
+    of_form = headers_of(server, [chunk for chunk, _ in pairs])
+    seen = [(chunk, first.own or of_form.get(chunk.form), first) for chunk, first in pairs]
+    find_missing(server, [(chunk, header) for chunk, header, _ in seen])
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    looked_at = zip(chunks, headers, firsts, strict=True)
-    for number, (chunk, header, first) in enumerate(looked_at, start=1):
+    for number, (chunk, header, first) in enumerate(seen, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(names))
         group.add(chunk, header, first)

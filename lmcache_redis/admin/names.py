@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from lmcache_redis.chunks.names import DESCRIPTIONS, parse_stripe_key, stripe_ke
 from lmcache_redis.errors import ConfigError, FormatError
 
 _HEX = re.compile(r"(?:[0-9A-Fa-f]{2})+")
-_LAYOUT_DIGITS = re.compile(r"[0-9a-f]{1,64}")
+_LAYOUT_DIGITS = re.compile(r"[0-9a-f]{16,64}")
 _SHOWN = {7: "\\a", 8: "\\b", 9: "\\t", 10: "\\n", 13: "\\r", 34: '\\"', 92: "\\\\"}
 # What redis-cli prints before each element of a list.
 _LIST_NUMBER = re.compile(r"^\s*\d+\)\s+")
@@ -116,26 +116,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def read_layout(text: str, known: Iterable[str]) -> frozenset[str]:
-    """Those of the known layouts that a layout, its first digits or a fingerprint stands for.
-
-    Raises ConfigError for what is no layout, and for a few digits that begin none or several.
-    """
+def read_layout(text: str) -> str:
+    """The digits of a layout that all its chunks share. Raises ConfigError for other text."""
     digits = text.strip().lower()
     if not _LAYOUT_DIGITS.fullmatch(digits):
         raise ConfigError(
-            f"--layout {text!r} is not a layout: give the hex digits that `lmcache-redis inspect` "
-            "shows, or the first of them"
+            f"--layout {text!r} is not a layout: give all digits that `lmcache-redis inspect` shows"
         )
-    found = sorted({n for n in known if n.startswith(digits) or digits.startswith(n)})
-    is_whole = not found and len(digits) >= NAMESPACE_BYTES
-    if len({each[:NAMESPACE_BYTES] for each in found}) != 1 and not is_whole:
-        begins = f"begins {len(found)}: {', '.join(found)}" if found else "begins none there"
-        raise ConfigError(
-            f"--layout {text!r} {begins}; give more of the digits that `lmcache-redis inspect` "
-            "shows"
-        )
-    return frozenset(found)
+    return digits[:NAMESPACE_BYTES]
 
 
 def namespaces_of(fingerprint: bytes) -> frozenset[bytes]:

@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_redis.admin.names import read_layout, show_key
+from lmcache_redis.admin.names import show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     Progress,
     SeenChunk,
     Stripe,
     StripeState,
-    ask_each,
     headers_of,
     no_progress,
     read_stripes,
@@ -30,6 +29,7 @@ from lmcache_redis.admin.stripes import (
     size_of,
     survey,
 )
+from lmcache_redis.chunks.keys import NAMESPACE_BYTES
 from lmcache_redis.errors import ConfigError, RedisError, RedisReplyError
 
 # Keys of a step: their headers are read, then they are removed.
@@ -39,10 +39,10 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Chunks that meet every condition given. layouts: as they are typed (`read_layout`)."""
+    """Chunks that meet every condition given. layouts: what theirs begin with (`read_layout`)."""
 
     models: frozenset[str] = frozenset()
-    layouts: tuple[str, ...] = ()
+    layouts: frozenset[str] = frozenset()
     idle_longer_than_s: float | None = None
     stored_longer_than_s: float | None = None
     everything: bool = False
@@ -115,7 +115,7 @@ def choose(
     """What a purge would remove. Its size is unknown if idle times choose, and reading a header
     would change them.
 
-    Raises RedisError, and ConfigError for what the server cannot tell or a layout that is unknown.
+    Raises RedisError, and ConfigError for what the server cannot tell.
     """
     both = None not in (selection.idle_longer_than_s, selection.stored_longer_than_s)
     if both and not server.untouched:
@@ -124,14 +124,11 @@ def choose(
             "Redis 7.2, no cluster, and +client|no-touch and +info): give --idle-longer-than or "
             "--stored-longer-than, not both"
         )
-    found = list(survey(server, prefix, progress=progress).chunks.values())
-    known = {chunk.name.layout for chunk in found}
-    layouts = {each for text in selection.layouts for each in read_layout(text, known)}
     chunks = [
         chunk
-        for chunk in found
+        for chunk in survey(server, prefix, progress=progress).chunks.values()
         if (not selection.models or chunk.name.key.model_name in selection.models)
-        and (not selection.layouts or chunk.name.layout in layouts)
+        and (not selection.layouts or chunk.name.layout[:NAMESPACE_BYTES] in selection.layouts)
     ]
     chunks = list(itertools.compress(chunks, _are_idle(server, chunks, selection)))
     if selection.stored_longer_than_s is not None:
@@ -215,7 +212,7 @@ def _unlink(
 ) -> None:
     """One key a command: in a cluster a command's keys must share a slot."""
     keys = [chunk.name.stripe(stripe.index) for chunk, stripe in stripes]
-    replies = ask_each(server, keys, lambda key: [("UNLINK", key)])
+    replies = server.ask_each(keys, lambda key: [("UNLINK", key)])
     for (chunk, stripe), key, (reply,) in zip(stripes, keys, replies, strict=True):
         if isinstance(reply, RedisError):
             if not isinstance(reply, RedisReplyError):

@@ -38,9 +38,8 @@ _FIELDS: dict[type, str] = {
     "idle_s=use.idle_s frequency=use.frequency expires_in_s",
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
     "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
-    LayoutSummary: "model layout workers chunks stripes value_bytes "
-    "chunks_of_unknown_size=unknown_size incomplete without_stripe_0=no_first damaged idle_s "
-    "frequency stored_unix_s",
+    LayoutSummary: "model layout workers chunks stripes value_bytes chunks_of_unknown_size "
+    "incomplete without_stripe_0 damaged idle_s frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
     NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
@@ -221,8 +220,8 @@ def _line(label: str, text: str) -> str:
 
 def _row(group: LayoutSummary) -> list[str]:
     size = shown_bytes(group.value_bytes)
-    if group.unknown_size:
-        size = "unknown" if group.unknown_size == group.chunks else f"more than {size}"
+    if group.chunks_of_unknown_size:
+        size = "unknown" if group.chunks_of_unknown_size == group.chunks else f"more than {size}"
     used = _ages(group.idle_s)
     if not group.idle_s and group.frequency:
         used = f"LFU counters {min(group.frequency)} to {max(group.frequency)}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from socket import socket
 from ssl import SSLSocket
 from typing import Any
@@ -53,6 +55,8 @@ from lmcache_redis.resp.options import (
 CONNECT_TIMEOUT_S = 3.0
 # For a SCAN step or a pipeline of a thousand small commands, on a busy server.
 OP_TIMEOUT_S = 10.0
+# Keys that are asked about at once: their headers are 250 KiB.
+BATCH_KEYS = 500
 # For a lost connection. A time-out is not waited for again.
 _RETRY = Retry(ExponentialWithJitterBackoff(0.2, 0.05), 2, (exceptions.ConnectionError,))
 _NO_TOUCH = ("CLIENT", "NO-TOUCH", "ON")
@@ -98,10 +102,13 @@ class Primary:
     order of eviction. Never in a cluster: Redis 8.2 ends if asked so for a key that is being moved.
     """
 
-    def __init__(self, endpoint: Endpoint, client: redis.Redis) -> None:
+    def __init__(
+        self, endpoint: Endpoint, client: redis.Redis, cluster: RedisCluster | None = None
+    ) -> None:
         self.endpoint = endpoint
         self.client = client
         self.untouched = False
+        self._cluster = cluster
 
     def check_access(self) -> None:
         """Raises RedisError, which says what to change, unless the server can be used."""
@@ -118,13 +125,10 @@ class Primary:
             raise reply
         return reply
 
-    def ask_all(
-        self, commands: Sequence[Command], follow: Callable[[Command], Any] | None = None
-    ) -> list[Any]:
+    def ask_all(self, commands: Sequence[Command]) -> list[Any]:
         """The replies to commands in one pipeline; an error reply is a RedisError in its place.
 
-        follow: repeats a command that a cluster redirects. Raises RedisError if the connection
-        fails.
+        Raises RedisError if the connection fails.
         """
         pipeline = self.client.pipeline(transaction=False)
         before = [_NO_TOUCH] if self.untouched else []
@@ -138,21 +142,27 @@ class Primary:
                 self.client.connection_pool.disconnect()
                 raise
             for index, reply in enumerate(replies):
-                if follow is not None and isinstance(reply, _REDIRECTIONS):
-                    replies[index] = reply = follow(commands[index])
+                if self._cluster is not None and isinstance(reply, _REDIRECTIONS):
+                    replies[index] = reply = self._follow(commands[index])
                 if isinstance(reply, Exception):
                     replies[index] = sentence_of(reply, self.endpoint)
         return replies
+
+    def _follow(self, command: Command) -> Any:
+        """By one, redis-py follows redirections. In its cluster pipelines a time-out of one server
+        is waited for again with each command."""
+        assert self._cluster is not None
+        try:
+            return self._cluster.execute_command(*command)
+        except exceptions.ResponseError as error:
+            return error
 
 
 class PrimaryServers:
     """At least one; each key is on exactly one of them. cluster: redis-py's client of a cluster."""
 
-    def __init__(
-        self, deployment: Deployment, nodes: Sequence[Primary], cluster: RedisCluster | None = None
-    ) -> None:
+    def __init__(self, nodes: Sequence[Primary], cluster: RedisCluster | None = None) -> None:
         self.nodes = tuple(nodes)
-        self._deployment = deployment
         self._cluster = cluster
         self._by_address = {(n.endpoint.host, n.endpoint.port): n for n in nodes}
 
@@ -176,34 +186,27 @@ class PrimaryServers:
             found = self._cluster.get_node_from_key(key)
         address = found.host, found.port
         if address not in self._by_address:
-            client = self._cluster.get_redis_connection(found)
-            self._by_address[address] = Primary(self._deployment.at(*address), client)
+            self._by_address[address] = _member(self._cluster, found, self.nodes[0].endpoint)
         return self._by_address[address]
 
-    def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
-        """The replies to (key, command) pairs, each sent to its key's server, in the given order.
+    def ask_each(
+        self, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
+    ) -> Iterator[list[Any]]:
+        """For each key the replies to its commands, BATCH_KEYS keys at once.
 
-        A server executes its commands in that order. Raises as `Primary.ask_all`.
+        A server executes its commands in the given order. Raises as `Primary.ask_all`.
         """
-        follow = None if self._cluster is None else self._follow
-        by_node: dict[Primary, list[int]] = {}
-        for index, (key, _) in enumerate(commands):
-            by_node.setdefault(self.node_of(key), []).append(index)
-        replies: list[Any] = [None] * len(commands)
-        for node, indexes in by_node.items():
-            found = node.ask_all([commands[index][1] for index in indexes], follow)
-            for index, reply in zip(indexes, found, strict=True):
-                replies[index] = reply
-        return replies
-
-    def _follow(self, command: Command) -> Any:
-        """By one, redis-py follows redirections. In its cluster pipelines a time-out of one server
-        is waited for again with each command."""
-        assert self._cluster is not None
-        try:
-            return self._cluster.execute_command(*command)
-        except exceptions.ResponseError as error:
-            return error
+        for start in range(0, len(keys), BATCH_KEYS):
+            some = keys[start : start + BATCH_KEYS]
+            by_node: dict[Primary, list[bytes]] = {}
+            for key in some:
+                by_node.setdefault(self.node_of(key), []).append(key)
+            replies: dict[bytes, list[Any]] = {}
+            for node, own in by_node.items():
+                asked = [questions(key) for key in own]
+                found = iter(node.ask_all([*chain(*asked)]))
+                replies |= {k: [*islice(found, len(q))] for k, q in zip(own, asked, strict=True)}
+            yield from (replies[key] for key in some)
 
 
 @contextlib.contextmanager
@@ -218,11 +221,11 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
         if deployment.topology is Topology.CLUSTER:
             servers = _cluster(deployment, stack)
         elif deployment.topology is Topology.SENTINEL:
-            servers = PrimaryServers(deployment, [_master(deployment, stack)])
+            servers = PrimaryServers([_master(deployment, stack)])
         else:
             path = server.path or None
             client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
-            servers = PrimaryServers(deployment, [_primary(server, client, stack)])
+            servers = PrimaryServers([_primary(server, client, stack)])
         for node in servers.nodes:
             node.check_access()
         yield servers
@@ -267,11 +270,13 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
             **_of_all(first),
         )
     stack.callback(cluster.disconnect_connection_pools)
-    nodes = [
-        Primary(deployment.at(node.host, node.port), cluster.get_redis_connection(node))
-        for node in cluster.get_primaries()
-    ]
-    return PrimaryServers(deployment, nodes, cluster)
+    nodes = [_member(cluster, node, deployment.server) for node in cluster.get_primaries()]
+    return PrimaryServers(nodes, cluster)
+
+
+def _member(cluster: RedisCluster, node: ClusterNode, like: Endpoint) -> Primary:
+    endpoint = replace(like, host=node.host, port=node.port)
+    return Primary(endpoint, cluster.get_redis_connection(node), cluster)
 
 
 def _of_all(endpoint: Endpoint) -> dict[str, Any]:

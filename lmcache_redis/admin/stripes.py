@@ -8,23 +8,22 @@ header says how.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName, namespaces_of, parse_name
-from lmcache_redis.admin.server import Command, Primary, PrimaryServers, one_sentence
+from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers, one_sentence
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
-# Keys in one pipeline: their headers are 250 KiB. COUNT of one SCAN.
-BATCH_KEYS = 500
+# Of a server, where not every key is looked at.
+SAMPLE_KEYS = 20_000
 # Headers that are read for a form; the first valid one says how its chunks are cut.
 _ATTEMPTS = 16
 
@@ -112,25 +111,15 @@ def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
     return ""
 
 
-def ask_each(
-    server: PrimaryServers, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
-) -> Iterator[list[Any]]:
-    """For each key the replies to its commands, BATCH_KEYS keys a pipeline. Raises RedisError."""
-    for start in range(0, len(keys), BATCH_KEYS):
-        asked = [(key, questions(key)) for key in keys[start : start + BATCH_KEYS]]
-        replies = iter(server.ask_all([(key, command) for key, some in asked for command in some]))
-        yield from (list(islice(replies, len(some))) for _, some in asked)
-
-
 def read_uses(server: PrimaryServers, keys: Sequence[bytes]) -> list[Use]:
     """When keys were last used. Reads no values. Raises RedisError."""
-    return [_use(*replies) for replies in ask_each(server, keys, _use_of)]
+    return [_use(*replies) for replies in server.ask_each(keys, _use_of)]
 
 
 def read_stripes(server: PrimaryServers, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
     """The stripes of (chunk, stripe index) pairs. Raises RedisError."""
     keys = [name.stripe(index) for name, index in wanted]
-    read = ask_each(server, keys, _questions)
+    read = server.ask_each(keys, _questions)
     return [_stripe(*pair, *replies) for pair, replies in zip(wanted, read, strict=True)]
 
 
@@ -161,13 +150,9 @@ def verify_payload(
     if stripe.state is not StripeState.WHOLE:
         return stripe
     key = name.stripe(stripe.index)
-    command: Command = ("GETRANGE", key, 0, stripe.value_bytes)
-    (reply,) = server.ask_all([(key, command)])
+    ((reply,),) = server.ask_each([key], lambda key: [("GETRANGE", key, 0, -1)])
     if isinstance(reply, RedisError):
         raise reply
-    if len(reply) != stripe.value_bytes:
-        # It was removed or replaced meanwhile.
-        return read_stripes(server, [(name, stripe.index)])[0]
     value = memoryview(bytearray(reply))  # it is opened in place
     header, payload = bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:]
     again = judge(name, stripe.index, len(value), header)
@@ -285,41 +270,29 @@ def survey(
     server: PrimaryServers,
     prefix: bytes,
     *,
-    most_chunks: int | None = None,
-    most_keys: int | None = None,
+    everything: bool = True,
     progress: Progress = no_progress,
 ) -> Survey:
-    """The chunks on all nodes, or a sample of about ``most_chunks``, spread over the nodes.
-
-    most_keys: the number of keys after which the sample of a node ends. Raises RedisError.
-    """
+    """The chunks on all nodes, or among SAMPLE_KEYS keys of each. Raises RedisError."""
     total_keys = sum(int(node.ask("DBSIZE")) for node in server.nodes)
     found = Survey(database_keys=total_keys)
-    for number, node in enumerate(server.nodes, start=1):
-        enough = most_chunks and -(-most_chunks * number // len(server.nodes))
-        until_keys = most_keys and found.looked_at + most_keys
-        for keys, is_last in _scan(node, prefix):
+    pattern = escape_pattern(prefix + KEY_MAGIC) + b"*"
+    for node in server.nodes:
+        until_keys = found.looked_at + SAMPLE_KEYS
+        cursor = None
+        while cursor != 0:
+            with one_sentence(node.endpoint):
+                cursor, keys = node.client.scan(cursor or 0, pattern, BATCH_KEYS, _type="string")
             for key in keys:
                 found.add(key, prefix)
             found.looked_at = min(found.looked_at + BATCH_KEYS, total_keys)
             progress("keys scanned", found.looked_at, total_keys)
-            is_full = enough is not None and len(found.chunks) >= enough
-            is_tired = until_keys is not None and found.looked_at >= until_keys
-            if not is_last and (is_full or is_tired):
+            if cursor != 0 and not everything and found.looked_at >= until_keys:
                 found.whole = False
                 break
     if found.whole:
         found.looked_at = total_keys
     return found
-
-
-def _scan(node: Primary, prefix: bytes) -> Iterator[tuple[list[bytes], bool]]:
-    """The string keys of each SCAN step, and whether it was the last."""
-    cursor, pattern = None, escape_pattern(prefix + KEY_MAGIC) + b"*"
-    while cursor != 0:
-        with one_sentence(node.endpoint):
-            cursor, keys = node.client.scan(cursor or 0, pattern, BATCH_KEYS, _type="string")
-        yield keys, cursor == 0
 
 
 def payload_of(header: StripeHeader) -> int:
@@ -371,6 +344,6 @@ def find_missing(
         for index in (missing(header, chunk.stripes) if header else ())
     ]
     keys = [chunk.name.stripe(index) for chunk, index in asked]
-    there = ask_each(server, keys, lambda key: [("EXISTS", key)])
+    there = server.ask_each(keys, lambda key: [("EXISTS", key)])
     for (chunk, index), (is_there,) in zip(asked, there, strict=True):
         chunk.stripes |= (is_there == 1) << index

@@ -114,10 +114,7 @@ def purge(
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Chunks of this layout, as `status` and `inspect` show it, or its first digits; "
-            "repeatable."
-        ),
+        typer.Option(help="Chunks of this layout, as `status` and `inspect` show it; repeatable."),
     ] = None,
     idle_longer_than: Annotated[
         str | None, typer.Option(help="Chunks not used for this long: 12h, 7d, 2w.")
@@ -153,12 +150,12 @@ def purge(
       lmcache-redis purge --idle-longer-than 7d --yes
     """
     from lmcache_redis.admin import report
-    from lmcache_redis.admin.names import read_age
+    from lmcache_redis.admin.names import read_age, read_layout
     from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 
     selection = Selection(
         models=frozenset(model or ()),
-        layouts=tuple(layout or ()),
+        layouts=frozenset(map(read_layout, layout or ())),
         idle_longer_than_s=read_age("--idle-longer-than", idle_longer_than),
         stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,

@@ -15,7 +15,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
 
 if TYPE_CHECKING:
-    from lmcache_redis.plan.figures import Grid, PlanRow, Prices
+    from lmcache_redis.plan.figures import PlanRow, Prices
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.traces import Trace
 
@@ -59,11 +59,11 @@ def plan(
         ),
     ] = "0",
     replicas: Annotated[
-        str, typer.Option(metavar="N,...", help="Engines, each with its own pool.")
+        str,
+        typer.Option(
+            metavar="N,...", help="Engines, each with its own pool. They get requests in turns."
+        ),
     ] = "1",
-    router: Annotated[
-        str, typer.Option(help="Sends requests to replicas: round-robin or prefix.")
-    ] = "round-robin",
     chunk_size_tokens: Annotated[
         str | None,
         typer.Option(
@@ -123,7 +123,6 @@ def plan(
     from lmcache_redis.plan.figures import Grid, Prices, plan_rows
     from lmcache_redis.plan.pacing import Speeds
     from lmcache_redis.plan.reading import read_trace
-    from lmcache_redis.plan.simulate import ROUTERS
 
     paths = [*(traces or [])]
     if example is not None:
@@ -134,13 +133,10 @@ def plan(
     if not paths:
         raise ConfigError("there is no TRACE: name a file, or make one with --example FILE")
     trace = read_trace(paths, block_tokens, parse_size(token_bytes, "--token-bytes"))
-    token_s = trace.token_s or 1 / _DEFAULT_PREFILL_TOKENS_PER_S
-    if prefill_tokens_per_s is not None:
-        token_s = 1 / prefill_tokens_per_s
+    known_s = 1 / prefill_tokens_per_s if prefill_tokens_per_s else trace.token_s
+    token_s = known_s or 1 / _DEFAULT_PREFILL_TOKENS_PER_S
     speeds = Speeds(token_s, link_gbit * 1e9 / 8, disk_gbyte * 1e9)
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
-    if router not in ROUTERS:
-        raise ConfigError(f"--router is {router!r}: choose one of {', '.join(ROUTERS)}")
     block = trace.block_tokens
     chunks = chunk_size_tokens or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
     chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
@@ -152,10 +148,9 @@ def plan(
         disk_bytes=_sizes("--disk-size", disk_size),
         redis_bytes=redis_sizes,
         engine_bytes=parse_size(engine_bytes, "--engine-bytes"),
-        router=router,
     )
     rows = plan_rows(trace, grid, speeds, prices)
-    _show(paths, trace, rows, _assumed(trace, grid, speeds, prices), html, as_json)
+    _show(paths, trace, rows, _assumed(trace, speeds, prices), html, as_json)
 
 
 def _write(path: Path, text: Iterable[str], option: str) -> None:
@@ -277,7 +272,7 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
     return table
 
 
-def _assumed(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> dict[str, str]:
+def _assumed(trace: Trace, speeds: Speeds, prices: Prices) -> dict[str, str]:
     sizes = ", ".join(
         f"{layout.nbytes / layout.block_tokens / 1024:.4g} KiB a token" for layout in trace.layouts
     )
@@ -287,7 +282,6 @@ def _assumed(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> dict[s
         "prefill": f"{1 / speeds.token_s:,.0f} tokens a second and replica",
         "link to Redis": f"{link:,.0f} MB/s, {math.ceil(speeds.latency_s * 1e3)} ms for a question",
         "disk": f"{speeds.disk_bytes_per_s / 1e6:,.0f} MB/s and replica",
-        "requests go to replicas": grid.router,
         "prices": f"${prices.gib_month:g} a GiB of memory and month, ${prices.disk_gib_month:g} of "
         f"disk, ${prices.gpu_hour:g} a replica's GPU hour",
     }

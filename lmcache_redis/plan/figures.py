@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_redis.plan.pacing import Loads, Speeds, decide
-from lmcache_redis.plan.simulate import ROUTERS, TIERS, Capacity, Prefixes, Replay
+from lmcache_redis.plan.simulate import TIERS, Capacity, Prefixes, Replay
 from lmcache_redis.plan.traces import Trace
 
 _GIB = 1 << 30
@@ -38,7 +38,6 @@ class Grid:
     disk_bytes: Sequence[int]
     redis_bytes: Sequence[int]
     engine_bytes: int = 0
-    router: str = ROUTERS[0]
 
 
 class PlanRow(NamedTuple):
@@ -82,23 +81,16 @@ def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> list[
     """Every row of the grid. Raises ``ConfigError`` for chunks that cannot be."""
     rows = []
     for chunk_tokens, replicas in product(grid.chunk_tokens, grid.replicas):
-        replay = Replay(trace.in_chunks(chunk_tokens), replicas, grid.router)
+        replay = Replay(trace.in_chunks(chunk_tokens), replicas)
         for redis, disk, pool in product(grid.redis_bytes, grid.disk_bytes, grid.pool_bytes):
             sizes = Capacity(pool, disk, redis, grid.engine_bytes)
-            found = replay.find(sizes)
-            rows.append(_row(replay, sizes, found, decide(replay, found, speeds), speeds, prices))
+            rows.append(_row(replay, sizes, speeds, prices))
     return rows
 
 
-def _row(
-    replay: Replay,
-    sizes: Capacity,
-    found: Prefixes,
-    loads: Loads,
-    speeds: Speeds,
-    prices: Prices,
-) -> PlanRow:
-    trace = replay.trace
+def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> PlanRow:
+    trace, found = replay.trace, replay.find(sizes)
+    loads = decide(replay, found, speeds)
     chunk_tokens = trace.layouts[0].block_tokens
     asked_tokens = int(trace.tokens.sum() - found.begin.sum() * chunk_tokens)
     hit_tokens = int((loads.end - found.begin).sum()) * chunk_tokens

@@ -21,10 +21,10 @@ singly they were generated: a prompt's come several at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -52,13 +52,13 @@ def read_trace(paths: Sequence[Path], block_tokens: int, token_bytes: int) -> Tr
     line, and ``ConfigError`` for a file that cannot be read.
     """
     where = files = ", ".join(map(str, paths))
-    reader: _TraceReader | None = None
+    reader = None
     try:
         for each in _lines(paths):
             where, line = each
             if reader is None:
-                reader, decode = _reader_of(line, block_tokens, token_bytes)
-            reader.add(decode(line))
+                reader = _reader_of(line, block_tokens, token_bytes)
+            reader.add(line)
         where = files
         if reader is None:
             raise FormatError("the trace is empty")
@@ -82,25 +82,17 @@ def _lines(paths: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
                     yield f"line {number} of {path}", line
 
 
-class _TraceReader(Protocol):
-    """Of one kind of trace. Both methods raise ``FormatError``."""
-
-    def add(self, line: Any) -> None: ...
-
-    def trace(self) -> Trace: ...
-
-
 def _reader_of(
     line: bytes, block_tokens: int, token_bytes: int
-) -> tuple[_TraceReader, Callable[[bytes], Any]]:
-    """What takes the lines of a trace that begins with this one, and how they are decoded."""
+) -> _KvEvents | _Prompts | _Recording:
+    """What takes the lines of a trace that begins with this one."""
     found = msgspec.json.decode(line)
     if isinstance(found, list):
-        return _KvEvents(token_bytes), msgspec.json.Decoder(_KvEventBatch).decode
+        return _KvEvents(token_bytes)
     if isinstance(found, dict) and "hash_ids" in found:
-        return _Prompts(block_tokens, token_bytes), msgspec.json.Decoder(_Prompt).decode
+        return _Prompts(block_tokens, token_bytes)
     if isinstance(found, dict) and found.get("type") in ("start", "layout", "lookup"):
-        return _Recording(), msgspec.json.Decoder(records.Line).decode
+        return _Recording()
     raise FormatError(
         "neither a prompt with `hash_ids`, a line of `--record`, nor KV events of vLLM"
     )
@@ -117,13 +109,16 @@ class _Prompt(msgspec.Struct):
 class _Prompts:
     """A trace with ``hash_ids`` while it is read."""
 
+    _decoder = msgspec.json.Decoder(_Prompt)
+
     def __init__(self, block_tokens: int, token_bytes: int) -> None:
         self._columns = TraceColumns()
         self._numbers: dict[tuple[int, int | str], int] = {}
         self._layout = _uniform_blocks(block_tokens, token_bytes)
         self._has_times = False
 
-    def add(self, prompt: _Prompt) -> None:
+    def add(self, line: bytes) -> None:
+        prompt = self._decoder.decode(line)
         ids, tokens = prompt.hash_ids, self._layout.block_tokens
         length = len(ids) * tokens if prompt.input_length is None else prompt.input_length
         if not 0 <= length <= len(ids) * tokens:
@@ -176,13 +171,16 @@ class _StoredRequest:
 class _KvEvents:
     """The events of a trace while it is read."""
 
+    _decoder = msgspec.json.Decoder(_KvEventBatch)
+
     def __init__(self, token_bytes: int) -> None:
         self._token_bytes = token_bytes
         self._block_tokens = 0
         self._requests: list[_StoredRequest] = []
         self._ends: dict[int | str, _StoredRequest] = {}  # by the last block
 
-    def add(self, batch: _KvEventBatch) -> None:
+    def add(self, line: bytes) -> None:
+        batch = self._decoder.decode(line)
         for event in batch.events:
             # A group's blocks cover the same tokens as those of the first one.
             of_others = event.medium not in _GPU or event.group_idx
@@ -226,6 +224,8 @@ class _KvEvents:
 class _Recording:
     """A recording while it is read."""
 
+    _decoder = msgspec.json.Decoder(records.Line)
+
     def __init__(self) -> None:
         self._columns = TraceColumns()
         self._layouts: dict[str, int] = {}
@@ -237,17 +237,17 @@ class _Recording:
         self._token_s = array("d")
         self._dropped = 0
 
-    def add(self, record: records.Line) -> None:
+    def add(self, line: bytes) -> None:
         """Raises KeyError for a layout that is not known."""
-        match record:
-            case records.LayoutRecord():
+        match self._decoder.decode(line):
+            case records.LayoutRecord() as record:
                 self._add_layout(record)
-            case records.LookupRecord():
+            case records.LookupRecord() as record:
                 self._add_lookup(record)
-            case records.StoreRecord():
+            case records.StoreRecord() as record:
                 self._add_store(record)
-            case records.DroppedRecord():
-                self._dropped += record.lines
+            case records.DroppedRecord(lines=lines):
+                self._dropped += lines
 
     def _add_layout(self, record: records.LayoutRecord) -> None:
         if record.name not in self._layouts:

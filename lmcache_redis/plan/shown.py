@@ -109,7 +109,11 @@ def page(
     best = enough(rows)
     facts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in assumed.items())
     said = "".join(f"<p>{escape(note)}</p>" for note in (sentence(rows), *notes))
-    plots = _plot("Hit rate by host pool", _by_pool(rows, _hit_rate), lambda rate: f"{rate:.0%}")
+    plots = _plot(
+        "Hit rate by host pool",
+        _by_pool(rows, lambda row: row.hit_rate),
+        lambda rate: f"{rate:.0%}",
+    )
     if money := _by_pool(rows, _dollars):
         what = "Dollars a month: GPU time saved, less the cache"
         plots += _plot(what, money, lambda dollars: f"{dollars:,.0f}")
@@ -126,10 +130,6 @@ def page(
         f"<div class=plots>{plots}</div><h2>Every row</h2><table><tr>{head}</tr>{body}</table>"
         f"<h2>Assumed</h2><dl>{facts}</dl></html>\n"
     )
-
-
-def _hit_rate(row: PlanRow) -> float:
-    return row.hit_rate
 
 
 def _dollars(row: PlanRow) -> float | None:

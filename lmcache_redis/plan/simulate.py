@@ -24,7 +24,6 @@ import numpy.typing as npt
 from lmcache_redis.plan.traces import Ints, Trace
 
 Bools = npt.NDArray[np.bool_]
-ROUTERS = ("round-robin", "prefix")
 
 TIERS = ("pool", "disk", "redis")
 NOWHERE = len(TIERS)
@@ -57,12 +56,12 @@ class Prefixes:
 
 
 class Replay:
-    """One trace in chunks of one size, spread over replicas."""
+    """One trace in chunks of one size, whose requests go to the replicas in turns."""
 
-    def __init__(self, trace: Trace, replicas: int = 1, router: str = ROUTERS[0]) -> None:
+    def __init__(self, trace: Trace, replicas: int = 1) -> None:
         self.trace = trace
         self.replicas = replicas
-        self.replica_of = spread(trace, replicas, router)
+        self.replica_of = np.arange(len(trace)) % replicas
         layout_of = trace.layout[trace.request_of]
         pool = np.array([each.pool_bytes for each in trace.layouts])[layout_of]
         redis = np.array([each.nbytes for each in trace.layouts])[layout_of]
@@ -166,28 +165,3 @@ def _smaller_before(ranks: Ints, weights: Ints) -> Ints:
             halves[:, :half] = without.reshape(-1, half)
             halves[:, half:] = with_bit.reshape(-1, half)
     return found[ranks]  # sorted by now
-
-
-def spread(trace: Trace, replicas: int, router: str) -> Ints:
-    """The replica of each request.
-
-    A router by prefix sends a prompt where at least half of it was sent before, else to the replica
-    with the fewest tokens so far.
-    """
-    count = len(trace)
-    if router == ROUTERS[0] or replicas == 1:
-        return np.arange(count) % replicas
-    last_at: dict[int, int] = {}
-    load, chosen = [0] * replicas, np.zeros(count, np.int64)
-    ids, starts, asked = trace.ids.tolist(), trace.starts.tolist(), trace.asked.tolist()
-    for request, tokens in enumerate(trace.tokens.tolist()):
-        begin, length = starts[request], asked[request]
-        middle = ids[begin + (length - 1) // 2] if length else -1
-        replica = last_at.get(middle, -1)
-        if replica < 0:
-            replica = load.index(min(load))
-        load[replica] += tokens
-        chosen[request] = replica
-        for name in ids[begin : starts[request + 1]]:
-            last_at[name] = replica
-    return chosen

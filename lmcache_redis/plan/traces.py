@@ -21,8 +21,6 @@ from lmcache_redis.errors import ConfigError, FormatError
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_MOST_CHUNK_TOKENS = 1 << 20
-
 
 @dataclass(frozen=True)
 class SizedRow:
@@ -105,10 +103,10 @@ class Trace:
 
         Raises ``ConfigError`` if chunks of that size do not consist of whole blocks.
         """
-        if not 1 <= chunk_tokens <= _MOST_CHUNK_TOKENS or chunk_tokens % self.block_tokens:
+        if chunk_tokens % self.block_tokens:
             raise ConfigError(
                 f"--chunk-size-tokens {chunk_tokens}: the trace has blocks of {self.block_tokens} "
-                f"tokens: give a multiple of that, at most {_MOST_CHUNK_TOKENS}"
+                "tokens: give a multiple of that"
             )
         per_layout = np.array([chunk_tokens // each.block_tokens for each in self.layouts])
         if (per_layout == 1).all():

@@ -79,7 +79,8 @@ class RedisPlane:
     """See the module. A tier of a cache (`lmcache_redis.tiers`) without an index.
 
     A chunk exists if its stripe 0 does, which is written last. A shard that does not answer costs
-    only its own keys, which count as missing: a call is DONE if any shard answered.
+    only its own keys, which count as missing: a question is DONE if any shard answered, and a
+    removal if all did.
 
     Raises ConfigError on construction for a URL that names no server.
     """
@@ -314,7 +315,10 @@ class RedisPlane:
         self._walk(steps, deadline, walked)
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them."""
+        """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them.
+
+        UNAVAILABLE if one of them could not be asked for: its shard is down, or its slot moves.
+        """
 
         def found(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
             if outcome is not CallOutcome.DONE:
@@ -322,10 +326,13 @@ class RedisPlane:
                 return
             count = frames[0].stripe_count if frames[0] is not None else 1
             stripes = [stripe_key(key, index) for index in range(count)]
-            self._nodes.ask_for_each(_UNLINKS, deadline, 0, stripes, unlinked, is_urgent=False)
+            self._nodes.ask_for_each(_UNLINKS, deadline, None, stripes, unlinked, is_urgent=False)
 
-        def unlinked(outcome: CallOutcome, removed: Sequence[int]) -> None:
-            done(RemoveResult(outcome, sum(removed)))
+        def unlinked(outcome: CallOutcome, replies: Sequence[int | None]) -> None:
+            counts = [reply for reply in replies if reply is not None]
+            if outcome is CallOutcome.DONE and len(counts) < len(replies):
+                outcome = CallOutcome.UNAVAILABLE
+            done(RemoveResult(outcome, sum(counts)))
 
         self._nodes.ask_for_each(_FRAMES, deadline, None, (key + _FIRST_STRIPE,), found)
 

@@ -231,7 +231,8 @@ def test_a_summary(server: PrimaryServers, client: Any, redis_server: RedisServe
         assert (first.model, first.layout, len(first.workers)) == (
             "org/model", Cached().name.layout, 2
         )  # fmt: skip
-        assert (first.chunks, first.stripes, first.incomplete, first.no_first) == (8, 21, 2, 1)
+        assert (first.chunks, first.stripes) == (8, 21)
+        assert (first.incomplete, first.without_stripe_0) == (2, 1)
         lost = [Cached(0).value(0), Cached(1).value(1), Cached(1).value(2)]
         value_bytes = 8 * Cached().value_bytes - sum(map(len, lost))
         assert first.value_bytes == value_bytes

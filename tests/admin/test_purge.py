@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove, steps_of
-from lmcache_redis.admin.server import PrimaryServers, open_server
+from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.admin.stripes import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import RedisOptions
@@ -59,14 +60,15 @@ def test_a_layout_goes_and_the_others_stay(
     gone = Cached(1, raw_namespace=digits == 32)
     stay = Cached(1, layout="second")
     put(client, gone, stay)
-    assert purge(server, Selection(layouts=(gone.fingerprint.hex()[:digits],))).chunks == 1
+    layout = read_layout(gone.fingerprint.hex()[:digits].upper())
+    assert purge(server, Selection(layouts=frozenset({layout}))).chunks == 1
     assert set(client.keys("*")) == set(stay.keys)
 
 
 def test_conditions_add_up(server: PrimaryServers, client: Any) -> None:
     chunks = [Cached(1, model=m, layout=w) for m in ("a", "b") for w in ("first", "second")]
     put(client, *chunks)
-    both = Selection(models=frozenset({"a"}), layouts=(chunks[0].name.layout,))
+    both = Selection(models=frozenset({"a"}), layouts=frozenset({chunks[0].name.layout}))
     assert purge(server, both).chunks == 1
     assert set(client.keys("*")) == {key for chunk in chunks[1:] for key in chunk.keys}
 
@@ -211,13 +213,13 @@ def test_stripe_0_goes_first(
 ) -> None:
     put(client, Cached(1), Cached(2))
     sent: list[bytes] = []
-    ask_all = PrimaryServers.ask_all
+    ask_all = Primary.ask_all
 
-    def recorded(server: PrimaryServers, commands: Any) -> Any:
-        sent.extend(key for key, command in commands if command[0] == "UNLINK")
-        return ask_all(server, commands)
+    def recorded(node: Primary, commands: Any) -> Any:
+        sent.extend(command[1] for command in commands if command[0] == "UNLINK")
+        return ask_all(node, commands)
 
-    monkeypatch.setattr(PrimaryServers, "ask_all", recorded)
+    monkeypatch.setattr(Primary, "ask_all", recorded)
     purge(server, ALL)
     indexes = [int.from_bytes(key[-2:], "big") for key in sent]
     assert indexes[:2] == [0, 0]

@@ -71,7 +71,7 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     put(cluster, stay)
     result = PurgeResult()
     with open_server(RedisOptions(cluster.url)) as server:
-        plan = choose(server, b"", Selection(layouts=(gone.name.layout,)))
+        plan = choose(server, b"", Selection(layouts=frozenset({gone.name.layout})))
         remove(server, plan, 1e6, result)
     assert (result.chunks, result.stripes, result.left) == (1, 12, {})
     left = {key for node in cluster.nodes for key in node.command("KEYS", "*")}
@@ -98,7 +98,7 @@ def test_redirections_are_followed(
             own.move(slot_of(moved), source, target)
             own.begin_move(slot_of(asked), source, target)
             own.move_keys(slot_of(asked), source, target, 10)
-            assert server.ask_all([(key, ("EXISTS", key)) for key in chunk.keys]) == [1] * 12
+            assert list(server.ask_each(chunk.keys, lambda key: [("EXISTS", key)])) == [[1]] * 12
             report = explain(server, chunk.keys[0], b"", True)
             assert isinstance(report, ChunkReport)
             assert report.verdict is ChunkVerdict.COMPLETE
@@ -125,11 +125,13 @@ def test_an_unserved_slot_and_nodes_that_hang_or_have_ended(
             hanging.stop()
             began_s = time.monotonic()
             with pytest.raises(RedisTimeout, match=f"{hanging.port} does not answer"):
-                server.ask_all([(key, ("EXISTS", key)) for key in keys])
+                list(server.ask_each(keys, lambda key: [("EXISTS", key)]))
             assert time.monotonic() - began_s < 5.0, "once, and not for each key"
             hanging.kill()
             with pytest.raises(RedisUnavailable, match="refuses connections"):
                 summarise(server, b"", everything=True, verify=False)
+            with pytest.raises(RedisUnavailable, match="refuses connections"):
+                choose(server, b"", Selection(everything=True))
 
 
 def test_what_a_user_of_a_cluster_needs(cluster: Cluster) -> None:

@@ -108,7 +108,6 @@ def test_without_reuse_nothing_is_saved(tmp_path: Path) -> None:
         (["--pool-bytes", "8GiB,"], "--pool-bytes is '8GiB,'"),
         (["--pool-bytes", "much"], "--pool-bytes: 'much' is not a size"),
         (["--replicas", "0"], "--replicas is '0'"),
-        (["--router", "random"], "--router is 'random': choose one of round-robin, prefix"),
         (["--chunk-size-tokens", "300"], "--chunk-size-tokens 300: .*blocks of 512"),
         (["--html", "/nowhere/page.html"], "--html /nowhere/page.html cannot be written"),
     ],

@@ -77,14 +77,14 @@ def test_a_distance_is_the_size_of_a_cache_that_hits(names: list[int], capacity:
         cache.use(name, 1)
 
 
-@pytest.mark.parametrize(("replicas", "router"), [(1, "round-robin"), (3, "prefix")])
+@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("chunk_tokens", [512, 1024])
 def test_prefixes_are_those_of_caches_one_by_one(
-    example: Trace, replicas: int, router: str, chunk_tokens: int
+    example: Trace, replicas: int, chunk_tokens: int
 ) -> None:
     trace = example.in_chunks(chunk_tokens)
     nbytes = trace.layouts[0].nbytes
-    replay = Replay(trace, replicas, router)
+    replay = Replay(trace, replicas)
     sizes = Capacity(60 * nbytes, 150 * nbytes, 400 * nbytes, 20 * nbytes)
     found = replay.find(sizes)
     engines, pools, disks = (

@@ -111,6 +111,7 @@ def test_what_moving_slots_have_is_missed_until_they_moved(own_cluster: Cluster)
         loaded = Chunk(1, BIG, SLOT)
         assert read(plane, loaded) == [ReadOutcome.UNAVAILABLE]
         assert scan(plane, [chunk.key]) == (CallOutcome.DONE, 0)
+        assert remove(plane, chunk) == (CallOutcome.UNAVAILABLE, 0)
         assert plane.state.up
         # And now MOVED.
         own_cluster.end_move(slot, source, target)
@@ -183,6 +184,18 @@ def test_a_lost_shard_costs_only_its_chunks(own_cluster: Cluster) -> None:
         wait_until(lambda: "shards are down" not in plane.state.reason)
         wait_until(lambda: set(write(plane, *small)) == {WriteOutcome.STORED})
         assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+
+
+def test_a_removal_says_if_a_shard_was_not_asked(own_cluster: Cluster) -> None:
+    chunk = Chunk(1, BIG, SLOT, seed=1)
+    owners = [own_cluster.node_of(key) for key in chunk.stripe_keys()]
+    lost = next(node for node in own_cluster.nodes if node is not owners[0])
+    with running(own_cluster.url) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        lost.kill()
+        wait_until(lambda: "1 of 3 shards" in plane.state.reason)
+        others = chunk.stripe_count - owners.count(lost)
+        assert remove(plane, chunk) == (CallOutcome.UNAVAILABLE, others)
 
 
 def test_a_replica_takes_over(own_cluster: Cluster) -> None:
