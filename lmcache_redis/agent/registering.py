@@ -243,5 +243,5 @@ def _sentence(group: Group) -> str:
     form = group.form
     return (
         f"chunks of {form.chunk_bytes / 2**20:.1f} MiB (stripes: {form.stripe_count}, "
-        f"reach: {form.reach.kind}), layout {form.fingerprint.hex()[:12]}"
+        f"reach: {form.reach.kind}), layout {form.fingerprint.hex()[:16]}"
     )

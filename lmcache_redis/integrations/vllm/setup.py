@@ -96,7 +96,7 @@ class SetUp:
             "process %d at %s",
             model_name(self.vllm_config),
             self.vllm_config.parallel_config.rank,
-            " and ".join(part.fingerprint.hex()[:12] for part in place.parts),
+            " and ".join(part.fingerprint.hex()[:16] for part in place.parts),
             chunk_tokens,
             agent_pid,
             self.config.endpoint,
