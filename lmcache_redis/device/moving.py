@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.device.bus import BusCopies
 from lmcache_redis.device.calls import CopyCall, CopyPlanner
-from lmcache_redis.device.gpu import Buffer, CopyStream, Gpu
+from lmcache_redis.device.gpu import Buffer, BusCopies, CopyStream, Gpu
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.table import SegmentTable, Storage, pack_ids, staging_stride_bytes
 from lmcache_redis.native.madvise import address_of
