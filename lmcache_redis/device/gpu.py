@@ -183,7 +183,8 @@ class CopyStream:
         return self._staging.grown(size_bytes)
 
     def send(self, ids: _Int64s) -> int:
-        """Enqueue numbers to the GPU; their address there. Once in a call, which keeps them."""
+        """Enqueue numbers to the GPU; their address there. Once in a call."""
+        self._sent = ids  # kept while the copy may read them
         there = self._ids.grown(ids.nbytes)
         driver.enqueue_copy_in(there, ids.ctypes.data, ids.nbytes, self.number)
         return there

@@ -66,20 +66,14 @@ class DirectMoves(Moves):
         self._bases = np.array([storage.address for storage in storages], dtype=np.int64)
 
     def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
-        copies = self._planned(call)
-        ready()
-        stream.copy(copies, inward=False)
-        stream.drain()
+        self._move(call, stream, ready, inward=False)
         if on_read is not None:
             on_read()
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
-        copies = self._planned(call)
-        ready()
-        stream.copy(copies, inward=True)
-        stream.drain()
+        self._move(call, stream, ready, inward=True)
 
-    def _planned(self, call: CopyCall) -> BusCopies:
+    def _move(self, call: CopyCall, stream: CopyStream, ready: Ready, *, inward: bool) -> None:
         parts: list[tuple[_Int64s, _Int64s, _Int64s]] = []
         for chunk in call.chunks:
             storage, offset, slot, slot_offset, nbytes = self._planner.arrays(
@@ -87,7 +81,10 @@ class DirectMoves(Moves):
             )
             slots = _addresses(chunk.slots)
             parts.append((slots[slot] + slot_offset, self._bases[storage] + offset, nbytes))
-        return BusCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        copies = BusCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        ready()
+        stream.copy(copies, inward=inward)
+        stream.drain()
 
 
 class PlacedLaunch(NamedTuple):
@@ -114,9 +111,7 @@ class KernelMoves(Moves):
                 self._function(width, scatter=scatter)
 
     def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
-        ids = self._packed(call)
-        copies, staging = self._staged(call, stream)
-        launch = self._prepared(ids, stream, staging, scatter=False)
+        copies, launch = self._prepared(call, stream, scatter=False)
         ready()
         launch()
         stream.mark_kernel()
@@ -127,9 +122,7 @@ class KernelMoves(Moves):
         stream.drain()
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
-        ids = self._packed(call)
-        copies, staging = self._staged(call, stream)
-        launch = self._prepared(ids, stream, staging, scatter=True)
+        copies, launch = self._prepared(call, stream, scatter=True)
         stream.copy(copies, inward=True)
         ready()
         launch()
@@ -140,25 +133,18 @@ class KernelMoves(Moves):
         while self._rows:
             self._rows.pop().close()
 
-    def _packed(self, call: CopyCall) -> _Int64s:
-        ids = [chunk.block_ids for chunk in call.chunks]
-        return pack_ids(ids, self._num_blocks, [chunk.skip_blocks for chunk in call.chunks])
-
-    def _staged(self, call: CopyCall, stream: CopyStream) -> tuple[BusCopies, int]:
-        """The copies between staging and slots, and where staging is."""
-        offsets, sizes, size_bytes = _stripes(
-            len(call.chunks),
-            len(call.chunks[0].block_ids) * self._table.block_bytes,
-            call.stripe_payload_bytes,
-        )
+    def _prepared(
+        self, call: CopyCall, stream: CopyStream, *, scatter: bool
+    ) -> tuple[BusCopies, Ready]:
+        """The copies between staging and slots, and what enqueues the kernels."""
+        each_ids = [chunk.block_ids for chunk in call.chunks]
+        ids = pack_ids(each_ids, self._num_blocks, [chunk.skip_blocks for chunk in call.chunks])
+        chunks, n_blocks = ids.shape
+        chunk_bytes = n_blocks * self._table.block_bytes
+        stride_bytes = staging_stride_bytes(chunk_bytes)
+        offsets, sizes, size_bytes = _stripes(chunks, chunk_bytes, call.stripe_payload_bytes)
         staging = stream.staging(size_bytes)
         slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
-        return BusCopies(slots, staging + offsets, sizes), staging
-
-    def _prepared(self, ids: _Int64s, stream: CopyStream, staging: int, *, scatter: bool) -> Ready:
-        """Sends what the kernels need beside staging; the result enqueues them."""
-        chunks, n_blocks = ids.shape
-        stride_bytes = staging_stride_bytes(n_blocks * self._table.block_bytes)
         launches = [
             (self._function(each.width, scatter=scatter), each)
             for each in self._placed(n_blocks, stream)
@@ -171,7 +157,7 @@ class KernelMoves(Moves):
                 grid = (tiles, chunks)
                 driver.launch(function, grid, kernels.THREADS, parameters, stream.number)
 
-        return launch
+        return BusCopies(slots, staging + offsets, sizes), launch
 
     def _function(self, width: int, *, scatter: bool) -> int:
         """The kernel that gathers or scatters by accesses of this width."""
