@@ -114,14 +114,15 @@ class ChunkIO:
 
     key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
-    belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. Compared
-    and hashed by identity.
+    belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
+    the caller's use. Compared and hashed by identity.
     """
 
     key: bytes
     frame: ChunkFrame
     slots: Sequence[memoryview]
     deadline: float
+    tag: object = None
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""

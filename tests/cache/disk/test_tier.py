@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +65,13 @@ class Job:
         self.payload = bytearray(payload)
         view = memoryview(self.payload)
         slots = [view[at : at + stripe_bytes] for at in range(0, CHUNK_BYTES, stripe_bytes)]
-        self.io = OfJob(key or key_of(number), frame, slots, deadline, job=self)
+        self.io = ChunkIO(key or key_of(number), frame, slots, deadline, tag=self)
         self.said: list[Any] = []
 
 
-@dataclass(slots=True, eq=False, repr=False, kw_only=True)
-class OfJob(ChunkIO):
-    job: Job
-
-
 def said(io: ChunkIO, outcome: object) -> None:
-    assert isinstance(io, OfJob)
-    io.job.said.append(outcome)
+    assert isinstance(io.tag, Job)
+    io.tag.said.append(outcome)
 
 
 def read(tier: Tier, *jobs: Job) -> None:
