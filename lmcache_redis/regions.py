@@ -26,6 +26,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Annotated, Any, NamedTuple
 
@@ -47,6 +48,7 @@ from lmcache_redis.tiers import (
     ChunkIO,
     ExistsResult,
     ReadOutcome,
+    RemoveResult,
     WriteOutcome,
 )
 
@@ -218,6 +220,26 @@ class RegionStore:
         asked = [(_chunk_key(chunk), chunk.form.stripe_count) for chunk in chunks]
         deadline = time.monotonic() + self.settings.lookup_timeout_s
         self._plane.refresh(asked, deadline, lambda result: None)
+
+    def remove(self, chunks: Sequence[RegionChunk], done: Answer) -> None:
+        """Remove chunks. True: it is not there any more, or was not."""
+        deadline = time.monotonic() + self.settings.lookup_timeout_s
+        answer = _Answers([_job(chunk, deadline) for chunk in chunks], done)
+
+        def removed(job: ChunkIO, result: RemoveResult) -> None:
+            answer.ended(job, result.outcome is CallOutcome.DONE)
+
+        for job in answer.open:
+            self._plane.remove(job.key, deadline, partial(removed, job))
+
+    def clear(self, form: ChunkForm, timeout_s: float, done: Answer) -> None:
+        """Remove every chunk of this form. True: none is left of those that were there."""
+        deadline = time.monotonic() + timeout_s
+
+        def cleared(result: RemoveResult) -> None:
+            done([result.outcome is CallOutcome.DONE])
+
+        self._plane.clear(form.names.common, deadline, cleared)
 
     def close(self, deadline_s: float) -> bool:
         """Finish stores for so long and answer everything. Idempotent."""

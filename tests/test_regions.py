@@ -161,6 +161,17 @@ def test_an_evicted_stripe_is_a_miss(
     assert loaded(store, chunk(of, b"k")) == [False]
 
 
+def test_a_removed_chunk_is_gone(
+    store: RegionStore, settings: DoorSettings, redis: RedisServer
+) -> None:
+    of = form(settings)
+    stored(store, chunk(of, b"k"))
+    chunks = [chunk(of, b"k"), chunk(of, b"x")]
+    assert answer(lambda done: store.remove(chunks, done)) == [True, True]
+    with redis.client() as client:
+        assert client.dbsize() == 0
+
+
 def test_a_lost_server_answers_misses_at_once(
     store: RegionStore, settings: DoorSettings, redis: RedisServer
 ) -> None:
@@ -174,6 +185,7 @@ def test_a_lost_server_answers_misses_at_once(
     assert there(store, chunk(of, b"k")) == [False]
     assert loaded(store, chunk(of, b"k")) == [False]
     assert stored(store, chunk(of, b"k")) == [False]
+    assert answer(lambda done: store.remove([chunk(of, b"k")], done)) == [False]
 
 
 def test_views_of_another_size_are_refused(store: RegionStore, settings: DoorSettings) -> None:

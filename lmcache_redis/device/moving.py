@@ -7,15 +7,16 @@ engines make them, beside whatever its processors compute. Small copies would be
 memory, and the bus carries few large copies between staging and slots. The kernel has to wait until
 the engine leaves it a time slice.
 
-A move enqueues nothing that touches the engine's blocks before ``ready`` has returned, because
-enqueued work cannot be taken back. What needs no blocks is enqueued before that.
+A move checks its arguments before anything is enqueued, and returns when nothing is in flight. It
+enqueues nothing that touches the engine's blocks before ``ready``, which it calls once, has
+returned, because enqueued work cannot be taken back. What needs no blocks is enqueued before that.
+Moves are thread-safe, and may raise DeviceError.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -38,27 +39,7 @@ Ready = Callable[[], None]
 OnRead: TypeAlias = "Callable[[], None] | None"  # when the blocks have been read
 
 
-class Moves(ABC):
-    """How the pages of one group move. Thread-safe. Every method may raise DeviceError.
-
-    Arguments are checked before anything is enqueued. On return nothing is in flight. ``ready`` is
-    called once, see above.
-    """
-
-    @abstractmethod
-    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
-        """Blocks to slots."""
-
-    @abstractmethod
-    def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
-        """Slots to blocks."""
-
-    def close(self) -> None:
-        """Free what is on the GPU, in its context. No call may be in progress."""
-        return
-
-
-class DirectMoves(Moves):
+class DirectMoves:
     """Copies between pages and slots. Adjacent blocks whose pages touch are one copy."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage]) -> None:
@@ -72,6 +53,9 @@ class DirectMoves(Moves):
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
         self._move(call, stream, ready, inward=True)
+
+    def close(self) -> None:
+        """Nothing of it is on the GPU."""
 
     def _move(self, call: CopyCall, stream: CopyStream, ready: Ready, *, inward: bool) -> None:
         parts: list[tuple[_Int64s, _Int64s, _Int64s]] = []
@@ -95,7 +79,7 @@ class PlacedLaunch(NamedTuple):
     tiles: int
 
 
-class KernelMoves(Moves):
+class KernelMoves:
     """Pages by kernels, through staging. The kernels' tables stay on the GPU."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> None:
@@ -129,6 +113,7 @@ class KernelMoves(Moves):
         stream.drain()
 
     def close(self) -> None:
+        """Free what is on the GPU, in its context. No call may be in progress."""
         self._launches.clear()
         while self._rows:
             self._rows.pop().close()
@@ -179,6 +164,9 @@ class KernelMoves(Moves):
                 stream.drain()
                 self._launches[n_blocks] = tuple(placed)
             return self._launches[n_blocks]
+
+
+Moves = DirectMoves | KernelMoves
 
 
 def moves_of(layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> Moves:
