@@ -231,7 +231,7 @@ class StoreJob(CopyJob):
             self._already += 1
             if entry.state is EntryState.READY:
                 self._write_behind(chunk, entry)
-                self._cache.pool.report_again(entry)
+                self._cache.pool.seen(None, (entry.key,))
         self._gather(wanted)
 
     def _gather(self, chunks: Sequence[int]) -> None:

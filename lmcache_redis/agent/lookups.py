@@ -144,7 +144,7 @@ class LookupJob:
                 session.hold(hashes[chunk], part, entry)
             session.hold(hashes[chunk], first, entry)
             if pool.on_change is not None:
-                pool.report_again(entry)
+                pool.seen(None, (entry.key,))
         session.cancel_lookup = None
 
     def _note(self, found: PrefixLookup, tiers: str, took_s: float, layouts: Sequence[str]) -> None:

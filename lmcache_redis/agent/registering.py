@@ -15,14 +15,14 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.peers import Group, Peer, Registration, Reply
-from lmcache_redis.chunks.names import ChunkForm, ChunkNames
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, engine_chunk_tokens
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.context import open_device
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import check_exporter
-from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
+from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError, GpuLost, WireError
 
 logger = logging.getLogger(__name__)

@@ -239,8 +239,9 @@ class PrefixLookup:
                 return
 
     def _load(self, awaited: list[PartState]) -> None:
-        """Begins to load what is missing."""
-        self.parts.queue_loads(awaited)
+        """Begins to load what is missing, from one tier after the other."""
+        missing = [each for each in awaited if each.entry is None and not each.is_later]
+        self.parts.to_load = sorted(missing, key=self.parts.level_of)
         self._state = _Stage.LOADING
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:

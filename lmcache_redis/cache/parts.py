@@ -377,11 +377,6 @@ class LookupParts:
         form, chunk_hash = self._request.forms[row], self._request.hashes[chunk]
         self._cache.probe(form, state.key, chunk_hash, level)
 
-    def queue_loads(self, awaited: Sequence[PartState]) -> None:
-        """What is missing now is to be loaded, from one tier after the other."""
-        missing = [state for state in awaited if state.entry is None and not state.is_later]
-        self.to_load = sorted(missing, key=self.level_of)
-
     def begin_some(self) -> None:
         """Begins to load some of what is to be loaded."""
         some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]

@@ -290,8 +290,7 @@ class HostPool:
             entry.key = key
             self._index[key] = entry
         entry.state = EntryState.READY
-        if self.on_change is not None:
-            self.on_change(entry.key, None, True)
+        self.seen(None, (entry.key,))
         return True
 
     def end(self, entry: Entry, *, is_filled: bool) -> bool:
@@ -344,8 +343,8 @@ class HostPool:
         if entry in self._outside:
             return
         del self._index[entry.key]
-        if was_ready and self.on_change is not None:
-            self.on_change(entry.key, None, False)
+        if was_ready:
+            self.seen(None, (entry.key,), there=False)
         if entry.pins > 0:
             self._outside.add(entry)
             return
@@ -353,16 +352,11 @@ class HostPool:
         self.idle -= entry.units
         self._give_back(entry)
 
-    def seen(self, tier: int, keys: Iterable[bytes], there: bool = True) -> None:
-        """Whether a tier has these chunks."""
+    def seen(self, place: int | None, keys: Iterable[bytes], there: bool = True) -> None:
+        """Whether a place has these chunks; see `on_change`."""
         if self.on_change is not None:
             for key in keys:
-                self.on_change(key, tier, there)
-
-    def report_again(self, entry: Entry) -> None:
-        """Reports a READY entry again, for watchers that started later."""
-        if self.on_change is not None:
-            self.on_change(entry.key, None, True)
+                self.on_change(key, place, there)
 
     def pin(self, entry: Entry) -> None:
         """Add a pin. A DISCARDED entry can be pinned only while it has one."""

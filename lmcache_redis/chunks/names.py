@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -153,6 +155,16 @@ class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FULL_REACH = Reach()
+
+
+def engine_chunk_tokens(chunk_size_tokens: int, block_sizes_tokens: Iterable[int]) -> int:
+    """Tokens of an engine's chunks: the agent's chunk size, rounded up to whole blocks.
+
+    vLLM gives layers with recurrent states, and the attention beside them, blocks of unusual sizes
+    (544 tokens, for instance). block_sizes_tokens: of every group; positive.
+    """
+    common = math.lcm(*block_sizes_tokens)
+    return -(-chunk_size_tokens // common) * common
 
 
 @dataclass(frozen=True)

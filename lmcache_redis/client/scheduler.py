@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
+from lmcache_redis.chunks.names import engine_chunk_tokens
 from lmcache_redis.client.link import AgentCall, AgentLink
-from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
+from lmcache_redis.chunks.names import engine_chunk_tokens
 from lmcache_redis.client.link import AgentCall, AgentLink, CallState
 from lmcache_redis.client.registering import CacheGroup, ExportedMemory, SentRegistration
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.device import export
 from lmcache_redis.device.handles import CudaFdHandle
-from lmcache_redis.device.layout import engine_chunk_tokens
 from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:

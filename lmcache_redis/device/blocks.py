@@ -89,16 +89,12 @@ class _DenseCut(NamedTuple):
     page_bytes: int
     in_page: tuple[Dim, ...]
     outer: tuple[Dim, ...]
-    holes: bool
 
 
 def find_segments(
     views: Sequence[TensorView], num_blocks: int, block_strides: Mapping[str, int] | None = None
 ) -> PagedSegments:
-    """Coalesced segments that cover every byte of every tensor.
-
-    Holes inside a block are copied too if they lie within the block's stride and belong to no other
-    tensor. Otherwise the block is cut into its dense runs.
+    """Coalesced segments that cover every byte of every tensor, and no other.
 
     views: tensors in chunk order. Two names for one tensor are copied once. num_blocks: blocks as
     the engine numbers them. block_strides: bytes from block to block, by tensor name, if the engine
@@ -111,9 +107,7 @@ def find_segments(
         raise DeviceError(f"a KV cache of {num_blocks} blocks")
     hints = block_strides or {}
     blocks = [_block(view, num_blocks, hints.get(view.name)) for view in views]
-    cuts = [_cut(block, allow_holes=True) for block in blocks]
-    for index in _in_conflict(blocks, cuts, num_blocks):
-        cuts[index] = _cut(blocks[index], allow_holes=False)
+    cuts = [_cut(block) for block in blocks]
     pieces = [math.prod(dim.size for dim in cut.outer) for cut in cuts]
     if sum(pieces) > _MAX_PIECES:
         raise _scattered(views, pieces, sum(pieces), _MAX_PIECES)
@@ -137,26 +131,24 @@ def find_segments(
     return PagedSegments(segments, digest.hexdigest(), _pages(segments, merged, elements))
 
 
-def _elements(view: TensorView, cut: _DenseCut) -> Pages | None:
-    """What the pages of one tensor hold; None if there is more in them."""
-    if cut.holes:
-        return None
+def _elements(view: TensorView, cut: _DenseCut) -> Pages:
+    """What the pages of one tensor hold."""
     dims = sorted(cut.in_page, key=lambda dim: dim.stride, reverse=True)
     outer = tuple(dim.size for dim in cut.outer)
     return Pages((1, *outer), view.dtype, tuple(dim.size for dim in dims))
 
 
 def _pages(
-    segments: Sequence[Segment], merged: Sequence[MergedAt], elements: Sequence[Pages | None]
+    segments: Sequence[Segment], merged: Sequence[MergedAt], elements: Sequence[Pages]
 ) -> tuple[Pages, ...]:
     """What the pages of merged segments hold; empty if a page holds parts of several kinds."""
-    parts: list[dict[int, Pages | None]] = [{} for _ in segments]
+    parts: list[dict[int, Pages]] = [{} for _ in segments]
     for (segment, offset), each in zip(merged, elements, strict=True):
         parts[segment].setdefault(offset, each)
     pages: list[Pages] = []
     for in_page in parts:
         each, *others = in_page.values()
-        if each is None or any(other != each for other in others):
+        if any(other != each for other in others):
             return ()
         if others:
             each = msgspec.structs.replace(each, segments=(1,), shape=(len(in_page), *each.shape))
@@ -225,24 +217,19 @@ def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tupl
     return found[0]
 
 
-def _cut(block: _Block, *, allow_holes: bool) -> _DenseCut:
-    """Grow the page outward from one element while it is dense or holes are allowed."""
+def _cut(block: _Block) -> _DenseCut:
+    """Grow the page outward from one element while it is dense."""
     page_bytes = block.view.itemsize
     in_page: set[Dim] = set()
-    holes = False
     for dim in sorted(block.inside, key=lambda dim: dim.stride):
-        grown = dim.stride * (dim.size - 1) + page_bytes
-        dense = dim.stride == page_bytes
-        if grown > block.stride or not (dense or allow_holes):
+        if dim.stride != page_bytes:
             break
-        holes |= not dense
-        page_bytes = grown
+        page_bytes *= dim.size
         in_page.add(dim)
     return _DenseCut(
         page_bytes,
         tuple(dim for dim in block.inside if dim in in_page),
         tuple(dim for dim in block.inside if dim not in in_page),
-        holes,
     )
 
 
@@ -253,48 +240,6 @@ def _segments(block: _Block, cut: _DenseCut) -> list[Segment]:
         Segment(block.view.storage, block.view.offset + sum(at), cut.page_bytes, block.stride)
         for at in itertools.product(*steps)
     ]
-
-
-def _in_conflict(blocks: Sequence[_Block], cuts: Sequence[_DenseCut], num_blocks: int) -> set[int]:
-    """Tensors with holes whose pages might cover bytes of another tensor.
-
-    Segments with overlapping ranges are disjoint only if they have the same stride, all begin
-    within one stride, and their pages do not overlap there.
-    """
-    if not any(cut.holes for cut in cuts):
-        return set()
-    owners: dict[Segment, list[int]] = {}  # layers that share one cache own one segment
-    for index, (block, cut) in enumerate(zip(blocks, cuts, strict=True)):
-        for segment in _segments(block, cut):
-            owners.setdefault(segment, []).append(index)
-    clusters: list[list[Segment]] = []
-    storage, end = -1, 0
-    for segment in sorted(owners, key=lambda segment: (segment.storage, segment.offset)):
-        if segment.storage != storage or segment.offset >= end:
-            clusters.append([])
-            storage, end = segment.storage, 0
-        clusters[-1].append(segment)
-        last_page = segment.offset + (num_blocks - 1) * segment.block_stride
-        end = max(end, last_page + segment.page_bytes)
-    conflicts = {
-        index
-        for cluster in clusters
-        if _overlap(cluster)
-        for segment in cluster
-        for index in owners[segment]
-    }
-    return {index for index in conflicts if cuts[index].holes}
-
-
-def _overlap(cluster: Sequence[Segment]) -> bool:
-    first = cluster[0]
-    reach = 0
-    for segment in cluster:
-        begin = segment.offset - first.offset
-        if segment.block_stride != first.block_stride or begin < reach:
-            return True
-        reach = begin + segment.page_bytes
-    return reach > first.block_stride
 
 
 def view_tensors(

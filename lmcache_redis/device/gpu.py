@@ -4,37 +4,65 @@ Every call has a stream of its own, with staging for its chunks, so a gather tha
 engine does not delay a scatter. There are as many as calls at once, which the agent's copy threads
 bound, and they exist while a worker has memory on the GPU. The context stays until the process
 ends: making one takes a fraction of a second.
+
+Neighbouring copies are merged before they are enqueued. Host memory is pinned in pieces, and no
+copy crosses from one to the next: a slot lies in one piece, but a merged copy might not.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.device.bus import (
-    UNPINNED,
-    BusCopies,
-    PiecesOf,
-    enqueue_each,
-    merged,
-    nothing_pinned,
-)
 from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 
 DIRECT_COPY_BYTES = 64 << 10
+UNPINNED = -1
 _NOT_SUPPORTED = 801
+
+_Int64s = npt.NDArray[np.int64]
+# For addresses of host memory, the number of the pinned piece that each lies in, or `UNPINNED`.
+PiecesOf = Callable[[_Int64s], _Int64s]
+
+
+def nothing_pinned(addresses: _Int64s) -> _Int64s:
+    return np.full(len(addresses), UNPINNED, dtype=np.int64)
+
+
+class BusCopies(NamedTuple):
+    """Copy ``i`` moves ``nbytes[i]`` between the addresses ``host[i]`` and ``device[i]``."""
+
+    host: _Int64s
+    device: _Int64s
+    nbytes: _Int64s
+
+    def pick(self, index: npt.NDArray[np.bool_]) -> BusCopies:
+        return BusCopies(self.host[index], self.device[index], self.nbytes[index])
+
+
+def merged(copies: BusCopies, pieces: _Int64s) -> BusCopies:
+    """Adjacent copies as one if they are adjacent on both sides, within a pinned piece."""
+    host, device, nbytes = copies
+    follows = host[1:] == host[:-1] + nbytes[:-1]
+    follows &= device[1:] == device[:-1] + nbytes[:-1]
+    follows &= pieces[1:] == pieces[:-1]
+    if not follows.any():
+        return copies
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return BusCopies(host[first], device[first], np.add.reduceat(nbytes, first))
 
 
 class Gpus:
     """The GPUs that this process sees. Thread-safe.
 
-    direct_copy_bytes: pages of so many bytes and more are copied without a kernel. pieces_of: as in
-    `lmcache_redis.device.bus`.
+    direct_copy_bytes: pages of so many bytes and more are copied without a kernel. pieces_of: which
+    host memory is pinned.
     """
 
     def __init__(
@@ -154,8 +182,9 @@ class CopyStream:
         """The address of so many bytes on the GPU, aligned to 256, for this call."""
         return self._staging.grown(size_bytes)
 
-    def send(self, ids: npt.NDArray[np.int64]) -> int:
-        """Enqueue numbers to the GPU; their address there. Once in a call, which keeps them."""
+    def send(self, ids: _Int64s) -> int:
+        """Enqueue numbers to the GPU; their address there. Once in a call."""
+        self._sent = ids  # kept while the copy may read them
         there = self._ids.grown(ids.nbytes)
         driver.enqueue_copy_in(there, ids.ctypes.data, ids.nbytes, self.number)
         return there
@@ -169,11 +198,18 @@ class CopyStream:
         pinned = pieces != UNPINNED
         if not pinned.all():
             # They stay apart, because a part of them may be pinned by the time it is copied.
-            enqueue_each(copies.pick(~pinned), self.number, inward=inward)
+            self._copy_each(copies.pick(~pinned), inward=inward)
             copies, pieces = copies.pick(pinned), pieces[pinned]
         copies = merged(copies, pieces)
         if len(copies.host) < 2 or not self._copy_batch(copies, inward=inward):
-            enqueue_each(copies, self.number, inward=inward)
+            self._copy_each(copies, inward=inward)
+
+    def _copy_each(self, copies: BusCopies, *, inward: bool) -> None:
+        for host, device, nbytes in zip(*(column.tolist() for column in copies), strict=True):
+            if inward:
+                driver.enqueue_copy_in(device, host, nbytes, self.number)
+            else:
+                driver.enqueue_copy_out(host, device, nbytes, self.number)
 
     def _copy_batch(self, copies: BusCopies, *, inward: bool) -> bool:
         """False if this driver or GPU takes no batches: nothing was enqueued."""

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, NamedTuple
 
@@ -27,16 +27,6 @@ from lmcache_redis.errors import ConfigError, DeviceError, FormatError
 
 MAX_SEGMENTS = 65_536
 _MAX_ADDRESS = 2**63 - 1
-
-
-def engine_chunk_tokens(chunk_size_tokens: int, block_sizes_tokens: Iterable[int]) -> int:
-    """Tokens of an engine's chunks: the agent's chunk size, rounded up to whole blocks.
-
-    vLLM gives layers with recurrent states, and the attention beside them, blocks of unusual sizes
-    (544 tokens, for instance). block_sizes_tokens: of every group; positive.
-    """
-    common = math.lcm(*block_sizes_tokens)
-    return -(-chunk_size_tokens // common) * common
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

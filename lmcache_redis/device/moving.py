@@ -7,15 +7,16 @@ engines make them, beside whatever its processors compute. Small copies would be
 memory, and the bus carries few large copies between staging and slots. The kernel has to wait until
 the engine leaves it a time slice.
 
-A move enqueues nothing that touches the engine's blocks before ``ready`` has returned, because
-enqueued work cannot be taken back. What needs no blocks is enqueued before that.
+A move checks its arguments before anything is enqueued, and returns when nothing is in flight. It
+enqueues nothing that touches the engine's blocks before ``ready``, which it calls once, has
+returned, because enqueued work cannot be taken back. What needs no blocks is enqueued before that.
+Moves are thread-safe, and may raise DeviceError.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -23,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.device.bus import BusCopies
 from lmcache_redis.device.calls import CopyCall, CopyPlanner
-from lmcache_redis.device.gpu import Buffer, CopyStream, Gpu
+from lmcache_redis.device.gpu import Buffer, BusCopies, CopyStream, Gpu
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.table import SegmentTable, Storage, pack_ids, staging_stride_bytes
 from lmcache_redis.native.madvise import address_of
@@ -39,27 +39,7 @@ Ready = Callable[[], None]
 OnRead: TypeAlias = "Callable[[], None] | None"  # when the blocks have been read
 
 
-class Moves(ABC):
-    """How the pages of one group move. Thread-safe. Every method may raise DeviceError.
-
-    Arguments are checked before anything is enqueued. On return nothing is in flight. ``ready`` is
-    called once, see above.
-    """
-
-    @abstractmethod
-    def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
-        """Blocks to slots."""
-
-    @abstractmethod
-    def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
-        """Slots to blocks."""
-
-    def close(self) -> None:
-        """Free what is on the GPU, in its context. No call may be in progress."""
-        return
-
-
-class DirectMoves(Moves):
+class DirectMoves:
     """Copies between pages and slots. Adjacent blocks whose pages touch are one copy."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage]) -> None:
@@ -67,20 +47,17 @@ class DirectMoves(Moves):
         self._bases = np.array([storage.address for storage in storages], dtype=np.int64)
 
     def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
-        copies = self._planned(call)
-        ready()
-        stream.copy(copies, inward=False)
-        stream.drain()
+        self._move(call, stream, ready, inward=False)
         if on_read is not None:
             on_read()
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
-        copies = self._planned(call)
-        ready()
-        stream.copy(copies, inward=True)
-        stream.drain()
+        self._move(call, stream, ready, inward=True)
 
-    def _planned(self, call: CopyCall) -> BusCopies:
+    def close(self) -> None:
+        """Nothing of it is on the GPU."""
+
+    def _move(self, call: CopyCall, stream: CopyStream, ready: Ready, *, inward: bool) -> None:
         parts: list[tuple[_Int64s, _Int64s, _Int64s]] = []
         for chunk in call.chunks:
             storage, offset, slot, slot_offset, nbytes = self._planner.arrays(
@@ -88,7 +65,10 @@ class DirectMoves(Moves):
             )
             slots = _addresses(chunk.slots)
             parts.append((slots[slot] + slot_offset, self._bases[storage] + offset, nbytes))
-        return BusCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        copies = BusCopies(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        ready()
+        stream.copy(copies, inward=inward)
+        stream.drain()
 
 
 class PlacedLaunch(NamedTuple):
@@ -99,7 +79,7 @@ class PlacedLaunch(NamedTuple):
     tiles: int
 
 
-class KernelMoves(Moves):
+class KernelMoves:
     """Pages by kernels, through staging. The kernels' tables stay on the GPU."""
 
     def __init__(self, layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> None:
@@ -115,9 +95,7 @@ class KernelMoves(Moves):
                 self._function(width, scatter=scatter)
 
     def gather(self, call: CopyCall, stream: CopyStream, ready: Ready, on_read: OnRead) -> None:
-        ids = self._packed(call)
-        copies, staging = self._staged(call, stream)
-        launch = self._prepared(ids, stream, staging, scatter=False)
+        copies, launch = self._prepared(call, stream, scatter=False)
         ready()
         launch()
         stream.mark_kernel()
@@ -128,38 +106,30 @@ class KernelMoves(Moves):
         stream.drain()
 
     def scatter(self, call: CopyCall, stream: CopyStream, ready: Ready) -> None:
-        ids = self._packed(call)
-        copies, staging = self._staged(call, stream)
-        launch = self._prepared(ids, stream, staging, scatter=True)
+        copies, launch = self._prepared(call, stream, scatter=True)
         stream.copy(copies, inward=True)
         ready()
         launch()
         stream.drain()
 
     def close(self) -> None:
+        """Free what is on the GPU, in its context. No call may be in progress."""
         self._launches.clear()
         while self._rows:
             self._rows.pop().close()
 
-    def _packed(self, call: CopyCall) -> _Int64s:
-        ids = [chunk.block_ids for chunk in call.chunks]
-        return pack_ids(ids, self._num_blocks, [chunk.skip_blocks for chunk in call.chunks])
-
-    def _staged(self, call: CopyCall, stream: CopyStream) -> tuple[BusCopies, int]:
-        """The copies between staging and slots, and where staging is."""
-        offsets, sizes, size_bytes = _stripes(
-            len(call.chunks),
-            len(call.chunks[0].block_ids) * self._table.block_bytes,
-            call.stripe_payload_bytes,
-        )
+    def _prepared(
+        self, call: CopyCall, stream: CopyStream, *, scatter: bool
+    ) -> tuple[BusCopies, Ready]:
+        """The copies between staging and slots, and what enqueues the kernels."""
+        each_ids = [chunk.block_ids for chunk in call.chunks]
+        ids = pack_ids(each_ids, self._num_blocks, [chunk.skip_blocks for chunk in call.chunks])
+        chunks, n_blocks = ids.shape
+        chunk_bytes = n_blocks * self._table.block_bytes
+        stride_bytes = staging_stride_bytes(chunk_bytes)
+        offsets, sizes, size_bytes = _stripes(chunks, chunk_bytes, call.stripe_payload_bytes)
         staging = stream.staging(size_bytes)
         slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
-        return BusCopies(slots, staging + offsets, sizes), staging
-
-    def _prepared(self, ids: _Int64s, stream: CopyStream, staging: int, *, scatter: bool) -> Ready:
-        """Sends what the kernels need beside staging; the result enqueues them."""
-        chunks, n_blocks = ids.shape
-        stride_bytes = staging_stride_bytes(n_blocks * self._table.block_bytes)
         launches = [
             (self._function(each.width, scatter=scatter), each)
             for each in self._placed(n_blocks, stream)
@@ -172,7 +142,7 @@ class KernelMoves(Moves):
                 grid = (tiles, chunks)
                 driver.launch(function, grid, kernels.THREADS, parameters, stream.number)
 
-        return launch
+        return BusCopies(slots, staging + offsets, sizes), launch
 
     def _function(self, width: int, *, scatter: bool) -> int:
         """The kernel that gathers or scatters by accesses of this width."""
@@ -194,6 +164,9 @@ class KernelMoves(Moves):
                 stream.drain()
                 self._launches[n_blocks] = tuple(placed)
             return self._launches[n_blocks]
+
+
+Moves = DirectMoves | KernelMoves
 
 
 def moves_of(layout: KVLayout, storages: Sequence[Storage], gpu: Gpu) -> Moves:

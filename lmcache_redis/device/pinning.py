@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver
-from lmcache_redis.device.bus import UNPINNED
+from lmcache_redis.device.gpu import UNPINNED
 from lmcache_redis.errors import DeviceError, DriverError, GpuLost
 from lmcache_redis.native.madvise import fault_in
 

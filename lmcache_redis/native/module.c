@@ -235,90 +235,6 @@ static PyObject *xxh3_64(PyObject *Py_UNUSED(self), PyObject *args)
     return PyLong_FromUnsignedLongLong(result);
 }
 
-/* Writes at `at` unless it is NULL; returns the position after the data. */
-static size_t put(char *at, size_t offset, const char *data, size_t nbytes)
-{
-    if (at != NULL) {
-        memcpy(at + offset, data, nbytes);
-    }
-    return offset + nbytes;
-}
-
-/* "$" or "*", a number and CRLF. */
-static size_t put_head(char *at, size_t offset, char kind, size_t number)
-{
-    char head[MOST_HEAD_BYTES];
-    size_t from = sizeof head;
-    head[--from] = '\n';
-    head[--from] = '\r';
-    do {
-        head[--from] = (char)('0' + number % 10);
-        number /= 10;
-    } while (number != 0);
-    head[--from] = kind;
-    return put(at, offset, head + from, sizeof head - from);
-}
-
-typedef struct {
-    char *data;
-    Py_ssize_t nbytes;
-} Text;
-
-/* One word of a command, in two pieces. */
-static size_t put_word(char *at, size_t offset, Text start, Text end)
-{
-    offset = put_head(at, offset, '$', (size_t)(start.nbytes + end.nbytes));
-    offset = put(at, offset, start.data, (size_t)start.nbytes);
-    offset = put(at, offset, end.data, (size_t)end.nbytes);
-    return put(at, offset, "\r\n", 2);
-}
-
-/* Writes all commands at `at`; with NULL returns their size in bytes. -1: a key is not bytes. */
-static Py_ssize_t put_commands(char *at, Text name, PyObject *keys, Py_ssize_t group_keys,
-                               Text suffix)
-{
-    const Text nothing = {"", 0};
-    const Py_ssize_t count = PyList_Size(keys);
-    size_t offset = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (i % group_keys == 0) {
-            const Py_ssize_t left = count - i < group_keys ? count - i : group_keys;
-            offset = put_head(at, offset, '*', (size_t)left + 1);
-            offset = put_word(at, offset, name, nothing);
-        }
-        Text key;
-        if (PyBytes_AsStringAndSize(PyList_GetItem(keys, i), &key.data, &key.nbytes) != 0) {
-            return -1;
-        }
-        offset = put_word(at, offset, key, suffix);
-    }
-    return (Py_ssize_t)offset;
-}
-
-static PyObject *keys_commands(PyObject *Py_UNUSED(self), PyObject *args)
-{
-    Text name, suffix;
-    Py_ssize_t group_keys;
-    PyObject *keys;
-    if (!PyArg_ParseTuple(args, "y#Ony#", &name.data, &name.nbytes, &keys, &group_keys,
-                          &suffix.data, &suffix.nbytes)) {
-        return NULL;
-    }
-    if (!PyList_Check(keys) || group_keys < 1) {
-        PyErr_SetString(PyExc_TypeError, "keys are a list, in groups of at least one");
-        return NULL;
-    }
-    const Py_ssize_t nbytes = put_commands(NULL, name, keys, group_keys, suffix);
-    if (nbytes < 0) {
-        return NULL;
-    }
-    PyObject *packed = PyBytes_FromStringAndSize(NULL, nbytes);
-    if (packed != NULL) {
-        put_commands(PyBytes_AsString(packed), name, keys, group_keys, suffix);
-    }
-    return packed;
-}
-
 static PyObject *use_vectors(PyObject *Py_UNUSED(self), PyObject *args)
 {
     const char *vectors;
@@ -331,7 +247,6 @@ static PyObject *use_vectors(PyObject *Py_UNUSED(self), PyObject *args)
 static PyMethodDef methods[] = {
     {"load", load, METH_VARARGS, "Stripes by GET into slots; see _moves.pyi."},
     {"store", store, METH_VARARGS, "Stripes by SET from slots; see _moves.pyi."},
-    {"keys_commands", keys_commands, METH_VARARGS, "Commands of many keys, packed."},
     {"xxh3_64", xxh3_64, METH_VARARGS, "The checksum of a payload, in steps; for tests."},
     {"use_vectors", use_vectors, METH_VARARGS, "Compute checksums otherwise; for tests."},
     {NULL, NULL, 0, NULL},

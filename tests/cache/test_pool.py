@@ -354,10 +354,10 @@ def test_a_listener_hears_of_the_tiers_too() -> None:
     pool.seen(1, [b"a", b"b"], there=False)
     assert told == [(b"key", None, True), (b"key", 2, True), (b"a", 1, False), (b"b", 1, False)]
     told.clear()
-    pool.report_again(entry)
+    pool.seen(None, (entry.key,))
     assert told == [(b"key", None, True)]
     pool.on_change = None
-    pool.report_again(entry)
+    pool.seen(None, (entry.key,))
     pool.discard(entry)
     assert len(told) == 1
 

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver
-from lmcache_redis.device.bus import UNPINNED
 from lmcache_redis.device.cuda import CudaDevice
-from lmcache_redis.device.gpu import Gpus
+from lmcache_redis.device.gpu import UNPINNED, Gpus
 from lmcache_redis.device.handles import CudaHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.mapping import EngineMemory

@@ -13,7 +13,7 @@ import pytest
 
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.device import driver, pinning
-from lmcache_redis.device.bus import UNPINNED
+from lmcache_redis.device.gpu import UNPINNED
 from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.errors import DeviceError, GpuLost
 from lmcache_redis.native.madvise import PAGE_SIZE_BYTES

@@ -31,7 +31,7 @@ CORE = (
     "cache.lookup", "cache.writebehind", "device.table", "device.layout", "resp.control",
     "resp.transfers", "resp.node", "resp.maps", "resp.net.wire", "client.link",
     "agent.peers", "agent.service", "agent.lookups", "agent.jobs", "agent.sessions",
-    "seal.keys",
+    "seal.__init__",
 )  # fmt: skip
 
 

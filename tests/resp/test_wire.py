@@ -4,7 +4,7 @@ import tracemalloc
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.errors import (
@@ -56,8 +56,6 @@ def test_commands() -> None:
     assert keys_commands(b"UNLINK", [b"a"], 1) == b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n"
 
 
-@pytest.mark.usefixtures("both_ways")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.one_of(
         st.lists(st.binary(max_size=120), min_size=1, max_size=40),

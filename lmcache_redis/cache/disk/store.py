@@ -67,7 +67,8 @@ class DiskStore:
                 evicted = self._make_room(file.nbytes)
                 if evicted is not None:
                     self._fill(file)
-            self._unlink([file] if evicted is None else evicted)
+            for each in [file] if evicted is None else evicted:
+                self._unlink(each)
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
         with self._lock:
@@ -102,7 +103,8 @@ class DiskStore:
             self._writing(file.nbytes)
         if evicted and self.on_evicted is not None:
             self.on_evicted([each.key for each in evicted])
-        self._unlink(evicted)
+        for each in evicted:
+            self._unlink(each)
         try:
             self._files.write(key, file.sequence, frame, payload)
         except BaseException as error:
@@ -119,7 +121,7 @@ class DiskStore:
             cancelled = is_cancelled()
             removed = file if cancelled else self._fill(file)
         if removed is not None:
-            self._unlink([removed])
+            self._unlink(removed)
         return WriteOutcome.CANCELLED if cancelled else WriteOutcome.STORED
 
     def load(self, key: bytes, frame: ChunkFrame, payload: memoryview) -> ReadOutcome:
@@ -169,7 +171,7 @@ class DiskStore:
         with self._lock:
             file = self._take_out(key, only)
         if file is not None:
-            self._unlink([file])
+            self._unlink(file)
         return file is not None
 
     # Under the lock.
@@ -206,11 +208,7 @@ class DiskStore:
 
     # Without it.
 
-    def _unlink(self, files: Iterable[StoredFile]) -> None:
-        for file in files:
-            self._unlink_one(file)
-
-    def _unlink_one(self, file: StoredFile) -> None:
+    def _unlink(self, file: StoredFile) -> None:
         try:
             self._files.remove(file.key, file.sequence)
         except OSError as error:

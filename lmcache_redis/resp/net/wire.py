@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import hiredis
 
-from lmcache_redis import native
 from lmcache_redis.errors import (
     RedisAuthError,
     RedisClusterDown,
@@ -118,14 +117,21 @@ def keys_commands(
 
     suffix: at the end of each key.
     """
-    if native.moves is not None:
-        packed: bytes = native.moves.keys_commands(name, list(keys), group_keys, suffix)
-        return packed
+    first, end = b"\r\n$%d\r\n%b\r\n" % (len(name), name), suffix + CRLF
+    # As a rule keys are equally long, and joined, which takes a tenth of the time.
+    is_even = len({*map(len, keys)}) == 1
+    head = b"$%d\r\n" % (len(keys[0]) + len(suffix)) if is_even else b""
+    if is_even and group_keys == 1:
+        head = b"*2%b%b" % (first, head)
+        return b"%b%b%b" % (head, (end + head).join(keys), end)
     pieces = []
     for start in range(0, len(keys), group_keys):
         group = keys[start : start + group_keys]
-        pieces.append(b"*%d\r\n$%d\r\n%b\r\n" % (len(group) + 1, len(name), name))
-        pieces += [b"$%d\r\n%b%b\r\n" % (len(key) + len(suffix), key, suffix) for key in group]
+        pieces.append(b"*%d%b" % (len(group) + 1, first))
+        if is_even:
+            pieces += (head, (end + head).join(group), end)
+        else:
+            pieces += [b"$%d\r\n%b%b" % (len(key) + len(suffix), key, end) for key in group]
     return b"".join(pieces)
 
 

@@ -1,4 +1,4 @@
-"""Copies over the bus: which are merged, and which are apart."""
+"""Copies to and from a GPU: which are merged, and which are apart."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lmcache_redis.device import driver
-from lmcache_redis.device.bus import UNPINNED, BusCopies, merged
-from lmcache_redis.device.gpu import CopyStream
+from lmcache_redis.device.gpu import UNPINNED, BusCopies, CopyStream, merged
 
 
 def copies(*rows: tuple[int, int, int]) -> BusCopies:
