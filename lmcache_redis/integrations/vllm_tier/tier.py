@@ -144,10 +144,14 @@ class RedisTierManager(SecondaryTierManager):
             done([False] * len(job.keys))
             return
         size, chunks = cache.form.chunk_bytes, []
-        for key, row in zip(job.keys, job.chunk_ids, strict=True):
-            start = int(row) * self.block_size_bytes
-            chunks.append(cache.chunk(key, self._memory[start : start + size]))
-        transfer(cache.store, chunks, done)
+        try:
+            for key, row in zip(job.keys, job.chunk_ids, strict=True):
+                start = int(row) * self.block_size_bytes
+                chunks.append(cache.chunk(key, self._memory[start : start + size]))
+            transfer(cache.store, chunks, done)
+        except Exception:  # nothing has begun; vLLM would end, or wait for the job for ever
+            logger.exception("a transfer to or from Redis failed")
+            done([False] * len(job.keys))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         jobs, self._jobs = self._jobs, []
