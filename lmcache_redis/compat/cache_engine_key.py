@@ -150,15 +150,15 @@ class CacheEngineKey(_KeyParts):
     def to_string(self) -> str:
         return self._text
 
-    @staticmethod
-    def from_string(s: str) -> CacheEngineKey:
-        """The inverse of `to_string`. Raises FormatError for the text of a layer's key.
+    @classmethod
+    def from_string(cls: type[_Key], s: str) -> _Key:
+        """The inverse of `to_string`. Raises FormatError for the text of a key of the other class.
 
         chunk_hash is an int, as in LMCache; bytes if leading zeros would be lost; else the text.
         """
         key = parse_cache_key(s)
-        if isinstance(key, LayerCacheEngineKey):
-            raise FormatError(f"the key of a layer, not of a chunk: {s!r:.200}")
+        if type(key) is not cls:
+            raise FormatError(f"a {type(key).__name__}, not a {cls.__name__}: {s!r:.200}")
         return key
 
     def split_layers(self, num_layers: int) -> list[LayerCacheEngineKey]:
@@ -189,41 +189,33 @@ class CacheEngineKey(_KeyParts):
 class LayerCacheEngineKey(CacheEngineKey):
     """The key of one layer of a worker's chunk; arguments as above, and layer_id (0)."""
 
-    @staticmethod
-    def from_string(s: str) -> LayerCacheEngineKey:
-        """The inverse of `to_string`. Raises FormatError for the text of a chunk's key."""
-        key = parse_cache_key(s)
-        if not isinstance(key, LayerCacheEngineKey):
-            raise FormatError(f"the key of a chunk, not of a layer: {s!r:.200}")
-        return key
-
 
 def parse_cache_key(key_str: str) -> CacheEngineKey | LayerCacheEngineKey:
     """The key of a text, of a chunk or of a layer. Raises FormatError if it is malformed."""
-    texts = _groups(key_str) if isinstance(key_str, str) else None
-    if texts is None:
+    texts = _groups(key_str) if isinstance(key_str, str) else {}
+    if not texts:
         raise FormatError(f"not the text of a key: {key_str!r:.200}")
-    chunk_hash, layer_id = str(texts["chunk_hash"]), texts["layer_id"]
-    tags = [tag.partition("%") for tag in str(texts["tags"]).split("@")[1:]]
+    tags = [tag.partition("%") for tag in texts["tags"].split("@")[1:]]
     values = (
         texts["fmt"],
         texts["model_name"],
-        int(texts["world_size"] or 0),
-        int(texts["worker_id"] or 0),
-        _hash_of(chunk_hash),
+        int(texts["world_size"]),
+        int(texts["worker_id"]),
+        _hash_of(texts["chunk_hash"]),
         torch_dtype(_NAME_OF_TEXT[texts["dtype"]]) if texts["dtype"] else None,
         {_TAG + name: value for name, _, value in tags} or None,
     )
-    if layer_id is None:
+    if texts["layer_id"] is None:
         return CacheEngineKey(*values)
-    return LayerCacheEngineKey(*values, layer_id=int(layer_id))
+    return LayerCacheEngineKey(*values, layer_id=int(texts["layer_id"]))
 
 
-def _groups(text: str) -> dict[str, str | None] | None:
+def _groups(text: str) -> dict[str, Any]:
+    """The groups of `KEY_TEXT`; empty if it is not the text of a key."""
     match = KEY_TEXT.fullmatch(text)
     if match is None or not match["chunk_hash"] or not (match["fmt"] or match["dtype"]):
-        return None
-    return match.groupdict() if match["dtype"] in (None, *_NAME_OF_TEXT) else None
+        return {}
+    return match.groupdict() if match["dtype"] in (None, *_NAME_OF_TEXT) else {}
 
 
 def _hash_of(text: str) -> int | bytes | str:

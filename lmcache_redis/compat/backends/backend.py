@@ -32,14 +32,14 @@ from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.backends.buffers import (
     Allocate,
     TensorAllocation,
-    allocated_views,
+    byte_views,
     copy,
     encoded,
-    payload_views,
 )
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.objects import HeapMemory, HeldChunk
+from lmcache_redis.errors import FormatError
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
 
@@ -358,7 +358,9 @@ class ChunkBackend:
     ) -> _Put | None:
         """Copies the payload and begins its writes. None: it is refused, and nothing changes."""
         deadline = self._deadline()
-        views = payload_views(metadata, payload)
+        if not metadata.length:
+            raise FormatError("a chunk has at least one byte")
+        views = byte_views(payload, metadata.length, "the payload")
         object_key = object_key_of(key)
         queued_bytes = 0 if blocking else metadata.length
         if not self._thread.queue(queued_bytes):
@@ -411,9 +413,12 @@ class ChunkBackend:
         if held is None:
             return None
         try:
-            views = allocated_views(held.metadata, allocate)
-            if views is None:
+            buffers = allocate(held.metadata)
+            if buffers is None:
                 return None
+            views = byte_views(buffers, held.metadata.length, "what allocate returned")
+            if any(view.readonly for view in views):
+                raise ValueError("allocate returned a read-only buffer")
             copy(held.payload, views, into_block=False)
             return held.metadata
         finally:

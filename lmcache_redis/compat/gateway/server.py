@@ -148,21 +148,21 @@ class Gateway:
 
     def _closes_idle(self, peer: str) -> bool:
         """Disconnects the client that is idle for longest. peer: how its name begins."""
-        idle_s, longest = max(
-            (
-                (asyncio.get_running_loop().time() - each.stream.waits_from_s, each)
-                for each in self._connections
-                if each.peer.startswith(peer) and not each.stream.in_message
-            ),
-            key=lambda found: found[0],
-            default=(0.0, None),
-        )
-        if longest is None or idle_s <= _IDLE_S:
+        idle_since_s = asyncio.get_running_loop().time() - _IDLE_S
+        idle = [
+            each
+            for each in self._connections
+            if each.peer.startswith(peer)
+            and not each.stream.in_message
+            and each.stream.waits_from_s < idle_since_s
+        ]
+        if not idle:
             return False
+        longest = min(idle, key=lambda each: each.stream.waits_from_s)
         self._shared.counters["idle"] += 1
         self._shared.log.warning(
-            "idle", "%s is disconnected for another client: no request for %.0f s",
-            longest.peer, idle_s,
+            "idle", "%s is disconnected for another client: no request for over %.0f s",
+            longest.peer, _IDLE_S,
         )  # fmt: skip
         longest.stream.abort()
         return True
