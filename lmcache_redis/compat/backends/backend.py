@@ -52,7 +52,7 @@ ResultT = TypeVar("ResultT")
 # the deadline even on a slow network.
 WINDOW_CHUNKS = 16
 WINDOW_BYTES = 128 << 20
-# Payload of non-blocking puts in flight; more are refused.
+# Payload in flight; non-blocking puts beyond it are refused.
 QUEUE_BYTES = 256 << 20
 CLOSE_S = 5.0
 _LIST_S = 60.0
@@ -76,7 +76,6 @@ class CacheThread:
         self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
-        self._queued_bytes = 0
         self._has_ended = False
         self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
@@ -113,19 +112,6 @@ class CacheThread:
 
         self._loop.post(run)
         return future
-
-    def queue(self, nbytes: int) -> bool:
-        """Counts a non-blocking put if there is room for it; returns whether there is."""
-        with self._lock:
-            if nbytes and 0 < self._queued_bytes > QUEUE_BYTES - nbytes:
-                return False
-            self._queued_bytes += nbytes
-            return True
-
-    def unqueue(self, nbytes: int, put: object = None) -> None:
-        """A non-blocking put has ended."""
-        with self._lock:
-            self._queued_bytes -= nbytes
 
     def release(self, held: HeldChunk | None) -> None:
         """Unpins a chunk that a get has found."""
@@ -361,36 +347,25 @@ class ChunkBackend:
         if not metadata.length:
             raise FormatError("a chunk has at least one byte")
         views = byte_views(payload, metadata.length, "the payload")
-        object_key = object_key_of(key)
-        queued_bytes = 0 if blocking else metadata.length
-        if not self._thread.queue(queued_bytes):
-            return None
-        put, objects, in_memory = None, self._objects, metadata.length <= self._memory_bytes
+        object_key, objects, nbytes = object_key_of(key), self._objects, metadata.length
 
         def reserve(done: Done[HeldChunk | None]) -> None:
-            is_kept = in_memory or any(tier.state.up for tier in objects.cache.tiers)
-            done(objects.reserve(object_key, metadata) if is_kept else None)
+            pool, tiers = objects.cache.pool, self._tiers
+            is_kept = nbytes <= self._memory_bytes or any(tier.state.up for tier in tiers)
+            has_room = blocking or not 0 < pool.pinned > QUEUE_BYTES - nbytes
+            done(objects.reserve(object_key, metadata) if is_kept and has_room else None)
 
-        try:
-            reserving: Future[HeldChunk | None] = self._thread.call(reserve)
-            held = _result(reserving, deadline, None, self._thread.abandon)
-            if held is not None:
-                put = _Put(self._publish(object_key, held, views), deadline, metadata.length)
-                put.ended.add_done_callback(partial(self._thread.unqueue, queued_bytes))
-        finally:
-            if put is None:
-                self._thread.unqueue(queued_bytes)
-        return put
-
-    def _publish(
-        self, key: ObjectKey, held: HeldChunk, views: Sequence[memoryview]
-    ) -> Future[bool]:
+        reserving: Future[HeldChunk | None] = self._thread.call(reserve)
+        held = _result(reserving, deadline, None, self._thread.abandon)
+        if held is None:
+            return None
         try:
             copy(held.payload, views, into_block=True)
-            return self._thread.call(partial(self._objects.publish, key, held))
+            ended: Future[bool] = self._thread.call(partial(objects.publish, object_key, held))
         except BaseException:
             self._thread.abandon(held)
             raise
+        return _Put(ended, deadline, nbytes)
 
     def _is_stored(self, put: _Put) -> bool:
         return _result(put.ended, put.deadline, put.nbytes <= self._memory_bytes)
