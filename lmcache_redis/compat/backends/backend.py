@@ -73,7 +73,8 @@ class CacheThread:
         self.deadline_s = min((each.deadline_s for each in with_tiers or storages), default=0.0)
         self._woken = threading.Event()
         self._loop = OwnerLoop(self._woken.set)
-        self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
+        self._memory = HeapMemory()
+        self.objects = open_cache(storages, self._loop, self._memory, self.deadline_s)
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
@@ -147,6 +148,7 @@ class CacheThread:
         for future in self.calls:
             future.set_exception(RuntimeError("the backend is closed"))
         self.objects.cache.pool.clear()
+        self._memory.close()
 
     def _close(self, timeout_s: float) -> None:
         self._has_ended = True
