@@ -27,7 +27,7 @@ So unequal keys have unequal ObjectKeys. An ObjectKey stands for itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -57,7 +57,7 @@ KEY_TEXT = re.compile(
     re.ASCII,
 )
 _INT_HASH = re.compile(r"0|-?[1-9a-f][0-9a-f]*")
-_BYTES_HASH = re.compile(r"(?:[0-9a-f]{2})+")
+BYTES_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 _TAG = "lmcache.tag."
 _MARK = "lmcache"
 _ALWAYS = ("model_name", "world_size", "worker_id", "chunk_hash")
@@ -221,7 +221,7 @@ def _groups(text: str) -> dict[str, Any]:
 def _hash_of(text: str) -> int | bytes | str:
     if _INT_HASH.fullmatch(text):
         return int(text, 16)
-    return bytes.fromhex(text) if _BYTES_HASH.fullmatch(text) else text
+    return bytes.fromhex(text) if BYTES_HASH.fullmatch(text) else text
 
 
 def object_key_of(key: AnyKey) -> ObjectKey:
@@ -271,15 +271,24 @@ def engine_key_of(object_key: ObjectKey) -> AnyKey:
             "model_name": model_name,
             "world_size": object_key.kv_rank >> 24,
             "worker_id": object_key.kv_rank >> 16 & 0xFF,
-            "chunk_hash": _unpacked(hash_type, object_key.chunk_hash),
+            "chunk_hash": _HASH_OF_TYPE[hash_type](object_key.chunk_hash),
             "dtype": torch_dtype(dtype) if dtype else None,
         }
         key = CacheEngineKey(**named)
         if layer_id:
             key = LayerCacheEngineKey(**named, layer_id=int(layer_id))
         return key if object_key_of(key) == object_key else object_key
-    except ValueError:  # a name that only looks like one of these, or that they refuse
+    except (KeyError, ValueError):  # a name that only looks like one of these, or that they refuse
         return object_key
+
+
+# The inverse of `_packed`. Raises ValueError.
+_HASH_OF_TYPE: dict[str, Callable[[bytes], str | int | bytes]] = {
+    "bytes": bytes,
+    "hex": bytes.hex,
+    "text": bytes.decode,
+    "int": int,
+}
 
 
 def _packed(chunk_hash: object) -> tuple[str, bytes]:
@@ -287,7 +296,7 @@ def _packed(chunk_hash: object) -> tuple[str, bytes]:
     if isinstance(chunk_hash, bytes):
         return "bytes", chunk_hash
     if isinstance(chunk_hash, str):
-        if _BYTES_HASH.fullmatch(chunk_hash):
+        if BYTES_HASH.fullmatch(chunk_hash):
             return "hex", bytes.fromhex(chunk_hash)
         try:
             return "text", chunk_hash.encode("utf-8")
@@ -296,16 +305,3 @@ def _packed(chunk_hash: object) -> tuple[str, bytes]:
     if type(chunk_hash) is int:
         return "int", b"%d" % chunk_hash
     raise FormatError(f"chunk_hash is a str, an int or bytes, not {type(chunk_hash).__name__}")
-
-
-def _unpacked(hash_type: str, data: bytes) -> str | int | bytes:
-    """The inverse of `_packed`. Raises ValueError for what it does not return."""
-    if hash_type == "bytes":
-        return data
-    if hash_type == "hex":
-        return data.hex()
-    if hash_type == "text":
-        return data.decode("utf-8")
-    if hash_type == "int":
-        return int(data)
-    raise ValueError(f"unknown type of a chunk hash: {hash_type!r}")

@@ -58,7 +58,6 @@ class Gateway:
         self._tls: ssl.SSLContext | None = tls_context(config)
         room, log = Room(config.buffer_bytes), QuietLog(logger)
         self._shared = Shared(cache, room, config.payload_limit_bytes, log)
-        self._most_clients = config.max_connections
         self._clients: dict[asyncio.Task[None], str] = {}  # their addresses
         self._connections: set[ClientConnection] = set()
         self._stopping = False
@@ -87,13 +86,12 @@ class Gateway:
     async def start(self) -> None:
         """Listens and serves. Raises StartError if the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
-        self._most_clients = max(
-            1, min(self._most_clients, free_descriptors() - _OTHER_DESCRIPTORS)
-        )
-        if self._most_clients < self.config.max_connections:
+        wanted, most = self.config.max_connections, free_descriptors() - _OTHER_DESCRIPTORS
+        self._most_clients = max(1, min(wanted, most))
+        if self._most_clients < wanted:
             logger.warning(
                 "at most %d clients, not %d (--max-connections): raise the limit of open files",
-                self._most_clients, self.config.max_connections,
+                self._most_clients, wanted,
             )  # fmt: skip
         self._accepting = asyncio.ensure_future(self._accept())
         self._accepting.add_done_callback(_say_if_failed)
