@@ -27,7 +27,7 @@ So unequal keys have unequal ObjectKeys. An ObjectKey stands for itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -57,7 +57,7 @@ KEY_TEXT = re.compile(
     re.ASCII,
 )
 _INT_HASH = re.compile(r"0|-?[1-9a-f][0-9a-f]*")
-_BYTES_HASH = re.compile(r"(?:[0-9a-f]{2})+")
+BYTES_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 _TAG = "lmcache.tag."
 _MARK = "lmcache"
 _ALWAYS = ("model_name", "world_size", "worker_id", "chunk_hash")
@@ -150,15 +150,15 @@ class CacheEngineKey(_KeyParts):
     def to_string(self) -> str:
         return self._text
 
-    @staticmethod
-    def from_string(s: str) -> CacheEngineKey:
-        """The inverse of `to_string`. Raises FormatError for the text of a layer's key.
+    @classmethod
+    def from_string(cls: type[_Key], s: str) -> _Key:
+        """The inverse of `to_string`. Raises FormatError for the text of a key of the other class.
 
         chunk_hash is an int, as in LMCache; bytes if leading zeros would be lost; else the text.
         """
         key = parse_cache_key(s)
-        if isinstance(key, LayerCacheEngineKey):
-            raise FormatError(f"the key of a layer, not of a chunk: {s!r:.200}")
+        if type(key) is not cls:
+            raise FormatError(f"a {type(key).__name__}, not a {cls.__name__}: {s!r:.200}")
         return key
 
     def split_layers(self, num_layers: int) -> list[LayerCacheEngineKey]:
@@ -189,47 +189,39 @@ class CacheEngineKey(_KeyParts):
 class LayerCacheEngineKey(CacheEngineKey):
     """The key of one layer of a worker's chunk; arguments as above, and layer_id (0)."""
 
-    @staticmethod
-    def from_string(s: str) -> LayerCacheEngineKey:
-        """The inverse of `to_string`. Raises FormatError for the text of a chunk's key."""
-        key = parse_cache_key(s)
-        if not isinstance(key, LayerCacheEngineKey):
-            raise FormatError(f"the key of a chunk, not of a layer: {s!r:.200}")
-        return key
-
 
 def parse_cache_key(key_str: str) -> CacheEngineKey | LayerCacheEngineKey:
     """The key of a text, of a chunk or of a layer. Raises FormatError if it is malformed."""
-    texts = _groups(key_str) if isinstance(key_str, str) else None
-    if texts is None:
+    texts = _groups(key_str) if isinstance(key_str, str) else {}
+    if not texts:
         raise FormatError(f"not the text of a key: {key_str!r:.200}")
-    chunk_hash, layer_id = str(texts["chunk_hash"]), texts["layer_id"]
-    tags = [tag.partition("%") for tag in str(texts["tags"]).split("@")[1:]]
+    tags = [tag.partition("%") for tag in texts["tags"].split("@")[1:]]
     values = (
         texts["fmt"],
         texts["model_name"],
-        int(texts["world_size"] or 0),
-        int(texts["worker_id"] or 0),
-        _hash_of(chunk_hash),
+        int(texts["world_size"]),
+        int(texts["worker_id"]),
+        _hash_of(texts["chunk_hash"]),
         torch_dtype(_NAME_OF_TEXT[texts["dtype"]]) if texts["dtype"] else None,
         {_TAG + name: value for name, _, value in tags} or None,
     )
-    if layer_id is None:
+    if texts["layer_id"] is None:
         return CacheEngineKey(*values)
-    return LayerCacheEngineKey(*values, layer_id=int(layer_id))
+    return LayerCacheEngineKey(*values, layer_id=int(texts["layer_id"]))
 
 
-def _groups(text: str) -> dict[str, str | None] | None:
+def _groups(text: str) -> dict[str, Any]:
+    """The groups of `KEY_TEXT`; empty if it is not the text of a key."""
     match = KEY_TEXT.fullmatch(text)
     if match is None or not match["chunk_hash"] or not (match["fmt"] or match["dtype"]):
-        return None
-    return match.groupdict() if match["dtype"] in (None, *_NAME_OF_TEXT) else None
+        return {}
+    return match.groupdict() if match["dtype"] in (None, *_NAME_OF_TEXT) else {}
 
 
 def _hash_of(text: str) -> int | bytes | str:
     if _INT_HASH.fullmatch(text):
         return int(text, 16)
-    return bytes.fromhex(text) if _BYTES_HASH.fullmatch(text) else text
+    return bytes.fromhex(text) if BYTES_HASH.fullmatch(text) else text
 
 
 def object_key_of(key: AnyKey) -> ObjectKey:
@@ -279,15 +271,24 @@ def engine_key_of(object_key: ObjectKey) -> AnyKey:
             "model_name": model_name,
             "world_size": object_key.kv_rank >> 24,
             "worker_id": object_key.kv_rank >> 16 & 0xFF,
-            "chunk_hash": _unpacked(hash_type, object_key.chunk_hash),
+            "chunk_hash": _HASH_OF_TYPE[hash_type](object_key.chunk_hash),
             "dtype": torch_dtype(dtype) if dtype else None,
         }
         key = CacheEngineKey(**named)
         if layer_id:
             key = LayerCacheEngineKey(**named, layer_id=int(layer_id))
         return key if object_key_of(key) == object_key else object_key
-    except ValueError:  # a name that only looks like one of these, or that they refuse
+    except (KeyError, ValueError):  # a name that only looks like one of these, or that they refuse
         return object_key
+
+
+# The inverse of `_packed`. Raises ValueError.
+_HASH_OF_TYPE: dict[str, Callable[[bytes], str | int | bytes]] = {
+    "bytes": bytes,
+    "hex": bytes.hex,
+    "text": bytes.decode,
+    "int": int,
+}
 
 
 def _packed(chunk_hash: object) -> tuple[str, bytes]:
@@ -295,7 +296,7 @@ def _packed(chunk_hash: object) -> tuple[str, bytes]:
     if isinstance(chunk_hash, bytes):
         return "bytes", chunk_hash
     if isinstance(chunk_hash, str):
-        if _BYTES_HASH.fullmatch(chunk_hash):
+        if BYTES_HASH.fullmatch(chunk_hash):
             return "hex", bytes.fromhex(chunk_hash)
         try:
             return "text", chunk_hash.encode("utf-8")
@@ -304,16 +305,3 @@ def _packed(chunk_hash: object) -> tuple[str, bytes]:
     if type(chunk_hash) is int:
         return "int", b"%d" % chunk_hash
     raise FormatError(f"chunk_hash is a str, an int or bytes, not {type(chunk_hash).__name__}")
-
-
-def _unpacked(hash_type: str, data: bytes) -> str | int | bytes:
-    """The inverse of `_packed`. Raises ValueError for what it does not return."""
-    if hash_type == "bytes":
-        return data
-    if hash_type == "hex":
-        return data.hex()
-    if hash_type == "text":
-        return data.decode("utf-8")
-    if hash_type == "int":
-        return int(data)
-    raise ValueError(f"unknown type of a chunk hash: {hash_type!r}")

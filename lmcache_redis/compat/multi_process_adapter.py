@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from multiprocessing import parent_process
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
@@ -50,39 +52,24 @@ TIMEOUT_S = 30.0
 
 
 class AdapterOfEngine:
-    """What both adapters have beside a client of the agent."""
-
-    model_name: str
-    world_size: int
-    worker_id: int
-    num_blocks_per_chunk: Callable[[], int]
-
-    @property
-    def blocks_in_chunk(self) -> int:
-        """Blocks of one chunk."""
-        return self.num_blocks_per_chunk()
-
-    def _keep(self, model_name: str, world_size: int, kv_rank: int, block_size: int) -> None:
-        """Raises FormatError for arguments of another order, type or range."""
-        check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
-        check_int("kv_rank", kv_rank, 0, world_size - 1)
-        check_int("vllm_block_size", block_size, 1, (1 << 31) - 1)
-        self.model_name, self.world_size, self.worker_id = model_name, world_size, kv_rank
-
-
-class LMCacheMPSchedulerAdapter(SchedulerClient, AdapterOfEngine):
-    """Asks the agent which leading tokens of prompts are cached.
+    """What both adapters have beside a client of the agent.
 
     server_url: the agent's endpoint, ``ipc://PATH``.
     context: a `zmq.Context`; see above.
     model_name, world_size: as in every key of this engine.
-    kv_rank: kept as ``worker_id``. A lookup asks for the chunks of all ranks.
+    kv_rank: kept as ``worker_id``; no other worker of the engine has the same.
     vllm_block_size: tokens of one block of vLLM.
     engine_id: see above.
 
     Raises AgentUnreachable if no agent answers within ``timeout_s``, ConfigError for an endpoint
-    that cannot be one, TypeError and ValueError.
+    that cannot be one, TypeError and ValueError, also for arguments in another order.
     """
+
+    model_name: str
+    world_size: int
+    worker_id: int
+    link: AgentLink
+    num_blocks_per_chunk: Callable[[], int]
 
     def __init__(
         self,
@@ -96,15 +83,48 @@ class LMCacheMPSchedulerAdapter(SchedulerClient, AdapterOfEngine):
         engine_id: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._keep(model_name, world_size, kv_rank, vllm_block_size)
-        super().__init__(
-            ClientConfig(endpoint=server_url).endpoint,
-            model_name,
-            world_size,
-            vllm_block_size,
-            **engine_named(engine_id, default_engine_id(model_name, world_size, is_worker=False)),
-        )
-        _await_agent(self.link, timeout_s)
+        check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
+        check_int("kv_rank", kv_rank, 0, world_size - 1)
+        check_int("vllm_block_size", vllm_block_size, 1, (1 << 31) - 1)
+        self.model_name, self.world_size, self.worker_id = model_name, world_size, kv_rank
+        self._timeout_s = timeout_s
+        is_worker = isinstance(self, WorkerClient)
+        default_id = default_engine_id(model_name, world_size, is_worker=is_worker)
+        of_client: dict[str, Any] = {
+            "endpoint": ClientConfig(endpoint=server_url).endpoint,
+            "model_name": model_name,
+            "world_size": world_size,
+            "block_size_tokens": vllm_block_size,
+            **engine_named(engine_id, default_id),
+        }
+        if is_worker:
+            of_client["worker_id"] = kv_rank
+        super().__init__(**of_client)
+        self._await_agent()
+
+    @property
+    def blocks_in_chunk(self) -> int:
+        """Blocks of one chunk."""
+        return self.num_blocks_per_chunk()
+
+    def _await_agent(self) -> None:
+        """Returns when an agent has accepted the link. Raises AgentUnreachable, and closes it."""
+        link = self.link
+        try:
+            link.wait_for(lambda: link.online or link.state is LinkState.REFUSED, self._timeout_s)
+            if not link.online:
+                raise AgentUnreachable(
+                    link.refusal
+                    or f"no agent answers at {link.endpoint} within {self._timeout_s:g} s: start "
+                    f"one with `lmcache-redis agent --endpoint {link.endpoint}`"
+                )
+        except BaseException:
+            link.close()
+            raise
+
+
+class LMCacheMPSchedulerAdapter(AdapterOfEngine, SchedulerClient):
+    """Asks the agent which leading tokens of prompts are cached, by the chunks of all ranks."""
 
     @property
     def chunk_size(self) -> int:
@@ -152,40 +172,14 @@ class LMCacheMPSchedulerAdapter(SchedulerClient, AdapterOfEngine):
         self.forget_lookup(request_id)
 
 
-class LMCacheMPWorkerAdapter(WorkerClient, AdapterOfEngine):
-    """Stores and retrieves the blocks of one worker, by request id.
+class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
+    """Stores and retrieves the blocks of one worker, by request id."""
 
-    Arguments and errors as for `LMCacheMPSchedulerAdapter`; ``kv_rank`` is the worker's rank among
-    ``world_size``, and no other worker of the engine has the same.
-    """
+    kv_caches: Mapping[str, torch.Tensor] = MappingProxyType({})
 
-    kv_caches: Mapping[str, torch.Tensor]
-
-    def __init__(
-        self,
-        server_url: str,
-        context: zmq.Context[Any],
-        model_name: str,
-        world_size: int,
-        kv_rank: int,
-        vllm_block_size: int,
-        *,
-        engine_id: str | None = None,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        self._keep(model_name, world_size, kv_rank, vllm_block_size)
-        self.kv_caches = {}
-        self._timeout_s = timeout_s
-        self._requests = RequestTransfers()
-        super().__init__(
-            ClientConfig(endpoint=server_url).endpoint,
-            model_name,
-            world_size,
-            kv_rank,
-            vllm_block_size,
-            **engine_named(engine_id, default_engine_id(model_name, world_size, is_worker=True)),
-        )
-        _await_agent(self.link, timeout_s)
+    @cached_property
+    def _requests(self) -> RequestTransfers:
+        return RequestTransfers()
 
     def register_kv_caches(
         self,
@@ -346,21 +340,6 @@ def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> s
 def engine_named(engine_id: str | None, made_up: str) -> dict[str, Any]:
     given = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
     return {"engine_id": given or made_up, "unnamed": not given}
-
-
-def _await_agent(link: AgentLink, timeout_s: float) -> None:
-    """Returns when an agent has accepted the link. Raises AgentUnreachable, and closes it."""
-    try:
-        link.wait_for(lambda: link.online or link.state is LinkState.REFUSED, timeout_s)
-        if not link.online:
-            raise AgentUnreachable(
-                link.refusal
-                or f"no agent answers at {link.endpoint} within {timeout_s:g} s: start one "
-                f"with `lmcache-redis agent --endpoint {link.endpoint}`"
-            )
-    except BaseException:
-        link.close()
-        raise
 
 
 def _count_blocks(kv_caches: Mapping[str, torch.Tensor], block_size: int) -> int:

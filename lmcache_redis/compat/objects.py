@@ -48,13 +48,11 @@ class HeapMemory:
     The kernel zeroes each fresh page at its first touch, which takes longer than the copy into it.
     So freed blocks are kept as spares for later chunks of their size.
 
-    capacity_bytes: payload of all blocks together. spare_bytes: limit of all spares.
+    spare_bytes: limit of all spares.
     """
 
-    def __init__(
-        self, capacity_bytes: int = sys.maxsize, spare_bytes: int = DEFAULT_SPARE_BYTES
-    ) -> None:
-        self.capacity = capacity_bytes
+    def __init__(self, spare_bytes: int = DEFAULT_SPARE_BYTES) -> None:
+        self.capacity = sys.maxsize
         self.spare_limit_bytes = spare_bytes
         self.spare_bytes = 0
         self._spares: deque[npt.NDArray[np.uint8]] = deque()  # the last freed at the end

@@ -25,7 +25,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -98,13 +98,15 @@ class RedisHiCache(HiCacheStorage):
             logger.warning("Redis cannot be used yet, so every page is a miss: %s", why)
 
     def _register(self, name: str, pool: Any) -> None:
-        sizes = _piece_bytes(name, pool)
-        self._pools[name] = HostPages(pool, sizes, partial(self._form, name, pool))
-
-    def _form(self, name: str, pool: Any, part: str, nbytes: int, views: int) -> ChunkForm:
-        identity = {**self._identity(name, pool), "part": f"pieces {part}"}
-        model = self._config.model_name
-        return form_of(identity, model, 0, opaque_pages(nbytes), self._settings, views)
+        sizes, parts = _piece_bytes(name, pool), []
+        for size in dict.fromkeys(sizes):
+            places = [place for place, each in enumerate(sizes) if each == size]
+            identity = {**self._identity(name, pool), "part": f"pieces {places} of {len(sizes)}"}
+            metadata, views = opaque_pages(size * len(places)), len(places)
+            model = self._config.model_name
+            form = form_of(identity, model, 0, metadata, self._settings, views)
+            parts.append((form, places))
+        self._pools[name] = HostPages(pool, sizes, parts)
 
     def _identity(self, name: str, pool: Any) -> dict[str, str]:
         config = self._config
@@ -131,8 +133,7 @@ class RedisHiCache(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        pages = self._pools[PoolName.KV]
-        return 0 if pages.is_logical else _leading(self._present(keys, [pages])[0])
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
 
     def batch_get_v1(
         self,
@@ -233,23 +234,16 @@ class RedisHiCache(HiCacheStorage):
         self._store.close(_CLOSE_S)
 
 
-class HostPages:
-    """The pages of a host pool. parts: of each chunk of a page its form, and which pieces it has.
+class HostPages(NamedTuple):
+    """The pages of a host pool. Pieces of one size are a chunk together.
 
-    sizes: bytes of each piece of a page, none for a pool without memory. make_form: of a part by
-    name, bytes and number of pieces. Pieces of one size are a chunk together.
+    sizes: bytes of each piece of a page, none for a pool without memory. parts: of each chunk of a
+    page its form, and which pieces it has.
     """
 
-    def __init__(
-        self, pool: Any, sizes: Sequence[int], make_form: Callable[[str, int, int], ChunkForm]
-    ) -> None:
-        self.parts: list[tuple[ChunkForm, list[int]]] = []
-        self._pool = pool
-        self._sizes = list(sizes)
-        for size in dict.fromkeys(sizes):
-            places = [place for place, each in enumerate(sizes) if each == size]
-            form = make_form(f"{places} of {len(sizes)}", size * len(places), len(places))
-            self.parts.append((form, places))
+    pool: Any
+    sizes: list[int]
+    parts: list[tuple[ChunkForm, list[int]]]
 
     @property
     def is_logical(self) -> bool:
@@ -263,15 +257,15 @@ class HostPages:
     def chunks(self, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[RegionChunk]:
         """As `names`, with their memory. Raises ValueError if the pool's pages have changed."""
         tokens = 0 if host_indices is None else len(host_indices)
-        if tokens != len(keys) * self._pool.page_size:
+        if tokens != len(keys) * self.pool.page_size:
             raise ValueError(f"{tokens} host indices for {len(keys)} pages")
         if self.is_logical:
             return []
-        addresses, sizes = self._pool.get_page_buffer_meta(host_indices)
-        if [*sizes] != self._sizes * len(keys):
+        addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+        if [*sizes] != self.sizes * len(keys):
             raise ValueError("pages of other sizes than when the pool was registered")
         pieces = [_memory(*each) for each in zip(addresses, sizes, strict=True)]
-        each_page = range(0, len(pieces), len(self._sizes))
+        each_page = range(0, len(pieces), len(self.sizes))
         return [
             RegionChunk(form, key.encode(), [pieces[first + place] for place in places])
             for key, first in zip(keys, each_page, strict=True)

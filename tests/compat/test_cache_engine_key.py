@@ -204,9 +204,9 @@ class TestLayers:
         chunk, layer = self.key.to_string(), self.key.get_first_layer().to_string()
         assert CacheEngineKey.from_string(chunk) == self.key
         assert LayerCacheEngineKey.from_string(layer) == self.key.get_first_layer()
-        with pytest.raises(FormatError, match="the key of a layer"):
+        with pytest.raises(FormatError, match="a LayerCacheEngineKey, not a CacheEngineKey"):
             CacheEngineKey.from_string(layer)
-        with pytest.raises(FormatError, match="the key of a chunk"):
+        with pytest.raises(FormatError, match="a CacheEngineKey, not a LayerCacheEngineKey"):
             LayerCacheEngineKey.from_string(chunk)
 
 

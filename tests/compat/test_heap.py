@@ -90,7 +90,7 @@ def test_memory_that_cannot_be_had() -> None:
 
 @pytest.mark.parametrize(("key", "publish_as"), [(b"a", b"a"), (b"a", b"b"), (None, None)])
 def test_a_key_is_given_once(key: bytes | None, publish_as: bytes | None) -> None:
-    pool = HostPool(HeapMemory(100))
+    pool = HostPool(HeapMemory())
     entry = pool.reserve(key, 1)
     assert entry is not None
     with pytest.raises(RuntimeError):
@@ -107,7 +107,9 @@ class HeapMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = HostPool(HeapMemory(CAPACITY), IDLE)
+        memory = HeapMemory()
+        memory.capacity = CAPACITY
+        self.pool = HostPool(memory, IDLE)
         self.index: dict[bytes, Entry] = {}
         self.idle: list[Entry] = []
         self.pins: dict[Entry, int] = {}

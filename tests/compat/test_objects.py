@@ -58,7 +58,9 @@ class Objects(World):
         self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES, 5.0)
 
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
-        return Cache(self.loop, HeapMemory(self.capacity), backings, self.metrics, self.keeps)
+        memory = HeapMemory()
+        memory.capacity = self.capacity
+        return Cache(self.loop, memory, backings, self.metrics, self.keeps)
 
     def reserve(self, payload: bytes, key: ObjectKey = A) -> HeldChunk:
         held = self.objects.reserve(key, metadata_of(len(payload)))

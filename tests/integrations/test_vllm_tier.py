@@ -16,6 +16,7 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult
 
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.regions import RegionStore
 from tests.integrations.tiers import (
     BLOCK,
     HEAD_SIZE,
@@ -179,10 +180,33 @@ def test_new_weights_in_memory_do_not_use_old_chunks(model: Path, redis: RedisSe
         assert engine.hits([key(5)]) == [False]
 
 
-def _job(engine: TierEngine, of: Any, context: Any) -> Any:
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_transfer_that_cannot_begin_ends_as_failed(
+    model: Path, redis: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: Any,
+    is_load: bool,
+) -> None:  # fmt: skip
+    def fail(*given: Any) -> None:
+        raise RuntimeError("a fault of our own")
+
+    stored(model, redis)
+    with TierEngine(model, redis.unix_url) as engine:
+        assert engine.hits(KEYS[:1]) == [True]
+        monkeypatch.setattr(RegionStore, "load" if is_load else "store", fail)
+        job = _job(engine, KEYS[0], engine.request(), is_load)
+        (engine.tier.submit_load if is_load else engine.tier.submit_store)(job)
+        engine.tier.drain_jobs()
+        (result,) = engine.tier.get_finished_jobs()
+        assert (result.job_id, result.success) == (1, False)
+        assert result.successful_keys == (() if is_load else None)
+        monkeypatch.undo()
+        assert engine.hits(KEYS[1:]) == [True, True]
+    assert "a fault of our own" in caplog.text
+
+
+def _job(engine: TierEngine, of: Any, context: Any, is_load: bool = False) -> Any:
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    return TransferJob(1, [of], engine.rows([of]), False, context)
+    return TransferJob(1, [of], engine.rows([of]), is_load, context)
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])

@@ -32,14 +32,14 @@ from lmcache_redis.chunks.metadata import RemoteMetadata
 from lmcache_redis.compat.backends.buffers import (
     Allocate,
     TensorAllocation,
-    allocated_views,
+    byte_views,
     copy,
     encoded,
-    payload_views,
 )
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.objects import HeapMemory, HeldChunk
+from lmcache_redis.errors import FormatError
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
 
@@ -52,7 +52,7 @@ ResultT = TypeVar("ResultT")
 # the deadline even on a slow network.
 WINDOW_CHUNKS = 16
 WINDOW_BYTES = 128 << 20
-# Payload of non-blocking puts in flight; more are refused.
+# Payload in flight; non-blocking puts beyond it are refused.
 QUEUE_BYTES = 256 << 20
 CLOSE_S = 5.0
 _LIST_S = 60.0
@@ -73,10 +73,10 @@ class CacheThread:
         self.deadline_s = min((each.deadline_s for each in with_tiers or storages), default=0.0)
         self._woken = threading.Event()
         self._loop = OwnerLoop(self._woken.set)
-        self.objects = open_cache(storages, self._loop, HeapMemory(), self.deadline_s)
+        self._memory = HeapMemory()
+        self.objects = open_cache(storages, self._loop, self._memory, self.deadline_s)
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
-        self._queued_bytes = 0
         self._has_ended = False
         self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="lmcr-cache", daemon=True)
@@ -114,19 +114,6 @@ class CacheThread:
         self._loop.post(run)
         return future
 
-    def queue(self, nbytes: int) -> bool:
-        """Counts a non-blocking put if there is room for it; returns whether there is."""
-        with self._lock:
-            if nbytes and 0 < self._queued_bytes > QUEUE_BYTES - nbytes:
-                return False
-            self._queued_bytes += nbytes
-            return True
-
-    def unqueue(self, nbytes: int, put: object = None) -> None:
-        """A non-blocking put has ended."""
-        with self._lock:
-            self._queued_bytes -= nbytes
-
     def release(self, held: HeldChunk | None) -> None:
         """Unpins a chunk that a get has found."""
         if held is not None:
@@ -161,6 +148,7 @@ class CacheThread:
         for future in self.calls:
             future.set_exception(RuntimeError("the backend is closed"))
         self.objects.cache.pool.clear()
+        self._memory.close()
 
     def _close(self, timeout_s: float) -> None:
         self._has_ended = True
@@ -358,37 +346,28 @@ class ChunkBackend:
     ) -> _Put | None:
         """Copies the payload and begins its writes. None: it is refused, and nothing changes."""
         deadline = self._deadline()
-        views = payload_views(metadata, payload)
-        object_key = object_key_of(key)
-        queued_bytes = 0 if blocking else metadata.length
-        if not self._thread.queue(queued_bytes):
-            return None
-        put, objects, in_memory = None, self._objects, metadata.length <= self._memory_bytes
+        if not metadata.length:
+            raise FormatError("a chunk has at least one byte")
+        views = byte_views(payload, metadata.length, "the payload")
+        object_key, objects, nbytes = object_key_of(key), self._objects, metadata.length
 
         def reserve(done: Done[HeldChunk | None]) -> None:
-            is_kept = in_memory or any(tier.state.up for tier in objects.cache.tiers)
-            done(objects.reserve(object_key, metadata) if is_kept else None)
+            pool, tiers = objects.cache.pool, self._tiers
+            is_kept = nbytes <= self._memory_bytes or any(tier.state.up for tier in tiers)
+            has_room = blocking or not 0 < pool.pinned > QUEUE_BYTES - nbytes
+            done(objects.reserve(object_key, metadata) if is_kept and has_room else None)
 
-        try:
-            reserving: Future[HeldChunk | None] = self._thread.call(reserve)
-            held = _result(reserving, deadline, None, self._thread.abandon)
-            if held is not None:
-                put = _Put(self._publish(object_key, held, views), deadline, metadata.length)
-                put.ended.add_done_callback(partial(self._thread.unqueue, queued_bytes))
-        finally:
-            if put is None:
-                self._thread.unqueue(queued_bytes)
-        return put
-
-    def _publish(
-        self, key: ObjectKey, held: HeldChunk, views: Sequence[memoryview]
-    ) -> Future[bool]:
+        reserving: Future[HeldChunk | None] = self._thread.call(reserve)
+        held = _result(reserving, deadline, None, self._thread.abandon)
+        if held is None:
+            return None
         try:
             copy(held.payload, views, into_block=True)
-            return self._thread.call(partial(self._objects.publish, key, held))
+            ended: Future[bool] = self._thread.call(partial(objects.publish, object_key, held))
         except BaseException:
             self._thread.abandon(held)
             raise
+        return _Put(ended, deadline, nbytes)
 
     def _is_stored(self, put: _Put) -> bool:
         return _result(put.ended, put.deadline, put.nbytes <= self._memory_bytes)
@@ -411,9 +390,12 @@ class ChunkBackend:
         if held is None:
             return None
         try:
-            views = allocated_views(held.metadata, allocate)
-            if views is None:
+            buffers = allocate(held.metadata)
+            if buffers is None:
                 return None
+            views = byte_views(buffers, held.metadata.length, "what allocate returned")
+            if any(view.readonly for view in views):
+                raise ValueError("allocate returned a read-only buffer")
             copy(held.payload, views, into_block=False)
             return held.metadata
         finally:

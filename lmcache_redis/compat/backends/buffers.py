@@ -72,42 +72,20 @@ def encoded(kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, list[memoryview]]:
     return metadata, [memoryview(flat.numpy())]
 
 
-def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> list[memoryview]:
-    """The payload as views of bytes, without empty ones. Copies nothing.
+def byte_views(buffers: Iterable[memoryview], nbytes: int, what: str) -> list[memoryview]:
+    """The buffers as views of bytes, without empty ones. Copies nothing.
 
-    Raises FormatError if the chunk is empty, if the buffers' total is not `metadata.length` bytes,
-    or if a buffer is not contiguous.
+    what: they are, for errors. Raises FormatError if one is not contiguous, or unless their total
+    is `nbytes`.
     """
-    if not metadata.length:
-        raise FormatError("a chunk has at least one byte")
-    return _byte_views(payload, metadata.length, "the payload", FormatError)
-
-
-def allocated_views(metadata: RemoteMetadata, allocate: Allocate) -> list[memoryview] | None:
-    """`payload_views` of the buffers of `allocate`, which are writable; None if it returns None.
-
-    Raises ValueError.
-    """
-    buffers = allocate(metadata)
-    if buffers is None:
-        return None
-    views = _byte_views(buffers, metadata.length, "what allocate returned", ValueError)
-    if any(view.readonly for view in views):
-        raise ValueError("allocate returned a read-only buffer")
-    return views
-
-
-def _byte_views(
-    buffers: Iterable[memoryview], nbytes: int, what: str, error: type[ValueError]
-) -> list[memoryview]:
     try:
         # An empty view is skipped: a view with a zero in its shape cannot be cast.
         views = [memoryview(each).cast("B") for each in buffers if memoryview(each).nbytes]
     except TypeError as problem:
-        raise error(f"{what} is not contiguous buffers: {problem}") from None
+        raise FormatError(f"{what} is not contiguous buffers: {problem}") from None
     found = sum(view.nbytes for view in views)
     if found != nbytes:
-        raise error(f"{what} has {found} bytes, and the chunk {nbytes} bytes")
+        raise FormatError(f"{what} has {found} bytes, and the chunk {nbytes} bytes")
     return views
 
 

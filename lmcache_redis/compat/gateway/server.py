@@ -58,10 +58,7 @@ class Gateway:
         self._tls: ssl.SSLContext | None = tls_context(config)
         room, log = Room(config.buffer_bytes), QuietLog(logger)
         self._shared = Shared(cache, room, config.payload_limit_bytes, log)
-        self._most_clients = config.max_connections
-        self._clients: dict[asyncio.Task[None], str] = {}  # their addresses
-        self._connections: set[ClientConnection] = set()
-        self._stopping = False
+        self._clients: dict[asyncio.Task[None], ClientConnection] = {}
 
     @property
     def address(self) -> tuple[str, int]:
@@ -87,28 +84,26 @@ class Gateway:
     async def start(self) -> None:
         """Listens and serves. Raises StartError if the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
-        self._most_clients = max(
-            1, min(self._most_clients, free_descriptors() - _OTHER_DESCRIPTORS)
-        )
-        if self._most_clients < self.config.max_connections:
+        wanted, most = self.config.max_connections, free_descriptors() - _OTHER_DESCRIPTORS
+        self._most_clients = max(1, min(wanted, most))
+        if self._most_clients < wanted:
             logger.warning(
                 "at most %d clients, not %d (--max-connections): raise the limit of open files",
-                self._most_clients, self.config.max_connections,
+                self._most_clients, wanted,
             )  # fmt: skip
         self._accepting = asyncio.ensure_future(self._accept())
         self._accepting.add_done_callback(_say_if_failed)
 
     async def stop(self) -> None:
         """Stops within the deadline of the config, or shortly after. Idempotent."""
-        self._stopping = True
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
-        for connection in self._connections:
+        for connection in self._clients.values():
             connection.stop()
         if self._clients:
             await asyncio.wait([*self._clients], timeout=self.config.shutdown_deadline_s)
-        for connection in self._connections:
+        for connection in self._clients.values():
             connection.stream.abort()
         for task in (left := [*self._clients]):
             task.cancel()
@@ -130,15 +125,18 @@ class Gateway:
                 shared.log.warning("refused", "%s is turned away: %s", host, problem)
                 accepted.close()
                 continue
-            task = asyncio.ensure_future(self._serve(accepted, host, f"{host} port {port}"))
-            self._clients[task] = host
+            peer, timeout_s = f"{host} port {port}", self.config.request_timeout_s
+            stream = ClientStream(accepted, timeout_s, partial(self._stalled, peer))
+            connection = ClientConnection(stream, peer, shared)
+            task = asyncio.ensure_future(self._serve(accepted, connection))
+            self._clients[task] = connection
             task.add_done_callback(self._clients.pop)
 
     def _refuses(self, host: str) -> str | None:
         """Why a client may not connect. One that was idle for long gives way to it."""
         if not is_allowed(host, self._networks):
             return "it is in none of --allowed-peers"
-        of_host = [*self._clients.values()].count(host)
+        of_host = sum(each.peer.startswith(f"{host} ") for each in self._clients.values())
         if of_host >= self.config.max_connections_per_peer:
             if not self._closes_idle(f"{host} "):
                 return f"it has {of_host} connections (--max-connections-per-peer)"
@@ -148,48 +146,41 @@ class Gateway:
 
     def _closes_idle(self, peer: str) -> bool:
         """Disconnects the client that is idle for longest. peer: how its name begins."""
-        idle_s, longest = max(
-            (
-                (asyncio.get_running_loop().time() - each.stream.waits_from_s, each)
-                for each in self._connections
-                if each.peer.startswith(peer) and not each.stream.in_message
-            ),
-            key=lambda found: found[0],
-            default=(0.0, None),
-        )
-        if longest is None or idle_s <= _IDLE_S:
+        idle_since_s = asyncio.get_running_loop().time() - _IDLE_S
+        idle = [
+            each
+            for each in self._clients.values()
+            if each.peer.startswith(peer)
+            and not each.stream.in_message
+            and each.stream.waits_from_s < idle_since_s
+        ]
+        if not idle:
             return False
+        longest = min(idle, key=lambda each: each.stream.waits_from_s)
         self._shared.counters["idle"] += 1
         self._shared.log.warning(
-            "idle", "%s is disconnected for another client: no request for %.0f s",
-            longest.peer, idle_s,
+            "idle", "%s is disconnected for another client: no request for over %.0f s",
+            longest.peer, _IDLE_S,
         )  # fmt: skip
         longest.stream.abort()
         return True
 
-    async def _serve(self, accepted: socket.socket, host: str, peer: str) -> None:
-        timeout_s = self.config.request_timeout_s
-        stream = ClientStream(accepted, timeout_s, partial(self._stalled, peer))
+    async def _serve(self, accepted: socket.socket, connection: ClientConnection) -> None:
+        counters, log, stream = self._shared.counters, self._shared.log, connection.stream
         with contextlib.closing(stream):
             try:
                 prepare(accepted)
                 if self._tls is not None:
                     await stream.start_tls(self._tls)
             except OSError as error:
-                self._shared.counters["failed_handshakes"] += 1
-                self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
+                counters["failed_handshakes"] += 1
+                log.warning("handshake", "%s did not get connected: %s", connection.peer, error)
                 return
-            connection = ClientConnection(stream, peer, self._shared)
-            self._connections.add(connection)
-            if self._stopping:
-                connection.stop()
             try:
                 await connection.serve()
             except Exception:
-                self._shared.counters["errors"] += 1
+                counters["errors"] += 1
                 logger.exception("a connection is closed because of a fault")
-            finally:
-                self._connections.discard(connection)
 
     def _stalled(self, peer: str) -> None:
         self._shared.counters["stalled"] += 1

@@ -32,7 +32,7 @@ import re
 
 from lmcache_redis.chunks.keys import ObjectKey, share_rank
 from lmcache_redis.chunks.metadata import ENCODED_FORMATS, MemoryFormat, RemoteMetadata, itemsize
-from lmcache_redis.compat.cache_engine_key import KEY_TEXT
+from lmcache_redis.compat.cache_engine_key import BYTES_HASH, KEY_TEXT
 from lmcache_redis.compat.lm_wire import (
     MAX_KEY_LENGTH,
     PayloadFields,
@@ -43,7 +43,6 @@ from lmcache_redis.errors import FormatError
 
 _TEXT_HASH = "~"
 _HASH = re.compile(r"-?[0-9a-f]+", re.ASCII)
-_WHOLE_BYTES = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 
 _NO_DTYPE = "uint8"
 _NOT_GIVEN: tuple[int, ...] = ()
@@ -71,7 +70,7 @@ def object_key_of(text: str) -> ObjectKey:
             f"@tag%value, with plain numbers and a hash in lower-case hex, not {text!r:.200}"
         )
     chunk_hash = match["chunk_hash"]
-    is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
+    is_bytes = BYTES_HASH.fullmatch(chunk_hash) is not None
     return ObjectKey(
         bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
         _with_hash(match, "" if is_bytes else _TEXT_HASH),
@@ -92,11 +91,8 @@ def key_text_of(key: ObjectKey) -> str:
 
 
 def _with_hash(match: re.Match[str], chunk_hash: str) -> str:
-    return (
-        match.string[: match.start("chunk_hash")]
-        + chunk_hash
-        + match.string[match.end("chunk_hash") :]
-    )
+    start, end = match.span("chunk_hash")
+    return match.string[:start] + chunk_hash + match.string[end:]
 
 
 def metadata_of(message: PayloadFields) -> RemoteMetadata:

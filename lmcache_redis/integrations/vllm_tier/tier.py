@@ -94,18 +94,18 @@ class RedisTierManager(SecondaryTierManager):
         except LMCacheRedisError as error:
             logger.error("the tier in Redis stays off: %s", error)
             return
-        self._cache = _NamedChunks(tier_type, RegionStore(settings), form, TierEpochs(engine))
+        self._cache = _NamedChunks(tier_type, RegionStore(settings), form, engine)
 
     # Lookups
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._cache is not None:
-            self._cache.epochs.begin_request(req_context.req_id)
+            self._cache.begin_request(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         cache = self._cache
-        if cache is None or not cache.epochs.are_current(req_context.req_id):
+        if cache is None or not cache.is_current(req_context.req_id):
             return LookupResult.MISS
         found = False if cache.store.why_down else cache.lookup(key, req_context)
         if found is None:
@@ -119,7 +119,6 @@ class RedisTierManager(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._cache is not None:
             self._cache.cleanup(req_context.req_id)
-            self._cache.epochs.end_request(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         if self._cache is not None:
@@ -140,14 +139,18 @@ class RedisTierManager(SecondaryTierManager):
         def done(good: list[bool]) -> None:
             moved.set_result((good, time.monotonic()))
 
-        if cache is None or not cache.epochs.are_current(job.req_context.req_id):
+        if cache is None or not cache.is_current(job.req_context.req_id):
             done([False] * len(job.keys))
             return
         size, chunks = cache.form.chunk_bytes, []
-        for key, row in zip(job.keys, job.chunk_ids, strict=True):
-            start = int(row) * self.block_size_bytes
-            chunks.append(cache.chunk(key, self._memory[start : start + size]))
-        transfer(cache.store, chunks, done)
+        try:
+            for key, row in zip(job.keys, job.chunk_ids, strict=True):
+                start = int(row) * self.block_size_bytes
+                chunks.append(cache.chunk(key, self._memory[start : start + size]))
+            transfer(cache.store, chunks, done)
+        except Exception:  # nothing has begun; vLLM would end, or wait for the job for ever
+            logger.exception("a transfer to or from Redis failed")
+            done([False] * len(job.keys))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         jobs, self._jobs = self._jobs, []
@@ -214,41 +217,28 @@ def _workers(engine: Engine) -> Sequence[Mapping[str, str]]:
 
 
 class _NamedChunks(AsyncLookupManager):
-    """Chunks in Redis by vLLM's keys, and vLLM's table of lookups, which asks on its own thread."""
-
-    def __init__(
-        self, tier_type: str, store: RegionStore, form: ChunkForm, epochs: TierEpochs
-    ) -> None:
-        self.store = store
-        self.form = form
-        self.epochs = epochs
-        super().__init__(tier_type)
-
-    def chunk(self, key: OffloadKey, *views: memoryview) -> RegionChunk:
-        return RegionChunk(self.form, self.epochs.current + key, views)
-
-    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
-        return answered(partial(self.store.lookup, [self.chunk(key) for key in keys]))
-
-
-class TierEpochs:
-    """Which requests may use Redis: those that began with the weights that the engine has now.
+    """Chunks in Redis by vLLM's keys, and vLLM's table of lookups, which asks on its own thread.
 
     The name of a chunk begins with the epoch of the weights that computed it (`vllm.epoch`), so KV
     of old weights is neither loaded nor stored as that of new ones. vLLM's own tiers have no such
     thing. A listener of `engine`: on the scheduler's thread.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, tier_type: str, store: RegionStore, form: ChunkForm, engine: Engine) -> None:
+        self.store = store
+        self.form = form
         self._engine = engine
         self._epochs = Epochs(None, None, engine.parameters)
         self._requests: dict[str, bytes] = {}
         self._watches_resets = False
         listen(self)
+        super().__init__(tier_type)
 
-    @property
-    def current(self) -> bytes:
-        return self._epochs.current
+    def chunk(self, key: OffloadKey, *views: memoryview) -> RegionChunk:
+        return RegionChunk(self.form, self._epochs.current + key, views)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        return answered(partial(self.store.lookup, [self.chunk(key) for key in keys]))
 
     def begin_request(self, request_id: str) -> None:
         if not self._watches_resets:  # the scheduler had no block pool when it made the tier
@@ -260,11 +250,13 @@ class TierEpochs:
         self._epochs.is_used = True
         self._requests[request_id] = self._epochs.current
 
-    def end_request(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-
-    def are_current(self, request_id: str) -> bool:
+    def is_current(self, request_id: str) -> bool:
+        """Whether the request began with the weights that the engine has now."""
         return self._requests.get(request_id) == self._epochs.current
+
+    def cleanup(self, req_id: str) -> None:
+        super().cleanup(req_id)
+        self._requests.pop(req_id, None)
 
     @contextmanager
     def _around_reset(self) -> Iterator[None]:

@@ -36,6 +36,16 @@ def test_the_least_recently_used_goes_first(small: ChunkBackend) -> None:
     assert used_bytes(small) <= 1000
 
 
+def test_close_frees_all_memory() -> None:
+    backend = ChunkBackend([in_memory(1_000_000)])
+    memory = backend._thread._memory
+    for _ in range(2):
+        assert backend.put(key_of(1), tensor_of(1, (100_000,)))
+    assert memory.spare_bytes == 100_000, "of the chunk that was replaced"
+    backend.close()
+    assert memory.spare_bytes == 0
+
+
 def test_a_large_chunk_takes_the_place_of_several(small: ChunkBackend) -> None:
     fill(small, range(10))
     assert small.put(key_of(20), tensor_of(20, (950,)))
