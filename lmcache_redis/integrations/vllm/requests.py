@@ -12,7 +12,6 @@ import msgspec
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.support import MediaNames
-from lmcache_redis.integrations.vllm.tracing import Headers
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -132,7 +131,7 @@ class Tracked:
         return (self.lookup.canary_chunks or 0) if self.lookup is not None else 0
 
     @property
-    def trace_headers(self) -> Headers | None:
+    def trace_headers(self) -> Mapping[str, str] | None:
         return getattr(self.request, "trace_headers", None)
 
     def hashed_tokens(self) -> int:

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.worker import TransferOp, WorkerClient
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.tracing import Headers
 
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
@@ -35,7 +34,7 @@ class Planned(NamedTuple):
     transfer_id: int
     request_id: str
     ops: tuple[TransferOp, ...]
-    trace_headers: Headers | None = None
+    trace_headers: Mapping[str, str] | None = None
     compare: bool = False
 
 
