@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.integrations.vllm.identity import tensorfiles
+from lmcache_redis.integrations.vllm.identity import weights
 from lmcache_redis.integrations.vllm.identity.weights import (
     Unidentified,
     digest_files,
@@ -176,14 +176,14 @@ def test_a_file_that_becomes_shorter_is_an_error(
 ) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, [5_000_000])
-    table = tensorfiles._table
+    table = weights._table
 
     def shorten(*args: Any) -> Any:
         found = table(*args)
         os.truncate(path, 1000)
         return found
 
-    monkeypatch.setattr(tensorfiles, "_table", shorten)
+    monkeypatch.setattr(weights, "_table", shorten)
     with pytest.raises(OSError, match="shorter"):
         digest_files(path)
 

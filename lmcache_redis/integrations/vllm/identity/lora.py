@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_redis.integrations.vllm.identity.tensorfiles import digest_file
+from lmcache_redis.integrations.vllm.identity.weights import digest_file
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
