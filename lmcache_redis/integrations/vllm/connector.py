@@ -294,12 +294,9 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         """After the engine has woken: exports the KV cache again (vLLM 0.33 or newer)."""
         self.register_kv_caches(self._kv_caches)
 
+    @guarded(nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step_begins()
-
-    @guarded(nothing)
-    def _step_begins(self) -> None:
         if self._worker is not None:
             self._worker.step_begins(self._step())
 

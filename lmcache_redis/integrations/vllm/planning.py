@@ -163,7 +163,7 @@ class StepPlanner:
         self.block_ids = block_ids
         self.recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
-        self._missing_blocks: dict[str, int] = {}
+        self.missing_blocks: dict[str, int] = {}
         self._is_full = False  # a load waits for blocks in this step
 
     def begin_step(self) -> None:
@@ -178,14 +178,14 @@ class StepPlanner:
         vLLM cannot preempt a request between its load and its next step. With sliding windows it
         reserves too few blocks for such requests: all would wait for each other's.
         """
-        if self.needs_all or not self._missing_blocks:
+        if self.needs_all or not self.missing_blocks:
             return True
         if not self._is_full:
             held = 0
             for group in self._all_groups:
                 size = group.block_size_tokens
                 held += end // size - group.reach.first_token(end) // size
-            missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
+            missing = self._missing(tracked, end) + sum(self.missing_blocks.values())
             self._is_full = self.references.pool.get_num_free_blocks() < held + missing
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
@@ -228,14 +228,13 @@ class StepPlanner:
                 )
             )
         tracked.loading = frozenset(written)
-        if not self.needs_all:
-            self._missing_blocks[request_id] = self._missing(tracked, end)
+        self.missing_blocks[request_id] = self._missing(tracked, end)
         transfer_id = self.references.take(written)
         return Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)
 
     def forget_load(self, request_id: str) -> None:
         """The request has been scheduled since its load, or holds no blocks of one."""
-        self._missing_blocks.pop(request_id, None)
+        self.missing_blocks.pop(request_id, None)
 
     def store(
         self,

@@ -79,7 +79,6 @@ class ConnectorScheduler:
         self._recorder = recorder
         self._announcer = announcer
         self._tracked: dict[str, Tracked] = {}
-        self._resuming: set[str] = set()  # load has ended, not scheduled since
         self._next = _NextStep()
         self._canaries = Canaries()
         self._prefill = PrefillRate()
@@ -90,11 +89,11 @@ class ConnectorScheduler:
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
         tracked = self._track(request)
-        self._not_loaded(request.request_id)  # if its load has failed, it holds no blocks
+        self._planner.forget_load(request.request_id)  # if it has failed, it holds no blocks
         tokens = self._found_tokens(tracked, local_tokens)
         if tokens is None:
             return None
-        if tracked.matched and self._resuming:
+        if tracked.matched and self._has_resuming():
             # vLLM had too few free blocks for this request. One that has loaded holds some, and
             # vLLM cannot resume it while this one heads its queue (from 0.31 on, if it has failed).
             tracked.matched = False
@@ -191,7 +190,7 @@ class ConnectorScheduler:
         tracked = self._track(request)
         tracked.started = True
         tracked.matched = False
-        self._not_loaded(request.request_id)
+        self._planner.forget_load(request.request_id)
         if external_tokens and (lookup := tracked.lookup) is not None:
             self._next.loads.append(self._planner.load(tracked, block_ids, external_tokens))
             lookup.load_began_s = time.monotonic()
@@ -275,13 +274,11 @@ class ConnectorScheduler:
             self._recorder.span("load", request_id, headers, lookup.load_began_s, found)
         if tracked.request.is_finished():
             del self._tracked[request_id]
-        else:
-            self._resuming.add(request_id)
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
         self._client.end_session(request.request_id)
-        self._not_loaded(request.request_id)
+        self._planner.forget_load(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
         if tracked is not None and tracked.loading is None:
@@ -319,8 +316,8 @@ class ConnectorScheduler:
         """
         given_up = []
         for request_id, tracked in self._tracked.items():
-            if tracked.loading is not None or request_id in self._resuming:
-                self._not_loaded(request_id)
+            if tracked.loading is not None or request_id in self._planner.missing_blocks:
+                self._planner.forget_load(request_id)
                 self._compute(tracked)
                 given_up.append(tracked.request)
         return given_up
@@ -351,10 +348,10 @@ class ConnectorScheduler:
         tracked.lookup = None
         self._client.end_session(tracked.request.request_id)
 
-    def _not_loaded(self, request_id: str) -> None:
-        """The request has no blocks of a load while it waits."""
-        self._resuming.discard(request_id)
-        self._planner.forget_load(request_id)
+    def _has_resuming(self) -> bool:
+        """Whether the load of a request has ended, and it was not scheduled since."""
+        loads = self._planner.missing_blocks
+        return any(each.loading is None and name in loads for name, each in self._tracked.items())
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The stores of what this step completes. computed_tokens: are in blocks after it."""

@@ -125,8 +125,8 @@ def _config(model: ModelConfig) -> dict[str, Any]:
     return {
         "config": model.hf_config.to_dict(),
         "text": model.hf_text_config.to_dict(),
-        "settings": _settings_of_class("model_config", "ModelConfig", model),
-        "multimodal": _settings_of_class(
+        "settings": _values("model_config", "ModelConfig", model),
+        "multimodal": _values(
             "model_config", "MultiModalConfig", getattr(model, "multimodal_config", None)
         ),
     }
@@ -160,7 +160,7 @@ def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
             "method": speculative.method,
             "settings": _settings_of("draft", vllm_config),
             "weights": None if same_files else weights_identity(draft, load, weights_id),
-            "loader": _settings_of_class("loader", "LoadConfig", load),
+            "loader": _values("loader", "LoadConfig", load),
             "config": _config(draft),
             "context": _context(draft),
             "dtype": draft.dtype,
@@ -202,13 +202,7 @@ def _canonical(value: Any) -> Any:
 
 def _settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:
     """The settings that are digested for ``pair``, by class, as far as this vLLM has them."""
-    names = PAIRS[pair].digested
-    return {kind: _values(kind, _place(kind, vllm_config), names[kind]) for kind in names}
-
-
-def _settings_of_class(pair: str, kind: str, config: Any) -> Mapping[str, Any]:
-    """As `_settings_of`, of one class, which ``config`` is an instance of."""
-    return _values(kind, config, PAIRS[pair].digested[kind])
+    return {kind: _values(pair, kind, _place(kind, vllm_config)) for kind in PAIRS[pair].digested}
 
 
 def _place(kind: str, vllm_config: VllmConfig) -> Any:
@@ -220,10 +214,11 @@ def _place(kind: str, vllm_config: VllmConfig) -> Any:
     return config
 
 
-def _values(kind: str, config: Any, names: str) -> dict[str, Any]:
+def _values(pair: str, kind: str, config: Any) -> dict[str, Any]:
+    names = PAIRS[pair].digested[kind].split()
     if kind == "os.environ":
-        return {name: os.environ.get(name) for name in names.split()}
-    found = {name: getattr(config, name) for name in names.split() if hasattr(config, name)}
+        return {name: os.environ.get(name) for name in names}
+    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if path := found.get(_FILE):
         found[_FILE] = Path(path).read_bytes().hex()
     return found
