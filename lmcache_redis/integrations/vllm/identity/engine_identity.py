@@ -21,8 +21,9 @@ import torch
 import vllm
 from vllm import envs
 
+from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
-from lmcache_redis.integrations.vllm.identity.weights import Unidentified, weights_identity
+from lmcache_redis.integrations.vllm.identity.weights import weights_identity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -92,7 +93,7 @@ def engine_identity(
 ) -> dict[str, str]:
     """The identity of one worker's KV cache, as pairs of text.
 
-    Raises Unidentified if the weights cannot be identified and ``weights_id`` (the operator's name
+    Raises Unsupported if the weights cannot be identified and ``weights_id`` (the operator's name
     for them) is None, or if the settings of this vLLM cannot be read.
     """
     try:
@@ -117,7 +118,7 @@ def engine_identity(
             "rank": str(rank),
         }
     except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
-        raise Unidentified(f"the settings of this vLLM cannot be read: {error!r}") from error
+        raise Unsupported(f"the settings of this vLLM cannot be read: {error!r}") from error
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 from huggingface_hub import snapshot_download
 
-from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.errors import Unsupported
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
@@ -59,22 +59,18 @@ _BAD_TABLE = (
 )  # fmt: skip
 
 
-class Unidentified(LMCacheRedisError):
-    """This engine's KV cannot be identified; the message says what to change."""
-
-
 def weights_identity(
     model: ModelConfig, load: LoadConfig, weights_id: str | None
 ) -> dict[str, str]:
     """Pairs that identify the weights; ``weights_id`` is always one of them.
 
-    Raises Unidentified if the files cannot be found or read and ``weights_id`` is None.
+    Raises Unsupported if the files cannot be found or read and ``weights_id`` is None.
     """
     try:
         digest = _digest(model, load)
-    except (OSError, Unidentified) as error:
+    except (OSError, Unsupported) as error:
         if weights_id is None:
-            raise Unidentified(
+            raise Unsupported(
                 f"the weights of this engine cannot be identified: {error}; set weights_id in "
                 "kv_connector_extra_config to a name that no other weights have"
             ) from error
@@ -90,7 +86,7 @@ def weights_identity(
 def digest_files(root: Path) -> str:
     """A digest of the weights in a file or a directory tree, independent of its path.
 
-    Raises OSError if a file cannot be read, Unidentified if there are no weights.
+    Raises OSError if a file cannot be read, Unsupported if there are no weights.
     """
     if root.is_file():
         files = [root]
@@ -98,7 +94,7 @@ def digest_files(root: Path) -> str:
     else:
         files = sorted(_files(root))
     if not any(_matches(path.name, _WEIGHTS) for path in files):
-        raise Unidentified(f"there are no weights in {root}")
+        raise Unsupported(f"there are no weights in {root}")
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(_READER_THREADS) as readers:
         for path, found in zip(files, readers.map(digest_file, files), strict=True):
@@ -112,10 +108,10 @@ def _digest(model: ModelConfig, load: LoadConfig) -> str:
     if load_format == "dummy":
         return f"dummy {model.seed}"  # generated from the seed
     if load_format not in _FROM_FILES:
-        raise Unidentified(f"--load-format {load_format} does not read local files")
+        raise Unsupported(f"--load-format {load_format} does not read local files")
     source = str(getattr(model, "model_weights", "") or model.model)
     if "://" in source:
-        raise Unidentified(f"{source} is not a local file")
+        raise Unsupported(f"{source} is not a local file")
     path = Path(source)
     return digest_files(path) if path.exists() else _digest_of_hub(source, model, load)
 
@@ -129,16 +125,16 @@ def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str
     commit = str(getattr(model.hf_config, "_commit_hash", None))
     has_commit = _COMMIT.fullmatch(commit) is not None
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        raise Unidentified(f"{repository} comes from ModelScope")
+        raise Unsupported(f"{repository} comes from ModelScope")
     for revision in [model.revision, commit] if has_commit else [model.revision]:
-        with suppress(OSError, ValueError, Unidentified):  # its weights are not there
+        with suppress(OSError, ValueError, Unsupported):  # its weights are not there
             snapshot = snapshot_download(
                 repository, revision=revision, cache_dir=load.download_dir, local_files_only=True
             )
             return digest_files(Path(snapshot))
     if has_commit:
         return f"commit {commit}"
-    raise Unidentified(f"{repository} is neither a path nor in the local hub cache")
+    raise Unsupported(f"{repository} is neither a path nor in the local hub cache")
 
 
 def _files(root: Path) -> Iterator[Path]:
