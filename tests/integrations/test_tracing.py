@@ -22,7 +22,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import Recorder, ReportingHooks
-from lmcache_redis.integrations.vllm.worker import ConnectorWorker, StepMetadata
+from lmcache_redis.integrations.vllm.worker import ConnectorWorker, StepMetadata, WorkerReport
 from tests.engines import PATCH_VARIABLE
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
@@ -89,7 +89,7 @@ def test_lookups_and_loads_have_spans(spans: Recorder, exporter: InMemorySpanExp
     scheduler.allocated(request, [[*range(1, 40)]], 3 * CHUNK)
     (load_of_step,) = scheduler.build_metadata(step()).loads
     assert load_of_step.trace_headers == HEADERS
-    scheduler.load_failed("r")
+    scheduler.reported(WorkerReport({}, failed={"r"}))
     scheduler.load_ended("r")
     lookup, load = exporter.get_finished_spans()
     for span in (lookup, load):

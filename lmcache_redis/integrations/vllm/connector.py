@@ -190,10 +190,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None:
             return
-        for request_id in getattr(connector_output, "failed_recving", ()):
-            scheduler.load_failed(request_id)
         scheduler.reported(report)
-        scheduler.blocks_failed(connector_output.invalid_block_ids or set())
         for request_id in connector_output.finished_recving or ():
             scheduler.load_ended(request_id)
 

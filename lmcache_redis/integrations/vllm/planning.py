@@ -227,7 +227,7 @@ class StepPlanner:
                     group=place,
                 )
             )
-        tracked.loading = frozenset(written)
+        tracked.loading = True
         self.missing_blocks[request_id] = self._missing(tracked, end)
         transfer_id = self.references.take(written)
         return Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)

@@ -109,7 +109,7 @@ class Tracked:
     it within a step, and may still report that this failed: nothing is stored until it has more
     output tokens than these. matched: vLLM knows the number of tokens to load, and has not
     allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a preemption.
-    loading: blocks that its load writes. computes: the rest, without another lookup.
+    loading: its load has not ended. computes: the rest, without another lookup.
     """
 
     request: Request
@@ -122,7 +122,7 @@ class Tracked:
     unsure_outputs: int = -1
     matched: bool = False
     started: bool = False
-    loading: frozenset[int] | None = None
+    loading: bool = False
     computes: bool = False
 
     @property

@@ -205,7 +205,7 @@ class ConnectorScheduler:
                     external_tokens, request.num_tokens, request.request_id,
                     ", ".join(f"{tokens} from {tier}" for tier, tokens in lookup.loaded.items()),
                 )  # fmt: skip
-        elif tracked.loading is None and not tracked.canary_chunks:
+        elif not tracked.loading and not tracked.canary_chunks:
             self._client.release_lookup(request.request_id)
         self._client.forget_lookup(request.request_id)
 
@@ -248,25 +248,21 @@ class ConnectorScheduler:
         self._client.ranks.reported(report.places)
         if report.dropped:
             self._planner.recent.clear()
+        for request_id in report.failed:
+            self._load_failed(request_id)
 
-    def load_failed(self, request_id: str) -> None:
+    def _load_failed(self, request_id: str) -> None:
         """The request's load failed on some rank: its other tokens are computed."""
         tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.loading is not None:
+        if tracked is not None and tracked.loading:
             tracked.computes = True
             self._planner.recent.clear()  # some of these chunks may not be cached
 
-    def blocks_failed(self, block_ids: set[int]) -> None:
-        """As `load_failed`, for vLLM versions that report blocks."""
-        for request_id, tracked in self._tracked.items():
-            if not block_ids.isdisjoint(tracked.loading or ()):
-                self.load_failed(request_id)
-
     def load_ended(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.loading is None:
+        if tracked is None or not tracked.loading:
             return  # another connector's load
-        tracked.loading = None
+        tracked.loading = False
         if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
@@ -281,7 +277,7 @@ class ConnectorScheduler:
         self._planner.forget_load(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
-        if tracked is not None and tracked.loading is None:
+        if tracked is not None and not tracked.loading:
             del self._tracked[request.request_id]
 
     # Epochs
@@ -316,7 +312,7 @@ class ConnectorScheduler:
         """
         given_up = []
         for request_id, tracked in self._tracked.items():
-            if tracked.loading is not None or request_id in self._planner.missing_blocks:
+            if tracked.loading or request_id in self._planner.missing_blocks:
                 self._planner.forget_load(request_id)
                 self._compute(tracked)
                 given_up.append(tracked.request)
@@ -351,7 +347,7 @@ class ConnectorScheduler:
     def _has_resuming(self) -> bool:
         """Whether the load of a request has ended, and it was not scheduled since."""
         loads = self._planner.missing_blocks
-        return any(each.loading is None and name in loads for name, each in self._tracked.items())
+        return any(not each.loading and name in loads for name, each in self._tracked.items())
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The stores of what this step completes. computed_tokens: are in blocks after it."""
