@@ -165,9 +165,13 @@ class StepPlanner:
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self.missing_blocks: dict[str, int] = {}
         self._is_full = False  # a load waits for blocks in this step
+        self._loads: list[Planned] = []
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> list[Planned]:
+        """Returns the loads that were planned since the last step."""
         self._is_full = False
+        loads, self._loads = self._loads, []
+        return loads
 
     def tokens_in(self, blocks: Sequence[Sequence[int]]) -> int:
         return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
@@ -192,8 +196,8 @@ class StepPlanner:
 
     def load(
         self, tracked: Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
-    ) -> Planned:
-        """The load of ``external_tokens`` into blocks that vLLM has allocated, by group."""
+    ) -> None:
+        """Plans the load of ``external_tokens`` into blocks that vLLM has allocated, by group."""
         assert tracked.lookup is not None
         local_tokens = tracked.lookup.local_tokens
         request_id, end = tracked.request.request_id, local_tokens + external_tokens
@@ -230,7 +234,7 @@ class StepPlanner:
         tracked.loading = True
         self.missing_blocks[request_id] = self._missing(tracked, end)
         transfer_id = self.references.take(written)
-        return Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)
+        self._loads.append(Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers))
 
     def forget_load(self, request_id: str) -> None:
         """The request has been scheduled since its load, or holds no blocks of one."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.scheduler import Canaries, SchedulerClient
@@ -51,15 +50,6 @@ _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
 
 
-@dataclass
-class _NextStep:
-    """What the next metadata will have, and how long this step may still wait for lookups."""
-
-    loads: list[Planned] = field(default_factory=list)
-    wait_budget_s: float = _IDLE_WAIT_S
-    is_idle: bool = False  # the last step ran no model
-
-
 class ConnectorScheduler:
     """Decides on lookups, loads and stores. announcer: tells routers; None if none listens."""
 
@@ -79,7 +69,8 @@ class ConnectorScheduler:
         self._recorder = recorder
         self._announcer = announcer
         self._tracked: dict[str, Tracked] = {}
-        self._next = _NextStep()
+        self._wait_budget_s = _IDLE_WAIT_S  # what this step may still wait for lookups
+        self._is_idle = False  # the last step ran no model
         self._canaries = Canaries()
         self._prefill = PrefillRate()
         self._has_hit = False
@@ -98,7 +89,7 @@ class ConnectorScheduler:
             # vLLM cannot resume it while this one heads its queue (from 0.31 on, if it has failed).
             tracked.matched = False
             return None
-        stands_still = self._next.is_idle and not self._planner.references.expects_reports()
+        stands_still = self._is_idle and not self._planner.references.expects_reports()
         if tracked.matched and tokens and stands_still:
             # No step runs and no transfer will end, so that no block becomes free. vLLM reserves
             # blocks for a load that it does not reserve for computing, and counts those of requests
@@ -148,9 +139,9 @@ class ConnectorScheduler:
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
         began_s = time.monotonic()
-        tokens = self._client.hit_tokens(request.request_id, wait_s=self._next.wait_budget_s)
+        tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)
         now_s = time.monotonic()
-        self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - (now_s - began_s))
+        self._wait_budget_s = max(0.0, self._wait_budget_s - (now_s - began_s))
         if tokens is None:
             return None
         lookup = tracked.lookup
@@ -192,7 +183,7 @@ class ConnectorScheduler:
         tracked.matched = False
         self._planner.forget_load(request.request_id)
         if external_tokens and (lookup := tracked.lookup) is not None:
-            self._next.loads.append(self._planner.load(tracked, block_ids, external_tokens))
+            self._planner.load(tracked, block_ids, external_tokens)
             lookup.load_began_s = time.monotonic()
             tiers = self._client.hit_tiers(request.request_id)
             lookup.loaded = lookup.tokens_by_tier(tiers, external_tokens, tracked.chunk_tokens)
@@ -216,9 +207,8 @@ class ConnectorScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""
-        metadata = StepMetadata(idle=output.total_num_scheduled_tokens == 0)
-        metadata.loads, self._next.loads = self._next.loads, []
-        self._planner.begin_step()
+        loads, idle = self._planner.begin_step(), output.total_num_scheduled_tokens == 0
+        metadata = StepMetadata(loads, idle=idle)
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._forget_lookup(tracked)
@@ -238,8 +228,8 @@ class ConnectorScheduler:
             metadata.stores += self._plan_store(tracked, computed_tokens + count)
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
-        self._next.is_idle = metadata.idle
-        self._next.wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
+        self._is_idle = metadata.idle
+        self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
     def reported(self, report: WorkerReport) -> None:
