@@ -21,6 +21,10 @@ class StartError(ConfigError):
     """A setting that this machine cannot serve now: an address in use, or memory that is taken."""
 
 
+class Unsupported(LMCacheRedisError):
+    """This engine cannot be cached, or its KV not be identified; the message says why."""
+
+
 class FormatError(LMCacheRedisError, ValueError):
     """A value that cannot be encoded, or bytes that cannot be decoded."""
 

@@ -431,7 +431,9 @@ class PlayedEngine:
                 for op in store.ops:
                     self._read(op, compare=store.compare)
                 self._ended.append(store.transfer_id)
-        report = WorkerReport({0: self._ended}) if self._ended else None
+        report = None
+        if self._ended or failed:
+            report = WorkerReport({0: self._ended}, failed=frozenset(failed))
         self._ended = []
         return KVConnectorOutput(
             finished_recving=received, failed_recving=failed, kv_connector_worker_meta=report

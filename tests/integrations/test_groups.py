@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm.groups import (
-    Unsupported,
     block_strides,
     common_block_tokens,
     layer_groups,

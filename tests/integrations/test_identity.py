@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
+from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
-from lmcache_redis.integrations.vllm.identity.weights import Unidentified
 from tests.engines import PATCH_VARIABLE, ForkedEngine
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
@@ -176,7 +176,7 @@ def test_an_unidentified_model_is_not_cached_without_a_name(
     weights = tmp_path / "model" / "model.safetensors"
     weights.unlink()
     weights.symlink_to("nowhere")
-    with pytest.raises(Unidentified, match="weights_id"):
+    with pytest.raises(Unsupported, match="weights_id"):
         identity()
     assert identity(weights_id="mine")["weights_id"] == "mine"
 
@@ -210,7 +210,7 @@ def test_a_draft_of_another_revision_has_other_weights(identity: Identity, tmp_p
 
 
 def test_unexpected_settings_never_reach_the_engine() -> None:
-    with pytest.raises(Unidentified, match="cannot be read"):
+    with pytest.raises(Unsupported, match="cannot be read"):
         engine_identity(SimpleNamespace(), rank=0, backend="")  # type: ignore[arg-type]
 
 

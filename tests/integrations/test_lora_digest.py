@@ -234,15 +234,14 @@ def test_an_earlier_look_says_nothing_of_files_read_again(
     looks = [threading.Event() for _ in range(3)]
     looks[0].set()
     begun: list[Any] = []
-    look = lora._look
+    run = lora._Look.run
 
-    def held(*args: Any) -> Any:
-        found = look(*args)
-        begun.append(args)
+    def held(look: Any) -> None:
+        run(look)
+        begun.append(look)
         looks[min(len(begun), 3) - 1].wait()
-        return found
 
-    monkeypatch.setattr(lora, "_look", held)
+    monkeypatch.setattr(lora._Look, "run", held)
     elapsed_s, monotonic = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + elapsed_s)
     digests = AdapterDigests(believed_s=1000.0, deadline_s=0.01)

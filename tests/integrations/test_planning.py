@@ -46,7 +46,8 @@ def test_operations_name_groups_as_the_agent_numbers_them(pool: BlockPool) -> No
     planner = planner_of(pool, ring(8), full(), replayed(32), window(17))
     table = [[1], [2, 3, 4, 5], [6, 7, 8, 9], [0, 0, 0, 13]]
     (store,) = planner.store(tracked(1), table, range(1))
-    for planned in (planner.load(tracked(1), table, CHUNK), store):
+    planner.load(tracked(1), table, CHUNK)
+    for planned in (*planner.begin_step(), store):
         assert {op.group: list(op.block_ids) for op in planned.ops} == {0: [2, 3, 4, 5], 1: [13]}
     held = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null}
     assert held == {2, 3, 4, 5, 13}

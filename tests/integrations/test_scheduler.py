@@ -425,25 +425,21 @@ def test_a_failed_load_is_not_tried_again(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     blocks = list(range(1, 18))
-    for request_id, fails in (
-        ("r", lambda: scheduler.load_failed("r")),
-        ("s", lambda: scheduler.blocks_failed({4})),
-    ):
-        request = FakeRequest(request_id)
-        adapter.tokens = 4 * CHUNK
-        scheduler.matched_tokens(request, 0)
-        scheduler.allocated(request, [blocks], 4 * CHUNK)
-        scheduler.build_metadata(step())
-        # One rank reports the failure in one step; the load ends in a later step.
-        fails()
-        scheduler.build_metadata(step())
-        scheduler.load_ended(request_id)
-        lookups = len(adapter.lookups)
-        assert scheduler.matched_tokens(request, 0) == 0
-        assert len(adapter.lookups) == lookups
-        # Computed chunks are stored, because chunks that were thought to be cached may not be.
-        metadata = scheduler.build_metadata(step(new=(request_id, blocks, 0, 4 * CHUNK + 1)))
-        assert len(only_store(metadata).block_ids) == 16
+    request = FakeRequest("r")
+    adapter.tokens = 4 * CHUNK
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [blocks], 4 * CHUNK)
+    scheduler.build_metadata(step())
+    # One rank reports the failure in one step; the load ends in a later step.
+    scheduler.reported(WorkerReport({}, failed={"r"}))
+    scheduler.build_metadata(step())
+    scheduler.load_ended("r")
+    lookups = len(adapter.lookups)
+    assert scheduler.matched_tokens(request, 0) == 0
+    assert len(adapter.lookups) == lookups
+    # Computed chunks are stored, because chunks that were thought to be cached may not be.
+    metadata = scheduler.build_metadata(step(new=("r", blocks, 0, 4 * CHUNK + 1)))
+    assert len(only_store(metadata).block_ids) == 16
 
 
 def test_a_request_aborted_in_its_load_is_reported_loaded(
@@ -748,7 +744,7 @@ def test_an_aborted_load_that_fails_is_stored_again(
     request.over = True
     scheduler.finished(request)
     adapter.tokens = 0
-    scheduler.load_failed("r")
+    scheduler.reported(WorkerReport({}, failed={"r"}))
     scheduler.load_ended("r")
     assert "r" not in scheduler._tracked
     # A lookup would tell that they are missing.

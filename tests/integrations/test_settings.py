@@ -19,12 +19,11 @@ from vllm import envs
 from vllm.config import KVTransferConfig, LoadConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm import CONNECTOR_NAME, register
-from lmcache_redis.integrations.vllm.groups import Unsupported
 from lmcache_redis.integrations.vllm.identity import engine_identity as settings
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS, Names, Pair
-from lmcache_redis.integrations.vllm.identity.weights import Unidentified
 from lmcache_redis.integrations.vllm.support import supported_groups
 from tests.integrations.test_identity import LLAMA, differ
 from tests.integrations.test_support import FULL, engine
@@ -161,7 +160,7 @@ def test_the_contents_of_a_file_of_scales_count(
     assert differ(found[0], found[1]) == set()
     assert differ(found[1], found[2]) == {"model_config"}
     (tmp_path / "b").unlink()
-    with pytest.raises(Unidentified, match="cannot be read"):
+    with pytest.raises(Unsupported, match="cannot be read"):
         identity(config)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 import torch
 from vllm.v1.core import kv_cache_utils
 
-from lmcache_redis.integrations.vllm.groups import Unsupported
+from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm.support import may_load, supported_groups
 
 

@@ -21,9 +21,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.integrations.vllm.planning import BlockReferences
-from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.tracing import RequestSpans
-from lmcache_redis.integrations.vllm.worker import ConnectorWorker, StepMetadata
+from lmcache_redis.integrations.vllm.reports.stats import Recorder, ReportingHooks
+from lmcache_redis.integrations.vllm.worker import ConnectorWorker, StepMetadata, WorkerReport
 from tests.engines import PATCH_VARIABLE
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
@@ -48,10 +47,10 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-def spans(exporter: InMemorySpanExporter) -> Iterator[RequestSpans]:
+def spans(exporter: InMemorySpanExporter) -> Iterator[Recorder]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    yield RequestSpans(provider)
+    yield Recorder(traces=True, provider=provider)
     provider.shutdown()
 
 
@@ -76,10 +75,10 @@ def traced_request() -> Any:
     return request
 
 
-def test_lookups_and_loads_have_spans(spans: RequestSpans, exporter: InMemorySpanExporter) -> None:
+def test_lookups_and_loads_have_spans(spans: Recorder, exporter: InMemorySpanExporter) -> None:
     adapter, pool = ScriptedAdapter(), BlockPool(128, enable_caching=True, hash_block_size=BLOCK)
     references = BlockReferences(pool, world_size=1)
-    scheduler = make_scheduler(adapter, pool, references, Recorder(spans))
+    scheduler = make_scheduler(adapter, pool, references, spans)
     request = traced_request()
     adapter.tokens = None
     assert scheduler.matched_tokens(request, 0) is None
@@ -90,7 +89,7 @@ def test_lookups_and_loads_have_spans(spans: RequestSpans, exporter: InMemorySpa
     scheduler.allocated(request, [[*range(1, 40)]], 3 * CHUNK)
     (load_of_step,) = scheduler.build_metadata(step()).loads
     assert load_of_step.trace_headers == HEADERS
-    scheduler.load_failed("r")
+    scheduler.reported(WorkerReport({}, failed={"r"}))
     scheduler.load_ended("r")
     lookup, load = exporter.get_finished_spans()
     for span in (lookup, load):
@@ -102,13 +101,11 @@ def test_lookups_and_loads_have_spans(spans: RequestSpans, exporter: InMemorySpa
     assert attributes_of(load) == found
 
 
-def test_retrieves_and_stores_have_spans(
-    spans: RequestSpans, exporter: InMemorySpanExporter
-) -> None:
+def test_retrieves_and_stores_have_spans(spans: Recorder, exporter: InMemorySpanExporter) -> None:
     from tests.integrations.test_worker import OPS, Planned
 
     client = Client()
-    worker = ConnectorWorker(client, 0, Recorder(spans), reallocates=True)  # type: ignore[arg-type]
+    worker = ConnectorWorker(client, 0, spans, reallocates=True)  # type: ignore[arg-type]
     compared = Planned(4, "r", OPS, compare=True)
     stores = [Planned(2, "r", OPS, HEADERS), Planned(3, "untraced", OPS), compared]
     worker.begin_loads(StepMetadata(loads=[Planned(1, "r", OPS, HEADERS)]))
@@ -129,33 +126,35 @@ def test_retrieves_and_stores_have_spans(
 
 
 def test_a_request_without_headers_has_no_span(
-    spans: RequestSpans, exporter: InMemorySpanExporter
+    spans: Recorder, exporter: InMemorySpanExporter
 ) -> None:
     for headers in (None, {}):
-        spans.ended("lookup", "r", headers, 0.0, {})
+        spans.span("lookup", "r", headers, 0.0, {})
     unsampled = {"traceparent": HEADERS["traceparent"][:-2] + "00"}
-    spans.ended("lookup", "r", unsampled, 0.0, {})
+    spans.span("lookup", "r", unsampled, 0.0, {})
     assert exporter.get_finished_spans() == ()
 
 
 def test_without_tracing_there_are_no_spans() -> None:
-    def config(endpoint: str | None) -> Any:
-        observability = SimpleNamespace(otlp_traces_endpoint=endpoint)
-        return SimpleNamespace(observability_config=observability)
+    def traces(**settings: Any) -> bool:
+        hooks: Any = SimpleNamespace(_vllm_config=SimpleNamespace(**settings))
+        ReportingHooks._begin_reports(hooks)
+        return bool(hooks._recorder._traces)
 
-    assert RequestSpans.of(config(None)) is None
-    assert RequestSpans.of(SimpleNamespace()) is None  # type: ignore[arg-type]
-    assert RequestSpans.of(config("http://127.0.0.1:4317")) is not None
+    assert not traces()
+    for endpoint in (None, "http://127.0.0.1:4317"):
+        observability = SimpleNamespace(otlp_traces_endpoint=endpoint)
+        assert traces(observability_config=observability) is (endpoint is not None)
 
 
 def test_a_tracer_that_fails_is_logged_once(
-    spans: RequestSpans, caplog: pytest.LogCaptureFixture
+    spans: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
         for _ in range(2):
-            spans.ended("lookup", "r", HEADERS, float("nan"), {})
+            spans.span("lookup", "r", HEADERS, float("nan"), {})
     assert [record.message.partition(";")[0] for record in caplog.records] == [
-        "ended failed: the connector no longer reports spans, and caches as before"
+        "span failed: the connector no longer reports spans, and caches as before"
     ]
 
 

@@ -15,10 +15,9 @@ pytest.importorskip("huggingface_hub", reason="needs vLLM (scripts/setup install
 pytest.importorskip("torch")
 
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.errors import ConfigError
-from lmcache_redis.integrations.vllm.identity import tensorfiles
+from lmcache_redis.errors import ConfigError, Unsupported
+from lmcache_redis.integrations.vllm.identity import weights
 from lmcache_redis.integrations.vllm.identity.weights import (
-    Unidentified,
     digest_files,
     weights_identity,
 )
@@ -176,14 +175,14 @@ def test_a_file_that_becomes_shorter_is_an_error(
 ) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, [5_000_000])
-    table = tensorfiles._table
+    table = weights._table
 
     def shorten(*args: Any) -> Any:
         found = table(*args)
         os.truncate(path, 1000)
         return found
 
-    monkeypatch.setattr(tensorfiles, "_table", shorten)
+    monkeypatch.setattr(weights, "_table", shorten)
     with pytest.raises(OSError, match="shorter"):
         digest_files(path)
 
@@ -236,7 +235,7 @@ def test_weights_that_cannot_be_read_need_a_name(local: Path, problem: str) -> N
         os.mkfifo(path)
     elif problem == "directory":
         path.mkdir()
-    with pytest.raises(Unidentified, match="weights_id"):
+    with pytest.raises(Unsupported, match="weights_id"):
         weights_identity(model(local), load(), None)
     found = weights_identity(model(local), load(), "mine")
     assert (found["weights"], found["weights_id"]) == ("", "mine")
@@ -256,7 +255,7 @@ def test_weights_that_cannot_be_read_need_a_name(local: Path, problem: str) -> N
     ],
 )
 def test_weights_from_elsewhere_need_a_name(described: Any, loaded: Any) -> None:
-    with pytest.raises(Unidentified, match="set weights_id in kv_connector_extra_config"):
+    with pytest.raises(Unsupported, match="set weights_id in kv_connector_extra_config"):
         weights_identity(described, loaded, None)
     assert weights_identity(described, loaded, "mine")["weights_id"] == "mine"
 

@@ -27,6 +27,7 @@ from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
     StepMetadata,
+    WorkerReport,
 )
 from tests import cuda_driver
 from tests.cuda_driver.engine import GpuEngine, gpus
@@ -142,7 +143,8 @@ def test_a_load_fails_as_a_whole(failed: int) -> None:
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
     assert ended == {"r": set(OPS[failed].block_ids)}
-    assert ended_transfers(worker) == [7]
+    assert worker.report(0) == WorkerReport({0: [7]}, failed={"r"})
+    assert worker.report(0) is None
 
 
 @pytest.mark.parametrize("lost", range(3))
@@ -152,7 +154,9 @@ def test_a_lost_retrieve_fails_the_load_and_its_blocks_stay_held(lost: int) -> N
     retrieves[lost].given_up = retrieves[lost].failed = True
     ended = worker.ended_loads(StepMetadata())
     assert ended == {"r": set(OPS[lost].block_ids)}
-    assert ended_transfers(worker) == []
+    report = worker.report(0)
+    assert report == WorkerReport({0: []}, failed={"r"})
+    assert report.aggregate(WorkerReport({1: [7]}, failed={"s"})).failed == {"r", "s"}
     for retrieve in retrieves:
         assert worker.ended_loads(StepMetadata()) == {}
         assert ended_transfers(worker) == []

@@ -29,7 +29,7 @@ SHOWN = {
     "agent/sessions.py",
     "agent/page.py",
     "agent/recording.py",
-    "integrations/vllm/tracing.py",
+    "integrations/vllm/reports/stats.py",
 }
 
 

@@ -16,7 +16,7 @@ engine          what the connector needs of vLLM's engine beyond its interface: 
                 pauses, resets; `parameters` tells whether the weights in memory have changed
 epoch           separates the KV of old weights from that of new ones
 guard           keeps errors of the cache out of the engine
-reports         statistics and events
+reports         statistics, spans and events
 """
 
 from __future__ import annotations

@@ -190,10 +190,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None:
             return
-        for request_id in getattr(connector_output, "failed_recving", ()):
-            scheduler.load_failed(request_id)
         scheduler.reported(report)
-        scheduler.blocks_failed(connector_output.invalid_block_ids or set())
         for request_id in connector_output.finished_recving or ():
             scheduler.load_ended(request_id)
 
@@ -294,12 +291,9 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         """After the engine has woken: exports the KV cache again (vLLM 0.33 or newer)."""
         self.register_kv_caches(self._kv_caches)
 
+    @guarded(nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step_begins()
-
-    @guarded(nothing)
-    def _step_begins(self) -> None:
         if self._worker is not None:
             self._worker.step_begins(self._step())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
-from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.errors import Unsupported
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -28,10 +28,6 @@ _KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
 _WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CACHED_STATES = ("align", "all")
-
-
-class Unsupported(LMCacheRedisError):
-    """This engine cannot be cached; the message says why."""
 
 
 @dataclass(frozen=True)

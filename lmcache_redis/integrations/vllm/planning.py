@@ -163,11 +163,15 @@ class StepPlanner:
         self.block_ids = block_ids
         self.recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
-        self._missing_blocks: dict[str, int] = {}
+        self.missing_blocks: dict[str, int] = {}
         self._is_full = False  # a load waits for blocks in this step
+        self._loads: list[Planned] = []
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> list[Planned]:
+        """Returns the loads that were planned since the last step."""
         self._is_full = False
+        loads, self._loads = self._loads, []
+        return loads
 
     def tokens_in(self, blocks: Sequence[Sequence[int]]) -> int:
         return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
@@ -178,22 +182,22 @@ class StepPlanner:
         vLLM cannot preempt a request between its load and its next step. With sliding windows it
         reserves too few blocks for such requests: all would wait for each other's.
         """
-        if self.needs_all or not self._missing_blocks:
+        if self.needs_all or not self.missing_blocks:
             return True
         if not self._is_full:
             held = 0
             for group in self._all_groups:
                 size = group.block_size_tokens
                 held += end // size - group.reach.first_token(end) // size
-            missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
+            missing = self._missing(tracked, end) + sum(self.missing_blocks.values())
             self._is_full = self.references.pool.get_num_free_blocks() < held + missing
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
 
     def load(
         self, tracked: Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
-    ) -> Planned:
-        """The load of ``external_tokens`` into blocks that vLLM has allocated, by group."""
+    ) -> None:
+        """Plans the load of ``external_tokens`` into blocks that vLLM has allocated, by group."""
         assert tracked.lookup is not None
         local_tokens = tracked.lookup.local_tokens
         request_id, end = tracked.request.request_id, local_tokens + external_tokens
@@ -227,15 +231,14 @@ class StepPlanner:
                     group=place,
                 )
             )
-        tracked.loading = frozenset(written)
-        if not self.needs_all:
-            self._missing_blocks[request_id] = self._missing(tracked, end)
+        tracked.loading = True
+        self.missing_blocks[request_id] = self._missing(tracked, end)
         transfer_id = self.references.take(written)
-        return Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)
+        self._loads.append(Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers))
 
     def forget_load(self, request_id: str) -> None:
         """The request has been scheduled since its load, or holds no blocks of one."""
-        self._missing_blocks.pop(request_id, None)
+        self.missing_blocks.pop(request_id, None)
 
     def store(
         self,

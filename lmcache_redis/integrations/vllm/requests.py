@@ -12,7 +12,6 @@ import msgspec
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.support import MediaNames
-from lmcache_redis.integrations.vllm.tracing import Headers
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -110,7 +109,7 @@ class Tracked:
     it within a step, and may still report that this failed: nothing is stored until it has more
     output tokens than these. matched: vLLM knows the number of tokens to load, and has not
     allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a preemption.
-    loading: blocks that its load writes. computes: the rest, without another lookup.
+    loading: its load has not ended. computes: the rest, without another lookup.
     """
 
     request: Request
@@ -123,7 +122,7 @@ class Tracked:
     unsure_outputs: int = -1
     matched: bool = False
     started: bool = False
-    loading: frozenset[int] | None = None
+    loading: bool = False
     computes: bool = False
 
     @property
@@ -132,7 +131,7 @@ class Tracked:
         return (self.lookup.canary_chunks or 0) if self.lookup is not None else 0
 
     @property
-    def trace_headers(self) -> Headers | None:
+    def trace_headers(self) -> Mapping[str, str] | None:
         return getattr(self.request, "trace_headers", None)
 
     def hashed_tokens(self) -> int:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.scheduler import Canaries, SchedulerClient
@@ -51,15 +50,6 @@ _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
 
 
-@dataclass
-class _NextStep:
-    """What the next metadata will have, and how long this step may still wait for lookups."""
-
-    loads: list[Planned] = field(default_factory=list)
-    wait_budget_s: float = _IDLE_WAIT_S
-    is_idle: bool = False  # the last step ran no model
-
-
 class ConnectorScheduler:
     """Decides on lookups, loads and stores. announcer: tells routers; None if none listens."""
 
@@ -79,8 +69,8 @@ class ConnectorScheduler:
         self._recorder = recorder
         self._announcer = announcer
         self._tracked: dict[str, Tracked] = {}
-        self._resuming: set[str] = set()  # load has ended, not scheduled since
-        self._next = _NextStep()
+        self._wait_budget_s = _IDLE_WAIT_S  # what this step may still wait for lookups
+        self._is_idle = False  # the last step ran no model
         self._canaries = Canaries()
         self._prefill = PrefillRate()
         self._has_hit = False
@@ -90,16 +80,16 @@ class ConnectorScheduler:
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
         tracked = self._track(request)
-        self._not_loaded(request.request_id)  # if its load has failed, it holds no blocks
+        self._planner.forget_load(request.request_id)  # if it has failed, it holds no blocks
         tokens = self._found_tokens(tracked, local_tokens)
         if tokens is None:
             return None
-        if tracked.matched and self._resuming:
+        if tracked.matched and self._has_resuming():
             # vLLM had too few free blocks for this request. One that has loaded holds some, and
             # vLLM cannot resume it while this one heads its queue (from 0.31 on, if it has failed).
             tracked.matched = False
             return None
-        stands_still = self._next.is_idle and not self._planner.references.expects_reports()
+        stands_still = self._is_idle and not self._planner.references.expects_reports()
         if tracked.matched and tokens and stands_still:
             # No step runs and no transfer will end, so that no block becomes free. vLLM reserves
             # blocks for a load that it does not reserve for computing, and counts those of requests
@@ -149,9 +139,9 @@ class ConnectorScheduler:
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
         began_s = time.monotonic()
-        tokens = self._client.hit_tokens(request.request_id, wait_s=self._next.wait_budget_s)
+        tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)
         now_s = time.monotonic()
-        self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - (now_s - began_s))
+        self._wait_budget_s = max(0.0, self._wait_budget_s - (now_s - began_s))
         if tokens is None:
             return None
         lookup = tracked.lookup
@@ -191,9 +181,9 @@ class ConnectorScheduler:
         tracked = self._track(request)
         tracked.started = True
         tracked.matched = False
-        self._not_loaded(request.request_id)
+        self._planner.forget_load(request.request_id)
         if external_tokens and (lookup := tracked.lookup) is not None:
-            self._next.loads.append(self._planner.load(tracked, block_ids, external_tokens))
+            self._planner.load(tracked, block_ids, external_tokens)
             lookup.load_began_s = time.monotonic()
             tiers = self._client.hit_tiers(request.request_id)
             lookup.loaded = lookup.tokens_by_tier(tiers, external_tokens, tracked.chunk_tokens)
@@ -206,7 +196,7 @@ class ConnectorScheduler:
                     external_tokens, request.num_tokens, request.request_id,
                     ", ".join(f"{tokens} from {tier}" for tier, tokens in lookup.loaded.items()),
                 )  # fmt: skip
-        elif tracked.loading is None and not tracked.canary_chunks:
+        elif not tracked.loading and not tracked.canary_chunks:
             self._client.release_lookup(request.request_id)
         self._client.forget_lookup(request.request_id)
 
@@ -217,9 +207,8 @@ class ConnectorScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""
-        metadata = StepMetadata(idle=output.total_num_scheduled_tokens == 0)
-        metadata.loads, self._next.loads = self._next.loads, []
-        self._planner.begin_step()
+        loads, idle = self._planner.begin_step(), output.total_num_scheduled_tokens == 0
+        metadata = StepMetadata(loads, idle=idle)
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._forget_lookup(tracked)
@@ -239,8 +228,8 @@ class ConnectorScheduler:
             metadata.stores += self._plan_store(tracked, computed_tokens + count)
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
-        self._next.is_idle = metadata.idle
-        self._next.wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
+        self._is_idle = metadata.idle
+        self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
     def reported(self, report: WorkerReport) -> None:
@@ -249,25 +238,21 @@ class ConnectorScheduler:
         self._client.ranks.reported(report.places)
         if report.dropped:
             self._planner.recent.clear()
+        for request_id in report.failed:
+            self._load_failed(request_id)
 
-    def load_failed(self, request_id: str) -> None:
+    def _load_failed(self, request_id: str) -> None:
         """The request's load failed on some rank: its other tokens are computed."""
         tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.loading is not None:
+        if tracked is not None and tracked.loading:
             tracked.computes = True
             self._planner.recent.clear()  # some of these chunks may not be cached
 
-    def blocks_failed(self, block_ids: set[int]) -> None:
-        """As `load_failed`, for vLLM versions that report blocks."""
-        for request_id, tracked in self._tracked.items():
-            if not block_ids.isdisjoint(tracked.loading or ()):
-                self.load_failed(request_id)
-
     def load_ended(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.loading is None:
+        if tracked is None or not tracked.loading:
             return  # another connector's load
-        tracked.loading = None
+        tracked.loading = False
         if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
@@ -275,16 +260,14 @@ class ConnectorScheduler:
             self._recorder.span("load", request_id, headers, lookup.load_began_s, found)
         if tracked.request.is_finished():
             del self._tracked[request_id]
-        else:
-            self._resuming.add(request_id)
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
         self._client.end_session(request.request_id)
-        self._not_loaded(request.request_id)
+        self._planner.forget_load(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
-        if tracked is not None and tracked.loading is None:
+        if tracked is not None and not tracked.loading:
             del self._tracked[request.request_id]
 
     # Epochs
@@ -319,8 +302,8 @@ class ConnectorScheduler:
         """
         given_up = []
         for request_id, tracked in self._tracked.items():
-            if tracked.loading is not None or request_id in self._resuming:
-                self._not_loaded(request_id)
+            if tracked.loading or request_id in self._planner.missing_blocks:
+                self._planner.forget_load(request_id)
                 self._compute(tracked)
                 given_up.append(tracked.request)
         return given_up
@@ -351,10 +334,10 @@ class ConnectorScheduler:
         tracked.lookup = None
         self._client.end_session(tracked.request.request_id)
 
-    def _not_loaded(self, request_id: str) -> None:
-        """The request has no blocks of a load while it waits."""
-        self._resuming.discard(request_id)
-        self._planner.forget_load(request_id)
+    def _has_resuming(self) -> bool:
+        """Whether the load of a request has ended, and it was not scheduled since."""
+        loads = self._planner.missing_blocks
+        return any(not each.loading and name in loads for name, each in self._tracked.items())
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The stores of what this step completes. computed_tokens: are in blocks after it."""

@@ -139,7 +139,7 @@ class SetUp:
         """Exports this rank's paged KV cache, and registers it with this and every later agent.
 
         kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
-        memory cannot be exported, Unidentified if its bytes cannot be identified.
+        memory cannot be exported, Unsupported if its bytes cannot be identified.
         """
         vllm_config, kv_cache_config = self.vllm_config, self.kv_cache_config
         by_layer = block_strides(kv_cache_config)

@@ -17,13 +17,9 @@ from vllm import envs
 
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.errors import LMCacheRedisError, Unsupported
 from lmcache_redis.integrations.vllm.engine import is_asked_by
-from lmcache_redis.integrations.vllm.groups import (
-    LayerGroup,
-    Unsupported,
-    layer_groups,
-)
+from lmcache_redis.integrations.vllm.groups import LayerGroup, layer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.worker import TransferOp, WorkerClient
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.tracing import Headers
 
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
@@ -35,7 +34,7 @@ class Planned(NamedTuple):
     transfer_id: int
     request_id: str
     ops: tuple[TransferOp, ...]
-    trace_headers: Headers | None = None
+    trace_headers: Mapping[str, str] | None = None
     compare: bool = False
 
 
@@ -62,6 +61,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler.
 
     ended: for each rank, the transfers that no longer touch their blocks there.
+    failed: requests whose load failed on some rank.
     dropped: not all chunks of a store were begun, or accepted by the agent.
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     places: ranks that are now registered with another agent than before, or with none.
@@ -73,6 +73,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     broken: Mapping[int, bool] = field(default_factory=dict)
     places: Mapping[int, RankPlace | None] = field(default_factory=dict)
     step: int = 0
+    failed: Set[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -82,6 +83,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**self.broken, **other.broken},
             {**self.places, **other.places},
             max(self.step, other.step),
+            self.failed | other.failed,
         )
 
 
@@ -182,6 +184,8 @@ class ConnectorWorker:
             ended[load.planned.request_id] = set().union(
                 *(each.failed_blocks for each in load.transfers)
             )
+            if ended[load.planned.request_id]:
+                self._next.failed |= {load.planned.request_id}
             failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
             self._recorder.count("failed_chunks", failed_chunks, self._label)
@@ -206,7 +210,8 @@ class ConnectorWorker:
             self._took("store_seconds", "store", store, found)
             self._ended.append(transfer_id)
         places = {self._rank: self._client.place}
-        if not self._ended and places == self._places and not step:
+        found_more = self._ended or self._next.failed
+        if not found_more and places == self._places and not step:
             return None
         report, self._next = self._next, WorkerReport({self._rank: []})
         report.places = {} if places == self._places else places

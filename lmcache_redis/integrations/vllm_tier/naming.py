@@ -20,7 +20,8 @@ import torch
 
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm
-from lmcache_redis.integrations.vllm.groups import Unsupported, block_strides
+from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm.groups import block_strides
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_identity,
@@ -46,7 +47,7 @@ def chunk_form(
 ) -> ChunkForm:
     """The form of an engine's chunks. workers: what `describe_worker` returned, by rank.
 
-    Raises Unsupported or Unidentified, with a sentence, if the engine cannot use the tier.
+    Raises Unsupported, with a sentence, if the engine cannot use the tier.
     """
     for reason in _reasons(vllm_config):
         raise Unsupported(reason)

@@ -33,11 +33,9 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.errors import ConfigError, LMCacheRedisError, Unsupported
 from lmcache_redis.integrations.vllm.engine import Engine, listen, watch_resets
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
-from lmcache_redis.integrations.vllm.groups import Unsupported
-from lmcache_redis.integrations.vllm.identity.weights import Unidentified
 from lmcache_redis.integrations.vllm_tier.naming import chunk_form, describe_worker
 from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, answered
 
@@ -213,7 +211,7 @@ def _workers(engine: Engine) -> Sequence[Mapping[str, str]]:
     try:
         return engine.in_workers(describe_worker)
     except Exception as error:  # whatever an executor or a backend raises
-        raise Unidentified(f"the workers cannot say how they pack KV: {error!r}") from error
+        raise Unsupported(f"the workers cannot say how they pack KV: {error!r}") from error
 
 
 class _NamedChunks(AsyncLookupManager):

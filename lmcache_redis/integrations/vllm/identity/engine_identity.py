@@ -21,8 +21,9 @@ import torch
 import vllm
 from vllm import envs
 
+from lmcache_redis.errors import Unsupported
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
-from lmcache_redis.integrations.vllm.identity.weights import Unidentified, weights_identity
+from lmcache_redis.integrations.vllm.identity.weights import weights_identity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -92,7 +93,7 @@ def engine_identity(
 ) -> dict[str, str]:
     """The identity of one worker's KV cache, as pairs of text.
 
-    Raises Unidentified if the weights cannot be identified and ``weights_id`` (the operator's name
+    Raises Unsupported if the weights cannot be identified and ``weights_id`` (the operator's name
     for them) is None, or if the settings of this vLLM cannot be read.
     """
     try:
@@ -117,7 +118,7 @@ def engine_identity(
             "rank": str(rank),
         }
     except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
-        raise Unidentified(f"the settings of this vLLM cannot be read: {error!r}") from error
+        raise Unsupported(f"the settings of this vLLM cannot be read: {error!r}") from error
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
@@ -125,8 +126,8 @@ def _config(model: ModelConfig) -> dict[str, Any]:
     return {
         "config": model.hf_config.to_dict(),
         "text": model.hf_text_config.to_dict(),
-        "settings": _settings_of_class("model_config", "ModelConfig", model),
-        "multimodal": _settings_of_class(
+        "settings": _values("model_config", "ModelConfig", model),
+        "multimodal": _values(
             "model_config", "MultiModalConfig", getattr(model, "multimodal_config", None)
         ),
     }
@@ -160,7 +161,7 @@ def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
             "method": speculative.method,
             "settings": _settings_of("draft", vllm_config),
             "weights": None if same_files else weights_identity(draft, load, weights_id),
-            "loader": _settings_of_class("loader", "LoadConfig", load),
+            "loader": _values("loader", "LoadConfig", load),
             "config": _config(draft),
             "context": _context(draft),
             "dtype": draft.dtype,
@@ -202,13 +203,7 @@ def _canonical(value: Any) -> Any:
 
 def _settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:
     """The settings that are digested for ``pair``, by class, as far as this vLLM has them."""
-    names = PAIRS[pair].digested
-    return {kind: _values(kind, _place(kind, vllm_config), names[kind]) for kind in names}
-
-
-def _settings_of_class(pair: str, kind: str, config: Any) -> Mapping[str, Any]:
-    """As `_settings_of`, of one class, which ``config`` is an instance of."""
-    return _values(kind, config, PAIRS[pair].digested[kind])
+    return {kind: _values(pair, kind, _place(kind, vllm_config)) for kind in PAIRS[pair].digested}
 
 
 def _place(kind: str, vllm_config: VllmConfig) -> Any:
@@ -220,10 +215,11 @@ def _place(kind: str, vllm_config: VllmConfig) -> Any:
     return config
 
 
-def _values(kind: str, config: Any, names: str) -> dict[str, Any]:
+def _values(pair: str, kind: str, config: Any) -> dict[str, Any]:
+    names = PAIRS[pair].digested[kind].split()
     if kind == "os.environ":
-        return {name: os.environ.get(name) for name in names.split()}
-    found = {name: getattr(config, name) for name in names.split() if hasattr(config, name)}
+        return {name: os.environ.get(name) for name in names}
+    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if path := found.get(_FILE):
         found[_FILE] = Path(path).read_bytes().hex()
     return found

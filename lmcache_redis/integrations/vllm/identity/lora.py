@@ -18,9 +18,9 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from lmcache_redis.integrations.vllm.identity.tensorfiles import digest_file
+from lmcache_redis.integrations.vllm.identity.weights import digest_file
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -39,26 +39,34 @@ _BELIEVED_S = 0.05
 _State = tuple[tuple[int, ...] | None, ...]
 
 
-class _Seen(NamedTuple):
-    """An adapter's files at a look that began at ``since_s``; digest: None if it is not cached."""
-
-    path: str
-    state: _State
-    digest: bytes | None
-    since_s: float
-
-
 class _Look(threading.Thread):
-    """A look at an adapter's files. before: what is known of those that vLLM has in memory."""
+    """A look at an adapter's files, and what it has seen when it has ended.
 
-    def __init__(self, path: str, is_3d: bool, before: _Seen | None) -> None:
+    before: the look at those that vLLM has in memory. digest: None if the adapter is not cached.
+    """
+
+    def __init__(self, path: str, is_3d: bool, before: _Look | None) -> None:
         super().__init__(name="adapter files", daemon=True)
-        self._of = (path, is_3d, before)
+        self.path = path
         self.since_s = time.monotonic()
+        self.state: _State = ()
+        self.digest: bytes | None = None
+        self._is_3d = is_3d
+        self._known = before if before is None else (before.path, before.state, before.digest)
         self.start()
 
     def run(self) -> None:
-        self.seen = _look(*self._of, self.since_s)
+        try:
+            self.state = _state(self.path)
+            if self._known is None:
+                self.digest = _digest(self.path, self.state, self._is_3d)
+            elif self._known[:2] == (self.path, self.state):
+                self.digest = self._known[2]
+        except Exception:
+            self.state = ()
+            logger.exception(
+                "requests with the adapter %s are not cached; please report this", self.path
+            )
 
 
 class AdapterDigests:
@@ -70,7 +78,7 @@ class AdapterDigests:
     def __init__(self, *, believed_s: float = _BELIEVED_S, deadline_s: float = _DEADLINE_S) -> None:
         self._believed_s = believed_s
         self._deadline_s = deadline_s
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _Look] = {}  # that have ended
         self._looks: dict[int, _Look] = {}  # in progress
 
     def digest(self, lora_request: LoRARequest) -> bytes | None:
@@ -92,11 +100,11 @@ class AdapterDigests:
             look.join(max(0.0, look.since_s + self._deadline_s - time.monotonic()))
             if look.is_alive():
                 return None
-            self._seen[number] = self._looks.pop(number).seen
+            self._seen[number] = self._looks.pop(number)
         if seen.since_s < now_s - self._believed_s / 2:
             look = self._look(lora_request)
             if not look.is_alive():
-                self._seen[number] = self._looks.pop(number).seen
+                self._seen[number] = self._looks.pop(number)
         return seen.digest
 
     def _look(self, lora_request: LoRARequest) -> _Look:
@@ -106,19 +114,6 @@ class AdapterDigests:
             is_3d = bool(getattr(lora_request, "is_3d_lora_weight", False))
             self._looks[number] = _Look(lora_request.lora_path, is_3d, self._seen.get(number))
         return self._looks[number]
-
-
-def _look(path: str, is_3d: bool, before: _Seen | None, since_s: float) -> _Seen:
-    try:
-        state, digest = _state(path), None
-        if before is None:
-            digest = _digest(path, state, is_3d)
-        elif before[:2] == (path, state):
-            digest = before.digest
-    except Exception:
-        logger.exception("requests with the adapter %s are not cached; please report this", path)
-        return _Seen(path, (), None, since_s)
-    return _Seen(path, state, digest, since_s)
 
 
 def _files(path: str) -> list[Path]:

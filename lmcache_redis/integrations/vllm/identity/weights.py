@@ -1,24 +1,34 @@
 """The identity of an engine's weights: a digest of their files, or a name from the operator.
 
 Without either nothing is cached: two models with the same keys would read each other's KV.
+
+The digest of a file reads only a small part of it. The table of a safetensors file says where its
+tensors begin. The digest covers the whole table, and the first, the middle and the last bytes of
+every tensor, because a fine-tune may change norms or biases only. Large tensors have more, evenly
+spread samples: training changes almost every number. A small file, and one of another format, is
+read whole. Tables are untrusted: every offset is checked against the file's size.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import stat
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
+import xxhash
 from huggingface_hub import snapshot_download
 
-from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.integrations.vllm.identity.tensorfiles import digest_file
+from lmcache_redis.errors import Unsupported
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
@@ -39,9 +49,14 @@ _FROM_FILES = frozenset(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _READER_THREADS = 8
 
-
-class Unidentified(LMCacheRedisError):
-    """This engine's KV cannot be identified; the message says what to change."""
+_WHOLE_BYTES = 4 << 20
+_SAMPLE_BYTES = 4096
+_SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three samples of each
+_MAX_HEADER_BYTES = 1 << 30
+# What a header that is none, or none that can be believed, raises.
+_BAD_TABLE = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 
 
 def weights_identity(
@@ -49,13 +64,13 @@ def weights_identity(
 ) -> dict[str, str]:
     """Pairs that identify the weights; ``weights_id`` is always one of them.
 
-    Raises Unidentified if the files cannot be found or read and ``weights_id`` is None.
+    Raises Unsupported if the files cannot be found or read and ``weights_id`` is None.
     """
     try:
         digest = _digest(model, load)
-    except (OSError, Unidentified) as error:
+    except (OSError, Unsupported) as error:
         if weights_id is None:
-            raise Unidentified(
+            raise Unsupported(
                 f"the weights of this engine cannot be identified: {error}; set weights_id in "
                 "kv_connector_extra_config to a name that no other weights have"
             ) from error
@@ -71,7 +86,7 @@ def weights_identity(
 def digest_files(root: Path) -> str:
     """A digest of the weights in a file or a directory tree, independent of its path.
 
-    Raises OSError if a file cannot be read, Unidentified if there are no weights.
+    Raises OSError if a file cannot be read, Unsupported if there are no weights.
     """
     if root.is_file():
         files = [root]
@@ -79,7 +94,7 @@ def digest_files(root: Path) -> str:
     else:
         files = sorted(_files(root))
     if not any(_matches(path.name, _WEIGHTS) for path in files):
-        raise Unidentified(f"there are no weights in {root}")
+        raise Unsupported(f"there are no weights in {root}")
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(_READER_THREADS) as readers:
         for path, found in zip(files, readers.map(digest_file, files), strict=True):
@@ -93,10 +108,10 @@ def _digest(model: ModelConfig, load: LoadConfig) -> str:
     if load_format == "dummy":
         return f"dummy {model.seed}"  # generated from the seed
     if load_format not in _FROM_FILES:
-        raise Unidentified(f"--load-format {load_format} does not read local files")
+        raise Unsupported(f"--load-format {load_format} does not read local files")
     source = str(getattr(model, "model_weights", "") or model.model)
     if "://" in source:
-        raise Unidentified(f"{source} is not a local file")
+        raise Unsupported(f"{source} is not a local file")
     path = Path(source)
     return digest_files(path) if path.exists() else _digest_of_hub(source, model, load)
 
@@ -110,16 +125,16 @@ def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str
     commit = str(getattr(model.hf_config, "_commit_hash", None))
     has_commit = _COMMIT.fullmatch(commit) is not None
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        raise Unidentified(f"{repository} comes from ModelScope")
+        raise Unsupported(f"{repository} comes from ModelScope")
     for revision in [model.revision, commit] if has_commit else [model.revision]:
-        with suppress(OSError, ValueError, Unidentified):  # its weights are not there
+        with suppress(OSError, ValueError, Unsupported):  # its weights are not there
             snapshot = snapshot_download(
                 repository, revision=revision, cache_dir=load.download_dir, local_files_only=True
             )
             return digest_files(Path(snapshot))
     if has_commit:
         return f"commit {commit}"
-    raise Unidentified(f"{repository} is neither a path nor in the local hub cache")
+    raise Unsupported(f"{repository} is neither a path nor in the local hub cache")
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -135,3 +150,74 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def digest_file(path: Path) -> bytes:
+    """A digest of 16 bytes, over the parts of the file that the module's docstring names.
+
+    Raises OSError if the file cannot be read or is not a regular file.
+    """
+    with open(path, "rb", opener=_open_nonblocking) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        size_bytes = status.st_size
+        digest = hashlib.blake2b(struct.pack("<Q", size_bytes), digest_size=16)
+        if size_bytes <= _WHOLE_BYTES:
+            digest.update(_read(file, 0, size_bytes))
+        elif (table := _table(file, size_bytes)) is None:
+            whole = xxhash.xxh3_128()
+            for offset in range(0, size_bytes, _WHOLE_BYTES):
+                whole.update(_read(file, offset, min(_WHOLE_BYTES, size_bytes - offset)))
+            digest.update(whole.digest())
+        else:
+            header, begins = table
+            digest.update(struct.pack("<Q", len(header)) + header)
+            for begin, end in pairwise(sorted([*begins, size_bytes])):
+                for offset, size in _samples(begin, end - begin):
+                    digest.update(_read(file, offset, size))
+        return digest.digest()
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """An opener that does not wait for the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    found = file.read(size)
+    if len(found) != size:
+        raise OSError(f"{file.name} became shorter while it was read")
+    return found
+
+
+def _samples(offset: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where the samples of a tensor are, and how long: all of it, if it is not longer than they."""
+    count = 3 + 2 * (size // (2 * _SAMPLE_EVERY_BYTES))
+    if size <= count * _SAMPLE_BYTES:
+        yield offset, size
+        return
+    for number in range(count):
+        yield offset + (size - _SAMPLE_BYTES) * number // (count - 1), _SAMPLE_BYTES
+
+
+def _table(file: BinaryIO, size_bytes: int) -> tuple[bytes, list[int]] | None:
+    """A file's header, and where its tensors begin. Each ends where the next begins.
+
+    None if the file has another format, or an invalid table.
+    Source: https://huggingface.co/docs/safetensors: header length, JSON header, data.
+    """
+    header_bytes = struct.unpack("<Q", _read(file, 0, 8))[0]
+    if header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
+        return None
+    header = _read(file, 0, 8 + header_bytes)
+    try:
+        begins = [
+            len(header) + int(tensor["data_offsets"][0])
+            for name, tensor in json.loads(header[8:]).items()
+            if name != "__metadata__"
+        ]
+    except _BAD_TABLE:
+        return None
+    return (header, begins) if begins and 0 <= min(begins) <= max(begins) <= size_bytes else None

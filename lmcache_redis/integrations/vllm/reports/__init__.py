@@ -1,5 +1,5 @@
 """What the connector reports through vLLM. An error here ends a report, never the cache.
 
-stats    what is counted, in the scheduler and in workers; in vLLM's front end it becomes metrics
+stats    spans, and what is counted in scheduler and workers; in vLLM's front end it becomes metrics
 events   which chunks are in which tier, and vLLM's KV events for what changes there
 """

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec.structs import replace
 from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 
@@ -26,8 +27,7 @@ from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.lora.request import LoRARequest
+    from vllm.distributed.kv_events import BlockStored, KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -44,25 +44,11 @@ _PLACES = {
 }
 
 
-class AnnouncedPart(NamedTuple):
-    """What events say of a chunk's part in a group.
-
-    hashes: as vLLM publishes them, of each block. parent: the hash before. extra_keys: of each
-    block.
-    """
-
-    hashes: Sequence[Any]
-    parent: Any
-    token_ids: Sequence[int]
-    extra_keys: Sequence[Any]
-
-
 class AnnouncedChunk(NamedTuple):
-    """A chunk with its number in the prompt, its adapter, and its parts by group."""
+    """A chunk's number in the prompt, and vLLM's events for its parts by group, without a tier."""
 
     number: int
-    lora: LoRARequest | None
-    parts: Sequence[AnnouncedPart]
+    parts: Sequence[BlockStored]
 
 
 class Event(NamedTuple):
@@ -204,11 +190,11 @@ class Announcer:
 
     def _described(self, request: Request, number: int, chunk_tokens: int) -> AnnouncedChunk:
         parts = [self._part(request, group, number, chunk_tokens) for group in self._groups]
-        return AnnouncedChunk(number, request.lora_request, parts)
+        return AnnouncedChunk(number, parts)
 
     def _part(
         self, request: Request, group: LayerGroup, number: int, chunk_tokens: int
-    ) -> AnnouncedPart:
+    ) -> BlockStored:
         blocks, size = group.part(number, chunk_tokens), group.block_size_tokens
         ends = [block * size // self._hash_tokens for block in range(blocks.start, blocks.stop + 1)]
         parent, *hashes = [
@@ -223,37 +209,37 @@ class Announcer:
             keys.append(each)
         # Newer versions of vLLM tag the keys that they hash.
         published = getattr(kv_cache_utils, "to_event_extra_keys", list)(keys)
-        tokens = array("i", request.all_token_ids[blocks.start * size : blocks.stop * size])
-        return AnnouncedPart(hashes, parent, tokens, published)
+        lora = request.lora_request
+        tokens: Any = array("i", request.all_token_ids[blocks.start * size : blocks.stop * size])
+        return kv_events.BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=parent,
+            token_ids=tokens,
+            block_size=size,
+            lora_id=lora.adapter_id if lora else None,
+            medium=None,
+            lora_name=lora.name if lora else None,
+            extra_keys=published,
+            group_idx=group.number,
+            **self._specs[group.number],
+        )
 
     def _published(self, run: Sequence[Event]) -> list[KVCacheEvent]:
         """vLLM's events for a run: of stored chunks one each, of removed ones one for all."""
         stored, tier, number, _ = run[0]
         medium, locality = _PLACES[tier]
-        group = self._groups[number]
         parts = [each.chunk.parts[number] for each in run]
-        if not stored:
-            gone = [each for part in parts for each in part.hashes]
+        if stored:
             return [
-                kv_events.BlockRemoved(
-                    block_hashes=gone, medium=medium, group_idx=group.number, locality=locality
-                )
+                replace(part, token_ids=list(part.token_ids), medium=medium, locality=locality)
+                for part in parts
             ]
+        gone = [each for part in parts for each in part.block_hashes]
+        group = self._groups[number].number
         return [
-            kv_events.BlockStored(
-                block_hashes=part.hashes,
-                parent_block_hash=part.parent,
-                token_ids=list(part.token_ids),
-                block_size=group.block_size_tokens,
-                lora_id=chunk.lora.adapter_id if chunk.lora else None,
-                medium=medium,
-                lora_name=chunk.lora.name if chunk.lora else None,
-                extra_keys=part.extra_keys,
-                group_idx=group.number,
-                locality=locality,
-                **self._specs[group.number],
+            kv_events.BlockRemoved(
+                block_hashes=gone, medium=medium, group_idx=group, locality=locality
             )
-            for (*_, chunk), part in zip(run, parts, strict=True)
         ]
 
 

@@ -1,16 +1,27 @@
-"""The connector's metrics beside vLLM's own, and the hooks by which vLLM asks for reports.
+"""The connector's metrics and spans beside vLLM's own, and the hooks by which vLLM asks for them.
 
 ``ConnectorStats.data`` has a mapping for each family: from the value of its label ("" if it has
 none) to a count, to the list of what was observed, or to a gauge's value. vLLM sends it between
 processes as msgpack, and adds its own labels: the model and the number of the engine.
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` and ``metrics.py``. A vLLM without
 one of these hooks does not call it.
+
+OpenTelemetry spans say what the cache did for a request. They are siblings of vLLM's
+``llm_request``: children of the span that the request's trace headers name. They go through the
+exporter that vLLM sets up in each process (``--otlp-traces-endpoint``). Ends are seen at vLLM's
+steps. Source: ``vllm/tracing/otel.py``, ``do_tracing`` in ``vllm/v1/engine/output_processor.py``.
+
+    scheduler   lmcache_redis.lookup    from the question to the agent to its answer
+                lmcache_redis.load      from the allocation of its blocks to the end on all ranks
+    workers     lmcache_redis.retrieve  the load on one rank
+                lmcache_redis.store     for which a rank's store holds blocks
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -24,10 +35,10 @@ from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
-from lmcache_redis.integrations.vllm.tracing import RequestSpans
 from lmcache_redis.metrics import PREFIX, SECONDS, Declared
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
@@ -100,12 +111,23 @@ class ConnectorStats(KVConnectorStats):
 
 
 class Recorder:
-    """What one process has counted since the last `take`. span: as `RequestSpans.ended`."""
+    """What one process has counted since the last `take`, and the spans of its requests.
 
-    def __init__(self, spans: RequestSpans | None = None) -> None:
-        self.span: Callable[..., None] = nothing if spans is None else spans.ended
+    traces: whether to make spans; vLLM has checked that OpenTelemetry is there. provider: None: the
+    process's, which vLLM may set later.
+    """
+
+    def __init__(self, *, traces: bool = False, provider: TracerProvider | None = None) -> None:
         self._data: dict[str, dict[str, Any]] = {}
         self._gauges: dict[tuple[str, str], float] = {}
+        self._failed_reports: set[str] = set()
+        self._traces = traces
+        if traces:
+            from opentelemetry import trace
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            self._tracer = trace.get_tracer("lmcache_redis", tracer_provider=provider)
+            self._propagator = TraceContextTextMapPropagator()
 
     def count(self, name: str, n: int, label: str = "") -> None:
         if n:
@@ -126,6 +148,26 @@ class Recorder:
         data, self._data = self._data, {}
         return ConnectorStats(data) if data else None
 
+    @guarded(nothing, "spans")
+    def span(
+        self,
+        name: str,
+        request_id: str,
+        headers: Mapping[str, str] | None,
+        began_s: float,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers."""
+        if self._traces and headers:
+            found = {f"lmcache_redis.{key}": value for key, value in attributes.items()}
+            now_ns = time.time_ns()
+            self._tracer.start_span(
+                f"lmcache_redis.{name}",
+                context=self._propagator.extract(headers),
+                attributes={"gen_ai.request.id": request_id, **found},  # as in ``llm_request``
+                start_time=now_ns - int((time.monotonic() - began_s) * 1e9),
+            ).end(now_ns)
+
 
 class ReportingHooks(KVConnectorBase_V1):
     """A part of the connector, which has the other attributes."""
@@ -134,7 +176,9 @@ class ReportingHooks(KVConnectorBase_V1):
     _adapter: SchedulerClient | WorkerClient | None
 
     def _begin_reports(self) -> None:
-        self._recorder = Recorder(RequestSpans.of(self._vllm_config))
+        observability = getattr(self._vllm_config, "observability_config", None)
+        endpoint = getattr(observability, "otlp_traces_endpoint", None)
+        self._recorder = Recorder(traces=endpoint is not None)
         self._announcer: Announcer | None = None
         self._failed_reports: set[str] = set()
 
