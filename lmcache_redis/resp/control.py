@@ -13,6 +13,7 @@ still works on the rest. In a cluster a command has one key.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -21,16 +22,19 @@ from typing import Any, TypeVar
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
 from lmcache_redis.errors import (
+    ConfigError,
     FormatError,
     RedisError,
     RedisProtocolError,
     RedisRedirect,
-    RedisUnavailable,
+    RedisReplyError,
 )
-from lmcache_redis.resp.health import DataServer, Worker, stop_for
-from lmcache_redis.resp.jobs import Job, TaskQueue
+from lmcache_redis.resp.health import DataServer, stop_for
+from lmcache_redis.resp.jobs import Job, LoopThread, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import (
+    PING_COMMAND,
+    PONG,
     ErrorReply,
     Reply,
     error_of,
@@ -50,6 +54,8 @@ GROUP_KEYS = 32
 # write is packed.
 _FIRST_GROUPS = 2
 _WRITE_GROUPS = 32
+# A server that is up answers a PING within this time.
+_HEARTBEAT_TIMEOUT_S = 0.5
 # Keys of one UNLINK, and the COUNT of a SCAN: well under a millisecond of the server's time.
 STEP_KEYS = 512
 
@@ -276,7 +282,7 @@ class KeyQuestion(Job[CallOutcome]):
         *,
         is_urgent: bool,
     ) -> None:
-        super().__init__(1, deadline, time.monotonic())
+        super().__init__(1, deadline)
         self.is_urgent = is_urgent
         self._make_steps = make_steps
         self._done = done
@@ -316,12 +322,15 @@ class KeyQuestion(Job[CallOutcome]):
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
 
 
-class Controller(Worker):
-    """The control connection of a server and its thread."""
+class Controller:
+    """The control connection of a server and its thread, which also probes the server."""
 
     def __init__(self, server: DataServer) -> None:
-        super().__init__("control", server)
-        self.queue: TaskQueue[KeyQuestion] = TaskQueue()
+        self.thread = LoopThread("lmcr-control", self._step)
+        self._server = server
+        self._jobs = server.jobs
+        self._health = server.health
+        self._queue: TaskQueue[KeyQuestion | None] = server.questions
         # Held while a thread sends or receives.
         self._in_use = threading.Lock()
         self._connection: Connection | None = None
@@ -337,33 +346,76 @@ class Controller(Worker):
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
                 connection = self._connection
-                if connection is not None and self._ahead is None and not len(self.queue):
+                is_idle = self._ahead is None and not len(self._queue)
+                if is_idle and connection is not None and connection.takes_ahead:
                     question.send_ahead(connection)
                     self._ahead = question
             finally:
                 self._in_use.release()
-        self.queue.put((question,), urgent=question.is_urgent)
+        self._queue.put((question,), urgent=question.is_urgent)
 
-    def serve(self, connection: Connection) -> bool:
-        if connection.plain_fileno >= 0:
-            self._connection = connection
+    def _step(self) -> bool:
+        """Connect, answer a question, or send a heartbeat."""
+        connection, health = self._connection, self._health
+        if connection is None or not connection.is_open or not health.is_up:
+            return self._connect()
+        self._queue.wait(health.due_in_s)
+        with self._in_use:
+            if self._ahead is None:
+                # A connection that died at rest must not cost the next question.
+                connection.check_idle()
+            if not connection.is_open:
+                self._jobs.count("connections_lost")
+            elif self._ahead is None and not health.due_in_s:
+                # A user who grants operations more time grants it to PINGs, too.
+                op_timeout_s = self._server.options.op_timeout_s
+                timeout_s = max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4)
+                self._probe(connection, min(op_timeout_s, timeout_s))
+            else:
+                self._take_turn(connection)
+        return True
+
+    def _connect(self) -> bool:
+        """Probe on a new connection when it is time to; False if the plane is closed."""
+        with self._in_use:
+            self._hang_up()
+        if not self._health.wait_due():
+            return False
+        with self._in_use:
+            try:
+                self._connection = self._server.open("control")
+            except (RedisError, ConfigError) as error:
+                self._health.failed(error)
+            else:
+                self._probe(self._connection, self._server.options.op_timeout_s)
+        return True
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._ahead is not None:
+            self._ahead.restart()  # it is in the queue
+            self._ahead = None
+
+    def _probe(self, connection: Connection, timeout_s: float) -> None:
         try:
-            while connection.is_open and self.queue.wait():
-                with self._in_use:
-                    self._take_turn(connection)
-            return not self.queue.closed
-        finally:
-            with self._in_use:
-                self._connection = None
-                if self._ahead is not None:
-                    self._ahead.restart()  # it is in the queue
-                    self._ahead = None
+            # A user who may not PING may still GET and SET.
+            with contextlib.suppress(RedisReplyError):
+                if connection.call(PING_COMMAND, 1, time.monotonic() + timeout_s) != [PONG]:
+                    connection.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
+            self._health.answered()
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, RedisError):
+                raise
+            self._health.failed(error)
 
     def _take_turn(self, connection: Connection) -> None:
         """A step of the question whose replies come first, else of the next one."""
         ahead, self._ahead = self._ahead, None
-        questions = self.queue.take_some(1) if ahead is None else [ahead]
-        if begun := self._jobs.begin_all([(each,) for each in questions]):
+        questions = self._queue.take_some(1) if ahead is None else [ahead]
+        if begun := self._jobs.begin_all([(each,) for each in questions if each is not None]):
             self._take_step(connection, *begun[0])
         elif ahead is not None:
             connection.close()  # its replies would be those of the next question
@@ -375,14 +427,17 @@ class Controller(Worker):
         try:
             goes_on = question.take_step(pipeline)
         except RedisError as error:
-            self._fail(connection, question, error)
+            self._server.judge(error, connection)
+            self._jobs.end(question, CallOutcome[stop_for(error).name])
         except BaseException:
-            # A bug of ours. The connection is closed: the next must not get these replies.
+            # A bug of ours. The next question must not get these replies.
+            connection.close()
             self._jobs.end(question, CallOutcome.UNAVAILABLE)
             raise
         else:
             if goes_on:
-                self._put_back(question)
+                self._jobs.release((question,))
+                self.put(question)
             else:
                 self._jobs.end(question)
         if pipeline.outstanding and connection.is_open:
@@ -390,16 +445,4 @@ class Controller(Worker):
             try:
                 pipeline.finish(time.monotonic() + self._server.options.op_timeout_s)
             except RedisError as error:
-                self._judge(error, connection)
-
-    def _fail(self, connection: Connection, question: KeyQuestion, error: RedisError) -> None:
-        self._judge(error, connection)
-        if isinstance(error, RedisUnavailable) and self._may_retry(question, connection):
-            question.restart()
-            self._put_back(question)
-        else:
-            self._jobs.end(question, CallOutcome[stop_for(error).name])
-
-    def _put_back(self, question: KeyQuestion) -> None:
-        self._jobs.release((question,))
-        self.put(question)
+                self._server.judge(error, connection)

@@ -56,7 +56,6 @@ class Job(ABC, Generic[OutcomeT]):
 
     __slots__ = (
         "answered",
-        "created_at",
         "deadline",
         "in_flight",
         "nodes",
@@ -65,9 +64,8 @@ class Job(ABC, Generic[OutcomeT]):
     )
     good: ClassVar[enum.Enum]
 
-    def __init__(self, steps: int, deadline: float, created_at: float) -> None:
+    def __init__(self, steps: int, deadline: float) -> None:
         self.deadline = deadline
-        self.created_at = created_at
         self.nodes: tuple[Any, ...] = ()
         self.steps_left = steps
         self.in_flight = 0
@@ -100,10 +98,8 @@ class ChunkJob(Job[OutcomeT]):
 
     __slots__ = ("_done", "chunk", "chunk_key")
 
-    def __init__(
-        self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None], now: float
-    ) -> None:
-        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
+    def __init__(self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None]) -> None:
+        super().__init__(chunk.frame.stripe_count, chunk.deadline)
         self.chunk = chunk
         self.chunk_key = chunk.key
         self._done = done
@@ -338,10 +334,10 @@ class TaskQueue(Generic[TaskT]):
             some = [self._urgent.popleft() for _ in range(urgent)]
             return some + [self._ordinary.popleft() for _ in range(ordinary)]
 
-    def wait(self) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until there is a task, which another thread may take first; False if closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or len(self))
+            self._changed.wait_for(lambda: self.closed or len(self), timeout_s)
             return not self.closed
 
     def __len__(self) -> int:

@@ -269,7 +269,7 @@ class BulkWorker(Worker):
         """Open a connection for each stripe that waits, up to the limit."""
         if time.monotonic() < self._widen_at or not (self._may_widen and self._health.is_up):
             return
-        # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
+        # First drop those that died unnoticed: they would cost their next stripes.
         self._drop_dead()
         # The stripes in flight have deadlines to keep.
         deadline = min([lane.task[0].deadline for lane in self._busy], default=float("inf"))

@@ -111,7 +111,6 @@ class DataNode(DataServer):
         writers = _shares(options.set_connections, nodes.shards, options.network_threads)
         self._writes: list[TaskQueue[StripeTask]] = [TaskQueue() for _ in writers]
         self._workers: list[Worker] = [
-            self.control,
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
@@ -130,8 +129,7 @@ class DataNode(DataServer):
 
     @property
     def _threads(self) -> list[LoopThread]:
-        workers = [worker.thread for worker in self._workers]
-        return [self.health.thread, *workers]
+        return [self.control.thread, *[worker.thread for worker in self._workers]]
 
     def start(self) -> None:
         """Start all threads or none. Raises RuntimeError if the process may not have them."""
@@ -145,7 +143,7 @@ class DataNode(DataServer):
 
     def stop(self) -> None:
         """Drop what is queued and end the threads."""
-        queues: list[TaskQueue[Any]] = [self.reads, *self._writes, self.control.queue]
+        queues: list[TaskQueue[Any]] = [self.reads, *self._writes, self.questions]
         for queue in queues:
             queue.close()
         self.health.close()

@@ -1,10 +1,10 @@
 """The Redis data plane: chunks between slots and Redis; every call is answered.
 
 Each data server is a `DataNode` with threads and connections of its own: readers, writers, one
-controller, one health prober. A timekeeper without a connection answers jobs that are late or
-cannot be tried. Callers submit jobs from any thread without blocking. Each callback is called
-exactly once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
-milliseconds). A callback should only enqueue.
+controller. A timekeeper without a connection answers jobs that are late or cannot be tried. Callers
+submit jobs from any thread without blocking. Each callback is called exactly once, on a thread of
+the plane, by the job's deadline (a wait on a socket may overrun it by milliseconds). A callback
+should only enqueue.
 
 When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
 are new ones until a probe finds it up. docs/internals/data-plane.md lists the faults and their
@@ -179,8 +179,7 @@ class RedisPlane:
         """
         self._check(chunks, writable=True)
         for some in _batches(chunks):
-            now = time.monotonic()
-            reads = [Read(chunk, done, now) for chunk in some]
+            reads = [Read(chunk, done) for chunk in some]
             self._queue(reads, lambda node, tasks: node.reads.put(tasks))
 
     def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
@@ -200,9 +199,8 @@ class RedisPlane:
             node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
 
         for some in _batches(chunks):
-            now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
-            writes = [Write(c, done, now, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
+            writes = [Write(c, done, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
             self._queue(writes, put)
 
     def cancel(self, chunk: ChunkIO) -> None:

@@ -18,9 +18,9 @@ thread sends all stripes of a chunk that go to one server.
 
 A server that restarts loses what it acknowledged, and all its connections. So when a connection is
 lost, nothing is sent until every reply in flight has arrived or is lost, too. Then the thread
-replaces all its connections. Chunks of which a stripe was acknowledged on the old connections fail;
-all other stripes are sent again. No connection is added while a chunk is half stored: the server
-could have been restarted in the meantime.
+replaces all its connections. Chunks of which a stripe was acknowledged on the old connections fail.
+No connection is added while a chunk is half stored: the server could have been restarted in the
+meantime.
 
 A chunk that fails after something was sent leaves a partial write: stripes that no reader sees, or,
 if it was to replace an older store, a mixture that readers refuse (TORN). It stays until the chunk
@@ -124,8 +124,8 @@ class Read(ChunkJob[ReadOutcome]):
     __slots__ = ("_first_is_there", "_has_gap", "_store_id")
     good = ReadOutcome.LOADED
 
-    def __init__(self, chunk: ChunkIO, done: ReadDone, now: float) -> None:
-        super().__init__(chunk, done, now)
+    def __init__(self, chunk: ChunkIO, done: ReadDone) -> None:
+        super().__init__(chunk, done)
         self._store_id = b""
         self._first_is_there = False
         # A stripe is missing, and nothing is known of stripe 0.
@@ -205,10 +205,7 @@ class Reader(BulkWorker):
             self._server.refuses_writes(error)
             self._queue.put((task,), urgent=True)
             return
-        self._judge(error, lane.connection)
-        if isinstance(error, RedisUnavailable) and self._may_retry(job, lane.connection):
-            self._queue.put((task,), urgent=True)
-            return
+        self._server.judge(error, lane.connection)
         self._jobs.stop((job,), stop_for(error))
 
 
@@ -222,9 +219,9 @@ class Write(ChunkJob[WriteOutcome]):
     good = WriteOutcome.STORED
 
     def __init__(
-        self, chunk: ChunkIO, done: WriteDone, now: float, store_id: bytes, created_unix_ms: int
+        self, chunk: ChunkIO, done: WriteDone, store_id: bytes, created_unix_ms: int
     ) -> None:
-        super().__init__(chunk, done, now)
+        super().__init__(chunk, done)
         self.store_id = store_id
         self.created_unix_ms = created_unix_ms
 
@@ -304,15 +301,11 @@ class Writer(BulkWorker):
         job: Write = task[0]
         self._jobs.release((job,))
         self._lose(lane, error)
-        if self._may_retry(job, lane.connection):
-            # On a new connection: until then nothing is sent.
-            self._queue.put((task,), urgent=True)
-        else:
-            self._jobs.stop((job,), stop_for(error))
+        self._jobs.stop((job,), stop_for(error))
 
     def _lose(self, lane: Lane, error: RedisError) -> None:
         """The connection is unusable, and the others are replaced with it."""
-        self._judge(error, lane.connection)
+        self._server.judge(error, lane.connection)
         if self._loss is None:
             self._loss = stop_for(error)
 

@@ -138,9 +138,9 @@ class Answers:
 
 
 # What a plane opens to one server with default options when there is much to do: its bulk
-# connections, control and probe. With little to do it has one of each.
-CONNECTIONS = DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS + 2
-LEAST_CONNECTIONS = 4
+# connections and control. With little to do it has one of each.
+CONNECTIONS = DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS + 1
+LEAST_CONNECTIONS = 3
 
 
 def open_streams(of: RedisPlane | Connector) -> int:

@@ -29,8 +29,7 @@ class Sample(Job[Outcome]):
     good = Outcome.GOOD
 
     def __init__(self, jobs: Jobs, steps: int = 2, within_s: float = 60.0) -> None:
-        now = time.monotonic()
-        super().__init__(steps, now + within_s, now)
+        super().__init__(steps, time.monotonic() + within_s)
         self.answers: list[Outcome] = []
         self.jobs = jobs
         self.nodes = (UP,)
@@ -154,7 +153,7 @@ def test_a_transfer_that_has_ended_is_counted_and_forgotten(jobs: Jobs) -> None:
     ended: list[tuple[ChunkIO, ReadOutcome]] = []
     for outcome in (None, ReadOutcome.TORN):
         chunk = Chunk(1, 300, 300).io()
-        job = Read(chunk, lambda *end: ended.append(end), time.monotonic())
+        job = Read(chunk, lambda *end: ended.append(end))
         jobs.transfers[chunk] = job
         assert jobs.begin_all([(job,)])
         jobs.end(job, outcome)

@@ -168,11 +168,16 @@ class Connection:
         except (RedisTimeout, RedisUnavailable) as error:
             self.fail(error)
 
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether the connection is plain, and nothing has arrived."""
+        return self.plain_fileno >= 0 and self._is_quiet()
+
     def send_ahead(self, request: bytes) -> int:
         """Send as much as possible without blocking; return how many bytes.
 
-        For a thread that keeps the owner out, on a plain connection that has been greeted. 0 if it
-        is lost: sending the rest raises the error.
+        For a thread that keeps the owner out, if it `takes_ahead`. 0 if it is lost: sending the
+        rest raises the error.
         """
         try:
             return os.write(self._sock.fileno(), request)
