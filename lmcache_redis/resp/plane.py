@@ -17,7 +17,6 @@ import itertools
 import logging
 import os
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,6 @@ from lmcache_redis.resp.control import (
     ask_each,
     count_prefix,
     expire_commands,
-    find_present,
     header_commands,
     parse_count,
     parse_frame,
@@ -45,7 +43,6 @@ from lmcache_redis.resp.jobs import ChunkJob, Jobs, Stop, StripeTask
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
-from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -91,6 +88,8 @@ class RedisPlane:
         self.deployment = parse_deployment(options)
         self._jobs = Jobs()
         self._nodes = DataNodes(self.deployment, options, self._jobs)
+        # For who wants to know what servers evict and expire.
+        self.removals = self._nodes.removals
 
     def start(self) -> None:
         """Start the threads. Returns at once, whether the server is reachable or not.
@@ -112,11 +111,6 @@ class RedisPlane:
             self._jobs.close(self.options.op_timeout_s)
             raise
         self._jobs.started = True
-
-    @property
-    def removals(self) -> Removals:
-        """For who wants to know what servers evict and expire."""
-        return self._nodes.removals
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
@@ -242,8 +236,8 @@ class RedisPlane:
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        steps = _EXISTS if self._nodes.routes.is_cluster else find_present
-        self._nodes.ask_for_each(steps, deadline, 0, [key + _FIRST_STRIPE for key in keys], answer)
+        names = [key + _FIRST_STRIPE for key in keys]
+        self._nodes.ask_for_each(_EXISTS, deadline, 0, names, answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
@@ -334,22 +328,14 @@ class RedisPlane:
         """
         if KEY_MAGIC not in key_prefix:
             raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
-        lock = threading.Lock()
-        total = 0
+        removed: list[int] = []
 
         def found(some: list[bytes]) -> Sequence[bytes]:
             # Whatever the server matched, only keys with this prefix are ours to delete.
             return [key for key in some if key.startswith(key_prefix)]
 
-        def removed(count: int) -> None:
-            nonlocal total
-            with lock:
-                total += count
-
-        group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
-        pattern = escape_pattern(key_prefix) + b"*"
-        steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
-        self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, total)))
+        steps = partial(walk_keys, escape_pattern(key_prefix) + b"*", found, removed=removed.append)
+        self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, sum(removed))))
 
     # --------------------------------------------------------------- what they share
 

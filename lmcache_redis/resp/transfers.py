@@ -66,8 +66,6 @@ from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix,
 from lmcache_redis.seal import Opened
 from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome, WriteDone, WriteOutcome
 
-# Chunks that have been stored are dropped from the set of acknowledged ones at this size.
-_PRUNE_AT = 64
 _OPENED = {
     Opened.OK: None,
     Opened.UNKNOWN_KEY: ReadOutcome.NOT_OPENED,
@@ -90,13 +88,12 @@ def verify(
     index: int,
     failure: StripeFailure,
     payload: memoryview,
-    checksums: bool = True,
     is_sealed: bool = False,
 ) -> Verified | None:
     """Judge what was found for stripe `index` of a chunk; None if the failure is not the value's.
 
-    checksums: whether to compare the payload's checksum, too. is_sealed: whether the value must be
-    sealed; a mover that found the expected header has not failed.
+    is_sealed: whether the value must be sealed; a mover that found the expected header has not
+    failed.
     """
     end, _, data = failure
     if end == End.NOTHING:
@@ -107,7 +104,8 @@ def verify(
         return None
     check = frame.check_header(data, index, is_sealed)
     if check.ok and end == End.MISMATCH and not is_sealed:
-        if not checksums or xxh3_64_intdigest(payload) == check.checksum:
+        # The native extension cannot hash short payloads.
+        if xxh3_64_intdigest(payload) == check.checksum:
             return Verified(None, check.store_id)
         return Verified(ReadOutcome.CORRUPT)
     if check.verdict in (Verdict.NOT_SEALED, Verdict.SEALED):
@@ -189,7 +187,7 @@ class Reader(BulkWorker):
     ) -> None:
         job, index = task
         frame, slot = job.chunk.frame, job.chunk.slots[index]
-        verified = verify(frame, index, failure, slot, self._checksums, self._seal_keys is not None)
+        verified = verify(frame, index, failure, slot, self._seal_keys is not None)
         if verified is not None:
             with self._jobs.lock:
                 job.ended(index, *verified)
@@ -274,9 +272,8 @@ class Writer(BulkWorker):
             for job in jobs:
                 job.acknowledged()
         self._jobs.conclude(jobs)
-        self._acknowledged.update([job for job in jobs if job.outcome is None])
-        if len(self._acknowledged) >= _PRUNE_AT:
-            self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
+        self._acknowledged.update(jobs)
+        self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
 
     def _failed(
         self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
