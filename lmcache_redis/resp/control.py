@@ -372,7 +372,7 @@ class Controller:
             # A user who may not PING may still GET and SET.
             with contextlib.suppress(RedisReplyError):
                 if connection.call(PING_COMMAND, 1, time.monotonic() + timeout_s) != [PONG]:
-                    connection.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
+                    raise RedisProtocolError("malformed reply to PING: expected PONG")
             self._health.answered()
         except BaseException as error:
             connection.close()

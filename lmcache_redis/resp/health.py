@@ -1,4 +1,4 @@
-"""Whether a server is up and takes writes, and the threads that work while it is.
+"""Whether a server is up and takes writes.
 
 The control thread probes. While the server is DOWN, every operation is answered UNAVAILABLE at
 once, and the thread tries a new connection and a PING, at first every `probe_interval_s`, then less
@@ -10,11 +10,9 @@ down a server that answers, and a dead server costs one time-out.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -33,7 +31,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
     RedisWriteRefused,
 )
-from lmcache_redis.resp.jobs import Jobs, LoopThread, Stop, TaskQueue, backoff_s, jittered
+from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
@@ -200,9 +198,6 @@ class Health:
             self._server.questions.put((None,), urgent=True)
 
 
-# ------------------------------------------------------------------- workers
-
-
 class DataServer:
     """A server as its threads see it: how to connect, whether it is up, whether it takes writes.
 
@@ -294,40 +289,6 @@ class DataServer:
             if isinstance(error, RedisAuthError):
                 # Credentials were revoked: connecting again shows it.
                 connection.close()
-
-
-class Worker(ABC):
-    """A thread that connects whenever the server is up, and then calls `serve`.
-
-    It connects before it takes work, so an unreachable server delays no job.
-    """
-
-    def __init__(self, name: str, server: DataServer) -> None:
-        self.name = name
-        self._server = server
-        self._jobs = server.jobs
-        self._health = server.health
-        self.thread = LoopThread(f"lmcr-{name}", self._step)
-
-    @abstractmethod
-    def serve(self, connection: Connection) -> bool:
-        """Work until the connection is unusable or the queue is closed.
-
-        Returns False if the queue is closed. Otherwise it has closed the connection. Answers each
-        job that it takes, whatever happens.
-        """
-
-    def _step(self) -> bool:
-        if not self._health.wait_up():
-            return False
-        tried_at = time.monotonic()
-        try:
-            connection = self._server.open(self.name)
-        except (RedisError, ConfigError) as error:
-            self._health.down(error, tried_at)
-            return True
-        with contextlib.closing(connection):
-            return self.serve(connection)
 
 
 def stop_for(error: RedisError) -> Stop:

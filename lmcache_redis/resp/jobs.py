@@ -30,7 +30,7 @@ OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
 TaskT = TypeVar("TaskT")
 # After an exception in a thread. Threads and memory may be short for a moment.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-# How often a closing plane looks whether a job is left.
+# How often `wait_for` looks.
 _LOOK_EVERY_S = 0.002
 
 
@@ -245,11 +245,9 @@ class Jobs:
             _answer(job)
         self._jobs.difference_update(final)
 
-    def wait_empty(self, deadline: float) -> bool:
-        """Wait until every job is answered; False if the deadline passes first."""
-        while self._jobs and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY_S)
-        return not self._jobs
+    def wait_empty(self, deadline: float) -> None:
+        """Wait until every job is answered."""
+        wait_for(lambda: not self._jobs, deadline)
 
     def post(self, action: Callable[[], None]) -> None:
         """Have the timekeeper run `action` soon. Raises RuntimeError when closed."""
@@ -303,6 +301,12 @@ def _answer(job: Job[Any]) -> None:
     except Exception:
         # A caller's bug must not end a thread that serves others.
         logger.exception("the callback of a Redis job failed")
+
+
+def wait_for(condition: Callable[[], object], deadline: float) -> None:
+    """Wait until the condition holds, or the deadline has passed."""
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
 
 
 # ------------------------------------------------------------------- threads

@@ -63,7 +63,7 @@ from lmcache_redis.tiers import (
 
 logger = logging.getLogger(__name__)
 
-# Enqueued together: a thread works on these while the next are prepared.
+# About as many are enqueued together: a thread works on these while the next are prepared.
 _BATCH_STRIPES = 32
 _FIRST_STRIPE = stripe_key(b"", 0)
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
@@ -380,13 +380,5 @@ class RedisPlane:
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
     """Batches of chunks: the first is in flight while the others are prepared."""
-    batch: list[ChunkIO] = []
-    stripes = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        stripes += chunk.frame.stripe_count
-        if stripes >= _BATCH_STRIPES:
-            yield batch
-            batch, stripes = [], 0
-    if batch:
-        yield batch
+    each = -(-_BATCH_STRIPES // chunks[0].frame.stripe_count) if chunks else 1
+    return (chunks[start : start + each] for start in range(0, len(chunks), each))

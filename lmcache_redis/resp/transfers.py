@@ -321,8 +321,9 @@ class Writer(BulkWorker):
         """No chunk is half stored."""
         return not self._busy and all(job.outcome is not None for job in self._acknowledged)
 
-    def _all_closed(self) -> None:
-        """Fail chunks that the old connections acknowledged in part."""
+    def _close_all(self) -> None:
+        """Also fail chunks that the connections acknowledged in part."""
+        super()._close_all()
         acknowledged, loss = self._acknowledged, self._loss
         self._acknowledged, self._loss = set(), None
         self._jobs.stop(acknowledged, loss or Stop.UNAVAILABLE)

@@ -251,7 +251,8 @@ def finish(
         in_flight, is_sending = 1, moved.sending == errno.EAGAIN
         if moved.sending and not is_sending:
             return End.LOST, moved.sending, b""
-    connection.fail(RedisTimeout("late"))
+    connection.close()
+    raise RedisTimeout("late")
 
 
 def find_servers(deployment: Deployment, timeout_s: float) -> ServerMap:

@@ -26,10 +26,11 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.control import Controller
-from lmcache_redis.resp.health import DataServer, Health, RepeatedLines, Worker
+from lmcache_redis.resp.health import DataServer, Health, RepeatedLines
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.resp.transfers import Reader
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 from tests.resp.helpers import SLOW_S, open_streams
 from tests.resp.trickling import LyingServer
@@ -421,10 +422,10 @@ def test_sentences_do_not_fill_the_memory() -> None:
 # ------------------------------------------------------------------- workers
 
 
-class Serving(Worker):
+class Serving(Reader):
     def __init__(self, prober: Prober) -> None:
         self.served: list[Connection] = []
-        super().__init__("get-0", prober)
+        super().__init__("get-0", prober, TaskQueue(), 1)
 
     def serve(self, connection: Connection) -> bool:
         assert connection.is_open

@@ -22,7 +22,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from lmcache_redis.errors import (
     RedisAuthError,
@@ -148,11 +148,6 @@ class Connection:
                     if error.errno not in (errno.ENOTCONN, errno.EINVAL):
                         raise
 
-    def fail(self, error: RedisError) -> NoReturn:
-        """Close, because the connection is out of step, and raise the error."""
-        self.close()
-        raise error
-
     def check_idle(self) -> None:
         """Close if the server has closed it, or sent something unasked."""
         if self.is_open and not self._is_quiet():
@@ -165,8 +160,9 @@ class Connection:
         try:
             for request in requests:
                 self.send_all((request,))
-        except (RedisTimeout, RedisUnavailable) as error:
-            self.fail(error)
+        except (RedisTimeout, RedisUnavailable):
+            self.close()
+            raise
 
     @property
     def takes_ahead(self) -> bool:
@@ -197,8 +193,9 @@ class Connection:
                 replies += self._replies.take(most - len(replies))
             if len(replies) > most or (len(replies) == most and self._replies.has_rest):
                 raise RedisProtocolError("more replies came than were asked for")
-        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self.fail(error)
+        except (RedisTimeout, RedisUnavailable, RedisProtocolError):
+            self.close()
+            raise
         return replies
 
     def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
