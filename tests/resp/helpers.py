@@ -149,7 +149,7 @@ def open_streams(of: RedisPlane | Connector) -> int:
         [of] if isinstance(of, Connector) else [n.connector for n in of._nodes.routes.nodes]
     )
     connections = [each for connector in connectors for each in list(connector._connections)]
-    return sum(each.opened_at > 0 for each in connections)
+    return sum(each.is_open for each in connections)
 
 
 def open_all(plane: RedisPlane) -> None:

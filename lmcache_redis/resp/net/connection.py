@@ -25,17 +25,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lmcache_redis.errors import (
-    RedisAuthError,
     RedisError,
     RedisProtocolError,
     RedisTimeout,
     RedisUnavailable,
 )
 from lmcache_redis.resp.net.endpoint import (
-    Credentials,
     Endpoint,
     Transport,
-    brief,
+    auth_command,
     judge_greeting,
     translated,
 )
@@ -80,7 +78,7 @@ class Connection:
     what each call moved. The deadline of `arm` holds for all calls until the next, however few
     bytes each moves: the clock is read before every system call.
 
-    on_close: called once or more with the connection. opened_at: when it was ready for commands.
+    on_close: called once or more with the connection. is_open: it was greeted, and is not closed.
     """
 
     def __init__(
@@ -90,8 +88,7 @@ class Connection:
         op_timeout_s: float,
         on_close: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
-        self.is_open = True
-        self.opened_at = 0.0
+        self.is_open = False
         self._sock = sock
         self._endpoint = endpoint
         self._op_timeout_s = op_timeout_s
@@ -128,7 +125,7 @@ class Connection:
                 judge_greeting(replies[0], name, self._endpoint)
         if self._replies.has_rest or not self._is_quiet():
             raise RedisProtocolError("the server sent something that was not asked for")
-        self.opened_at = time.monotonic()
+        self.is_open = True
 
     def close(self) -> None:
         self.is_open = False
@@ -413,25 +410,3 @@ class Connector:
         host, port = self.endpoint.host, self.endpoint.port
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, address) for family, _, _, _, address in found]
-
-
-def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
-    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
-    if credentials is None:
-        return None
-    try:
-        words = credentials.get_credentials()
-    except RedisAuthError:
-        raise
-    except Exception as error:
-        why = f"{type(error).__name__}: {brief(str(error))}"
-        raise RedisAuthError(f"the credential provider failed: {why}") from None
-    if (
-        not isinstance(words, (tuple, list))
-        or not 1 <= len(words) <= 2
-        or not all(isinstance(word, str) for word in words)
-    ):
-        raise RedisAuthError(
-            "the credential provider returned neither (password,) nor (user, password)"
-        )
-    return ("AUTH", *words)
