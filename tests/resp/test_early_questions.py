@@ -148,9 +148,11 @@ def test_a_reply_cut_in_two_costs_its_question(own_server: RedisServer, early: l
 def test_a_stale_answer_is_not_taken_for_the_next(
     own_server: RedisServer, early: list[str]
 ) -> None:
-    with running(own_server.url, op_timeout_s=30.0) as plane:
+    with running(own_server.url, op_timeout_s=30.0, heartbeat_s=3600.0) as plane:
         there = store(plane, 5)
         wait_until(lambda: is_resting(plane, early))
+        (node,) = plane._nodes.routes.nodes
+        wait_until(lambda: not node.control._in_use.locked())
         answers = Answers()
         before = len(early)
         own_server.stop()
