@@ -32,12 +32,12 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
-from lmcache_redis.resp.net.connection import auth_command
 from lmcache_redis.resp.net.endpoint import (
     NO_PASSWORD,
     NO_SENTINEL,
     Endpoint,
     Transport,
+    auth_command,
     has_no_password,
     is_no_sentinel,
     translated,

@@ -5,14 +5,15 @@ returns the result. Steps raise what the pipeline raises, and RedisProtocolError
 replies. Urgent questions go first; the others wait between two steps. A removal or a clear takes
 many steps, each well under a millisecond of the server's time, so that a scan never waits long.
 
-On one server an EXISTS counts a group of 32 keys, and many groups are sent in one write. A second
-question is asked only about a group of which some keys exist. 1,000 keys take 0.3 ms, against 7.5
-ms with one EXISTS a key. A prefix ends at the first missing key, and is answered while the server
-still works on the rest. In a cluster a command has one key.
+To find a prefix on one server, an EXISTS counts a group of 32 keys, and many groups are sent in one
+write. A second question is asked only about a group of which some keys exist. 1,000 keys take 0.3
+ms, against 7.5 ms with one EXISTS a key. A prefix ends at the first missing key, and is answered
+while the server still works on the rest. Everything else has one key a command.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -21,16 +22,19 @@ from typing import Any, TypeVar
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
 from lmcache_redis.errors import (
+    ConfigError,
     FormatError,
     RedisError,
     RedisProtocolError,
     RedisRedirect,
-    RedisUnavailable,
+    RedisReplyError,
 )
-from lmcache_redis.resp.health import DataServer, Worker, stop_for
-from lmcache_redis.resp.jobs import Job, TaskQueue
+from lmcache_redis.resp.health import DataServer, stop_for
+from lmcache_redis.resp.jobs import Job, LoopThread, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import (
+    PING_COMMAND,
+    PONG,
     ErrorReply,
     Reply,
     error_of,
@@ -50,7 +54,9 @@ GROUP_KEYS = 32
 # write is packed.
 _FIRST_GROUPS = 2
 _WRITE_GROUPS = 32
-# Keys of one UNLINK, and the COUNT of a SCAN: well under a millisecond of the server's time.
+# A server that is up answers a PING within this time.
+_HEARTBEAT_TIMEOUT_S = 0.5
+# Commands of a step, and the COUNT of a SCAN: well under a millisecond of the server's time.
 STEP_KEYS = 512
 
 
@@ -59,67 +65,40 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
 
     May leave replies outstanding that are not needed.
     """
-    pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
+    pipeline = yield _in_groups(keys, suffix)
     before = 0
     least = 1
     while before < len(keys):
-        for found in _counts(pipeline.receive(least), keys, before, GROUP_KEYS):
+        for reply in pipeline.receive(least):
             group = keys[before : before + GROUP_KEYS]
+            found = parse_count(reply, len(group))
             if found < len(group):
                 # Perhaps no gap now: the missing key was stored since. No later group is asked
                 # about again.
-                return before + (found and [*_one_by_one(pipeline, group, suffix), 0].index(0))
+                return before + (found and _one_by_one(pipeline, group, suffix))
             before += GROUP_KEYS
         # Each wake-up of this thread costs the server time, too.
         least = -(-pipeline.outstanding // 2)
     return len(keys)
 
 
-def find_present(keys: Sequence[bytes]) -> Steps[list[int]]:
-    """For each key, 1 if it exists, else 0."""
-    pipeline = yield _in_groups(keys, GROUP_KEYS)
-    groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
-    counts = _counts(without_errors(pipeline.receive_all()), keys, 0, GROUP_KEYS)
-    found = list(zip(groups, counts, strict=True))
-    unclear = [key for group, count in found if 0 < count < len(group) for key in group]
-    looked_up = iter(_one_by_one(pipeline, unclear))
-    present: list[int] = []
-    for group, count in found:
-        size = len(group)
-        present += itertools.islice(looked_up, size) if 0 < count < size else [count > 0] * size
-    return present
-
-
-def _one_by_one(pipeline: Pipeline, keys: Sequence[bytes], suffix: bytes = b"") -> list[int]:
-    """Ask about each key by itself, after what is outstanding: 1 if it exists, else 0."""
+def _one_by_one(pipeline: Pipeline, group: Sequence[bytes], suffix: bytes) -> int:
+    """The prefix of a group: asks about each key by itself, after what is outstanding."""
     earlier = pipeline.outstanding
-    pipeline.send(*_in_groups(keys, 1, suffix))
+    pipeline.send((keys_commands(b"EXISTS", group, 1, suffix),), len(group))
     replies = without_errors(pipeline.receive_all())
-    return list(_counts(replies[earlier:], keys, 0, 1))
+    return [*[parse_count(reply) for reply in replies[earlier:]], 0].index(0)
 
 
-def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes = b"") -> Request:
+def _in_groups(keys: Sequence[bytes], suffix: bytes) -> Request:
     """The commands, packed on demand, and their number."""
-    first = group_keys * _FIRST_GROUPS
-    step = group_keys * _WRITE_GROUPS
+    first, step = GROUP_KEYS * _FIRST_GROUPS, GROUP_KEYS * _WRITE_GROUPS
     ends = [0, *range(first, len(keys), step), len(keys)] if keys else []
     requests = (
-        keys_commands(b"EXISTS", keys[start:end], group_keys, suffix)
+        keys_commands(b"EXISTS", keys[start:end], GROUP_KEYS, suffix)
         for start, end in itertools.pairwise(ends)
     )
-    return requests, -(-len(keys) // group_keys)
-
-
-def _counts(
-    replies: Sequence[Reply], keys: Sequence[bytes], before: int, group_keys: int
-) -> Iterator[int]:
-    """The replies as counts of groups; the first group begins at key `before`."""
-    for reply in replies:
-        most = min(group_keys, len(keys) - before)
-        if not isinstance(reply, int) or not 0 <= reply <= most:
-            raise RedisProtocolError("malformed reply to EXISTS: expected a count of its keys")
-        yield reply
-        before += group_keys
+    return requests, -(-len(keys) // GROUP_KEYS)
 
 
 # ------------------------------------------------------- one key a command; all keys
@@ -164,12 +143,11 @@ def walk_keys(
     found: Callable[[list[bytes]], Sequence[bytes]],
     *more: str,
     removed: Callable[[int], None] = lambda count: None,
-    group_keys: int = 1,
 ) -> Steps[None]:
     """SCAN a server for keys that match, and UNLINK those of them that `found` returns.
 
     A key that exists all the time is found, perhaps twice. removed: called with how many keys were
-    deleted. group_keys: the most keys of an UNLINK. more: further words of the SCAN.
+    deleted. more: further words of the SCAN.
     """
     cursor = b""
     while cursor != b"0":
@@ -181,19 +159,16 @@ def walk_keys(
             case _:
                 raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
         if unwanted := found(keys):
-            request = keys_commands(b"UNLINK", unwanted, group_keys)
-            pipeline = yield iter((request,)), -(-len(unwanted) // group_keys)
-            for count in without_errors(pipeline.receive_all()):
-                if not isinstance(count, int) or count < 0:
-                    raise RedisProtocolError("malformed reply to UNLINK: expected a count")
-                removed(count)
+            pipeline = yield iter((keys_commands(b"UNLINK", unwanted),)), len(unwanted)
+            replies = without_errors(pipeline.receive_all())
+            removed(sum([parse_count(reply) for reply in replies]))
 
 
-def parse_count(reply: Reply) -> int:
-    """The reply to an EXISTS or UNLINK of one key."""
-    if isinstance(reply, int) and 0 <= reply <= 1:
+def parse_count(reply: Reply, keys: int = 1) -> int:
+    """The reply to an EXISTS or UNLINK of some keys."""
+    if isinstance(reply, int) and 0 <= reply <= keys:
         return reply
-    raise RedisProtocolError("expected 0 or 1 from a command with one key")
+    raise RedisProtocolError(f"expected a count of keys from 0 to {keys}")
 
 
 def parse_frame(reply: Reply) -> ChunkFrame | None:
@@ -276,7 +251,7 @@ class KeyQuestion(Job[CallOutcome]):
         *,
         is_urgent: bool,
     ) -> None:
-        super().__init__(1, deadline, time.monotonic())
+        super().__init__(1, deadline)
         self.is_urgent = is_urgent
         self._make_steps = make_steps
         self._done = done
@@ -316,12 +291,15 @@ class KeyQuestion(Job[CallOutcome]):
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
 
 
-class Controller(Worker):
-    """The control connection of a server and its thread."""
+class Controller:
+    """The control connection of a server and its thread, which also probes the server."""
 
     def __init__(self, server: DataServer) -> None:
-        super().__init__("control", server)
-        self.queue: TaskQueue[KeyQuestion] = TaskQueue()
+        self.thread = LoopThread("lmcr-control", self._step)
+        self._server = server
+        self._jobs = server.jobs
+        self._health = server.health
+        self._queue: TaskQueue[KeyQuestion | None] = server.questions
         # Held while a thread sends or receives.
         self._in_use = threading.Lock()
         self._connection: Connection | None = None
@@ -337,33 +315,76 @@ class Controller(Worker):
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
                 connection = self._connection
-                if connection is not None and self._ahead is None and not len(self.queue):
+                is_idle = self._ahead is None and not len(self._queue)
+                if is_idle and connection is not None and connection.takes_ahead:
                     question.send_ahead(connection)
                     self._ahead = question
             finally:
                 self._in_use.release()
-        self.queue.put((question,), urgent=question.is_urgent)
+        self._queue.put((question,), urgent=question.is_urgent)
 
-    def serve(self, connection: Connection) -> bool:
-        if connection.plain_fileno >= 0:
-            self._connection = connection
+    def _step(self) -> bool:
+        """Connect, answer a question, or send a heartbeat."""
+        connection, health = self._connection, self._health
+        if connection is None or not connection.is_open or not health.is_up:
+            return self._connect()
+        self._queue.wait(health.due_in_s)
+        with self._in_use:
+            if self._ahead is None:
+                # A connection that died at rest must not cost the next question.
+                connection.check_idle()
+            if not connection.is_open:
+                self._jobs.count("connections_lost")
+            elif self._ahead is None and not health.due_in_s:
+                # A user who grants operations more time grants it to PINGs, too.
+                op_timeout_s = self._server.options.op_timeout_s
+                timeout_s = max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4)
+                self._probe(connection, min(op_timeout_s, timeout_s))
+            else:
+                self._take_turn(connection)
+        return True
+
+    def _connect(self) -> bool:
+        """Probe on a new connection when it is time to; False if the plane is closed."""
+        with self._in_use:
+            self._hang_up()
+        if not self._health.wait_due():
+            return False
+        with self._in_use:
+            try:
+                self._connection = self._server.open("control")
+            except (RedisError, ConfigError) as error:
+                self._health.failed(error)
+            else:
+                self._probe(self._connection, self._server.options.op_timeout_s)
+        return True
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._ahead is not None:
+            self._ahead.restart()  # it is in the queue
+            self._ahead = None
+
+    def _probe(self, connection: Connection, timeout_s: float) -> None:
         try:
-            while connection.is_open and self.queue.wait():
-                with self._in_use:
-                    self._take_turn(connection)
-            return not self.queue.closed
-        finally:
-            with self._in_use:
-                self._connection = None
-                if self._ahead is not None:
-                    self._ahead.restart()  # it is in the queue
-                    self._ahead = None
+            # A user who may not PING may still GET and SET.
+            with contextlib.suppress(RedisReplyError):
+                if connection.call(PING_COMMAND, 1, time.monotonic() + timeout_s) != [PONG]:
+                    raise RedisProtocolError("malformed reply to PING: expected PONG")
+            self._health.answered()
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, RedisError):
+                raise
+            self._health.failed(error)
 
     def _take_turn(self, connection: Connection) -> None:
         """A step of the question whose replies come first, else of the next one."""
         ahead, self._ahead = self._ahead, None
-        questions = self.queue.take_some(1) if ahead is None else [ahead]
-        if begun := self._jobs.begin_all([(each,) for each in questions]):
+        questions = self._queue.take_some(1) if ahead is None else [ahead]
+        if begun := self._jobs.begin_all([(each,) for each in questions if each is not None]):
             self._take_step(connection, *begun[0])
         elif ahead is not None:
             connection.close()  # its replies would be those of the next question
@@ -375,14 +396,17 @@ class Controller(Worker):
         try:
             goes_on = question.take_step(pipeline)
         except RedisError as error:
-            self._fail(connection, question, error)
+            self._server.judge(error, connection)
+            self._jobs.end(question, CallOutcome[stop_for(error).name])
         except BaseException:
-            # A bug of ours. The connection is closed: the next must not get these replies.
+            # A bug of ours. The next question must not get these replies.
+            connection.close()
             self._jobs.end(question, CallOutcome.UNAVAILABLE)
             raise
         else:
             if goes_on:
-                self._put_back(question)
+                self._jobs.release((question,))
+                self.put(question)
             else:
                 self._jobs.end(question)
         if pipeline.outstanding and connection.is_open:
@@ -390,16 +414,4 @@ class Controller(Worker):
             try:
                 pipeline.finish(time.monotonic() + self._server.options.op_timeout_s)
             except RedisError as error:
-                self._judge(error, connection)
-
-    def _fail(self, connection: Connection, question: KeyQuestion, error: RedisError) -> None:
-        self._judge(error, connection)
-        if isinstance(error, RedisUnavailable) and self._may_retry(question, connection):
-            question.restart()
-            self._put_back(question)
-        else:
-            self._jobs.end(question, CallOutcome[stop_for(error).name])
-
-    def _put_back(self, question: KeyQuestion) -> None:
-        self._jobs.release((question,))
-        self.put(question)
+                self._server.judge(error, connection)

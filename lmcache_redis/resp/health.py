@@ -1,20 +1,18 @@
-"""Whether a server is up and takes writes, and the threads that work while it is.
+"""Whether a server is up and takes writes.
 
-One thread probes. While the server is DOWN, every operation is answered UNAVAILABLE at once, and
-the prober tries a new connection and a PING, at first every `probe_interval_s`, then less often. A
-stopped process accepts connections and answers nothing: the probe waits, and is answered the moment
-the process continues. While the server is UP, the prober sends heartbeats, and probes at once after
-a time-out of a worker. So a slow operation does not take down a server that answers, and a dead
-server costs one time-out.
+The control thread probes. While the server is DOWN, every operation is answered UNAVAILABLE at
+once, and the thread tries a new connection and a PING, at first every `probe_interval_s`, then less
+often. A stopped process accepts connections and answers nothing: the probe waits, and is answered
+the moment the process continues. While the server is UP, the thread sends heartbeats between
+questions, and probes at once after a time-out of another thread. So a slow operation does not take
+down a server that answers, and a dead server costs one time-out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -29,22 +27,18 @@ from lmcache_redis.errors import (
     RedisProtocolError,
     RedisReadOnly,
     RedisRedirect,
-    RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
     RedisWriteRefused,
 )
-from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, backoff_s, jittered
+from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
-from lmcache_redis.resp.net.wire import PING_COMMAND, PONG
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
-# A server that is up answers a PING within this time.
-_HEARTBEAT_TIMEOUT_S = 0.5
 # Wrong credentials rarely become right, and servers log every attempt.
 _REFUSED_RETRY_S = 1.0
 # The same sentence is logged once within this time.
@@ -84,7 +78,7 @@ class RepeatedLines:
 
 
 class Health:
-    """Whether a server is up: owns the prober thread and its connection.
+    """Whether a server is up, and when to probe it.
 
     A server that is up and down in quick succession is probed less often, too: a probe may succeed
     while workers fail, as when only one more connection is allowed. Pauses have jitter: the agents
@@ -92,12 +86,10 @@ class Health:
     """
 
     def __init__(self, server: DataServer) -> None:
-        self.thread = LoopThread("lmcr-health", self._step)
         self._server = server
         self._state = PlaneState(False, False, "Redis has not been asked yet", time.monotonic())
         self._next_probe_at = 0.0
         self._failures = 0  # since the server was last steady
-        self._connection: Connection | None = None
         self._last_error = ""
         self._lines = RepeatedLines()
         self._logged_down = False
@@ -121,18 +113,18 @@ class Health:
             return not self._closing
 
     def suspect(self, error: RedisError) -> None:
-        """An operation timed out: the server may only be slow. Have the prober probe."""
+        """An operation timed out: the server may only be slow. Have it probed."""
         with self._changed:
             self._count(error)
             if self._state.up:
                 self._next_probe_at = time.monotonic()
-            self._changed.notify_all()
+                self._server.questions.put((None,), urgent=True)
 
     def down(self, error: RedisError | ConfigError, tried_at: float) -> None:
         """The server was unusable at `tried_at`: it refused the connection, or said so."""
         if self.is_up and self._state.since <= tried_at:
             # Otherwise a later probe has found it up, or it is down.
-            self._failed(error)
+            self.failed(error)
 
     def note(self, error: RedisError) -> None:
         """An operation failed; others may succeed. Logged once a minute."""
@@ -147,67 +139,26 @@ class Health:
         self._server.jobs.count("errors")
 
     def close(self) -> None:
-        """Wake all waiting threads. The connector must be aborted for the prober to end."""
+        """Wake all waiting threads."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
-    # ---------------------------------------------------------- prober thread
+    # --------------------------------------------------------- control thread
 
-    def _step(self) -> bool:
+    @property
+    def due_in_s(self) -> float:
+        """Until the next probe."""
+        return max(0.0, self._next_probe_at - time.monotonic())
+
+    def wait_due(self) -> bool:
+        """Wait until it is time to connect, which it is while the server is up; False if closed."""
         with self._changed:
-            while not self._closing:
-                left_s = self._next_probe_at - time.monotonic()
-                if left_s <= 0:
-                    break
+            while not (self._closing or self._state.up) and (left_s := self.due_in_s):
                 self._changed.wait(left_s)
-        if self._closing:
-            self._disconnect()
-            return False
-        try:
-            self._probe()
-        except Exception:
-            self._disconnect()
-            raise
-        return True
+            return not self._closing
 
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-
-    def _probe(self) -> None:
-        """Probe once, on the connection of the last probe if the server is up."""
-        connection, op_timeout_s = self._connection, self._server.options.op_timeout_s
-        # A server without room for more connections is down for every new connection.
-        if connection is not None and not self.is_up:
-            connection.close()
-        if connection is not None and connection.is_open:
-            # A user who grants operations more time grants it to PINGs, too.
-            timeout_s = min(op_timeout_s, max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4))
-            try:
-                self._ping(connection, timeout_s)
-                return
-            except RedisError as error:
-                # A lost connection may mean a restart: only a new one can tell.
-                if connection.is_open or not isinstance(error, RedisUnavailable):
-                    connection.close()
-                    self._failed(error)
-                    return
-        try:
-            self._connection = self._server.open("health")
-            self._ping(self._connection, op_timeout_s)
-        except (RedisError, ConfigError) as error:
-            self._disconnect()
-            self._failed(error)
-
-    def _ping(self, connection: Connection, timeout_s: float) -> None:
-        # A user who may not PING may still GET and SET.
-        with contextlib.suppress(RedisReplyError):
-            if connection.call(PING_COMMAND, 1, time.monotonic() + timeout_s) != [PONG]:
-                connection.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
-        self._answered()
-
-    def _answered(self) -> None:
+    def answered(self) -> None:
         with self._changed:
             now, before = time.monotonic(), self._state
             self._next_probe_at = now + jittered(self._server.options.heartbeat_s)
@@ -222,7 +173,7 @@ class Health:
         elif was_logged:
             logger.info("Redis at %s is up again after %.1f s", where, now - before.since)
 
-    def _failed(self, error: RedisError | ConfigError) -> None:
+    def failed(self, error: RedisError | ConfigError) -> None:
         """A probe failed, or an operation failed definitely."""
         retry_after_s = _REFUSED_RETRY_S if isinstance(error, (RedisAuthError, ConfigError)) else 0
         with self._changed:
@@ -244,9 +195,7 @@ class Health:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
         if before.up:
             self._server.went_down()
-
-
-# ------------------------------------------------------------------- workers
+            self._server.questions.put((None,), urgent=True)
 
 
 class DataServer:
@@ -255,7 +204,8 @@ class DataServer:
     A server that refuses writes (full, a replica, without replicas or disk) serves reads as before.
     The writes of the next moment are refused without being sent.
 
-    look_up: has the servers looked up soon; None: the URL itself names this one.
+    look_up: has the servers looked up soon; None: the URL itself names this one. questions: of the
+    control thread (`control.KeyQuestion`); None has it look at `health`.
     """
 
     def __init__(
@@ -269,6 +219,7 @@ class DataServer:
         self.jobs = jobs
         self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
         self.health = Health(self)
+        self.questions: TaskQueue[Any] = TaskQueue()
         self._look_up = look_up
         self._refusal = WriteOutcome.REJECTED
         self._refused_until = 0.0
@@ -319,65 +270,27 @@ class DataServer:
             self.connector.drop()
         return refusal
 
-
-class Worker(ABC):
-    """A thread that connects whenever the server is up, and then calls `serve`.
-
-    It connects before it takes work, so an unreachable server delays no job.
-    """
-
-    def __init__(self, name: str, server: DataServer) -> None:
-        self.name = name
-        self._server = server
-        self._jobs = server.jobs
-        self._health = server.health
-        self.thread = LoopThread(f"lmcr-{name}", self._step)
-
-    @abstractmethod
-    def serve(self, connection: Connection) -> bool:
-        """Work until the connection is unusable or the queue is closed.
-
-        Returns False if the queue is closed. Otherwise it has closed the connection. Answers each
-        job that it takes, whatever happens.
-        """
-
-    def _step(self) -> bool:
-        if not self._health.wait_up():
-            return False
-        tried_at = time.monotonic()
-        try:
-            connection = self._server.open(self.name)
-        except (RedisError, ConfigError) as error:
-            self._health.down(error, tried_at)
-            return True
-        with contextlib.closing(connection):
-            return self.serve(connection)
-
-    def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
-        """Whether a job lost a connection that may have died unnoticed before: it is retried."""
-        lost = not connection.is_open
-        return lost and connection.opened_at < job.created_at and self._health.is_up
-
-    def _judge(self, error: RedisError, connection: Connection) -> None:
+    def judge(self, error: RedisError, connection: Connection) -> None:
+        """What an error says of the server and of the connection on which it came."""
         is_answer = connection.is_open
         if not is_answer or isinstance(error, RedisProtocolError):
-            self._jobs.count("connections_lost")
+            self.jobs.count("connections_lost")
         if isinstance(error, RedisTimeout):
             if not is_answer:
-                self._health.suspect(error)
+                self.health.suspect(error)
         elif isinstance(error, RedisUnavailable) and not isinstance(error, RedisClusterDown):
             # Lost: the attempt to connect again tells whether the server is there.
             if is_answer:
                 # The server said so itself (LOADING, BUSY): it would refuse any request.
                 connection.close()
-                self._health.down(error, time.monotonic())
+                self.health.down(error, time.monotonic())
         else:
-            self._server.note(error)
+            self.note(error)
             if isinstance(error, RedisAuthError):
                 # Credentials were revoked: connecting again shows it.
                 connection.close()
 
 
 def stop_for(error: RedisError) -> Stop:
-    """Why a job ends that lost its connection, and is not retried."""
+    """Why a job ends that lost its connection."""
     return Stop.TIMED_OUT if isinstance(error, RedisTimeout) else Stop.UNAVAILABLE

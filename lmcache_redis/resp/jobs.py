@@ -30,7 +30,7 @@ OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
 TaskT = TypeVar("TaskT")
 # After an exception in a thread. Threads and memory may be short for a moment.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-# How often a closing plane looks whether a job is left.
+# How often `wait_for` looks.
 _LOOK_EVERY_S = 0.002
 
 
@@ -56,7 +56,6 @@ class Job(ABC, Generic[OutcomeT]):
 
     __slots__ = (
         "answered",
-        "created_at",
         "deadline",
         "in_flight",
         "nodes",
@@ -65,9 +64,8 @@ class Job(ABC, Generic[OutcomeT]):
     )
     good: ClassVar[enum.Enum]
 
-    def __init__(self, steps: int, deadline: float, created_at: float) -> None:
+    def __init__(self, steps: int, deadline: float) -> None:
         self.deadline = deadline
-        self.created_at = created_at
         self.nodes: tuple[Any, ...] = ()
         self.steps_left = steps
         self.in_flight = 0
@@ -100,10 +98,8 @@ class ChunkJob(Job[OutcomeT]):
 
     __slots__ = ("_done", "chunk", "chunk_key")
 
-    def __init__(
-        self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None], now: float
-    ) -> None:
-        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
+    def __init__(self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None]) -> None:
+        super().__init__(chunk.frame.stripe_count, chunk.deadline)
         self.chunk = chunk
         self.chunk_key = chunk.key
         self._done = done
@@ -249,11 +245,9 @@ class Jobs:
             _answer(job)
         self._jobs.difference_update(final)
 
-    def wait_empty(self, deadline: float) -> bool:
-        """Wait until every job is answered; False if the deadline passes first."""
-        while self._jobs and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY_S)
-        return not self._jobs
+    def wait_empty(self, deadline: float) -> None:
+        """Wait until every job is answered."""
+        wait_for(lambda: not self._jobs, deadline)
 
     def post(self, action: Callable[[], None]) -> None:
         """Have the timekeeper run `action` soon. Raises RuntimeError when closed."""
@@ -309,6 +303,12 @@ def _answer(job: Job[Any]) -> None:
         logger.exception("the callback of a Redis job failed")
 
 
+def wait_for(condition: Callable[[], object], deadline: float) -> None:
+    """Wait until the condition holds, or the deadline has passed."""
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+
+
 # ------------------------------------------------------------------- threads
 
 
@@ -338,10 +338,10 @@ class TaskQueue(Generic[TaskT]):
             some = [self._urgent.popleft() for _ in range(urgent)]
             return some + [self._ordinary.popleft() for _ in range(ordinary)]
 
-    def wait(self) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until there is a task, which another thread may take first; False if closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or len(self))
+            self._changed.wait_for(lambda: self.closed or len(self), timeout_s)
             return not self.closed
 
     def __len__(self) -> int:

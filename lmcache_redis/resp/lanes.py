@@ -12,9 +12,10 @@ in flight at the deadline of its job is closed. `transfers` says what follows fr
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
     error_in,
 )
-from lmcache_redis.resp.health import DataServer, Worker
-from lmcache_redis.resp.jobs import Stop, StripeTask, TaskQueue, jittered
+from lmcache_redis.resp.health import DataServer
+from lmcache_redis.resp.jobs import LoopThread, Stop, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
 
 # The pause before the next attempt, if the server has no room for another connection.
@@ -75,10 +76,11 @@ class Lane:
     until: float = 0.0
 
 
-class BulkWorker(Worker):
-    """Moves the stripes of a queue on up to `connections` connections.
+class BulkWorker(ABC):
+    """A thread that moves the stripes of a queue on up to `connections` connections.
 
-    It begins with one, and opens more when more stripes wait than it has connections.
+    It connects before it takes work, so an unreachable server delays no job. It begins with one
+    connection, and opens more when more stripes wait than it has.
     """
 
     _is_load: ClassVar[bool]
@@ -86,7 +88,10 @@ class BulkWorker(Worker):
     def __init__(
         self, name: str, server: DataServer, queue: TaskQueue[StripeTask], connections: int
     ) -> None:
-        super().__init__(name, server)
+        self.thread = LoopThread(f"lmcr-{name}", self._step)
+        self._name = name
+        self._server = server
+        self._jobs = server.jobs
         self._queue = queue
         self._most = connections
         self._mover: Mover
@@ -95,8 +100,6 @@ class BulkWorker(Worker):
         self._is_sending = False  # the last of these was sent in part
         self._widen_at = 0.0  # when more may be opened
         self._seal_keys = server.options.seal_keys
-        # A sealed payload is verified by its tag.
-        self._checksums = server.options.verify_checksums and self._seal_keys is None
 
     @abstractmethod
     def _pack(self, task: StripeTask) -> Packed:
@@ -128,10 +131,20 @@ class BulkWorker(Worker):
     def _may_widen(self) -> bool:
         return True
 
-    def _all_closed(self) -> None:
-        """All connections were closed, and no stripe is in flight."""
+    def _step(self) -> bool:
+        if not self._server.health.wait_up():
+            return False
+        tried_at = time.monotonic()
+        try:
+            connection = self._server.open(self._name)
+        except (RedisError, ConfigError) as error:
+            self._server.health.down(error, tried_at)
+            return True
+        with contextlib.closing(connection):
+            return self.serve(connection)
 
     def serve(self, connection: Connection) -> bool:
+        """Work until all connections are closed; False if the queue is."""
         is_native = native.moves is not None and connection.plain_fileno >= 0
         self._mover = NativeMover() if is_native else PythonMover()
         self._widen_at = 0.0
@@ -174,7 +187,8 @@ class BulkWorker(Worker):
                 self._is_sending,
                 not len(self._queue) or not (begun or self._is_sending),
                 min([now + SLICE_S, *deadlines]),
-                self._checksums,
+                # A sealed payload is verified by its tag.
+                self._server.options.verify_checksums and self._seal_keys is None,
                 QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
             )
             moved = self._mover.move(call, self._is_load)
@@ -267,19 +281,19 @@ class BulkWorker(Worker):
 
     def _widen(self) -> None:
         """Open a connection for each stripe that waits, up to the limit."""
-        if time.monotonic() < self._widen_at or not (self._may_widen and self._health.is_up):
+        if time.monotonic() < self._widen_at or not (self._may_widen and self._server.health.is_up):
             return
-        # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
+        # First drop those that died unnoticed: they would cost their next stripes.
         self._drop_dead()
         # The stripes in flight have deadlines to keep.
         deadline = min([lane.task[0].deadline for lane in self._busy], default=float("inf"))
         while self._wants_more:
             try:
-                connection = self._server.open(self.name, deadline)
+                connection = self._server.open(self._name, deadline)
             except (RedisError, ConfigError) as error:
                 # The open connections show whether the server is up.
                 if isinstance(error, RedisError):
-                    self._health.note(error)
+                    self._server.health.note(error)
                 self._widen_at = time.monotonic() + jittered(_WIDEN_AGAIN_S)
                 return
             self._add_lane(connection)
@@ -299,4 +313,3 @@ class BulkWorker(Worker):
             lane.connection.close()
         for lane in busy:
             self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
-        self._all_closed()

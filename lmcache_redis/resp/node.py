@@ -26,13 +26,14 @@ from typing import Any, Generic, TypeVar
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisRedirect
 from lmcache_redis.resp.control import Controller, KeyQuestion, Steps
-from lmcache_redis.resp.health import DataServer, Worker
+from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import (
     Jobs,
     LoopThread,
     Stop,
     StripeTask,
     TaskQueue,
+    wait_for,
 )
 from lmcache_redis.resp.maps import SLOTS, MapWatcher, ServerFinder, ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint
@@ -45,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 # A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
 _FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
-# How often a server's first probe is waited for.
-_LOOK_EVERY_S = 0.002
 NodeT = TypeVar("NodeT")
 
 
@@ -110,8 +109,7 @@ class DataNode(DataServer):
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
         writers = _shares(options.set_connections, nodes.shards, options.network_threads)
         self._writes: list[TaskQueue[StripeTask]] = [TaskQueue() for _ in writers]
-        self._workers: list[Worker] = [
-            self.control,
+        self._workers = [
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
@@ -130,8 +128,7 @@ class DataNode(DataServer):
 
     @property
     def _threads(self) -> list[LoopThread]:
-        workers = [worker.thread for worker in self._workers]
-        return [self.health.thread, *workers]
+        return [self.control.thread, *[worker.thread for worker in self._workers]]
 
     def start(self) -> None:
         """Start all threads or none. Raises RuntimeError if the process may not have them."""
@@ -145,7 +142,7 @@ class DataNode(DataServer):
 
     def stop(self) -> None:
         """Drop what is queued and end the threads."""
-        queues: list[TaskQueue[Any]] = [self.reads, *self._writes, self.control.queue]
+        queues: list[TaskQueue[Any]] = [self.reads, *self._writes, self.questions]
         for queue in queues:
             queue.close()
         self.health.close()
@@ -206,9 +203,7 @@ class DataNodes:
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
-        deadline = time.monotonic() + timeout_s
-        while not self.state.probed and time.monotonic() < deadline and not self._closing:
-            time.sleep(_LOOK_EVERY_S)
+        wait_for(lambda: self.state.probed or self._closing, time.monotonic() + timeout_s)
         return self.state
 
     @property

@@ -23,7 +23,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
@@ -46,6 +46,7 @@ _ESCAPE = "characters like : / ? # @ in a user or password must be percent-encod
 _UNREADABLE = f"the Redis URL cannot be read: {_ESCAPE}"
 _TLS_PARAMETERS = (*TLS_FILES, "ssl_password", "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
+_SECRET = (*_SENTINEL_PARAMETERS, "ssl_password")
 # User and password, hosts, path, parameters.
 _PARTS = re.compile(r"(?:([^/?#]*)@)?([^/?#@]*)(/[^?#]*)?(?:\?([^#]*))?")
 # An IPv6 address in brackets or a name, and the port.
@@ -201,11 +202,12 @@ class Topology(enum.Enum):
 class Deployment:
     """All servers of a URL.
 
-    seeds: the server itself, the Sentinels, or some nodes of the cluster. server: transport and
-    credentials of data servers; its address is valid only for a single server. service: the
-    master's name on the Sentinels.
+    url: without user, passwords and what else is secret. seeds: the server itself, the Sentinels,
+    or some nodes of the cluster. server: transport and credentials of data servers; its address is
+    valid only for a single server. service: the master's name on the Sentinels.
     """
 
+    url: str
     topology: Topology
     seeds: tuple[Endpoint, ...]
     server: Endpoint
@@ -214,22 +216,6 @@ class Deployment:
     def at(self, host: str, port: int) -> Endpoint:
         """The data server at an address."""
         return dataclasses.replace(self.server, host=host, port=port)
-
-    @property
-    def url(self) -> str:
-        """The URL of the servers, without user, passwords and what else is secret."""
-        server = self.server
-        shown = {name: str(value) for name, value in server.tls if name != "ssl_password"}
-        places = ",".join(seed.where.removeprefix("unix://") for seed in self.seeds)
-        path = f"/{quote(self.service, safe='')}" if self.service else ""
-        if self.service and server.db:
-            path += f"/{server.db}"
-        elif server.db:
-            shown["db"] = str(server.db)
-        query = f"?{urlencode(shown)}" if shown else ""
-        return (
-            f"{server.transport.value}{self.topology.value}://{quote(places, '/:[],')}{path}{query}"
-        )
 
 
 def check_url(options: RedisOptions) -> None:
@@ -263,7 +249,9 @@ def parse_deployment(options: RedisOptions) -> Deployment:
     if topology is Topology.SENTINEL:
         credentials = _static(*(parameters.get(name) for name in _SENTINEL_PARAMETERS))
         seeds = [dataclasses.replace(seed, db=0, credentials=credentials) for seed in seeds]
-    return Deployment(topology, tuple(seeds), server, service)
+    shown = urlencode({name: parameters[name] for name in parameters if name not in _SECRET})
+    url = f"{transport.value}{topology.value}://{hosts}{path}{shown and '?'}{shown}"
+    return Deployment(url, topology, tuple(seeds), server, service)
 
 
 def _split_scheme(url: str) -> tuple[Transport, Topology, str]:

@@ -1,10 +1,10 @@
 """The Redis data plane: chunks between slots and Redis; every call is answered.
 
 Each data server is a `DataNode` with threads and connections of its own: readers, writers, one
-controller, one health prober. A timekeeper without a connection answers jobs that are late or
-cannot be tried. Callers submit jobs from any thread without blocking. Each callback is called
-exactly once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
-milliseconds). A callback should only enqueue.
+controller. A timekeeper without a connection answers jobs that are late or cannot be tried. Callers
+submit jobs from any thread without blocking. Each callback is called exactly once, on a thread of
+the plane, by the job's deadline (a wait on a socket may overrun it by milliseconds). A callback
+should only enqueue.
 
 When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
 are new ones until a probe finds it up. docs/internals/data-plane.md lists the faults and their
@@ -17,7 +17,6 @@ import itertools
 import logging
 import os
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,6 @@ from lmcache_redis.resp.control import (
     ask_each,
     count_prefix,
     expire_commands,
-    find_present,
     header_commands,
     parse_count,
     parse_frame,
@@ -45,7 +43,6 @@ from lmcache_redis.resp.jobs import ChunkJob, Jobs, Stop, StripeTask
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
-from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -66,7 +63,7 @@ from lmcache_redis.tiers import (
 
 logger = logging.getLogger(__name__)
 
-# Enqueued together: a thread works on these while the next are prepared.
+# About as many are enqueued together: a thread works on these while the next are prepared.
 _BATCH_STRIPES = 32
 _FIRST_STRIPE = stripe_key(b"", 0)
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
@@ -92,6 +89,8 @@ class RedisPlane:
         self.deployment = parse_deployment(options)
         self._jobs = Jobs()
         self._nodes = DataNodes(self.deployment, options, self._jobs)
+        # For who wants to know what servers evict and expire.
+        self.removals = self._nodes.removals
 
     def start(self) -> None:
         """Start the threads. Returns at once, whether the server is reachable or not.
@@ -113,11 +112,6 @@ class RedisPlane:
             self._jobs.close(self.options.op_timeout_s)
             raise
         self._jobs.started = True
-
-    @property
-    def removals(self) -> Removals:
-        """For who wants to know what servers evict and expire."""
-        return self._nodes.removals
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
@@ -180,8 +174,7 @@ class RedisPlane:
         """
         self._check(chunks, writable=True)
         for some in _batches(chunks):
-            now = time.monotonic()
-            reads = [Read(chunk, done, now) for chunk in some]
+            reads = [Read(chunk, done) for chunk in some]
             self._queue(reads, lambda node, tasks: node.reads.put(tasks))
 
     def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
@@ -201,9 +194,8 @@ class RedisPlane:
             node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
 
         for some in _batches(chunks):
-            now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
-            writes = [Write(c, done, now, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
+            writes = [Write(c, done, os.urandom(STORE_ID_BYTES), unix_ms) for c in some]
             self._queue(writes, put)
 
     def cancel(self, chunk: ChunkIO) -> None:
@@ -245,8 +237,8 @@ class RedisPlane:
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        steps = _EXISTS if self._nodes.routes.is_cluster else find_present
-        self._nodes.ask_for_each(steps, deadline, 0, [key + _FIRST_STRIPE for key in keys], answer)
+        names = [key + _FIRST_STRIPE for key in keys]
+        self._nodes.ask_for_each(_EXISTS, deadline, 0, names, answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
@@ -343,22 +335,14 @@ class RedisPlane:
         """
         if KEY_MAGIC not in key_prefix:
             raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
-        lock = threading.Lock()
-        total = 0
+        removed: list[int] = []
 
         def found(some: list[bytes]) -> Sequence[bytes]:
             # Whatever the server matched, only keys with this prefix are ours to delete.
             return [key for key in some if key.startswith(key_prefix)]
 
-        def removed(count: int) -> None:
-            nonlocal total
-            with lock:
-                total += count
-
-        group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
-        pattern = escape_pattern(key_prefix) + b"*"
-        steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
-        self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, total)))
+        steps = partial(walk_keys, escape_pattern(key_prefix) + b"*", found, removed=removed.append)
+        self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, sum(removed))))
 
     # --------------------------------------------------------------- what they share
 
@@ -403,13 +387,5 @@ class RedisPlane:
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
     """Batches of chunks: the first is in flight while the others are prepared."""
-    batch: list[ChunkIO] = []
-    stripes = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        stripes += chunk.frame.stripe_count
-        if stripes >= _BATCH_STRIPES:
-            yield batch
-            batch, stripes = [], 0
-    if batch:
-        yield batch
+    each = -(-_BATCH_STRIPES // chunks[0].frame.stripe_count) if chunks else 1
+    return (chunks[start : start + each] for start in range(0, len(chunks), each))

@@ -18,9 +18,9 @@ thread sends all stripes of a chunk that go to one server.
 
 A server that restarts loses what it acknowledged, and all its connections. So when a connection is
 lost, nothing is sent until every reply in flight has arrived or is lost, too. Then the thread
-replaces all its connections. Chunks of which a stripe was acknowledged on the old connections fail;
-all other stripes are sent again. No connection is added while a chunk is half stored: the server
-could have been restarted in the meantime.
+replaces all its connections. Chunks of which a stripe was acknowledged on the old connections fail.
+No connection is added while a chunk is half stored: the server could have been restarted in the
+meantime.
 
 A chunk that fails after something was sent leaves a partial write: stripes that no reader sees, or,
 if it was to replace an older store, a mixture that readers refuse (TORN). It stays until the chunk
@@ -66,8 +66,6 @@ from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix,
 from lmcache_redis.seal import Opened
 from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome, WriteDone, WriteOutcome
 
-# Chunks that have been stored are dropped from the set of acknowledged ones at this size.
-_PRUNE_AT = 64
 _OPENED = {
     Opened.OK: None,
     Opened.UNKNOWN_KEY: ReadOutcome.NOT_OPENED,
@@ -90,13 +88,12 @@ def verify(
     index: int,
     failure: StripeFailure,
     payload: memoryview,
-    checksums: bool = True,
     is_sealed: bool = False,
 ) -> Verified | None:
     """Judge what was found for stripe `index` of a chunk; None if the failure is not the value's.
 
-    checksums: whether to compare the payload's checksum, too. is_sealed: whether the value must be
-    sealed; a mover that found the expected header has not failed.
+    is_sealed: whether the value must be sealed; a mover that found the expected header has not
+    failed.
     """
     end, _, data = failure
     if end == End.NOTHING:
@@ -107,7 +104,8 @@ def verify(
         return None
     check = frame.check_header(data, index, is_sealed)
     if check.ok and end == End.MISMATCH and not is_sealed:
-        if not checksums or xxh3_64_intdigest(payload) == check.checksum:
+        # The native extension cannot hash short payloads.
+        if xxh3_64_intdigest(payload) == check.checksum:
             return Verified(None, check.store_id)
         return Verified(ReadOutcome.CORRUPT)
     if check.verdict in (Verdict.NOT_SEALED, Verdict.SEALED):
@@ -124,8 +122,8 @@ class Read(ChunkJob[ReadOutcome]):
     __slots__ = ("_first_is_there", "_has_gap", "_store_id")
     good = ReadOutcome.LOADED
 
-    def __init__(self, chunk: ChunkIO, done: ReadDone, now: float) -> None:
-        super().__init__(chunk, done, now)
+    def __init__(self, chunk: ChunkIO, done: ReadDone) -> None:
+        super().__init__(chunk, done)
         self._store_id = b""
         self._first_is_there = False
         # A stripe is missing, and nothing is known of stripe 0.
@@ -189,7 +187,7 @@ class Reader(BulkWorker):
     ) -> None:
         job, index = task
         frame, slot = job.chunk.frame, job.chunk.slots[index]
-        verified = verify(frame, index, failure, slot, self._checksums, self._seal_keys is not None)
+        verified = verify(frame, index, failure, slot, self._seal_keys is not None)
         if verified is not None:
             with self._jobs.lock:
                 job.ended(index, *verified)
@@ -205,10 +203,7 @@ class Reader(BulkWorker):
             self._server.refuses_writes(error)
             self._queue.put((task,), urgent=True)
             return
-        self._judge(error, lane.connection)
-        if isinstance(error, RedisUnavailable) and self._may_retry(job, lane.connection):
-            self._queue.put((task,), urgent=True)
-            return
+        self._server.judge(error, lane.connection)
         self._jobs.stop((job,), stop_for(error))
 
 
@@ -222,9 +217,9 @@ class Write(ChunkJob[WriteOutcome]):
     good = WriteOutcome.STORED
 
     def __init__(
-        self, chunk: ChunkIO, done: WriteDone, now: float, store_id: bytes, created_unix_ms: int
+        self, chunk: ChunkIO, done: WriteDone, store_id: bytes, created_unix_ms: int
     ) -> None:
-        super().__init__(chunk, done, now)
+        super().__init__(chunk, done)
         self.store_id = store_id
         self.created_unix_ms = created_unix_ms
 
@@ -277,9 +272,8 @@ class Writer(BulkWorker):
             for job in jobs:
                 job.acknowledged()
         self._jobs.conclude(jobs)
-        self._acknowledged.update([job for job in jobs if job.outcome is None])
-        if len(self._acknowledged) >= _PRUNE_AT:
-            self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
+        self._acknowledged.update(jobs)
+        self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
 
     def _failed(
         self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
@@ -304,15 +298,11 @@ class Writer(BulkWorker):
         job: Write = task[0]
         self._jobs.release((job,))
         self._lose(lane, error)
-        if self._may_retry(job, lane.connection):
-            # On a new connection: until then nothing is sent.
-            self._queue.put((task,), urgent=True)
-        else:
-            self._jobs.stop((job,), stop_for(error))
+        self._jobs.stop((job,), stop_for(error))
 
     def _lose(self, lane: Lane, error: RedisError) -> None:
         """The connection is unusable, and the others are replaced with it."""
-        self._judge(error, lane.connection)
+        self._server.judge(error, lane.connection)
         if self._loss is None:
             self._loss = stop_for(error)
 
@@ -331,8 +321,9 @@ class Writer(BulkWorker):
         """No chunk is half stored."""
         return not self._busy and all(job.outcome is not None for job in self._acknowledged)
 
-    def _all_closed(self) -> None:
-        """Fail chunks that the old connections acknowledged in part."""
+    def _close_all(self) -> None:
+        """Also fail chunks that the connections acknowledged in part."""
+        super()._close_all()
         acknowledged, loss = self._acknowledged, self._loss
         self._acknowledged, self._loss = set(), None
         self._jobs.stop(acknowledged, loss or Stop.UNAVAILABLE)

@@ -179,7 +179,7 @@ def _load(
         # A sealed one has yet to be opened.
         assert len(result) == (HEADER_BYTES if is_sealed else STORE_ID_BYTES)
         return ACCEPTED, Verified(None, result)
-    verified = verify(_FRAME, 1, result, slot, not is_sealed, is_sealed)
+    verified = verify(_FRAME, 1, result, slot, is_sealed)
     if verified is not None:
         return verified.outcome.name.lower() if verified.outcome else ACCEPTED, verified
     error = error_in(result, connection)

@@ -138,9 +138,9 @@ class Answers:
 
 
 # What a plane opens to one server with default options when there is much to do: its bulk
-# connections, control and probe. With little to do it has one of each.
-CONNECTIONS = DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS + 2
-LEAST_CONNECTIONS = 4
+# connections and control. With little to do it has one of each.
+CONNECTIONS = DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS + 1
+LEAST_CONNECTIONS = 3
 
 
 def open_streams(of: RedisPlane | Connector) -> int:
@@ -149,7 +149,7 @@ def open_streams(of: RedisPlane | Connector) -> int:
         [of] if isinstance(of, Connector) else [n.connector for n in of._nodes.routes.nodes]
     )
     connections = [each for connector in connectors for each in list(connector._connections)]
-    return sum(each.opened_at > 0 for each in connections)
+    return sum(each.is_open for each in connections)
 
 
 def open_all(plane: RedisPlane) -> None:
@@ -251,7 +251,8 @@ def finish(
         in_flight, is_sending = 1, moved.sending == errno.EAGAIN
         if moved.sending and not is_sending:
             return End.LOST, moved.sending, b""
-    connection.fail(RedisTimeout("late"))
+    connection.close()
+    raise RedisTimeout("late")
 
 
 def find_servers(deployment: Deployment, timeout_s: float) -> ServerMap:

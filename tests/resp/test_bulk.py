@@ -540,6 +540,7 @@ def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
 def one() -> Iterator[tuple[Connection, socket.socket]]:
     ours, peer = socket.socketpair()
     connection = Connection(ours, ENDPOINT, 10.0)
+    connection.is_open = True
     yield connection, peer
     connection.close()
     peer.close()
@@ -559,6 +560,7 @@ def test_calls_take_exactly_their_replies() -> None:
     def call(data: bytes, count: int) -> list[object]:
         ours, peer = socket.socketpair()
         connection = Connection(ours, ENDPOINT, 10.0)
+        connection.is_open = True
         try:
             peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)

@@ -202,7 +202,7 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: any(not each.opened_at for each in list(patient._connections)))
+    wait_until(lambda: any(not each.is_open for each in list(patient._connections)))
     patient.abort()
     for thread in threads:
         thread.join(30)

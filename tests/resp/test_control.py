@@ -19,7 +19,6 @@ from lmcache_redis.resp.control import (
     Steps,
     ask_each,
     count_prefix,
-    find_present,
     header_commands,
     parse_count,
     parse_frame,
@@ -93,10 +92,6 @@ def counted(server: FakeServer, asked: list[bytes]) -> int:
     return int(result_of(server, count_prefix(asked)))
 
 
-def found(server: FakeServer, asked: list[bytes]) -> list[bool]:
-    return list(result_of(server, find_present(asked)))
-
-
 def keys(count: int) -> list[bytes]:
     return [b"key-%05d" % number for number in range(count)]
 
@@ -108,8 +103,6 @@ def test_all_or_none_cost_one_round_trip(count: int) -> None:
     assert counted(full, asked) == count
     assert counted(empty, asked) == 0
     assert full.round_trips == empty.round_trips == (1 if count else 0)
-    assert found(full, asked) == [True] * count
-    assert found(empty, asked) == [False] * count
 
 
 @pytest.mark.parametrize("length", range(0, 100, 7))
@@ -128,8 +121,6 @@ def test_gaps_end_the_prefix_whatever_comes_after() -> None:
         server = FakeServer(present, most=source.randint(1, 9))
         truth = next((i for i, key in enumerate(asked) if key not in present), len(asked))
         assert counted(server, asked) == truth
-        server = FakeServer(present)
-        assert found(server, asked) == [key in present for key in asked]
 
 
 def test_a_key_that_comes_in_between_is_no_error() -> None:
@@ -159,8 +150,6 @@ def test_a_reply_that_is_no_count(reply: Reply) -> None:
 
     with pytest.raises(RedisProtocolError):
         counted(Odd(set()), keys(32))
-    with pytest.raises(RedisProtocolError):
-        found(Odd(set()), keys(32))
 
 
 @pytest.mark.parametrize("length", [0, 40, 500, 999])
@@ -231,12 +220,12 @@ def play(steps: Steps[Any], *answers: Sequence[Reply]) -> tuple[list[bytes], Any
 def test_a_walk_removes_what_is_unwanted() -> None:
     removed: list[int] = []
     scanned = [[b"7", [b"a", b"b", b"c"]]], [[b"0", []]]
-    steps = walk_keys(b"*", lambda keys: keys[1:], removed=removed.append, group_keys=2)
-    sent, _ = play(steps, scanned[0], [2], scanned[1])
-    assert sent[1] == keys_commands(b"UNLINK", [b"b", b"c"], 2)
+    steps = walk_keys(b"*", lambda keys: keys[1:], removed=removed.append)
+    sent, _ = play(steps, scanned[0], [1, 1], scanned[1])
+    assert sent[1] == keys_commands(b"UNLINK", [b"b", b"c"])
     assert removed == [2]
     for reply in (b"OK", None, -1):
-        with pytest.raises(RedisProtocolError, match="UNLINK"):
+        with pytest.raises(RedisProtocolError, match="0 to 1"):
             play(walk_keys(b"*", lambda keys: keys[:1]), scanned[0], [reply])
     play(walk_keys(b"*", lambda keys: keys[:1]), scanned[0], [0], scanned[1])
 
@@ -253,7 +242,7 @@ def test_each_key_is_asked_about_by_itself() -> None:
     _, (redirect,) = play(ask_each(pack, parse_count, asked[:1]), [moved])
     assert isinstance(redirect, RedisRedirect)
     for reply in (b"1", None, -1, 2, [1]):
-        with pytest.raises(RedisProtocolError, match="0 or 1"):
+        with pytest.raises(RedisProtocolError, match="0 to 1"):
             play(ask_each(pack, parse_count, asked[:1]), [reply])
 
 
@@ -278,32 +267,10 @@ def test_replies_that_are_not_awaited_answer_no_later_question() -> None:
         return b":%d\r\n" % (len(words) - 1)
 
     with LyingServer(answer) as server, running(server.url) as plane:
-        wait_until(lambda: open_streams(plane) == 4)
+        wait_until(lambda: open_streams(plane) == 3)
         assert scan(plane, [chunk_key(n) for n in range(2 * GROUP_KEYS)]) == (CallOutcome.DONE, 0)
         later = [chunk_key(100 + n) for n in range(GROUP_KEYS)]
         assert scan(plane, later) == (CallOutcome.DONE, 0)
-
-
-KEY = chunk_key(1) + bytes(2)
-
-
-def test_a_question_that_lost_its_connection_begins_anew() -> None:
-    """A cursor is the lost server's."""
-    scans: list[bytes] = []
-
-    def answer(words: list[bytes]) -> Answer:
-        if words[0] != b"SCAN":
-            return None
-        scans.append(words[1])
-        if len(scans) == 2:
-            raise OSError
-        after = {b"0": b"7", b"7": b"0"}[words[1]]
-        return b"*2\r\n$1\r\n%b\r\n*1\r\n$%d\r\n%b\r\n" % (after, len(KEY), KEY)
-
-    with LyingServer(answer) as server, running(server.url) as plane:
-        wait_until(lambda: open_streams(plane) == 4)
-        assert plane.keys(b"lmcr1:", time.monotonic() + PATIENCE_S).keys == [chunk_key(1)]
-        assert scans == [b"0", b"7", b"0", b"7"]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +298,7 @@ def test_a_bug_costs_its_own_question_and_the_connection(
         LyingServer(lambda w: b"$1\r\nx\r\n" if w[0] == b"GETRANGE" else None) as server,
         running(server.url) as plane,
     ):
-        wait_until(lambda: open_streams(plane) == 4)
+        wait_until(lambda: open_streams(plane) == 3)
         connects = plane.stats().connects
         assert describe(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
@@ -350,9 +317,10 @@ def test_questions_behind_a_lost_connection_are_answered() -> None:
         return None
 
     with LyingServer(answer) as server, running(server.url) as plane:
-        wait_until(lambda: open_streams(plane) == 4)
+        wait_until(lambda: open_streams(plane) == 3)
         answers = Answers()
         for number in range(20):
             deadline = time.monotonic() + PATIENCE_S
             plane.scan([chunk_key(number)], deadline, answers.callback(number))
-        assert answers.wait(20) == [(CallOutcome.DONE, 0)] * 20
+        outcomes = [each.outcome for each in answers.wait(20)]
+        assert outcomes.count(CallOutcome.DONE) == 19

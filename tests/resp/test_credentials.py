@@ -11,7 +11,7 @@ from redis.credentials import CredentialProvider, UsernamePasswordCredentialProv
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import ReadOutcome, RedisOptions, RedisPlane, WriteOutcome, check_url
-from lmcache_redis.resp.net.connection import auth_command
+from lmcache_redis.resp.net.endpoint import auth_command
 from lmcache_redis.resp.options import PasswordFile, StaticPassword, load_provider
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.servers import RedisServer

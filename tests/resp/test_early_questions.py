@@ -16,7 +16,6 @@ from tests.resp.helpers import (
     Chunk,
     chunk_key,
     clear,
-    describe,
     exists,
     running,
     scan,
@@ -131,32 +130,29 @@ def test_a_connection_that_died_unnoticed_costs_no_answer(
         store(plane, 3)
         wait_until(lambda: is_resting(plane, early))
         own_server.command("CLIENT", "KILL", "TYPE", "normal")
-        before = len(early)
         assert scan(plane, [chunk_key(0)]) == (CallOutcome.DONE, 1)
-        assert len(early) > before
         assert plane.state.up
     assert "internal error" not in caplog.text
 
 
-def test_a_reply_cut_in_two_is_asked_for_again(own_server: RedisServer, early: list[str]) -> None:
+def test_a_reply_cut_in_two_costs_its_question(own_server: RedisServer, early: list[str]) -> None:
     with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
         there = store(plane, 3)
-        wait_until(lambda: is_resting(plane, early))
-        for after_bytes in range(5):
+        for after_bytes in range(4):
             wait_until(lambda: is_resting(plane, early))
             scissors.cut("control", after_bytes)
+            assert scan(plane, there).outcome is CallOutcome.UNAVAILABLE
             assert scan(plane, there) == (CallOutcome.DONE, 3)
-            wait_until(lambda: is_resting(plane, early))
-            scissors.cut("control", after_bytes)
-            assert None not in describe(plane, there).frames
 
 
 def test_a_stale_answer_is_not_taken_for_the_next(
     own_server: RedisServer, early: list[str]
 ) -> None:
-    with running(own_server.url, op_timeout_s=30.0) as plane:
+    with running(own_server.url, op_timeout_s=30.0, heartbeat_s=3600.0) as plane:
         there = store(plane, 5)
         wait_until(lambda: is_resting(plane, early))
+        (node,) = plane._nodes.routes.nodes
+        wait_until(lambda: not node.control._in_use.locked())
         answers = Answers()
         before = len(early)
         own_server.stop()

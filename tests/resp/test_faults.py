@@ -23,7 +23,7 @@ from tests.resp.helpers import (
     wait_until,
     write,
 )
-from tests.resp.proxy import Action, Cut, Forge, Proxy, Stall
+from tests.resp.proxy import Cut, Forge, Proxy, Stall
 from tests.servers import RedisServer, free_port
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -234,7 +234,7 @@ def test_too_few_connections(own_server: RedisServer) -> None:
             wait_until(lambda: "maxclients" in plane.state.reason)
             assert read(plane, Chunk(1, SIZE, SLOT)) in ([ReadOutcome.UNAVAILABLE], [MISSING])
             administrator.config_set("maxclients", 100)
-            wait_until(lambda: plane.stats().connects >= 5 and plane.state.up)
+            wait_until(lambda: plane.stats().connects >= 4 and plane.state.up)
             check_works(plane)
 
 
@@ -333,25 +333,13 @@ def test_a_read_only_replica_rejects_writes(own_server: RedisServer) -> None:
 CUTS = [0, 1, 2, 5, 6, 7, 8, 9, 262, 518, 519, 520, 521, 2000, 4614, 4615, 4616]
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
-def test_replies_cut_after_any_number_of_bytes(
-    server: RedisServer, proxy: Proxy, again: bool
-) -> None:
+def test_replies_cut_after_any_number_of_bytes(server: RedisServer, proxy: Proxy) -> None:
     with running(proxy.url, get_connections=1) as plane:
         check_works(plane)
-        wanted = Chunk(99, SIZE, SLOT, seed=99).content
         for after_bytes in CUTS:
-            cuts: list[Action | None] = [Cut(after_bytes)]
-            if again:
-                cuts.append(Cut(after_bytes))
-            # Once is a connection that died unnoticed; twice is a failure.
-            proxy.for_gets.extend(cuts)
-            chunk = Chunk(99, SIZE, SLOT)
-            outcome = read(plane, chunk)
+            proxy.for_gets.append(Cut(after_bytes))
+            assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.UNAVAILABLE]
             proxy.for_gets.clear()
-            assert outcome == [ReadOutcome.UNAVAILABLE if again else ReadOutcome.LOADED]
-            if not again:
-                assert chunk.content == wanted
             assert plane.state.up
         # No reply was taken for damage of the stored chunk.
         assert server.command("EXISTS", *Chunk(99, SIZE, SLOT).stripe_keys()) == 4

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -25,10 +25,12 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions, health
-from lmcache_redis.resp.health import DataServer, Health, RepeatedLines, Worker
-from lmcache_redis.resp.jobs import Jobs, Stop
+from lmcache_redis.resp.control import Controller
+from lmcache_redis.resp.health import DataServer, Health, RepeatedLines
+from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.resp.transfers import Reader
 from lmcache_redis.tiers import PlaneState, WriteOutcome
 from tests.resp.helpers import SLOW_S, open_streams
 from tests.resp.trickling import LyingServer
@@ -52,6 +54,7 @@ class Clock:
             options=options,
             connector=connector,
             jobs=Jobs(),
+            questions=TaskQueue(),
             went_down=lambda: self.went_down_at.append(self.now),
         )
         self.went_down_at: list[float] = []
@@ -59,12 +62,12 @@ class Clock:
 
     def answered(self, now: float) -> None:
         self.now = now
-        self.health._answered()
+        self.health.answered()
 
     def failed(self, now: float, error: RedisError | None = None) -> float:
         """How long the next probe is put off."""
         self.now = now
-        self.health._failed(error or RedisUnavailable("gone"))
+        self.health.failed(error or RedisUnavailable("gone"))
         return round(self.health._next_probe_at - now, 3)
 
 
@@ -173,7 +176,7 @@ class Prober(DataServer):
         )
         self.outages = self.maps_are_old = 0
         super().__init__(parse_deployment(settings).server, settings, Jobs(), self._old)
-        self.step = self.health._step
+        self.step = Controller(self)._step
 
     def went_down(self) -> None:
         assert not self.health.is_up
@@ -230,6 +233,7 @@ def test_a_server_is_up_once_a_probe_was_answered(
         assert (pings(probed), prober.connects) == (number, 1)
     assert caplog.text.count("connected to Redis at") == 1
     prober.connector.drop()
+    assert prober.step()
     assert prober.step()
     assert (pings(probed), prober.connects, open_streams(prober.connector)) == (4, 2, 1)
     close(prober)
@@ -337,7 +341,7 @@ def test_an_outage_of_one_kind_is_logged_at_both_ends(
     prober = Prober(probed)
     prober.step()
     for _ in range(3):
-        prober.health._failed(RedisUnavailable("gone"))
+        prober.health.failed(RedisUnavailable("gone"))
     prober.step()
     assert caplog.text.count("Redis is down") == caplog.text.count("is up again after") == 1
     assert (prober.outages, prober.errors) == (1, 3)
@@ -389,6 +393,8 @@ def test_a_connection_that_was_lost_is_tried_again(server: RedisServer) -> None:
     with server.client() as client:
         client.client_kill_filter(_type="normal", skipme=True)
     prober.step()
+    assert (prober.connects, prober.jobs.counts["connections_lost"]) == (1, 1)
+    prober.step()
     assert prober.health.is_up
     assert (prober.outages, prober.connects) == (0, 2)
     close(prober)
@@ -416,10 +422,10 @@ def test_sentences_do_not_fill_the_memory() -> None:
 # ------------------------------------------------------------------- workers
 
 
-class Serving(Worker):
+class Serving(Reader):
     def __init__(self, prober: Prober) -> None:
         self.served: list[Connection] = []
-        super().__init__("get-0", prober)
+        super().__init__("get-0", prober, TaskQueue(), 1)
 
     def serve(self, connection: Connection) -> bool:
         assert connection.is_open
@@ -448,11 +454,10 @@ def test_what_an_error_says_of_connection_and_server(
 ) -> None:
     prober = Prober(probed, heartbeat_s=60.0)
     prober.step()
-    worker = Serving(prober)
     connection = prober.open("get-0")
     if not is_open:
         connection.close()
-    worker._judge(error, connection)
+    prober.judge(error, connection)
     lost = prober.jobs.counts["connections_lost"]
     found = (connection.is_open, lost, prober.health.is_up, prober.errors, prober.maps_are_old)
     assert found == expected
@@ -495,27 +500,6 @@ def test_a_worker_that_is_refused_takes_the_server_down(
     says.update(dict.fromkeys((b"AUTH", b"HELLO"), b"-WRONGPASS invalid password\r\n"))
     assert worker._step()
     assert not prober.health.is_up
-    close(prober)
-
-
-def test_only_a_job_that_lost_an_older_connection_is_tried_again(probed: LyingServer) -> None:
-    prober = Prober(probed)
-    prober.step()
-    worker = Serving(prober)
-    connection = prober.open("get-0")
-    opened_at = connection.opened_at
-    later, before, same = (
-        cast(Any, SimpleNamespace(created_at=opened_at + more)) for more in (1, -1, 0)
-    )
-    assert not worker._may_retry(later, connection), "it is open"
-    connection.close()
-    assert [worker._may_retry(job, connection) for job in (later, before, same)] == [
-        True,
-        False,
-        False,
-    ]
-    prober.down()
-    assert not worker._may_retry(later, connection)
     close(prober)
 
 

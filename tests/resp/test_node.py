@@ -133,7 +133,7 @@ def test_a_cluster_that_is_down_keeps_its_connections() -> None:
         assert plane.state.up
         assert "CLUSTERDOWN" in plane.state.reason
         stats = plane.stats()
-        assert (stats.connects, stats.connections_lost) == (4, 0)
+        assert (stats.connects, stats.connections_lost) == (3, 0)
         sets = [words for words in server.commands if words[0] == b"SET"]
         assert len(sets) < 20
 
@@ -208,7 +208,7 @@ def failing_start(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     return again
 
 
-@pytest.mark.parametrize("name", ["lmcr-health", "lmcr-set-0"])
+@pytest.mark.parametrize("name", ["lmcr-control", "lmcr-set-0"])
 def test_a_plane_without_threads_does_not_start(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     failing_start(monkeypatch, name)
     plane = RedisPlane(RedisOptions("redis://127.0.0.1:1"))
@@ -258,16 +258,15 @@ def test_no_thread_of_a_plane_ends_by_an_exception(
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     with shard() as server, running(cluster_url(server)) as plane:
-        wait_until(lambda: open_streams(plane) == 4)
+        wait_until(lambda: open_streams(plane) == 3)
         assert failed == {
             "lmcr-topology",
-            "lmcr-health",
             "lmcr-control",
             "lmcr-get-0",
             "lmcr-set-0",
         }
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
-        assert caplog.text.count("internal error in a Redis plane thread") == 5
+        assert caplog.text.count("internal error in a Redis plane thread") == 4
 
 
 def test_loop_threads_are_all_threads_of_a_plane() -> None:

@@ -167,7 +167,7 @@ def test_a_cluster() -> None:
     assert {(s.credentials, s.db) for s in found.seeds} == {(StaticPassword("me", "s@crt"), 0)}
     node = found.at("c", 9)
     assert (node.host, node.port, node.credentials) == ("c", 9, StaticPassword("me", "s@crt"))
-    assert found.url == "redis+cluster://a:6379,b:7001,[::1]:6379,[fe80::2]:7003"
+    assert found.url == "redis+cluster://a,b:7001,[::1],[fe80::2]:7003"
     assert "s@crt" not in repr(found) + found.url
 
 
@@ -182,19 +182,19 @@ def test_a_master_behind_sentinels() -> None:
     for endpoint in (*found.seeds, server):
         assert endpoint.transport is Transport.TLS
         assert dict(endpoint.tls) == {"ssl_cert_reqs": "none"}
-    assert found.url.startswith("rediss+sentinel://a:26379,b:7/my%20master")
+    assert found.url == "rediss+sentinel://a,b:7/my%20master/3?ssl_cert_reqs=none"
 
 
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("redis://me:secret@h", "redis://h:6379"),
-        ("redis://[::1]:7/2", "redis://[::1]:7?db=2"),
+        ("redis://me:secret@h", "redis://h"),
+        ("redis://[::1]:7/2", "redis://[::1]:7/2"),
         ("rediss://:secret@h:1?ssl_cert_reqs=none", "rediss://h:1?ssl_cert_reqs=none"),
         ("unix://me:secret@/run/a%20b.sock?db=3", "unix:///run/a%20b.sock?db=3"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock"),
-        ("redis+cluster://:secret@a,b:7", "redis+cluster://a:6379,b:7"),
-        ("rediss+sentinel://:secret@a,b:7/my%20m/3", "rediss+sentinel://a:26379,b:7/my%20m/3"),
+        ("redis+cluster://:secret@a,b:7", "redis+cluster://a,b:7"),
+        ("rediss+sentinel://:secret@a,b:7/my%20m/3", "rediss+sentinel://a,b:7/my%20m/3"),
     ],
 )
 def test_the_url_that_is_shown_is_one_of_the_same_servers(given: str, shown: str) -> None:
@@ -242,17 +242,17 @@ def test_what_is_refused(url: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("redis://u:s3cr3t@h:7000/2", "redis://h:7000?db=2"),
+        ("redis://u:s3cr3t@h:7000/2", "redis://h:7000/2"),
         ("unix:///run/a%20b.sock?db=1", "unix:///run/a%20b.sock?db=1"),
         ("redis+sentinel://:s3cr3t@a:1,[::1]:2/m/3", "redis+sentinel://a:1,[::1]:2/m/3"),
         (
             "redis+sentinel://a:1/m?sentinel_password=s3cr3t",
             "redis+sentinel://a:1/m",
         ),
-        ("redis+cluster://a,b:7", "redis+cluster://a:6379,b:7"),
+        ("redis+cluster://a,b:7", "redis+cluster://a,b:7"),
         (
             "rediss://h?ssl_cert_reqs=none&ssl_password=s3cr3t&ssl_check_hostname=false",
-            "rediss://h:6379?ssl_cert_reqs=none&ssl_check_hostname=False",
+            "rediss://h?ssl_cert_reqs=none&ssl_check_hostname=false",
         ),
     ],
 )

@@ -254,6 +254,7 @@ def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
         assert answers.wait(1) == [ReadOutcome.CANCELLED]
         # The first is held by a socket: its answer waits for that.
         plane.cancel(ios[0])
+        wait_until(lambda: plane._jobs.transfers[ios[0]].outcome)
         assert len(answers) == 1
         proxy.cut_all()
         outcomes = answers.wait(3)

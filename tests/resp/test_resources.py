@@ -63,7 +63,7 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
         assert sorted(plane_threads()) == threads
         stats = plane.stats()
         assert (stats.queued_reads, stats.queued_writes) == (0, 0)
-        wait_until(lambda: plane._jobs.wait_empty(0.0))
+        wait_until(lambda: not plane._jobs._jobs)
 
 
 @pytest.mark.servers

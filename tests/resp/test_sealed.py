@@ -136,18 +136,6 @@ def test_no_nonce_is_used_twice(plane: RedisPlane, client: redis.Redis) -> None:
     assert len({*nonces}) == len(nonces) == 100
 
 
-def test_a_stripe_that_is_sent_again_is_sealed_again(
-    server: RedisServer, client: redis.Redis
-) -> None:
-    with Proxy(server.port) as proxy, running(proxy.url, seal_keys=KEYS) as plane:
-        assert write(plane, Chunk(9, SLOT, SLOT, seed=9)) == [WriteOutcome.STORED]
-        proxy.cut_all("set")
-        chunk = Chunk(1, SIZE, SLOT, seed=1)
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        assert read(plane, loaded := Chunk(1, SIZE, SLOT)) == [LOADED]
-        assert loaded.content == chunk.content
-
-
 # ----------------------------------------------------------------------- keys
 
 

@@ -111,7 +111,6 @@ def test_garbage_on_any_connection(server: RedisServer, role: str, reply: bytes)
         else:
             assert found == (CallOutcome.DONE, 1)
         if stored is WriteOutcome.STORED:
-            # Sent again on another connection: then it is there.
             again = Chunk(2, SIZE, SLOT)
             assert read(plane, again) == [ReadOutcome.LOADED]
             assert again.content == chunk.content

@@ -346,7 +346,7 @@ def _check_calls(
         running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
     ):
         for _ in range(2):
-            wait_until(lambda: plane.state.up and open_streams(plane) == 4)
+            wait_until(lambda: plane.state.up and open_streams(plane) == 3)
             lost = plane.stats().connections_lost
             with over_in_time():
                 _check_call(plane, name, caplog)

@@ -22,20 +22,18 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from lmcache_redis.errors import (
-    RedisAuthError,
     RedisError,
     RedisProtocolError,
     RedisTimeout,
     RedisUnavailable,
 )
 from lmcache_redis.resp.net.endpoint import (
-    Credentials,
     Endpoint,
     Transport,
-    brief,
+    auth_command,
     judge_greeting,
     translated,
 )
@@ -80,7 +78,7 @@ class Connection:
     what each call moved. The deadline of `arm` holds for all calls until the next, however few
     bytes each moves: the clock is read before every system call.
 
-    on_close: called once or more with the connection. opened_at: when it was ready for commands.
+    on_close: called once or more with the connection. is_open: it was greeted, and is not closed.
     """
 
     def __init__(
@@ -90,8 +88,7 @@ class Connection:
         op_timeout_s: float,
         on_close: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
-        self.is_open = True
-        self.opened_at = 0.0
+        self.is_open = False
         self._sock = sock
         self._endpoint = endpoint
         self._op_timeout_s = op_timeout_s
@@ -128,7 +125,7 @@ class Connection:
                 judge_greeting(replies[0], name, self._endpoint)
         if self._replies.has_rest or not self._is_quiet():
             raise RedisProtocolError("the server sent something that was not asked for")
-        self.opened_at = time.monotonic()
+        self.is_open = True
 
     def close(self) -> None:
         self.is_open = False
@@ -148,11 +145,6 @@ class Connection:
                     if error.errno not in (errno.ENOTCONN, errno.EINVAL):
                         raise
 
-    def fail(self, error: RedisError) -> NoReturn:
-        """Close, because the connection is out of step, and raise the error."""
-        self.close()
-        raise error
-
     def check_idle(self) -> None:
         """Close if the server has closed it, or sent something unasked."""
         if self.is_open and not self._is_quiet():
@@ -165,14 +157,20 @@ class Connection:
         try:
             for request in requests:
                 self.send_all((request,))
-        except (RedisTimeout, RedisUnavailable) as error:
-            self.fail(error)
+        except (RedisTimeout, RedisUnavailable):
+            self.close()
+            raise
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether the connection is plain, and nothing has arrived."""
+        return self.plain_fileno >= 0 and self._is_quiet()
 
     def send_ahead(self, request: bytes) -> int:
         """Send as much as possible without blocking; return how many bytes.
 
-        For a thread that keeps the owner out, on a plain connection that has been greeted. 0 if it
-        is lost: sending the rest raises the error.
+        For a thread that keeps the owner out, if it `takes_ahead`. 0 if it is lost: sending the
+        rest raises the error.
         """
         try:
             return os.write(self._sock.fileno(), request)
@@ -192,8 +190,9 @@ class Connection:
                 replies += self._replies.take(most - len(replies))
             if len(replies) > most or (len(replies) == most and self._replies.has_rest):
                 raise RedisProtocolError("more replies came than were asked for")
-        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self.fail(error)
+        except (RedisTimeout, RedisUnavailable, RedisProtocolError):
+            self.close()
+            raise
         return replies
 
     def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
@@ -411,25 +410,3 @@ class Connector:
         host, port = self.endpoint.host, self.endpoint.port
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, address) for family, _, _, _, address in found]
-
-
-def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
-    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
-    if credentials is None:
-        return None
-    try:
-        words = credentials.get_credentials()
-    except RedisAuthError:
-        raise
-    except Exception as error:
-        why = f"{type(error).__name__}: {brief(str(error))}"
-        raise RedisAuthError(f"the credential provider failed: {why}") from None
-    if (
-        not isinstance(words, (tuple, list))
-        or not 1 <= len(words) <= 2
-        or not all(isinstance(word, str) for word in words)
-    ):
-        raise RedisAuthError(
-            "the credential provider returned neither (password,) nor (user, password)"
-        )
-    return ("AUTH", *words)

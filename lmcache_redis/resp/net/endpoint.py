@@ -34,6 +34,28 @@ class Credentials(Protocol):
         """(password,) or (user, password)."""
 
 
+def auth_command(credentials: Credentials | None) -> tuple[str, ...] | None:
+    """The words of AUTH; None without credentials. Raises RedisAuthError if there are none now."""
+    if credentials is None:
+        return None
+    try:
+        words = credentials.get_credentials()
+    except RedisAuthError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {brief(str(error))}"
+        raise RedisAuthError(f"the credential provider failed: {why}") from None
+    if (
+        not isinstance(words, (tuple, list))
+        or not 1 <= len(words) <= 2
+        or not all(isinstance(word, str) for word in words)
+    ):
+        raise RedisAuthError(
+            "the credential provider returned neither (password,) nor (user, password)"
+        )
+    return ("AUTH", *words)
+
+
 class Transport(enum.Enum):
     TCP = "redis"
     TLS = "rediss"
