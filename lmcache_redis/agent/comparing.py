@@ -56,7 +56,8 @@ class CompareJob(StoreJob):
             return
         # Behind the gathers that are queued: engines wait for these.
         ended = super()._copied
-        self._queue(
+        self._agent.copies.put(
+            "gather",
             self._registration.place,
             partial(self._compare, entries),
             lambda outcome: self._cache.owner.post(partial(ended, entries, outcome)),
@@ -73,11 +74,10 @@ class CompareJob(StoreJob):
             )
         return CopyOutcome.DONE
 
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        self._cache.abandon(entry)
-
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
-        super()._ended(chunk, outcome)
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
+        if entry is not None:
+            self._cache.abandon(entry)
+        self._blocks_read((chunk,))
         self._cache.pool.unpin(self._cached.pop(chunk))
         if outcome is not CopyOutcome.DONE:
             self._distances[chunk] = None

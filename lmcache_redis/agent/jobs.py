@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.copies import CopyOutcome, Kind
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
 from lmcache_redis.cache.lookup import PrefixLookup
@@ -53,6 +53,8 @@ class CopyJob(ABC):
     question: its names and blocks were checked. All but `_move` runs on the loop thread.
     """
 
+    _kind: Kind = "gather"
+
     def __init__(
         self,
         agent: Agent,
@@ -85,12 +87,8 @@ class CopyJob(ABC):
         """Makes a call for these chunks; returns whether it was in time. Raises ``DeviceError``."""
 
     @abstractmethod
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        """The chunk's call has ended: releases the pin of `_take`."""
-
-    @abstractmethod
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
-        """The chunk has ended."""
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
+        """The chunk has ended: releases the pin of `_take`, if that took one."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -100,10 +98,6 @@ class CopyJob(ABC):
     def _skip_blocks(self) -> int:
         """The first blocks of the question that are not written."""
         return 0
-
-    @property
-    def _queue(self) -> Callable[..., None]:
-        return self._agent.copies.gather
 
     def _pinned(self) -> dict[int, Entry]:
         """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
@@ -153,7 +147,7 @@ class CopyJob(ABC):
             self._copied(entries, CopyOutcome.FAILED)
         for chunk in chunks:
             if chunk not in entries:
-                self._end(chunk, CopyOutcome.FAILED)
+                self._end(chunk, None, CopyOutcome.FAILED)
 
     def _submit(self, entries: Mapping[int, Entry]) -> None:
         question, per_chunk = self._question, self._group.blocks_per_part
@@ -165,7 +159,8 @@ class CopyJob(ABC):
             copies.append(ChunkCopy(block_ids, self._cache.views(self._form, entry), skip_blocks))
         stripe_bytes, lease_ns = self._form.stripe_payload_bytes, question.lease_ns
         call = CopyCall(copies, stripe_bytes, question.group, question.after, lease_ns)
-        self._queue(
+        self._agent.copies.put(
+            self._kind,
             self._registration.place,
             partial(self._copy, tuple(entries), call),
             lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
@@ -186,19 +181,16 @@ class CopyJob(ABC):
 
     def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
         for chunk, entry in entries.items():
-            try:
-                self._release(chunk, entry, outcome)
-            except Exception:
-                logger.exception("a chunk was lost")  # our own bug: only this chunk
-            self._end(chunk, outcome)
+            self._end(chunk, entry, outcome)
 
-    def _end(self, chunk: int, outcome: CopyOutcome) -> None:
+    def _end(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         self._pending.remove(chunk)
         try:
-            self._ended(chunk, outcome)
-        finally:
-            if not self._pending:
-                self._close()
+            self._ended(chunk, entry, outcome)
+        except Exception:
+            logger.exception("a chunk was lost")  # our own bug: only this chunk
+        if not self._pending:
+            self._close()
 
     def _close(self) -> None:
         try:
@@ -267,21 +259,27 @@ class StoreJob(CopyJob):
         self._registration.device.gather(call, on_blocks_read)
         return read_in_time or time.monotonic_ns() <= lease_ns
 
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         try:
-            if outcome is not CopyOutcome.DONE:
-                self._dropped(*_DROPS[outcome])
-                return
-            self._cache.metrics.count("gathered_chunks")
-            self._cache.metrics.count("gathered_bytes", self._form.chunk_bytes)
-            use = self._agent.peers.use_of(self._form.model_name)
-            use.gathered_bytes += self._form.chunk_bytes
-            if self._cache.publish(entry):
-                self._stored += 1
-                self._write_behind(chunk, entry)
+            if entry is not None:
+                self._gathered(chunk, entry, outcome)
         finally:
             # Even after a bug of ours above: lookups may be waiting for this entry.
-            self._cache.abandon(entry)
+            if entry is not None:
+                self._cache.abandon(entry)
+            self._blocks_read((chunk,))
+
+    def _gathered(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        if outcome is not CopyOutcome.DONE:
+            self._dropped(*_DROPS[outcome])
+            return
+        self._cache.metrics.count("gathered_chunks")
+        self._cache.metrics.count("gathered_bytes", self._form.chunk_bytes)
+        use = self._agent.peers.use_of(self._form.model_name)
+        use.gathered_bytes += self._form.chunk_bytes
+        if self._cache.publish(entry):
+            self._stored += 1
+            self._write_behind(chunk, entry)
 
     def _write_behind(self, chunk: int, entry: Entry) -> None:
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
@@ -290,9 +288,6 @@ class StoreJob(CopyJob):
     def _dropped(self, counter: str, reason: str) -> None:
         self._cache.metrics.count(counter)
         self._reasons.add(reason)
-
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
-        self._blocks_read((chunk,))
 
     def _blocks_read(self, chunks: Sequence[int]) -> None:
         if not self._unread.isdisjoint(chunks):
@@ -332,16 +327,13 @@ class RetrieveJob(CopyJob):
     chunk that does not arrive in time ends the loads: it and those after it are failed chunks.
     """
 
+    _kind = "scatter"
     _question: m.Retrieve
     _load: HitLoad | None
     _lost = False  # the GPU: it may still write to the blocks
     _failed: list[int]
     _entries: dict[int, Entry]  # pinned, until their copies take over the pins
     _missing: list[int]  # chunks that are not in memory, and are not being loaded
-
-    @property
-    def _queue(self) -> Callable[..., None]:
-        return self._agent.copies.scatter
 
     @property
     def _skip_blocks(self) -> int:
@@ -392,7 +384,7 @@ class RetrieveJob(CopyJob):
     def _give_up(self) -> None:
         missing, self._missing = self._missing, []
         for chunk in missing:
-            self._end(chunk, CopyOutcome.FAILED)
+            self._end(chunk, None, CopyOutcome.FAILED)
 
     def _take(self, chunk: int) -> Entry | None:
         return self._entries.pop(chunk, None)
@@ -401,13 +393,12 @@ class RetrieveJob(CopyJob):
         self._registration.device.scatter(call)
         return True
 
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        self._cache.pool.unpin(entry)
-
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:
             self._failed.append(chunk)
         self._lost = self._lost or outcome is CopyOutcome.LOST
+        if entry is not None:
+            self._cache.pool.unpin(entry)
 
     def _finish(self) -> None:
         copied = len(self._hashes) - len(self._failed)

@@ -151,8 +151,8 @@ class Registering:
                 if self._peers.get(peer.identity) is peer:
                     self._when_mapped(peer, action)
 
-        self._copies.scatter(
-            REGISTERING, open_memory, lambda outcome: self._cache.owner.post(ended)
+        self._copies.put(
+            "scatter", REGISTERING, open_memory, lambda outcome: self._cache.owner.post(ended)
         )
 
     def _mapped(self, peer: Peer, registration: Registration, reply: Reply) -> None:
@@ -211,7 +211,8 @@ class Registering:
             registration.device.close()
             return CopyOutcome.DONE
 
-        self._copies.gather(
+        self._copies.put(
+            "gather",
             registration.place,
             close,
             lambda outcome: self._cache.owner.post(partial(self._closed, worker, outcome)),

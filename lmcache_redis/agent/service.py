@@ -30,7 +30,6 @@ from msgspec.structs import replace
 
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
-from lmcache_redis.agent.admission import Admission
 from lmcache_redis.agent.agent import Agent, status_report, summary
 from lmcache_redis.agent.comparing import CompareJob
 from lmcache_redis.agent.explaining import Explanations
@@ -77,7 +76,7 @@ class Service:
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(agent.wakeup.fd, zmq.POLLIN)
-        self._admission = Admission(router, agent.config.endpoint)
+        self._admission = transport.Admission(router, agent.config.endpoint)
         self._poller.register(self._admission.accepted, zmq.POLLIN)
         self._handlers = Handlers(agent, recorder)
         self._welcome = m.Welcome(
