@@ -59,7 +59,16 @@ class LookupJob:
         now_s, peers = time.monotonic(), self._agent.peers
         ranks = peers.ranks(self._peer)
         if ranks is None and (now_s >= self._deadline_s or not peers.joining(self._peer, now_s)):
-            self._miss("not_registered")
+            differ = peers.layouts_differ(self._peer)
+            self._miss("layouts_differ" if differ else "not_registered")
+            if differ and not self._peer.warned:
+                self._peer.warned = True
+                logger.warning(
+                    "lookups of model %s miss: workers with different layouts are registered, and "
+                    "neither they nor the scheduler name their engines: give those of each engine "
+                    "one engine_id",
+                    self._peer.hello.model_name,
+                )
             return
         key = self._peer.engine_id, self._question.request_id
         session = self._agent.sessions.open(key, now_s)

@@ -127,9 +127,14 @@ class ModelUse:
 
 
 class Peers:
-    """All peers, by the identity of their connection; and what each model has used."""
+    """All peers, by the identity of their connection; and what each model has used.
+
+    mapping: registrations in progress, also of peers that have left since: their driver may hold up
+    this process.
+    """
 
     def __init__(self) -> None:
+        self.mapping = 0
         self._by_identity: dict[bytes, Peer] = {}
         self.models: dict[str, ModelUse] = {}
 

@@ -59,14 +59,8 @@ class Registering:
         self._peers = agent.peers
         self._pinning = agent.pinning
         self._gpus = Gpus(agent.config.direct_copy_bytes, agent.pinning.pieces_of)
-        self._mapping = 0  # registrations in progress
         self._closing: dict[_Worker, int] = {}  # former mappings that are still open
         self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
-
-    @property
-    def is_mapping(self) -> bool:
-        """Whether a registration is in progress: its driver may hold up this process."""
-        return self._mapping > 0
 
     def register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
         """Maps a worker's memory and answers, or refuses with a reason.
@@ -121,7 +115,7 @@ class Registering:
     ) -> None:
         self.unregister(peer, "it registers again")
         peer.mapping = True
-        self._mapping += 1
+        self._peers.mapping += 1
         device: DeviceContext | DeviceError = DeviceError("the agent could not map the KV cache")
 
         def open_memory() -> CopyOutcome:
@@ -140,7 +134,7 @@ class Registering:
 
         def ended() -> None:
             peer.mapping = False
-            self._mapping -= 1
+            self._peers.mapping -= 1
             if isinstance(device, DeviceError):
                 logger.warning("refused the KV cache of %s: %s", _name(peer), device)
                 reply(m.Failure(0, m.REFUSED, str(device)))

@@ -34,7 +34,7 @@ from lmcache_redis.agent.agent import Agent, status_report, summary
 from lmcache_redis.agent.comparing import CompareJob
 from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.jobs import CopyJob, RetrieveJob, StoreJob
-from lmcache_redis.agent.lookups import LookupJob, note_lookup
+from lmcache_redis.agent.lookups import LookupJob
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.agent.registering import Registering
@@ -52,10 +52,6 @@ _SUMMARY_S = 60.0
 # While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
 _HIT_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.01
-_LAYOUTS_DIFFER = (
-    "lookups of model %s miss: workers with different layouts are registered, and neither they nor "
-    "the scheduler name their engines: give those of each engine one engine_id"
-)
 _JOBS: Mapping[type, type[CopyJob]] = {
     m.Store: StoreJob,
     m.Compare: CompareJob,
@@ -262,10 +258,7 @@ class Handlers:
         explanations = Explanations(agent)
         self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
             m.Ping: lambda question, reply: reply(
-                m.Pong(0, os.getpid(), __version__, self._registering.is_mapping)
-            ),
-            m.GetChunkSize: lambda question, reply: reply(
-                m.ChunkSize(0, agent.config.chunk_size_tokens)
+                m.Pong(0, os.getpid(), __version__, agent.peers.mapping > 0)
             ),
             m.Status: lambda question, reply: reply(
                 m.StatusReport(0, msgspec.json.encode(status_report(agent)))
@@ -316,15 +309,8 @@ class Handlers:
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         peer.computing.token_s = question.token_s
-        layouts_differ = self._agent.peers.layouts_differ(peer)
-        if layouts_differ or self.is_stopping or not question.hashes:
+        if self.is_stopping or not question.hashes:
             reply(m.LookupResult(0, 0))
-            if layouts_differ and not peer.warned:
-                peer.warned = True
-                logger.warning(_LAYOUTS_DIFFER, peer.hello.model_name)
-            if layouts_differ:
-                tokens = self._agent.config.chunk_size_tokens
-                note_lookup(self._agent, peer, question, "layouts_differ", chunk_tokens=tokens)
             return
         if self._recorder is not None:
             reply = self._recorder.looked_up(peer, question, reply)
