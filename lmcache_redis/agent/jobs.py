@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
@@ -53,7 +54,7 @@ class CopyJob(ABC):
     question: its names and blocks were checked. All but `_move` runs on the loop thread.
     """
 
-    _kind: Kind = "gather"
+    _kind: ClassVar[Kind] = "gather"
 
     def __init__(
         self,
