@@ -146,9 +146,9 @@ def status_report(agent: Agent) -> dict[str, Any]:
                 "worker_id": peer.hello.worker_id,
                 "world_size": peer.hello.world_size,
                 "chunk_tokens": peer.registration.chunk_tokens,
-                "chunk_bytes": sum(g.form.chunk_bytes for g in peer.registration.groups),
-                "layout": peer.registration.groups[0].form.fingerprint.hex(),
-                "groups": [_group(group.form) for group in peer.registration.groups],
+                "chunk_bytes": sum(form.chunk_bytes for form in peer.registration.forms),
+                "layout": peer.registration.forms[0].fingerprint.hex(),
+                "groups": [*map(_group, peer.registration.forms)],
                 "device": peer.registration.device.layouts[0].device,
                 # False while its scheduler or another of its ranks is missing.
                 "ready": peers.complete(peer),

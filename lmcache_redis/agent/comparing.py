@@ -70,7 +70,7 @@ class CompareJob(StoreJob):
                 self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
             )
             self._distances[chunk] = part_distance(
-                self._layout, self._group.blocks_per_part, cached, computed
+                self._layout, self._blocks_per_part, cached, computed
             )
         return CopyOutcome.DONE
 

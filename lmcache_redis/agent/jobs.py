@@ -69,8 +69,7 @@ class CopyJob(ABC):
         self._session, self._registration = session, registration
         self._question, self._reply = question, reply
         self._hashes = question.hashes
-        self._group = registration.groups[question.group]
-        self._form = self._group.form
+        self._form = registration.forms[question.group]
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
@@ -99,6 +98,10 @@ class CopyJob(ABC):
     def _skip_blocks(self) -> int:
         """The first blocks of the question that are not written."""
         return 0
+
+    @property
+    def _blocks_per_part(self) -> int:
+        return len(self._question.block_ids) // len(self._hashes)
 
     def _pinned(self) -> dict[int, Entry]:
         """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
@@ -151,7 +154,7 @@ class CopyJob(ABC):
                 self._end(chunk, None, CopyOutcome.FAILED)
 
     def _submit(self, entries: Mapping[int, Entry]) -> None:
-        question, per_chunk = self._question, self._group.blocks_per_part
+        question, per_chunk = self._question, self._blocks_per_part
         copies = []
         for chunk, entry in entries.items():
             first = chunk * per_chunk

@@ -254,8 +254,8 @@ def shared_rows(
     forms: dict[bytes, ChunkForm] = {}
     users: dict[bytes, list[PartKey]] = {}
     for registration in ranks:
-        for number, group in enumerate(registration.groups):
-            stem = group.form.stem(hash_bytes)
-            forms.setdefault(stem, group.form)
+        for number, form in enumerate(registration.forms):
+            stem = form.stem(hash_bytes)
+            forms.setdefault(stem, form)
             users.setdefault(stem, []).append((registration.worker_id, number))
     return [*forms.values()], [*users.values()]

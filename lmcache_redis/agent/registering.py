@@ -14,7 +14,7 @@ from functools import partial
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
-from lmcache_redis.agent.peers import Group, Peer, Registration, Reply
+from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.calls import DeviceContext
@@ -73,7 +73,7 @@ class Registering:
         if not peer.engine_id:  # its former mapping is found by this id
             raise WireError("a KV cache is registered without an engine id")
         try:
-            chunk_tokens, groups = self._groups(peer, question)
+            chunk_tokens, forms = self._forms(peer, question)
             # There is often one storage per layer, all of one process.
             handles = (*question.storages, *filter(None, (question.signals,)))
             for handle in {(each.pid, each.pid_start_time): each for each in handles}.values():
@@ -82,7 +82,7 @@ class Registering:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
         make = partial(
-            Registration, peer.engine_id, worker_id, chunk_tokens, groups,
+            Registration, peer.engine_id, worker_id, chunk_tokens, forms,
             storages=question.storages,
         )  # fmt: skip
         self._when_mapped(peer, lambda: self._map(peer, make, question, reply))
@@ -155,22 +155,22 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        groups = "; ".join(map(_sentence, registration.groups))
+        groups = "; ".join(map(_sentence, registration.forms))
         logger.info("registered %s: %s", _name(peer), groups)
         # This tells the engine that every copy through a former mapping has ended.
         self._when_unmapped(peer, lambda: reply(m.Done(0)))
         if isinstance(registration.device, CudaDevice):
             self._pinning.begin(registration.device.use_context)
 
-    def _groups(self, peer: Peer, question: m.RegisterKVCache) -> tuple[int, tuple[Group, ...]]:
-        """The tokens of a chunk, and its groups. Raises ``ConfigError`` if none can be cached."""
+    def _forms(self, peer: Peer, question: m.RegisterKVCache) -> tuple[int, tuple[ChunkForm, ...]]:
+        """The tokens of a chunk, and its parts. Raises ``ConfigError`` if none can be cached."""
         sizes = [group.layout.block_size_tokens for group in question.groups]
         if not 0 < len(sizes) <= MAX_GROUPS or min(sizes) < 1:
             raise ConfigError(
                 f"{len(sizes)} groups; there may be 1 to {MAX_GROUPS}, of whole blocks"
             )
         chunk_tokens = engine_chunk_tokens(self._config.chunk_size_tokens, sizes)
-        model_name, groups = peer.hello.model_name, []
+        model_name, forms = peer.hello.model_name, []
         for each in question.groups:
             form = form_of(each.layout, model_name, each.kv_rank, chunk_tokens, self._config)
             if form.fingerprint != each.fingerprint:
@@ -178,14 +178,14 @@ class Registering:
                     "engine and agent compute different fingerprints of one layout: "
                     "install the same lmcache-redis on both sides"
                 )
-            groups.append(Group(form, each.layout.blocks_per_part(chunk_tokens)))
-        chunk_bytes = sum(group.form.chunk_bytes for group in groups)
-        if sum(group.form.stripe_count for group in groups) > self._cache.pool.capacity:
+            forms.append(form)
+        if sum(form.stripe_count for form in forms) > self._cache.pool.capacity:
+            chunk_bytes = sum(form.chunk_bytes for form in forms)
             raise ConfigError(
                 f"a chunk of {chunk_bytes} bytes does not fit the host pool: "
                 "start the agent with a larger --pool-bytes"
             )
-        return chunk_tokens, tuple(groups)
+        return chunk_tokens, tuple(forms)
 
     def unregister(self, peer: Peer, why: str) -> None:
         """Unmaps a worker's memory once its copies have ended. Does nothing if none is mapped."""
@@ -234,8 +234,7 @@ def _name(peer: Peer) -> str:
     return f"worker {hello.worker_id} of engine {peer.engine_id[:8]} ({hello.model_name})"
 
 
-def _sentence(group: Group) -> str:
-    form = group.form
+def _sentence(form: ChunkForm) -> str:
     return (
         f"chunks of {form.chunk_bytes / 2**20:.1f} MiB (stripes: {form.stripe_count}, "
         f"reach: {form.reach.kind}), layout {form.fingerprint.hex()[:12]}"

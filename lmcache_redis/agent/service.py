@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -325,10 +326,9 @@ class Handlers:
             raise DeviceError("no KV cache is registered on this connection")
         _check_hashes(hashes)
         check_blocks(registration, question)
-        forms = [group.form for group in registration.groups]
         sessions = self._agent.sessions
         if isinstance(question, m.Retrieve):
-            layouts = [form.fingerprint for form in forms]
+            layouts = [form.fingerprint for form in registration.forms]
             if hashes and not self._agent.trust.allows(layouts, hashes[0]):
                 reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
                 parts = sessions.history.request((peer.engine_id, question.request_id)).parts
@@ -340,7 +340,7 @@ class Handlers:
             reply(m.StoreResult(0, 0, 0, len(hashes)))
             return
         elif self._recorder is not None:
-            self._recorder.stored(question, forms[question.group])
+            self._recorder.stored(question, registration.forms[question.group])
         keys = [(engine, question.request_id) for engine in self._agent.peers.engines_of(peer)]
         key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
         session = sessions.open(key, time.monotonic(), for_lookup=False)
@@ -363,7 +363,7 @@ class Handlers:
         prefixes: set[bytes] = set()
         epoch = question.epoch
         registrations = self._agent.peers.registrations(peer)
-        forms = [group.form for each in registrations for group in each.groups]
+        forms = chain.from_iterable(each.forms for each in registrations)
         for each in [*forms, *self._names(peer, question.remote)]:
             if epoch is None:
                 prefixes.add(each.names.common)
@@ -392,13 +392,14 @@ def _check_hashes(hashes: Sequence[bytes]) -> None:
 
 
 def check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> None:
-    group, block_ids, chunks = question.group, question.block_ids, len(question.hashes)
-    if group >= len(registration.groups):
-        raise WireError(f"group {group} of a worker with {len(registration.groups)} groups")
-    expected = chunks * registration.groups[group].blocks_per_part
+    block_ids, chunks = question.block_ids, len(question.hashes)
+    layouts = registration.device.layouts
+    if question.group >= len(layouts):
+        raise WireError(f"group {question.group} of a worker with {len(layouts)} groups")
+    layout = layouts[question.group]
+    expected = chunks * layout.blocks_per_part(registration.chunk_tokens)
     if len(block_ids) != expected:
         raise WireError(f"{len(block_ids)} block ids for {chunks} chunks: expected {expected}")
-    layout = registration.device.layouts[group]
     if layout.device != "cpu" and question.after is None:
         raise WireError("a copy on a GPU without a ticket: its blocks may still be written")
     num_blocks = layout.num_blocks
