@@ -28,8 +28,6 @@ from lmcache_redis.transport import Wakeup
 
 Line = tuple[int, str]
 
-TIERS = tuple(TIER_NAMES.values())
-
 # Normal operation, eviction included, never increments these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
 # Counters of the log's line, beside misses and drops.
@@ -174,7 +172,7 @@ def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
     return {
         "hit_rate": {
             tier: round(counters[f"hit_chunks_{tier}"] / asked, 4) if asked else None
-            for tier in TIERS
+            for tier in TIER_NAMES.values()
         },
         "tokens_saved": saved,
         "tokens_saved_untimed": untimed,

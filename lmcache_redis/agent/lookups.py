@@ -82,9 +82,7 @@ class LookupJob:
 
     def _miss(self, reason: str) -> None:
         self._reply(m.LookupResult(0, 0, compare_only=self._compare_only))
-        note_lookup(
-            self._agent, self._peer, self._question, reason, chunk_tokens=self._chunk_tokens
-        )
+        self._keep(reason)
 
     def _look_up(self, session: Session, ranks: Sequence[Registration]) -> None:
         question, hashes = self._question, self._question.hashes
@@ -166,16 +164,38 @@ class LookupJob:
                 words += [state.reason for state in states if not state.up]
             if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
-        note_lookup(
-            self._agent, self._peer, self._question, reason, words, missed,
+        self._keep(
+            reason, words, missed,
             took_s=took_s,
             found_chunks=found.bound,
             hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
-            chunk_tokens=self._chunk_tokens,
             compare_only=self._compare_only,
             layouts=tuple(layouts),
             bet=None if found.bet is None else found.bet._asdict(),
         )  # fmt: skip
+
+    def _keep(
+        self, reason: str, because: Sequence[str] = (), missed: bytes = b"", **found: Any
+    ) -> None:
+        """Keeps the lookup for `lmcache-redis why`.
+
+        reason, because, missed: of its first miss; "" if there was none. found: fields of
+        `PastLookup`.
+        """
+        question, history = self._question, self._agent.sessions.history
+        past = history.request((self._peer.engine_id, question.request_id))
+        past.lookups += 1
+        past.lookup = PastLookup(
+            model=self._peer.hello.model_name,
+            first_chunk=question.first_chunk,
+            asked_chunks=len(question.hashes),
+            chunk_tokens=self._chunk_tokens,
+            **found,
+        )
+        if reason:
+            chunk = question.first_chunk + past.lookup.found_chunks
+            token = chunk * self._chunk_tokens
+            past.lookup.first_miss = FirstMiss(chunk, token, reason, tuple(because), missed.hex())
 
     def _count(self, found: PrefixLookup, tiers: str, took_s: float) -> None:
         metrics, chunks = self._agent.cache.metrics, len(self._question.hashes)
@@ -197,33 +217,6 @@ class LookupJob:
             self._question.request_id, found.bound, chunks, from_redis, from_disk, took_s * 1e3,
             because(found.end.reasons),
         )  # fmt: skip
-
-
-def note_lookup(
-    agent: Agent,
-    peer: Peer,
-    question: m.Lookup,
-    reason: str,
-    because: Sequence[str] = (),
-    missed: bytes = b"",
-    **found: Any,
-) -> None:
-    """Keeps a lookup for `lmcache-redis why`.
-
-    reason, because, missed: of its first miss; "" if there was none. found: fields of `PastLookup`.
-    """
-    past = agent.sessions.history.request((peer.engine_id, question.request_id))
-    past.lookups += 1
-    past.lookup = PastLookup(
-        model=peer.hello.model_name,
-        first_chunk=question.first_chunk,
-        asked_chunks=len(question.hashes),
-        **found,
-    )
-    if reason:
-        chunk = question.first_chunk + past.lookup.found_chunks
-        token = chunk * past.lookup.chunk_tokens
-        past.lookup.first_miss = FirstMiss(chunk, token, reason, tuple(because), missed.hex())
 
 
 def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:
