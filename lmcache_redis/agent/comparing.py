@@ -121,7 +121,3 @@ class CompareJob(StoreJob):
                     layout.hex()[:16], self._form.model_name, CANARIES_AGAIN,
                 )  # fmt: skip
         self._session.past.compared += sum(each is not None for each in self._distances.values())
-        logger.debug(
-            "request %s: %d of %d chunks compared, at most %.2g away",
-            self._question.request_id, len(self._distances), len(self._hashes), self._farthest,
-        )  # fmt: skip

@@ -43,11 +43,6 @@ _DROPS = {
 }
 
 
-def because(reasons: Collection[str]) -> str:
-    """The end of a log line that says why less was done than asked for."""
-    return f", because {', '.join(sorted(reasons))}" if reasons else ""
-
-
 class CopyJob(ABC):
     """One store, retrieve or comparison of one worker, from the question to the answer.
 
@@ -122,16 +117,15 @@ class CopyJob(ABC):
             found[chunk] = entry
         return found
 
-    def _begin(self, chunks: Sequence[int], later: Sequence[int] = ()) -> None:
-        """Queues calls for the chunks; the job ends with the last of them and of ``later``."""
+    def _begin(self, chunks: Collection[int]) -> None:
+        """The job ends with the last of the chunks, for each of which `_begin_calls` is called."""
         self._session.busy += 1
-        if not chunks and not later:
+        if not chunks:
             self._close()
             return
-        self._pending.update(chunks, later)
+        self._pending.update(chunks)
         # The threads of a device that hangs never take another copy from its queue.
         self._cache.owner.at(self._question.lease_ns / 1e9, self._agent.copies.drop_late)
-        self._begin_calls(chunks)
 
     def _begin_calls(self, chunks: Sequence[int]) -> None:
         per_call = max(1, -(-self._registration.device.call_bytes // self._form.chunk_bytes))
@@ -235,6 +229,7 @@ class StoreJob(CopyJob):
         if not chunks:
             self._answer()
         self._begin(chunks)
+        self._begin_calls(chunks)
 
     def _take(self, chunk: int) -> Entry | None:
         """Slots for the chunk; None if there is no room or the chunk is already in the pool."""
@@ -294,7 +289,7 @@ class StoreJob(CopyJob):
         self._reasons.add(reason)
 
     def _blocks_read(self, chunks: Sequence[int]) -> None:
-        if not self._unread.isdisjoint(chunks):
+        if self._unread:
             self._unread.difference_update(chunks)
             if not self._unread:
                 self._answer()
@@ -314,11 +309,6 @@ class StoreJob(CopyJob):
         past.present += self._already
         past.dropped += len(self._hashes) - self._stored - self._already
         past.add_reasons(self._reasons)
-        logger.debug(
-            "request %s: %d of %d chunks stored, %d were in the host pool%s",
-            self._question.request_id, self._stored, len(self._hashes), self._already,
-            because(self._reasons),
-        )  # fmt: skip
 
 
 class RetrieveJob(CopyJob):
@@ -347,7 +337,8 @@ class RetrieveJob(CopyJob):
         self._failed = []
         self._entries = self._pinned()
         self._missing = [each for each in range(len(self._hashes)) if each not in self._entries]
-        self._begin([*self._entries], self._missing)
+        self._begin(range(len(self._hashes)))
+        self._begin_calls([*self._entries])
         self._load_piece()
 
     def _load_piece(self) -> None:
@@ -416,11 +407,6 @@ class RetrieveJob(CopyJob):
         past.failed += len(self._failed)
         past.load_s = max(past.load_s, took_s)
         past.add_reasons(self._reasons)
-        logger.debug(
-            "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
-            self._question.request_id, copied, len(self._hashes), took_s * 1e3,
-            because(self._reasons),
-        )  # fmt: skip
         if not self._lost:
             self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
 

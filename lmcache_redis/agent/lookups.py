@@ -16,7 +16,6 @@ from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.jobs import because
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.sessions import FirstMiss, HitLoad, PartKey, PastLookup, Session
 from lmcache_redis.cache.cache import Cache
@@ -213,11 +212,6 @@ class LookupJob:
         use.lookups += 1
         use.lookup_tokens += chunks * self._chunk_tokens
         use.hit_tokens += found.bound * self._chunk_tokens
-        logger.debug(
-            "request %s: %d of %d chunks hit (%d loaded from Redis, %d from disk) in %.1f ms%s",
-            self._question.request_id, found.bound, chunks, from_redis, from_disk, took_s * 1e3,
-            because(found.end.reasons),
-        )  # fmt: skip
 
 
 def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:
