@@ -157,12 +157,12 @@ class SchedulerClient:
         first_chunk: int = 0,
         token_s: float = 0.0,
     ) -> None:
-        """Starts a lookup, as LOOKUP says it, unless the request has one or there are no hashes."""
-        if request_id in self._lookups or not hashes:
+        """Starts a lookup, as LOOKUP says it, unless the request has one."""
+        if request_id in self._lookups:
             return
         hashes, chunk_tokens = tuple(hashes), self.chunk_size_tokens()
         question = m.Lookup(0, request_id, hashes, first_chunk, self.ranks.remote(), token_s)
-        (call,) = self.link.submit_all([question])
+        (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         welcome = self.link.welcome
         deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
         lookup = _AskedLookup(hashes, first_chunk, chunk_tokens, call, deadline_s)
