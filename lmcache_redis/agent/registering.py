@@ -17,7 +17,6 @@ from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.context import open_device
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
@@ -81,11 +80,17 @@ class Registering:
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
-        make = partial(
-            Registration, peer.engine_id, worker_id, chunk_tokens, forms,
-            storages=question.storages,
-        )  # fmt: skip
-        self._when_mapped(peer, lambda: self._map(peer, make, question, reply))
+
+        def open_memory() -> Registration:
+            layouts = [group.layout for group in question.groups]
+            device = open_device(
+                layouts, question.storages, self._config.device, question.signals, self._gpus
+            )
+            return Registration(
+                peer.engine_id, worker_id, chunk_tokens, forms, device, question.storages
+            )
+
+        self._when_mapped(peer, lambda: self._map(peer, open_memory, reply))
 
     def unregister_when_mapped(
         self, peer: Peer, question: m.UnregisterKVCache, reply: Reply
@@ -106,28 +111,19 @@ class Registering:
         else:
             action()
 
-    def _map(
-        self,
-        peer: Peer,
-        make: Callable[..., Registration],
-        question: m.RegisterKVCache,
-        reply: Reply,
-    ) -> None:
+    def _map(self, peer: Peer, open_memory: Callable[[], Registration], reply: Reply) -> None:
         self.unregister(peer, "it registers again")
         peer.mapping = True
         self._peers.mapping += 1
-        device: DeviceContext | DeviceError = DeviceError("the agent could not map the KV cache")
+        mapped: Registration | DeviceError = DeviceError("the agent could not map the KV cache")
 
-        def open_memory() -> CopyOutcome:
+        def map_memory() -> CopyOutcome:
             # On a copy thread: mapping a KV cache takes seconds.
-            nonlocal device
-            layouts = [group.layout for group in question.groups]
+            nonlocal mapped
             try:
-                device = open_device(
-                    layouts, question.storages, self._config.device, question.signals, self._gpus
-                )
+                mapped = open_memory()
             except DeviceError as error:
-                device = error
+                mapped = error
                 if isinstance(error, GpuLost):
                     raise
             return CopyOutcome.DONE
@@ -135,18 +131,18 @@ class Registering:
         def ended() -> None:
             peer.mapping = False
             self._peers.mapping -= 1
-            if isinstance(device, DeviceError):
-                logger.warning("refused the KV cache of %s: %s", _name(peer), device)
-                reply(m.Failure(0, m.REFUSED, str(device)))
+            if isinstance(mapped, DeviceError):
+                logger.warning("refused the KV cache of %s: %s", _name(peer), mapped)
+                reply(m.Failure(0, m.REFUSED, str(mapped)))
             else:
-                self._mapped(peer, make(device=device), reply)
+                self._mapped(peer, mapped, reply)
             actions, peer.after_mapping = peer.after_mapping, []
             for action in actions:
                 if self._peers.get(peer.identity) is peer:
                     self._when_mapped(peer, action)
 
         self._copies.put(
-            "scatter", REGISTERING, open_memory, lambda outcome: self._cache.owner.post(ended)
+            "scatter", REGISTERING, map_memory, lambda outcome: self._cache.owner.post(ended)
         )
 
     def _mapped(self, peer: Peer, registration: Registration, reply: Reply) -> None:
