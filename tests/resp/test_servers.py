@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin.rules import OLDEST_VERSION
+from lmcache_redis.agent.embedded import OLDEST_VERSION
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp import test_connect, test_faults, test_survival
 from tests.resp.helpers import STEM, Chunk, chunk_key, clear, exists, read, running, scan, write
