@@ -20,7 +20,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome, Kind
 from lmcache_redis.agent.peers import Registration, Reply
-from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
+from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
@@ -323,6 +323,7 @@ class RetrieveJob(CopyJob):
 
     _kind = "scatter"
     _question: m.Retrieve
+    _load: HitLoad | None
     _lost = False  # the GPU: it may still write to the blocks
     _failed: list[int]
     _entries: dict[int, Entry]  # pinned, until their copies take over the pins
@@ -334,6 +335,9 @@ class RetrieveJob(CopyJob):
         return self._question.skip_first_n_tokens // layout.block_size_tokens
 
     def start(self) -> None:
+        self._load = self._session.load if self._hashes else None
+        if self._load is not None:
+            self._load.begun(self._started_s)
         self._failed = []
         self._entries = self._pinned()
         self._missing = [each for each in range(len(self._hashes)) if each not in self._entries]
@@ -401,7 +405,7 @@ class RetrieveJob(CopyJob):
         metrics.count("retrieved_chunks", copied)
         metrics.count("retrieved_bytes", nbytes)
         self._agent.peers.use_of(self._form.model_name).retrieved_bytes += nbytes
-        self._count_saving(took_s)
+        self._count_saving()
         past = self._session.past
         past.loaded += copied
         past.failed += len(self._failed)
@@ -410,20 +414,20 @@ class RetrieveJob(CopyJob):
         if not self._lost:
             self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
 
-    def _count_saving(self, took_s: float) -> None:
-        session, load = self._session, self._session.load
-        part = (self._registration.worker_id, self._question.group)
-        if load is None or load.part != part or session.ended or not self._hashes:
-            return  # not the one that counts, or the request was aborted
-        session.load = None
-        if self._failed or not all(each in session.positions for each in self._hashes):
+    def _count_saving(self) -> None:
+        session, load = self._session, self._load
+        if load is None or session.ended:  # the request was aborted
             return
-        chunks = [session.positions[each] for each in self._hashes]
-        skipped_tokens = self._question.skip_first_n_tokens
-        tokens, saved_s = load.saved(self._form.reach, chunks, skipped_tokens, took_s)
-        if tokens:
+        tokens = None
+        if not self._failed and all(each in session.positions for each in self._hashes):
+            chunks = [session.positions[each] for each in self._hashes]
+            skipped_tokens = self._question.skip_first_n_tokens
+            tokens = load.tokens_of(self._form.reach, chunks, skipped_tokens)
+        saved = load.ended(self._registration.worker_id, tokens, time.monotonic())
+        if saved is not None:
+            session.load = None
             peers, metrics = self._agent.peers, self._cache.metrics
-            peers.use_of(self._form.model_name).saved(tokens, saved_s)
-            metrics.count("saved_tokens", tokens)
-            metrics.count("saved_untimed_tokens", tokens if saved_s is None else 0)
+            peers.use_of(self._form.model_name).saved(*saved)
+            metrics.count("saved_tokens", saved[0])
+            metrics.count("saved_untimed_tokens", saved[0] if saved[1] is None else 0)
             metrics.raise_to("saved_prefill_seconds", peers.saved_prefill_s)

@@ -133,11 +133,10 @@ class LookupJob:
         self._count(found, tiers, took_s)
         self._note(found, tiers, took_s, [form.fingerprint.hex() for form in forms])
         session.load = None
-        if users and found.bound and not self._compare_only:
-            reaches = [form.reach.kind for form in forms]
-            row = reaches.index("all") if "all" in reaches else 0
+        if found.bound and not self._compare_only:
+            workers = {worker_id for row in users for worker_id, _ in row}
             session.load = HitLoad(
-                users[row][0],
+                workers,
                 self._question.first_chunk,
                 self._chunk_tokens,
                 self._question.token_s,

@@ -3,10 +3,11 @@
 A session gives up each pin exactly once: to the retrieve that uses it, when the engine asks for it,
 or when the session ends or times out.
 
-The load of a hit saves its tokens, and the seconds in which the engine would have computed them,
-less those that its request has waited for the lookup and the load. One retrieve stands for those of
-all workers and groups; if it fails, nothing is saved. For an engine that has not measured itself
-yet, only tokens are counted.
+Its load saves something when every worker of its engine has the hit in its blocks: its tokens, and
+the seconds in which the engine would have computed them, less those that its request has waited for
+the lookup and the load. A load of which any part fails saves nothing, nor does a hit that the
+engine does not load. Workers with other agents, on other nodes, are not seen. For an engine that
+has not measured itself yet, only tokens are counted.
 
 What became of a request is known for a while after its session has ended (`RequestHistory`).
 Everything here is owned by the loop thread.
@@ -34,35 +35,60 @@ SessionKey = tuple[str, str]  # engine id, request id
 PartKey = tuple[int, int]  # worker id, group
 
 
-@dataclass(frozen=True)
+@dataclass
 class HitLoad:
-    """The load of one hit, for which the retrieve of ``part`` stands.
+    """The load of one hit: a retrieve of each worker and group. Times are `time.monotonic()`.
 
-    first_chunk: of the lookup. token_s: seconds in which the engine computes a token; 0.0: not
-    measured. waited_s: for the lookup.
+    workers: of which no retrieve has ended yet. first_chunk: of the lookup. token_s: seconds in
+    which the engine computes a token; 0.0: not measured. waited_s: for the lookup.
     """
 
-    part: PartKey
+    workers: set[int]
     first_chunk: int
     chunk_tokens: int
     token_s: float
     waited_s: float
+    began_s: float = 0.0
+    in_flight: int = 0
+    failed: bool = False
+    tokens: int | None = None
 
-    def saved(
-        self, reach: Reach, chunks: Sequence[int], skipped_tokens: int, took_s: float
-    ) -> tuple[int, float | None]:
-        """The tokens and seconds that a retrieve of these chunks of the prompt has saved.
+    def begun(self, now_s: float) -> None:
+        self.began_s = self.began_s or now_s
+        self.in_flight += 1
+
+    def ended(
+        self, worker_id: int, tokens: int | None, now_s: float
+    ) -> tuple[int, float | None] | None:
+        """A retrieve has ended with so many tokens, or None if any chunk was not copied.
+
+        Returns the tokens and seconds that the load has saved when it was the last one; None if it
+        failed. The seconds are None if they are not known, and below 0 if computing was faster.
+        """
+        self.in_flight -= 1
+        self.workers.discard(worker_id)
+        if tokens is None:
+            self.failed = True
+        else:
+            # A sliding window knows only the most that it may be.
+            self.tokens = tokens if self.tokens is None else min(self.tokens, tokens)
+        if self.failed or self.in_flight or self.workers or not self.tokens:
+            return None
+        waited_s = self.waited_s + now_s - self.began_s
+        saved_s = self.tokens * self.token_s - waited_s if self.token_s else None
+        return self.tokens, saved_s
+
+    def tokens_of(self, reach: Reach, chunks: Iterable[int], skipped_tokens: int) -> int:
+        """The tokens that a retrieve of these chunks of the prompt stands for.
 
         What reaches back to all tokens moves each of them. Of others, those before it count too:
-        the engine has no need of them. The seconds are None if they are not known, and below 0 if
-        computing was faster.
+        the engine has no need of them.
         """
+        numbers = list(chunks)
         first, skipped = self.first_chunk, 0
         if reach.kind == "all":
-            first, skipped = min(chunks), skipped_tokens
-        tokens = max(0, (max(chunks) + 1 - first) * self.chunk_tokens - skipped)
-        saved_s = tokens * self.token_s - self.waited_s - took_s if self.token_s else None
-        return tokens, saved_s
+            first, skipped = min(numbers), skipped_tokens
+        return max(0, (max(numbers) + 1 - first) * self.chunk_tokens - skipped)
 
 
 class FirstMiss(msgspec.Struct, frozen=True):

@@ -18,48 +18,79 @@ from tests.servers import RedisServer
 WINDOW = Reach("window", 64)
 
 
-def load(first_chunk: int = 0, token_s: float = 0.01) -> HitLoad:
-    return HitLoad((0, 0), first_chunk, 256, token_s, waited_s=0.5)
+def load(*workers: int, first_chunk: int = 0, token_s: float = 0.01) -> HitLoad:
+    return HitLoad({*workers}, first_chunk, 256, token_s, waited_s=0.5)
 
 
 def test_a_load_saves_its_tokens_less_the_wait() -> None:
-    saved = load().saved(FULL_REACH, range(4), 0, 2.0)
-    assert saved == (1024, pytest.approx(1024 * 0.01 - 0.5 - 2.0))
+    hit = load(0)
+    hit.begun(10.0)
+    assert hit.ended(0, 1024, 12.0) == (1024, pytest.approx(1024 * 0.01 - 0.5 - 2.0))
 
 
 def test_a_loss_is_told() -> None:
-    saved = load(token_s=0.001).saved(FULL_REACH, range(4), 0, 2.0)
-    assert saved == (1024, pytest.approx(1.024 - 2.5))
+    hit = load(0, token_s=0.001)
+    hit.begun(10.0)
+    assert hit.ended(0, 1024, 12.0) == (1024, pytest.approx(1.024 - 2.5))
 
 
 def test_seconds_that_nobody_has_measured_are_not_known() -> None:
-    assert load(token_s=0.0).saved(FULL_REACH, range(4), 0, 2.0) == (1024, None)
+    hit = load(0, token_s=0.0)
+    hit.begun(10.0)
+    assert hit.ended(0, 1024, 12.0) == (1024, None)
+
+
+def test_the_last_retrieve_of_all_workers_counts_once() -> None:
+    hit = load(0, 1)
+    for now_s in (1.0, 1.1, 1.2):  # two groups of worker 0, one of worker 1
+        hit.begun(now_s)
+    assert hit.ended(0, 512, 2.0) is None
+    assert hit.ended(1, 512, 3.0) is None
+    assert hit.ended(0, 512, 4.0) == (512, pytest.approx(5.12 - 0.5 - 3.0))
+
+
+def test_a_worker_that_has_not_begun_is_waited_for() -> None:
+    hit = load(0, 1)
+    hit.begun(1.0)
+    assert hit.ended(0, 512, 2.0) is None
+    hit.begun(2.5)
+    assert hit.ended(1, 512, 3.0) is not None
+
+
+@pytest.mark.parametrize("order", [(None, 512), (512, None)])
+def test_a_failure_of_any_retrieve_saves_nothing(order: tuple[int | None, ...]) -> None:
+    hit = load(0)
+    for _ in order:
+        hit.begun(1.0)
+    assert [hit.ended(0, tokens, 2.0) for tokens in order] == [None, None]
 
 
 def test_tokens_that_the_engine_has_are_not_counted() -> None:
     # 80 tokens of the first loaded chunk are the engine's own.
-    assert load(2).saved(FULL_REACH, [2, 3, 4], 80, 0.0)[0] == 3 * 256 - 80
-    assert load(2).saved(FULL_REACH, [3, 4], 0, 0.0)[0] == 2 * 256
+    assert load(0, first_chunk=2).tokens_of(FULL_REACH, [2, 3, 4], 80) == 3 * 256 - 80
+    assert load(0, first_chunk=2).tokens_of(FULL_REACH, [3, 4], 0) == 2 * 256
 
 
 def test_a_window_stands_for_what_is_before_it() -> None:
-    assert load(1).saved(WINDOW, [9], 128, 0.0)[0] == 9 * 256
+    hit = load(0, first_chunk=1)
+    assert hit.tokens_of(WINDOW, [9], 128) == 9 * 256
+    # Full attention beside it knows better.
+    hit.begun(1.0)
+    hit.begun(1.0)
+    assert hit.ended(0, hit.tokens_of(WINDOW, [9], 128), 1.0) is None
+    saving = hit.ended(0, hit.tokens_of(FULL_REACH, range(1, 10), 100), 1.0)
+    assert saving is not None
+    assert saving[0] == 9 * 256 - 100
 
 
-@pytest.mark.parametrize(
-    ("held", "part", "tokens"),
-    [(HASHES, (0, 0), 5 * CHUNK_BYTES), (HASHES, (0, 1), 0), (HASHES[:4], (0, 0), 0)],
-)
-def test_a_retrieve_counts_once_if_it_is_whole(
-    held: list[bytes], part: tuple[int, int], tokens: int
-) -> None:
+@pytest.mark.parametrize(("held", "tokens"), [(HASHES, 5 * CHUNK_BYTES), (HASHES[:4], 0)])
+def test_a_retrieve_counts_if_it_is_whole(held: list[bytes], tokens: int) -> None:
     played = Played(Device())
     played.hold(*held)
     played.session.positions = {each: n for n, each in enumerate(HASHES)}
-    played.session.load = HitLoad(part, 0, CHUNK_BYTES, token_s=1.0, waited_s=0.0)
-    for times in (1, 2):
-        played.retrieve().start()
-        played.run(lambda times=times: len(played.answers) == times)
+    played.session.load = HitLoad({0}, 0, CHUNK_BYTES, token_s=1.0, waited_s=0.0)
+    played.retrieve().start()
+    played.run(lambda: played.answers)
     assert played.metrics.snapshot()["saved_tokens"] == tokens
     played.close()
 
@@ -69,7 +100,7 @@ def test_a_request_that_was_aborted_saves_nothing() -> None:
     played = Played(Device(during=lambda: go_on.wait(10)))  # type: ignore[arg-type]
     played.hold(*HASHES)
     played.session.positions = {each: n for n, each in enumerate(HASHES)}
-    played.session.load = HitLoad((0, 0), 0, CHUNK_BYTES, token_s=1.0, waited_s=0.0)
+    played.session.load = HitLoad({0}, 0, CHUNK_BYTES, token_s=1.0, waited_s=0.0)
     played.retrieve().start()
     played.sessions.end(played.session)
     go_on.set()
@@ -114,10 +145,10 @@ def test_an_agent_counts_what_the_engine_takes(tmp_path: Path, redis_server: Red
             assert counters["saved_prefill_seconds"] == pytest.approx(
                 saved["prefill_s_saved"], abs=1e-3
             )
-            # Its rank 0, which stands for all, loads nothing.
+            # Its rank 1 loads nothing: the engine computes.
             assert engine.lookup("half", PROMPT, token_s=TOKEN_S) == 256
-            half = engine.workers[1].begin_retrieves(
-                ["half"], [engine.op(PROMPT, range(16))], engine.workers[1].signal()
+            half = engine.workers[0].begin_retrieves(
+                ["half"], [engine.op(PROMPT, range(16))], engine.workers[0].signal()
             )
             wait_until(lambda: half[0].over, what="a retrieve")
             assert worth(agent) == {**saved, "hit_rate": worth(agent)["hit_rate"]}
