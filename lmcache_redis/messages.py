@@ -15,7 +15,8 @@ Order of events
    ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
-   ``STATUS``, ``WHY``, ``LAYOUTS`` and ``TRUST``, which tools send, need no ``HELLO``.
+   ``STATUS``, ``WHY``, ``LAYOUTS``, ``GET_CHUNK_SIZE`` and ``TRUST``, which tools send, need no
+   ``HELLO``.
 2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
@@ -155,6 +156,10 @@ class Hello(Message, frozen=True, tag="HELLO"):
     worker_id: int | None
     package_version: Name
     unnamed: bool = False
+
+
+class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):
+    """Asks for the chunk size in tokens."""
 
 
 class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -321,6 +326,12 @@ class Welcome(Message, frozen=True, tag="WELCOME"):
     canary_every: int = 0
 
 
+class ChunkSize(Message, frozen=True, tag="CHUNK_SIZE"):
+    """Answers ``GET_CHUNK_SIZE``."""
+
+    chunk_size_tokens: int
+
+
 class Done(Message, frozen=True, tag="DONE"):
     """The operation succeeded; ``count`` is the number of objects affected."""
 
@@ -412,10 +423,11 @@ REFUSED = "REFUSED"
 FAILED = "FAILED"
 
 Question = (
-    Hello | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Compare | Retrieve
-    | ReleaseLocks | EndSession | Goodbye | Clear | Trust | Status | Why | Layouts | Ping
+    Hello | GetChunkSize | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Compare
+    | Retrieve | ReleaseLocks | EndSession | Goodbye | Clear | Trust | Status | Why
+    | Layouts | Ping
 )  # fmt: skip
 Answer = (
-    Welcome | Done | LookupResult | Changes | StoreResult | RetrieveResult
+    Welcome | ChunkSize | Done | LookupResult | Changes | StoreResult | RetrieveResult
     | StatusReport | Pong | Failure
 )  # fmt: skip

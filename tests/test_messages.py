@@ -31,6 +31,7 @@ LAYOUT = KVLayout(
 QUESTIONS: list[m.Message] = [
     m.Hello(1, "engine", "model", 2, None, "0.1.0"),
     m.Hello(1, "engine", "model", 2, 1, "0.1.0", unnamed=True),
+    m.GetChunkSize(2),
     m.RegisterKVCache(
         3, (m.KVGroup(7, LAYOUT, b"f" * 32),), (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)
     ),
@@ -60,6 +61,7 @@ QUESTIONS: list[m.Message] = [
 ]
 ANSWERS: list[m.Message] = [
     m.Welcome(1, "agent", 1, 2, 256, 1.0, "0.1.0", 1000),
+    m.ChunkSize(2, 256),
     m.Done(3, 4),
     m.LookupResult(4, 16),
     m.LookupResult(4, 3, "hdr"),
@@ -173,7 +175,7 @@ SCHEMAS = {
     3: "0fb9dc40b9e5286b",
     4: "ee3b37c67e1175b8",
     5: "a8ccd19ec9ce0491",
-    6: "26dbf618abe42d4d",
+    6: "e65f263eb7909868",
 }
 
 

@@ -261,6 +261,9 @@ class Handlers:
             m.Ping: lambda question, reply: reply(
                 m.Pong(0, os.getpid(), __version__, agent.peers.mapping > 0)
             ),
+            m.GetChunkSize: lambda question, reply: reply(
+                m.ChunkSize(0, agent.config.chunk_size_tokens)
+            ),
             m.Status: lambda question, reply: reply(
                 m.StatusReport(0, msgspec.json.encode(status_report(agent)))
             ),

@@ -28,7 +28,7 @@ def test_every_question_has_a_handler(here: Joining) -> None:
     assert tables == {*get_args(m.Question)} - {m.Hello}
 
 
-@pytest.mark.parametrize("question", [m.Ping(1), m.Trust(1)], ids=str)
+@pytest.mark.parametrize("question", [m.Ping(1), m.GetChunkSize(1), m.Trust(1)], ids=str)
 def test_tools_need_no_hello(here: Joining, question: m.Question) -> None:
     here.handlers.answer(None, question, here.answers.append)
     assert not isinstance(here.answers[0], m.Failure)
