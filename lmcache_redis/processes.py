@@ -29,10 +29,7 @@ def is_running(pid: int, start_time: int) -> bool:
 
     False also if ``/proc`` cannot be read.
     """
-    try:
-        return _runs(pid, start_time)
-    except OSError:
-        return False
+    return _runs(pid, start_time) is True
 
 
 def has_ended(pid: int, start_time: int) -> bool:
@@ -40,12 +37,7 @@ def has_ended(pid: int, start_time: int) -> bool:
 
     False if ``/proc`` cannot be read for any other reason, such as too many open files.
     """
-    try:
-        return not _runs(pid, start_time)
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
+    return _runs(pid, start_time) is False
 
 
 def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -93,13 +85,18 @@ def memory_limit_bytes(
     return min(limits)
 
 
-def _runs(pid: int, start_time: int) -> bool:
-    stat = stat_of(pid)
-    if int(stat[19]) != start_time:
+def _runs(pid: int, start_time: int) -> bool | None:
+    try:
+        stat = stat_of(pid)
+        if int(stat[19]) != start_time:
+            return False
+        # A zombie may have threads, and with them its memory: one in a call of a driver that cannot
+        # be interrupted outlives SIGKILL.
+        return _is_alive(stat) or any(map(_is_alive, _threads_of(pid)))
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    # A zombie may have threads, and with them its memory: one in a call of a driver that cannot be
-    # interrupted outlives SIGKILL.
-    return _is_alive(stat) or any(map(_is_alive, _threads_of(pid)))
+    except OSError:
+        return None
 
 
 def _is_alive(stat: list[bytes]) -> bool:

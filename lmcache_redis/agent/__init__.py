@@ -10,7 +10,6 @@ canaries have found, `sessions` the pins of requests and what became of them. Th
 `lmcache_redis.cache`.
 
 Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
-`admission` (no new peers while descriptors are short), `watching` (changes, for schedulers),
-`explaining` (why requests missed), `recording` (for `plan`), `exported` (metrics for Prometheus)
-with its `page`, `embedded` (a Redis of the agent).
+`watching` (changes, for schedulers), `explaining` (why requests missed), `recording` (for `plan`),
+`exported` (metrics for Prometheus) with its `page`, `embedded` (a Redis of the agent).
 """

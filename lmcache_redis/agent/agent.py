@@ -28,8 +28,6 @@ from lmcache_redis.transport import Wakeup
 
 Line = tuple[int, str]
 
-TIERS = tuple(TIER_NAMES.values())
-
 # Normal operation, eviction included, never increments these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
 # Counters of the log's line, beside misses and drops.
@@ -146,9 +144,9 @@ def status_report(agent: Agent) -> dict[str, Any]:
                 "worker_id": peer.hello.worker_id,
                 "world_size": peer.hello.world_size,
                 "chunk_tokens": peer.registration.chunk_tokens,
-                "chunk_bytes": sum(g.form.chunk_bytes for g in peer.registration.groups),
-                "layout": peer.registration.groups[0].form.fingerprint.hex(),
-                "groups": [_group(group.form) for group in peer.registration.groups],
+                "chunk_bytes": sum(form.chunk_bytes for form in peer.registration.forms),
+                "layout": peer.registration.forms[0].fingerprint.hex(),
+                "groups": [*map(_group, peer.registration.forms)],
                 "device": peer.registration.device.layouts[0].device,
                 # False while its scheduler or another of its ranks is missing.
                 "ready": peers.complete(peer),
@@ -174,7 +172,7 @@ def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
     return {
         "hit_rate": {
             tier: round(counters[f"hit_chunks_{tier}"] / asked, 4) if asked else None
-            for tier in TIERS
+            for tier in TIER_NAMES.values()
         },
         "tokens_saved": saved,
         "tokens_saved_untimed": untimed,

@@ -56,7 +56,8 @@ class CompareJob(StoreJob):
             return
         # Behind the gathers that are queued: engines wait for these.
         ended = super()._copied
-        self._queue(
+        self._agent.copies.put(
+            "gather",
             self._registration.place,
             partial(self._compare, entries),
             lambda outcome: self._cache.owner.post(partial(ended, entries, outcome)),
@@ -69,15 +70,14 @@ class CompareJob(StoreJob):
                 self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
             )
             self._distances[chunk] = part_distance(
-                self._layout, self._group.blocks_per_part, cached, computed
+                self._layout, self._blocks_per_part, cached, computed
             )
         return CopyOutcome.DONE
 
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        self._cache.abandon(entry)
-
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
-        super()._ended(chunk, outcome)
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
+        if entry is not None:
+            self._cache.abandon(entry)
+        self._blocks_read((chunk,))
         self._cache.pool.unpin(self._cached.pop(chunk))
         if outcome is not CopyOutcome.DONE:
             self._distances[chunk] = None
@@ -121,7 +121,3 @@ class CompareJob(StoreJob):
                     layout.hex()[:16], self._form.model_name, CANARIES_AGAIN,
                 )  # fmt: skip
         self._session.past.compared += sum(each is not None for each in self._distances.values())
-        logger.debug(
-            "request %s: %d of %d chunks compared, at most %.2g away",
-            self._question.request_id, len(self._distances), len(self._hashes), self._farthest,
-        )  # fmt: skip

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
+from typing import Literal
 
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.errors import DeviceError, GpuLost
@@ -44,6 +45,7 @@ class CopyOutcome(Enum):
     LOST = "lost"  # the GPU is lost, and may touch the blocks until this process has ended
 
 
+Kind = Literal["scatter", "gather"]  # into an engine's blocks, or out of them
 Copy = Callable[[], CopyOutcome]
 Report = Callable[[CopyOutcome], None]
 
@@ -65,20 +67,24 @@ class CopyThreads:
         self._started: dict[str, WorkerThreads] = {}
         self._closed = False
 
-    def scatter(self, place: str, copy: Copy, report: Report, until_ns: float = math.inf) -> None:
-        """Queues a copy into an engine's blocks, or other work that an engine waits for.
+    def put(
+        self, kind: Kind, place: str, copy: Copy, report: Report, until_ns: float = math.inf
+    ) -> None:
+        """Queues a copy, or other work. An engine waits for its scatters, not for its gathers.
 
         until_ns: on CLOCK_MONOTONIC; if the copy has not started by then, the next `drop_late`
         cancels it.
         """
-        self._put("scatter", place, copy, report, until_ns)
-
-    def gather(self, place: str, copy: Copy, report: Report, until_ns: float = math.inf) -> None:
-        """Queues a copy out of an engine's blocks, or other work that no engine waits for.
-
-        until_ns: as for `scatter`.
-        """
-        self._put("gather", place, copy, report, until_ns)
+        name = f"{kind}-{place}"
+        threads = self._started.get(name)
+        if threads is None:
+            count = _REGISTERING_THREADS if place == REGISTERING else self._threads
+            nice = _GATHER_NICE if kind == "gather" and place == CPU else 0
+            threads = self._started[name] = WorkerThreads(name, count, nice)
+            if self._closed:
+                threads.stop()
+        run = partial(self._run, copy, report)
+        threads.put(run, partial(report, CopyOutcome.CANCELLED), until_ns / 1e9)
 
     def drop_late(self) -> None:
         """Cancels queued copies whose ``until_ns`` has passed."""
@@ -115,18 +121,6 @@ class CopyThreads:
             for threads in self._started.values()
         ]
         return all(ended)
-
-    def _put(self, kind: str, place: str, copy: Copy, report: Report, until_ns: float) -> None:
-        name = f"{kind}-{place}"
-        threads = self._started.get(name)
-        if threads is None:
-            count = _REGISTERING_THREADS if place == REGISTERING else self._threads
-            nice = _GATHER_NICE if kind == "gather" and place == CPU else 0
-            threads = self._started[name] = WorkerThreads(name, count, nice)
-            if self._closed:
-                threads.stop()
-        run = partial(self._run, copy, report)
-        threads.put(run, partial(report, CopyOutcome.CANCELLED), until_ns / 1e9)
 
     def _run(self, copy: Copy, report: Report) -> None:
         outcome = CopyOutcome.FAILED

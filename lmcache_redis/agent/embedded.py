@@ -32,8 +32,7 @@ OLDEST_VERSION = (6, 2)
 _START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 5.0
 _POLL_S = 0.2
-# Between an end and the next start: doubled each time, after a long run the first again.
-_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
+_PAUSE_S = 2.0  # between an end and the next start
 _MAX_SOCKET_PATH_BYTES = 107
 
 # First stores are bound by page faults; huge pages make them faster (docs/guides/redis.md). These
@@ -129,9 +128,7 @@ def embedded_redis(memory_bytes: int) -> Iterator[str]:
 def _keep_running(
     command: Sequence[str], directory: Path, started: Future[None], stopping: threading.Event
 ) -> None:
-    pause_s = _PAUSE_S
     while True:
-        began_s = time.monotonic()
         try:
             how = _run_one(command, directory, started, stopping)
         except Exception as error:  # a server that cannot be started now may be later
@@ -139,10 +136,7 @@ def _keep_running(
                 started.set_exception(error)
                 return
             how = str(error)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        if time.monotonic() - began_s > _LONGEST_PAUSE_S:
-            pause_s = _PAUSE_S
-        if stopping.wait(pause_s):
+        if stopping.wait(_PAUSE_S):
             return
         logger.error("the embedded Redis has ended, and is started again, empty: %s", how)
 

@@ -99,17 +99,17 @@ class Explanations:
         self.names(look_for, deadline_s)
 
     def _registered(self) -> list[PartNames]:
-        return [group.form for each in self._agent.peers.registered for group in each.groups]
+        return [form for each in self._agent.peers.registered for form in each.forms]
 
     def layouts(self, question: m.Layouts, reply: Reply) -> None:
         wanted = tuple(each.lower() for each in question.wanted)
         rows: list[dict[str, Any]] = []
         canonical: dict[str, bytes] = {}  # of those wanted
         for each in self._agent.peers.registered:
-            pairs = zip(each.groups, each.device.layouts, strict=True)
-            for number, (group, layout) in enumerate(pairs):
+            pairs = zip(each.forms, each.device.layouts, strict=True)
+            for number, (form, layout) in enumerate(pairs):
                 where = {"engine_id": each.engine_id, "worker_id": each.worker_id, "group": number}
-                rows.append(_row(group.form) | where)
+                rows.append(_row(form) | where)
                 if (name := rows[-1]["layout"]).startswith(wanted):
                     canonical[name] = layout.canonical(each.chunk_tokens)
         here = {_identity(each) for each in self._registered()}
@@ -135,8 +135,7 @@ class Explanations:
         """Writes those of the layouts of these workers, in the background. May fail."""
         described: dict[ObjectKey, bytes] = {}
         for each in registrations:
-            for group, layout in zip(each.groups, each.device.layouts, strict=True):
-                form = group.form
+            for form, layout in zip(each.forms, each.device.layouts, strict=True):
                 key = ObjectKey(form.fingerprint, form.model_name, form.kv_rank)
                 if key not in described:
                     described[key] = layout.canonical(each.chunk_tokens)

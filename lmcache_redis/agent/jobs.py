@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.copies import CopyOutcome, Kind
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
 from lmcache_redis.cache.lookup import PrefixLookup
@@ -42,16 +43,13 @@ _DROPS = {
 }
 
 
-def because(reasons: Collection[str]) -> str:
-    """The end of a log line that says why less was done than asked for."""
-    return f", because {', '.join(sorted(reasons))}" if reasons else ""
-
-
 class CopyJob(ABC):
     """One store, retrieve or comparison of one worker, from the question to the answer.
 
     question: its names and blocks were checked. All but `_move` runs on the loop thread.
     """
+
+    _kind: ClassVar[Kind] = "gather"
 
     def __init__(
         self,
@@ -66,8 +64,7 @@ class CopyJob(ABC):
         self._session, self._registration = session, registration
         self._question, self._reply = question, reply
         self._hashes = question.hashes
-        self._group = registration.groups[question.group]
-        self._form = self._group.form
+        self._form = registration.forms[question.group]
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
@@ -85,12 +82,8 @@ class CopyJob(ABC):
         """Makes a call for these chunks; returns whether it was in time. Raises ``DeviceError``."""
 
     @abstractmethod
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        """The chunk's call has ended: releases the pin of `_take`."""
-
-    @abstractmethod
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
-        """The chunk has ended."""
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
+        """The chunk has ended: releases the pin of `_take`, if that took one."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -102,8 +95,8 @@ class CopyJob(ABC):
         return 0
 
     @property
-    def _queue(self) -> Callable[..., None]:
-        return self._agent.copies.gather
+    def _blocks_per_part(self) -> int:
+        return len(self._question.block_ids) // len(self._hashes)
 
     def _pinned(self) -> dict[int, Entry]:
         """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
@@ -124,16 +117,15 @@ class CopyJob(ABC):
             found[chunk] = entry
         return found
 
-    def _begin(self, chunks: Sequence[int], later: Sequence[int] = ()) -> None:
-        """Queues calls for the chunks; the job ends with the last of them and of ``later``."""
+    def _begin(self, chunks: Collection[int]) -> None:
+        """The job ends with the last of the chunks, for each of which `_begin_calls` is called."""
         self._session.busy += 1
-        if not chunks and not later:
+        if not chunks:
             self._close()
             return
-        self._pending.update(chunks, later)
+        self._pending.update(chunks)
         # The threads of a device that hangs never take another copy from its queue.
         self._cache.owner.at(self._question.lease_ns / 1e9, self._agent.copies.drop_late)
-        self._begin_calls(chunks)
 
     def _begin_calls(self, chunks: Sequence[int]) -> None:
         per_call = max(1, -(-self._registration.device.call_bytes // self._form.chunk_bytes))
@@ -153,10 +145,10 @@ class CopyJob(ABC):
             self._copied(entries, CopyOutcome.FAILED)
         for chunk in chunks:
             if chunk not in entries:
-                self._end(chunk, CopyOutcome.FAILED)
+                self._end(chunk, None, CopyOutcome.FAILED)
 
     def _submit(self, entries: Mapping[int, Entry]) -> None:
-        question, per_chunk = self._question, self._group.blocks_per_part
+        question, per_chunk = self._question, self._blocks_per_part
         copies = []
         for chunk, entry in entries.items():
             first = chunk * per_chunk
@@ -165,7 +157,8 @@ class CopyJob(ABC):
             copies.append(ChunkCopy(block_ids, self._cache.views(self._form, entry), skip_blocks))
         stripe_bytes, lease_ns = self._form.stripe_payload_bytes, question.lease_ns
         call = CopyCall(copies, stripe_bytes, question.group, question.after, lease_ns)
-        self._queue(
+        self._agent.copies.put(
+            self._kind,
             self._registration.place,
             partial(self._copy, tuple(entries), call),
             lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
@@ -186,19 +179,16 @@ class CopyJob(ABC):
 
     def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
         for chunk, entry in entries.items():
-            try:
-                self._release(chunk, entry, outcome)
-            except Exception:
-                logger.exception("a chunk was lost")  # our own bug: only this chunk
-            self._end(chunk, outcome)
+            self._end(chunk, entry, outcome)
 
-    def _end(self, chunk: int, outcome: CopyOutcome) -> None:
+    def _end(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         self._pending.remove(chunk)
         try:
-            self._ended(chunk, outcome)
-        finally:
-            if not self._pending:
-                self._close()
+            self._ended(chunk, entry, outcome)
+        except Exception:
+            logger.exception("a chunk was lost")  # our own bug: only this chunk
+        if not self._pending:
+            self._close()
 
     def _close(self) -> None:
         try:
@@ -239,6 +229,7 @@ class StoreJob(CopyJob):
         if not chunks:
             self._answer()
         self._begin(chunks)
+        self._begin_calls(chunks)
 
     def _take(self, chunk: int) -> Entry | None:
         """Slots for the chunk; None if there is no room or the chunk is already in the pool."""
@@ -267,21 +258,27 @@ class StoreJob(CopyJob):
         self._registration.device.gather(call, on_blocks_read)
         return read_in_time or time.monotonic_ns() <= lease_ns
 
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         try:
-            if outcome is not CopyOutcome.DONE:
-                self._dropped(*_DROPS[outcome])
-                return
-            self._cache.metrics.count("gathered_chunks")
-            self._cache.metrics.count("gathered_bytes", self._form.chunk_bytes)
-            use = self._agent.peers.use_of(self._form.model_name)
-            use.gathered_bytes += self._form.chunk_bytes
-            if self._cache.publish(entry):
-                self._stored += 1
-                self._write_behind(chunk, entry)
+            if entry is not None:
+                self._gathered(chunk, entry, outcome)
         finally:
             # Even after a bug of ours above: lookups may be waiting for this entry.
-            self._cache.abandon(entry)
+            if entry is not None:
+                self._cache.abandon(entry)
+            self._blocks_read((chunk,))
+
+    def _gathered(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        if outcome is not CopyOutcome.DONE:
+            self._dropped(*_DROPS[outcome])
+            return
+        self._cache.metrics.count("gathered_chunks")
+        self._cache.metrics.count("gathered_bytes", self._form.chunk_bytes)
+        use = self._agent.peers.use_of(self._form.model_name)
+        use.gathered_bytes += self._form.chunk_bytes
+        if self._cache.publish(entry):
+            self._stored += 1
+            self._write_behind(chunk, entry)
 
     def _write_behind(self, chunk: int, entry: Entry) -> None:
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
@@ -291,11 +288,8 @@ class StoreJob(CopyJob):
         self._cache.metrics.count(counter)
         self._reasons.add(reason)
 
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
-        self._blocks_read((chunk,))
-
     def _blocks_read(self, chunks: Sequence[int]) -> None:
-        if not self._unread.isdisjoint(chunks):
+        if self._unread:
             self._unread.difference_update(chunks)
             if not self._unread:
                 self._answer()
@@ -315,11 +309,6 @@ class StoreJob(CopyJob):
         past.present += self._already
         past.dropped += len(self._hashes) - self._stored - self._already
         past.add_reasons(self._reasons)
-        logger.debug(
-            "request %s: %d of %d chunks stored, %d were in the host pool%s",
-            self._question.request_id, self._stored, len(self._hashes), self._already,
-            because(self._reasons),
-        )  # fmt: skip
 
 
 class RetrieveJob(CopyJob):
@@ -332,16 +321,13 @@ class RetrieveJob(CopyJob):
     chunk that does not arrive in time ends the loads: it and those after it are failed chunks.
     """
 
+    _kind = "scatter"
     _question: m.Retrieve
     _load: HitLoad | None
     _lost = False  # the GPU: it may still write to the blocks
     _failed: list[int]
     _entries: dict[int, Entry]  # pinned, until their copies take over the pins
     _missing: list[int]  # chunks that are not in memory, and are not being loaded
-
-    @property
-    def _queue(self) -> Callable[..., None]:
-        return self._agent.copies.scatter
 
     @property
     def _skip_blocks(self) -> int:
@@ -355,7 +341,8 @@ class RetrieveJob(CopyJob):
         self._failed = []
         self._entries = self._pinned()
         self._missing = [each for each in range(len(self._hashes)) if each not in self._entries]
-        self._begin([*self._entries], self._missing)
+        self._begin(range(len(self._hashes)))
+        self._begin_calls([*self._entries])
         self._load_piece()
 
     def _load_piece(self) -> None:
@@ -392,7 +379,7 @@ class RetrieveJob(CopyJob):
     def _give_up(self) -> None:
         missing, self._missing = self._missing, []
         for chunk in missing:
-            self._end(chunk, CopyOutcome.FAILED)
+            self._end(chunk, None, CopyOutcome.FAILED)
 
     def _take(self, chunk: int) -> Entry | None:
         return self._entries.pop(chunk, None)
@@ -401,13 +388,12 @@ class RetrieveJob(CopyJob):
         self._registration.device.scatter(call)
         return True
 
-    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        self._cache.pool.unpin(entry)
-
-    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+    def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:
             self._failed.append(chunk)
         self._lost = self._lost or outcome is CopyOutcome.LOST
+        if entry is not None:
+            self._cache.pool.unpin(entry)
 
     def _finish(self) -> None:
         copied = len(self._hashes) - len(self._failed)
@@ -425,11 +411,6 @@ class RetrieveJob(CopyJob):
         past.failed += len(self._failed)
         past.load_s = max(past.load_s, took_s)
         past.add_reasons(self._reasons)
-        logger.debug(
-            "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
-            self._question.request_id, copied, len(self._hashes), took_s * 1e3,
-            because(self._reasons),
-        )  # fmt: skip
         if not self._lost:
             self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
 

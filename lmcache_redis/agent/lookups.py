@@ -16,7 +16,6 @@ from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.jobs import because
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.sessions import FirstMiss, HitLoad, PartKey, PastLookup, Session
 from lmcache_redis.cache.cache import Cache
@@ -59,7 +58,16 @@ class LookupJob:
         now_s, peers = time.monotonic(), self._agent.peers
         ranks = peers.ranks(self._peer)
         if ranks is None and (now_s >= self._deadline_s or not peers.joining(self._peer, now_s)):
-            self._miss("not_registered")
+            differ = peers.layouts_differ(self._peer)
+            self._miss("layouts_differ" if differ else "not_registered")
+            if differ and not self._peer.warned:
+                self._peer.warned = True
+                logger.warning(
+                    "lookups of model %s miss: workers with different layouts are registered, and "
+                    "neither they nor the scheduler name their engines: give those of each engine "
+                    "one engine_id",
+                    self._peer.hello.model_name,
+                )
             return
         key = self._peer.engine_id, self._question.request_id
         session = self._agent.sessions.open(key, now_s)
@@ -73,9 +81,7 @@ class LookupJob:
 
     def _miss(self, reason: str) -> None:
         self._reply(m.LookupResult(0, 0, compare_only=self._compare_only))
-        note_lookup(
-            self._agent, self._peer, self._question, reason, chunk_tokens=self._chunk_tokens
-        )
+        self._keep(reason)
 
     def _look_up(self, session: Session, ranks: Sequence[Registration]) -> None:
         question, hashes = self._question, self._question.hashes
@@ -157,16 +163,38 @@ class LookupJob:
                 words += [state.reason for state in states if not state.up]
             if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
-        note_lookup(
-            self._agent, self._peer, self._question, reason, words, missed,
+        self._keep(
+            reason, words, missed,
             took_s=took_s,
             found_chunks=found.bound,
             hits={m.TIER_NAMES[each]: tiers.count(each) for each in sorted(set(tiers))},
-            chunk_tokens=self._chunk_tokens,
             compare_only=self._compare_only,
             layouts=tuple(layouts),
             bet=None if found.bet is None else found.bet._asdict(),
         )  # fmt: skip
+
+    def _keep(
+        self, reason: str, because: Sequence[str] = (), missed: bytes = b"", **found: Any
+    ) -> None:
+        """Keeps the lookup for `lmcache-redis why`.
+
+        reason, because, missed: of its first miss; "" if there was none. found: fields of
+        `PastLookup`.
+        """
+        question, history = self._question, self._agent.sessions.history
+        past = history.request((self._peer.engine_id, question.request_id))
+        past.lookups += 1
+        past.lookup = PastLookup(
+            model=self._peer.hello.model_name,
+            first_chunk=question.first_chunk,
+            asked_chunks=len(question.hashes),
+            chunk_tokens=self._chunk_tokens,
+            **found,
+        )
+        if reason:
+            chunk = question.first_chunk + past.lookup.found_chunks
+            token = chunk * self._chunk_tokens
+            past.lookup.first_miss = FirstMiss(chunk, token, reason, tuple(because), missed.hex())
 
     def _count(self, found: PrefixLookup, tiers: str, took_s: float) -> None:
         metrics, chunks = self._agent.cache.metrics, len(self._question.hashes)
@@ -183,38 +211,6 @@ class LookupJob:
         use.lookups += 1
         use.lookup_tokens += chunks * self._chunk_tokens
         use.hit_tokens += found.bound * self._chunk_tokens
-        logger.debug(
-            "request %s: %d of %d chunks hit (%d loaded from Redis, %d from disk) in %.1f ms%s",
-            self._question.request_id, found.bound, chunks, from_redis, from_disk, took_s * 1e3,
-            because(found.end.reasons),
-        )  # fmt: skip
-
-
-def note_lookup(
-    agent: Agent,
-    peer: Peer,
-    question: m.Lookup,
-    reason: str,
-    because: Sequence[str] = (),
-    missed: bytes = b"",
-    **found: Any,
-) -> None:
-    """Keeps a lookup for `lmcache-redis why`.
-
-    reason, because, missed: of its first miss; "" if there was none. found: fields of `PastLookup`.
-    """
-    past = agent.sessions.history.request((peer.engine_id, question.request_id))
-    past.lookups += 1
-    past.lookup = PastLookup(
-        model=peer.hello.model_name,
-        first_chunk=question.first_chunk,
-        asked_chunks=len(question.hashes),
-        **found,
-    )
-    if reason:
-        chunk = question.first_chunk + past.lookup.found_chunks
-        token = chunk * past.lookup.chunk_tokens
-        past.lookup.first_miss = FirstMiss(chunk, token, reason, tuple(because), missed.hex())
 
 
 def chunk_tokens(agent: Agent, ranks: Sequence[Registration]) -> int:
@@ -245,8 +241,8 @@ def shared_rows(
     forms: dict[bytes, ChunkForm] = {}
     users: dict[bytes, list[PartKey]] = {}
     for registration in ranks:
-        for number, group in enumerate(registration.groups):
-            stem = group.form.stem(hash_bytes)
-            forms.setdefault(stem, group.form)
+        for number, form in enumerate(registration.forms):
+            stem = form.stem(hash_bytes)
+            forms.setdefault(stem, form)
             users.setdefault(stem, []).append((registration.worker_id, number))
     return [*forms.values()], [*users.values()]

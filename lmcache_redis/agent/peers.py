@@ -31,29 +31,24 @@ CANARIES_AGAIN = 100
 Reply = Callable[[m.Answer], None]
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """One group of a worker's layers: the form of its parts, and the blocks of one."""
-
-    form: ChunkForm
-    blocks_per_part: int
-
-
 @dataclass(eq=False)
 class Registration:
-    """One worker whose memory is mapped, and how the parts of its chunks are named and cut."""
+    """One worker whose memory is mapped, and how the parts of its chunks are named and cut.
+
+    forms: of the parts of each group of layers, as `device.layouts`.
+    """
 
     engine_id: str
     worker_id: int
     chunk_tokens: int
-    groups: tuple[Group, ...]
+    forms: tuple[ChunkForm, ...]
     device: DeviceContext
     storages: tuple[m.StorageHandle, ...]
 
     @property
     def names(self) -> tuple[tuple[int, bytes], ...]:
         """What the names of its chunks' parts begin with: the same for equal layouts."""
-        return tuple((group.form.kv_rank, group.form.fingerprint) for group in self.groups)
+        return tuple((form.kv_rank, form.fingerprint) for form in self.forms)
 
     @property
     def place(self) -> str:
@@ -127,9 +122,14 @@ class ModelUse:
 
 
 class Peers:
-    """All peers, by the identity of their connection; and what each model has used."""
+    """All peers, by the identity of their connection; and what each model has used.
+
+    mapping: registrations in progress, also of peers that have left since: their driver may hold up
+    this process.
+    """
 
     def __init__(self) -> None:
+        self.mapping = 0
         self._by_identity: dict[bytes, Peer] = {}
         self.models: dict[str, ModelUse] = {}
 

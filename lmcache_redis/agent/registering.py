@@ -14,10 +14,9 @@ from functools import partial
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
-from lmcache_redis.agent.peers import Group, Peer, Registration, Reply
+from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, engine_chunk_tokens
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.context import open_device
 from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
@@ -59,14 +58,8 @@ class Registering:
         self._peers = agent.peers
         self._pinning = agent.pinning
         self._gpus = Gpus(agent.config.direct_copy_bytes, agent.pinning.pieces_of)
-        self._mapping = 0  # registrations in progress
         self._closing: dict[_Worker, int] = {}  # former mappings that are still open
         self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
-
-    @property
-    def is_mapping(self) -> bool:
-        """Whether a registration is in progress: its driver may hold up this process."""
-        return self._mapping > 0
 
     def register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
         """Maps a worker's memory and answers, or refuses with a reason.
@@ -79,7 +72,7 @@ class Registering:
         if not peer.engine_id:  # its former mapping is found by this id
             raise WireError("a KV cache is registered without an engine id")
         try:
-            chunk_tokens, groups = self._groups(peer, question)
+            chunk_tokens, forms = self._forms(peer, question)
             # There is often one storage per layer, all of one process.
             handles = (*question.storages, *filter(None, (question.signals,)))
             for handle in {(each.pid, each.pid_start_time): each for each in handles}.values():
@@ -87,11 +80,17 @@ class Registering:
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
-        make = partial(
-            Registration, peer.engine_id, worker_id, chunk_tokens, groups,
-            storages=question.storages,
-        )  # fmt: skip
-        self._when_mapped(peer, lambda: self._map(peer, make, question, reply))
+
+        def open_memory() -> Registration:
+            layouts = [group.layout for group in question.groups]
+            device = open_device(
+                layouts, question.storages, self._config.device, question.signals, self._gpus
+            )
+            return Registration(
+                peer.engine_id, worker_id, chunk_tokens, forms, device, question.storages
+            )
+
+        self._when_mapped(peer, lambda: self._map(peer, open_memory, reply))
 
     def unregister_when_mapped(
         self, peer: Peer, question: m.UnregisterKVCache, reply: Reply
@@ -112,47 +111,38 @@ class Registering:
         else:
             action()
 
-    def _map(
-        self,
-        peer: Peer,
-        make: Callable[..., Registration],
-        question: m.RegisterKVCache,
-        reply: Reply,
-    ) -> None:
+    def _map(self, peer: Peer, open_memory: Callable[[], Registration], reply: Reply) -> None:
         self.unregister(peer, "it registers again")
         peer.mapping = True
-        self._mapping += 1
-        device: DeviceContext | DeviceError = DeviceError("the agent could not map the KV cache")
+        self._peers.mapping += 1
+        mapped: Registration | DeviceError = DeviceError("the agent could not map the KV cache")
 
-        def open_memory() -> CopyOutcome:
+        def map_memory() -> CopyOutcome:
             # On a copy thread: mapping a KV cache takes seconds.
-            nonlocal device
-            layouts = [group.layout for group in question.groups]
+            nonlocal mapped
             try:
-                device = open_device(
-                    layouts, question.storages, self._config.device, question.signals, self._gpus
-                )
+                mapped = open_memory()
             except DeviceError as error:
-                device = error
+                mapped = error
                 if isinstance(error, GpuLost):
                     raise
             return CopyOutcome.DONE
 
         def ended() -> None:
             peer.mapping = False
-            self._mapping -= 1
-            if isinstance(device, DeviceError):
-                logger.warning("refused the KV cache of %s: %s", _name(peer), device)
-                reply(m.Failure(0, m.REFUSED, str(device)))
+            self._peers.mapping -= 1
+            if isinstance(mapped, DeviceError):
+                logger.warning("refused the KV cache of %s: %s", _name(peer), mapped)
+                reply(m.Failure(0, m.REFUSED, str(mapped)))
             else:
-                self._mapped(peer, make(device=device), reply)
+                self._mapped(peer, mapped, reply)
             actions, peer.after_mapping = peer.after_mapping, []
             for action in actions:
                 if self._peers.get(peer.identity) is peer:
                     self._when_mapped(peer, action)
 
-        self._copies.scatter(
-            REGISTERING, open_memory, lambda outcome: self._cache.owner.post(ended)
+        self._copies.put(
+            "scatter", REGISTERING, map_memory, lambda outcome: self._cache.owner.post(ended)
         )
 
     def _mapped(self, peer: Peer, registration: Registration, reply: Reply) -> None:
@@ -161,22 +151,22 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        groups = "; ".join(map(_sentence, registration.groups))
+        groups = "; ".join(map(_sentence, registration.forms))
         logger.info("registered %s: %s", _name(peer), groups)
         # This tells the engine that every copy through a former mapping has ended.
         self._when_unmapped(peer, lambda: reply(m.Done(0)))
         if isinstance(registration.device, CudaDevice):
             self._pinning.begin(registration.device.use_context)
 
-    def _groups(self, peer: Peer, question: m.RegisterKVCache) -> tuple[int, tuple[Group, ...]]:
-        """The tokens of a chunk, and its groups. Raises ``ConfigError`` if none can be cached."""
+    def _forms(self, peer: Peer, question: m.RegisterKVCache) -> tuple[int, tuple[ChunkForm, ...]]:
+        """The tokens of a chunk, and its parts. Raises ``ConfigError`` if none can be cached."""
         sizes = [group.layout.block_size_tokens for group in question.groups]
         if not 0 < len(sizes) <= MAX_GROUPS or min(sizes) < 1:
             raise ConfigError(
                 f"{len(sizes)} groups; there may be 1 to {MAX_GROUPS}, of whole blocks"
             )
         chunk_tokens = engine_chunk_tokens(self._config.chunk_size_tokens, sizes)
-        model_name, groups = peer.hello.model_name, []
+        model_name, forms = peer.hello.model_name, []
         for each in question.groups:
             form = form_of(each.layout, model_name, each.kv_rank, chunk_tokens, self._config)
             if form.fingerprint != each.fingerprint:
@@ -184,14 +174,14 @@ class Registering:
                     "engine and agent compute different fingerprints of one layout: "
                     "install the same lmcache-redis on both sides"
                 )
-            groups.append(Group(form, each.layout.blocks_per_part(chunk_tokens)))
-        chunk_bytes = sum(group.form.chunk_bytes for group in groups)
-        if sum(group.form.stripe_count for group in groups) > self._cache.pool.capacity:
+            forms.append(form)
+        if sum(form.stripe_count for form in forms) > self._cache.pool.capacity:
+            chunk_bytes = sum(form.chunk_bytes for form in forms)
             raise ConfigError(
                 f"a chunk of {chunk_bytes} bytes does not fit the host pool: "
                 "start the agent with a larger --pool-bytes"
             )
-        return chunk_tokens, tuple(groups)
+        return chunk_tokens, tuple(forms)
 
     def unregister(self, peer: Peer, why: str) -> None:
         """Unmaps a worker's memory once its copies have ended. Does nothing if none is mapped."""
@@ -211,7 +201,8 @@ class Registering:
             registration.device.close()
             return CopyOutcome.DONE
 
-        self._copies.gather(
+        self._copies.put(
+            "gather",
             registration.place,
             close,
             lambda outcome: self._cache.owner.post(partial(self._closed, worker, outcome)),
@@ -239,8 +230,7 @@ def _name(peer: Peer) -> str:
     return f"worker {hello.worker_id} of engine {peer.engine_id[:8]} ({hello.model_name})"
 
 
-def _sentence(group: Group) -> str:
-    form = group.form
+def _sentence(form: ChunkForm) -> str:
     return (
         f"chunks of {form.chunk_bytes / 2**20:.1f} MiB (stripes: {form.stripe_count}, "
         f"reach: {form.reach.kind}), layout {form.fingerprint.hex()[:16]}"

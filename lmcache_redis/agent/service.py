@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,12 +31,11 @@ from msgspec.structs import replace
 
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
-from lmcache_redis.agent.admission import Admission
 from lmcache_redis.agent.agent import Agent, status_report, summary
 from lmcache_redis.agent.comparing import CompareJob
 from lmcache_redis.agent.explaining import Explanations
 from lmcache_redis.agent.jobs import CopyJob, RetrieveJob, StoreJob
-from lmcache_redis.agent.lookups import LookupJob, note_lookup
+from lmcache_redis.agent.lookups import LookupJob
 from lmcache_redis.agent.peers import Peer, Registration, Reply
 from lmcache_redis.agent.recording import TraceRecorder
 from lmcache_redis.agent.registering import Registering
@@ -53,10 +53,6 @@ _SUMMARY_S = 60.0
 # While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
 _HIT_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.01
-_LAYOUTS_DIFFER = (
-    "lookups of model %s miss: workers with different layouts are registered, and neither they nor "
-    "the scheduler name their engines: give those of each engine one engine_id"
-)
 _JOBS: Mapping[type, type[CopyJob]] = {
     m.Store: StoreJob,
     m.Compare: CompareJob,
@@ -77,7 +73,7 @@ class Service:
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(agent.wakeup.fd, zmq.POLLIN)
-        self._admission = Admission(router, agent.config.endpoint)
+        self._admission = transport.Admission(router, agent.config.endpoint)
         self._poller.register(self._admission.accepted, zmq.POLLIN)
         self._handlers = Handlers(agent, recorder)
         self._welcome = m.Welcome(
@@ -263,7 +259,7 @@ class Handlers:
         explanations = Explanations(agent)
         self._of_tools: Mapping[type, Callable[[Any, Reply], None]] = {
             m.Ping: lambda question, reply: reply(
-                m.Pong(0, os.getpid(), __version__, self._registering.is_mapping)
+                m.Pong(0, os.getpid(), __version__, agent.peers.mapping > 0)
             ),
             m.GetChunkSize: lambda question, reply: reply(
                 m.ChunkSize(0, agent.config.chunk_size_tokens)
@@ -317,15 +313,8 @@ class Handlers:
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         peer.computing.token_s = question.token_s
-        layouts_differ = self._agent.peers.layouts_differ(peer)
-        if layouts_differ or self.is_stopping or not question.hashes:
+        if self.is_stopping or not question.hashes:
             reply(m.LookupResult(0, 0))
-            if layouts_differ and not peer.warned:
-                peer.warned = True
-                logger.warning(_LAYOUTS_DIFFER, peer.hello.model_name)
-            if layouts_differ:
-                tokens = self._agent.config.chunk_size_tokens
-                note_lookup(self._agent, peer, question, "layouts_differ", chunk_tokens=tokens)
             return
         if self._recorder is not None:
             reply = self._recorder.looked_up(peer, question, reply)
@@ -340,10 +329,9 @@ class Handlers:
             raise DeviceError("no KV cache is registered on this connection")
         _check_hashes(hashes)
         check_blocks(registration, question)
-        forms = [group.form for group in registration.groups]
         sessions = self._agent.sessions
         if isinstance(question, m.Retrieve):
-            layouts = [form.fingerprint for form in forms]
+            layouts = [form.fingerprint for form in registration.forms]
             if hashes and not self._agent.trust.allows(layouts, hashes[0]):
                 reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
                 parts = sessions.history.request((peer.engine_id, question.request_id)).parts
@@ -355,7 +343,7 @@ class Handlers:
             reply(m.StoreResult(0, 0, 0, len(hashes)))
             return
         elif self._recorder is not None:
-            self._recorder.stored(question, forms[question.group])
+            self._recorder.stored(question, registration.forms[question.group])
         keys = [(engine, question.request_id) for engine in self._agent.peers.engines_of(peer)]
         key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
         session = sessions.open(key, time.monotonic(), for_lookup=False)
@@ -378,7 +366,7 @@ class Handlers:
         prefixes: set[bytes] = set()
         epoch = question.epoch
         registrations = self._agent.peers.registrations(peer)
-        forms = [group.form for each in registrations for group in each.groups]
+        forms = chain.from_iterable(each.forms for each in registrations)
         for each in [*forms, *self._names(peer, question.remote)]:
             if epoch is None:
                 prefixes.add(each.names.common)
@@ -407,13 +395,14 @@ def _check_hashes(hashes: Sequence[bytes]) -> None:
 
 
 def check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> None:
-    group, block_ids, chunks = question.group, question.block_ids, len(question.hashes)
-    if group >= len(registration.groups):
-        raise WireError(f"group {group} of a worker with {len(registration.groups)} groups")
-    expected = chunks * registration.groups[group].blocks_per_part
+    block_ids, chunks = question.block_ids, len(question.hashes)
+    layouts = registration.device.layouts
+    if question.group >= len(layouts):
+        raise WireError(f"group {question.group} of a worker with {len(layouts)} groups")
+    layout = layouts[question.group]
+    expected = chunks * layout.blocks_per_part(registration.chunk_tokens)
     if len(block_ids) != expected:
         raise WireError(f"{len(block_ids)} block ids for {chunks} chunks: expected {expected}")
-    layout = registration.device.layouts[group]
     if layout.device != "cpu" and question.after is None:
         raise WireError("a copy on a GPU without a ticket: its blocks may still be written")
     num_blocks = layout.num_blocks

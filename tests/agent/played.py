@@ -11,7 +11,7 @@ from typing import Any
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.jobs import RetrieveJob, StoreJob
-from lmcache_redis.agent.peers import Group, Peers, Registration
+from lmcache_redis.agent.peers import Peers, Registration
 from lmcache_redis.agent.sessions import Session, Sessions
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Arena, Entry
@@ -113,7 +113,7 @@ class Played:
             "engine",
             0,
             CHUNK_BYTES,
-            (Group(form, BLOCKS_A_CHUNK),),
+            (form,),
             device,
             (SimpleNamespace(),),  # type: ignore[arg-type]
         )

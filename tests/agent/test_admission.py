@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lmcache_redis.agent import admission
+from lmcache_redis import transport
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 
 HASHES = block_hashes("prompt", 8)
@@ -65,8 +65,8 @@ class Door:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.bind(f"ipc://{path}")
-        self.admission = admission.Admission(self.router, f"ipc://{path}")
-        monkeypatch.setattr(admission, "free_descriptors", lambda: self.free)
+        self.admission = transport.Admission(self.router, f"ipc://{path}")
+        monkeypatch.setattr(transport, "free_descriptors", lambda: self.free)
         monkeypatch.setattr(resource, "getrlimit", lambda _: (self.limit, self.limit))
 
     def is_open_with(self, free: int) -> bool:

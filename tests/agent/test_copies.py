@@ -33,12 +33,12 @@ def test_every_copy_is_reported_once_whatever_it_does() -> None:
     def breaks() -> CopyOutcome:
         raise ZeroDivisionError
 
-    copies.scatter("cpu", fails, report("fails"))  # type: ignore[arg-type]
-    copies.scatter("cpu", breaks, report("breaks"))  # type: ignore[arg-type]
-    copies.scatter("cpu", lambda: CopyOutcome.DONE, report("done", last=True))  # type: ignore[arg-type]
+    copies.put("scatter", "cpu", fails, report("fails"))  # type: ignore[arg-type]
+    copies.put("scatter", "cpu", breaks, report("breaks"))  # type: ignore[arg-type]
+    copies.put("scatter", "cpu", lambda: CopyOutcome.DONE, report("done", last=True))  # type: ignore[arg-type]
     assert reported.wait(10)
     copies.close(10)
-    copies.scatter("cpu", lambda: CopyOutcome.DONE, report("late"))  # type: ignore[arg-type]
+    copies.put("scatter", "cpu", lambda: CopyOutcome.DONE, report("late"))  # type: ignore[arg-type]
     assert outcomes == {
         "fails": CopyOutcome.FAILED,
         "breaks": CopyOutcome.FAILED,
@@ -62,7 +62,7 @@ def test_a_lost_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
     assert copies.lost is None
     for place in ("GPU-1", "GPU-1", "GPU-2"):
-        copies.scatter(place, lambda: lost(700), report)
+        copies.put("scatter", place, lambda: lost(700), report)
         assert reported.acquire(timeout=10)
     assert copies.close(10)
     assert outcomes == [CopyOutcome.LOST] * 3
@@ -86,11 +86,11 @@ def test_a_scatter_never_waits_for_gathers() -> None:
         order.append(name)
         return CopyOutcome.DONE
 
-    copies.gather("cpu", wait, lambda outcome: None)
+    copies.put("gather", "cpu", wait, lambda outcome: None)
     assert running.wait(10)
-    copies.gather("cpu", lambda: named("gather"), lambda outcome: ended.set())
+    copies.put("gather", "cpu", lambda: named("gather"), lambda outcome: ended.set())
     scattered = threading.Event()
-    copies.scatter("cpu", lambda: named("scatter"), lambda outcome: scattered.set())
+    copies.put("scatter", "cpu", lambda: named("scatter"), lambda outcome: scattered.set())
     assert scattered.wait(10)
     assert copies.backlog == 1
     go_on.set()
@@ -98,10 +98,10 @@ def test_a_scatter_never_waits_for_gathers() -> None:
     assert order == ["scatter", "gather"]
     running.clear()
     go_on.clear()
-    copies.gather("cpu", wait, lambda outcome: None)
+    copies.put("gather", "cpu", wait, lambda outcome: None)
     assert running.wait(10)
     cancelled: list[CopyOutcome] = []
-    copies.gather("cpu", lambda: named("never"), cancelled.append)
+    copies.put("gather", "cpu", lambda: named("never"), cancelled.append)
     go_on.set()
     copies.close(10)
     assert cancelled in ([CopyOutcome.CANCELLED], [CopyOutcome.DONE])
@@ -118,16 +118,16 @@ def test_places_do_not_wait_for_each_other() -> None:
         return CopyOutcome.DONE
 
     outcomes: list[CopyOutcome] = []
-    copies.scatter("GPU-1", wait, outcomes.append)
+    copies.put("scatter", "GPU-1", wait, outcomes.append)
     assert running.wait(10)
-    copies.scatter("GPU-1", lambda: CopyOutcome.DONE, outcomes.append)
-    copies.scatter("GPU-2", lambda: CopyOutcome.DONE, lambda outcome: there.set())
+    copies.put("scatter", "GPU-1", lambda: CopyOutcome.DONE, outcomes.append)
+    copies.put("scatter", "GPU-2", lambda: CopyOutcome.DONE, lambda outcome: there.set())
     assert there.wait(10), "one GPU waited for the other"
     assert outcomes == []
     go_on.set()
     copies.close(10)
     assert len(outcomes) == 2
-    copies.gather("GPU-3", lambda: CopyOutcome.DONE, outcomes.append)
+    copies.put("gather", "GPU-3", lambda: CopyOutcome.DONE, outcomes.append)
     assert outcomes[-1] is CopyOutcome.CANCELLED
 
 
@@ -140,8 +140,8 @@ def test_only_gathers_give_way_to_the_engine() -> None:
         return CopyOutcome.DONE
 
     done = [threading.Event(), threading.Event()]
-    copies.scatter("cpu", lambda: look("scatter"), lambda outcome: done[0].set())
-    copies.gather("cpu", lambda: look("gather"), lambda outcome: done[1].set())
+    copies.put("scatter", "cpu", lambda: look("scatter"), lambda outcome: done[0].set())
+    copies.put("gather", "cpu", lambda: look("gather"), lambda outcome: done[1].set())
     assert all(event.wait(10) for event in done)
     copies.close(10)
     here = os.getpriority(os.PRIO_PROCESS, 0)
@@ -162,7 +162,7 @@ class Hanging:
     def hold(self, copies: CopyThreads, place: str, threads: int) -> list[CopyOutcome]:
         outcomes: list[CopyOutcome] = []
         for _ in range(threads):
-            copies.scatter(place, self, outcomes.append)
+            copies.put("scatter", place, self, outcomes.append)
             assert self.entered.acquire(timeout=10)
         return outcomes
 
@@ -173,7 +173,8 @@ def test_calls_behind_a_hung_device_end_with_their_leases() -> None:
     told: dict[str, CopyOutcome] = {}
     now_ns = time.monotonic_ns()
     for name, until_ns in (("late", now_ns - 1), ("in time", now_ns + 10**12), ("any", math.inf)):
-        copies.scatter(
+        copies.put(
+            "scatter",
             "GPU-1",
             lambda: CopyOutcome.DONE,
             lambda outcome, name=name: told.update({name: outcome}),  # type: ignore[misc]
@@ -193,10 +194,10 @@ def test_a_hung_device_delays_neither_others_nor_the_end() -> None:
     copies, gpu = CopyThreads(2), Hanging()
     gpu.hold(copies, "GPU-1", 2)
     there = threading.Event()
-    copies.gather("GPU-1", lambda: CopyOutcome.DONE, lambda outcome: there.set())
+    copies.put("gather", "GPU-1", lambda: CopyOutcome.DONE, lambda outcome: there.set())
     assert there.wait(10), "a gather waited for scatters"
     queued: list[CopyOutcome] = []
-    copies.scatter("GPU-1", lambda: CopyOutcome.DONE, queued.append)
+    copies.put("scatter", "GPU-1", lambda: CopyOutcome.DONE, queued.append)
     assert not copies.close(0.05)
     assert queued == [CopyOutcome.CANCELLED]
     gpu.released.set()
@@ -207,7 +208,7 @@ def test_a_gpu_that_hangs_in_mapping_delays_no_other() -> None:
     copies, gpu = CopyThreads(1), Hanging()
     gpu.hold(copies, REGISTERING, 2)
     there = threading.Event()
-    copies.scatter(REGISTERING, lambda: CopyOutcome.DONE, lambda outcome: there.set())
+    copies.put("scatter", REGISTERING, lambda: CopyOutcome.DONE, lambda outcome: there.set())
     assert there.wait(10)
     gpu.released.set()
     assert copies.close(10)
@@ -222,7 +223,7 @@ def test_threads_of_a_gpu_keep_their_priority() -> None:
         return CopyOutcome.DONE
 
     done = threading.Event()
-    copies.gather("GPU-1", look, lambda outcome: done.set())
+    copies.put("gather", "GPU-1", look, lambda outcome: done.set())
     assert done.wait(10)
     copies.close(10)
     assert nice == [os.getpriority(os.PRIO_PROCESS, 0)]

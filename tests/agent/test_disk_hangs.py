@@ -20,10 +20,14 @@ OTHERS = block_hashes("another", 32)
 
 
 class Hang:
-    """FIFOs in place of files; opening one hangs until `end`."""
+    """FIFOs in place of files; opening one hangs until `end`.
 
-    def __init__(self, paths: list[Path]) -> None:
+    It begins when the agent has found its files, and Redis: before, no lookup would ask the disk.
+    """
+
+    def __init__(self, agent: AgentServer, paths: list[Path]) -> None:
         self._paths = paths
+        wait_until(lambda: all(agent.status()[tier]["up"] for tier in ("disk", "redis")))
         for path in paths:
             path.unlink()
             os.mkfifo(path)
@@ -54,7 +58,7 @@ def test_a_hung_read_is_asked_of_redis(tmp_path: Path, redis_server: RedisServer
     """Two reads hang and fourteen are queued: the lookup has every chunk before its deadline."""
     options = {"lookup_deadline_s": 4, "log_level": "info"}
     with stored(tmp_path, redis_server, **options) as agent, Engine(agent.endpoint) as engine:
-        hang = Hang(files(tmp_path / "disk"))
+        hang = Hang(agent, files(tmp_path / "disk"))
         engine.randomize(range(48))
         assert engine.lookup("r3", HASHES) == TOKENS
         assert agent.counter("lookups_timed_out") == 0
@@ -91,7 +95,7 @@ def test_a_hung_read_keeps_no_slots(tmp_path: Path, redis_server: RedisServer) -
         stored(tmp_path, redis_server, lookup_deadline_s=4) as agent,
         Engine(agent.endpoint) as engine,
     ):
-        hang = Hang(files(tmp_path / "disk"))
+        hang = Hang(agent, files(tmp_path / "disk"))
         assert engine.lookup("r3", HASHES) == TOKENS
         assert not agent.status()["disk"]["up"]
         engine.scheduler.end_session("r3")
@@ -112,7 +116,7 @@ def test_bytes_after_a_hang_are_those_that_were_stored(
         agent.wait_idle()
         agent.restart()
         engine.wait_ready()
-        hang = Hang(files(tmp_path / "disk")[:3])
+        hang = Hang(agent, files(tmp_path / "disk")[:3])
         check_hit(engine)
         assert agent.counter("hit_chunks_redis") + agent.counter("hit_chunks_disk") == CHUNKS
         hang.end()
@@ -126,7 +130,7 @@ def test_a_second_lookup_joins_and_falls_over_as_well(
         stored(tmp_path, redis_server, lookup_deadline_s=4) as agent,
         Engine(agent.endpoint) as engine,
     ):
-        hang = Hang(files(tmp_path / "disk"))
+        hang = Hang(agent, files(tmp_path / "disk"))
         for request_id in ("r3", "r4"):
             engine.scheduler.begin_lookup(request_id, engine.chunks(HASHES))
         for request_id in ("r3", "r4"):
@@ -145,7 +149,7 @@ def test_the_agent_stops_though_the_disk_hangs(
         stored(tmp_path, redis_server, lookup_deadline_s=lookup_deadline_s) as agent,
         Engine(agent.endpoint) as engine,
     ):
-        hang = Hang(files(tmp_path / "disk"))
+        hang = Hang(agent, files(tmp_path / "disk"))
         engine.scheduler.begin_lookup("r3", engine.chunks(HASHES))
         if lookup_deadline_s < 1:
             wait_until(lambda: not agent.status()["disk"]["up"])

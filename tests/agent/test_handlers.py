@@ -66,16 +66,16 @@ def test_a_lost_scheduler_loses_its_sessions_alone(here: Joining) -> None:
     ],
 )
 def test_blocks_that_do_not_exist(changes: dict[str, Any], reason: str) -> None:
-    registration: Any = SimpleNamespace(
-        groups=[SimpleNamespace(blocks_per_part=2)],
-        device=SimpleNamespace(layouts=[SimpleNamespace(num_blocks=8, device="cpu")]),
+    layout = SimpleNamespace(
+        num_blocks=8, device="cpu", blocks_per_part=lambda tokens: tokens // 16
     )
+    registration: Any = SimpleNamespace(chunk_tokens=32, device=SimpleNamespace(layouts=[layout]))
     good: dict[str, Any] = {"hashes": (b"a", b"b"), "block_ids": (0, 7, 1, 6), "lease_ns": 1}
     check_blocks(registration, m.Store(0, "r", **good))
-    registration.device.layouts[0].device = "cuda"
+    layout.device = "cuda"
     check_blocks(registration, m.Store(0, "r", **good, after=1))
     with pytest.raises(WireError, match="without a ticket"):
         check_blocks(registration, m.Store(0, "r", **good))
-    registration.device.layouts[0].device = "cpu"
+    layout.device = "cpu"
     with pytest.raises(WireError, match=reason):
         check_blocks(registration, m.Store(0, "r", **good | changes))

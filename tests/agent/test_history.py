@@ -109,7 +109,7 @@ def test_misses_before_anything_is_looked_for_are_kept(joining: Joining) -> None
     joining.run(lambda: joining.peers.ranks(scheduler))
     ranks = joining.peers.ranks(scheduler)
     assert ranks is not None
-    joining.agent.trust.differed(ranks[0].groups[0].form.fingerprint, HASHES[3])
+    joining.agent.trust.differed(ranks[0].forms[0].fingerprint, HASHES[3])
     ask(joining, scheduler, m.Lookup(3, "behind", (HASHES[3],), first_chunk=2))
     ask(joining, scheduler, m.Lookup(3, "of nothing", ()))  # is no miss
     assert reasons_in(joining)[0] == ("behind", "distrusted")
@@ -253,8 +253,7 @@ def agent_at(url: str, **options: Any) -> Iterator[Agent]:
 def registered(agent: Agent, *layouts: KVLayout) -> Any:
     """What is used of the registration of a worker with a group for each layout."""
     forms = [form_of(each, "org/model", 7, 64, agent.config) for each in layouts]
-    groups = [SimpleNamespace(form=form) for form in forms]
-    return SimpleNamespace(groups=groups, device=SimpleNamespace(layouts=layouts), chunk_tokens=64)
+    return SimpleNamespace(forms=forms, device=SimpleNamespace(layouts=layouts), chunk_tokens=64)
 
 
 def read_all(agent: Agent) -> dict[bytes, bytes]:

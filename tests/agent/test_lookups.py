@@ -308,15 +308,15 @@ def test_parts_of_other_agents_must_be_in_redis(
 
 
 def test_ranks_with_equal_bytes_share_their_rows() -> None:
-    def group(name: bytes) -> Any:
-        return SimpleNamespace(form=SimpleNamespace(stem=lambda nbytes: name + bytes([nbytes])))
+    def form(name: bytes) -> Any:
+        return SimpleNamespace(stem=lambda nbytes: name + bytes([nbytes]))
 
     ranks: list[Any] = [
-        SimpleNamespace(worker_id=0, groups=[group(b"full"), group(b"window")]),
-        SimpleNamespace(worker_id=1, groups=[group(b"full"), group(b"other window")]),
+        SimpleNamespace(worker_id=0, forms=[form(b"full"), form(b"window")]),
+        SimpleNamespace(worker_id=1, forms=[form(b"full"), form(b"other window")]),
     ]
     forms, users = shared_rows(ranks, 32)
-    assert forms == [ranks[0].groups[0].form, ranks[0].groups[1].form, ranks[1].groups[1].form]
+    assert forms == [*ranks[0].forms, ranks[1].forms[1]]
     assert users == [[(0, 0), (1, 0)], [(0, 1)], [(1, 1)]]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.peers import Group, Peer, Peers, Registration
+from lmcache_redis.agent.peers import Peer, Peers, Registration
 from lmcache_redis.processes import process_start_time
 
 NOW_S = 1000.0
@@ -38,9 +38,7 @@ class Played:
         if layout is not None and worker_id is not None:
             form: Any = SimpleNamespace(kv_rank=worker_id, fingerprint=layout)
             device: Any = None
-            peer.registration = Registration(
-                engine_id, worker_id, 64, (Group(form, 4),), device, ()
-            )
+            peer.registration = Registration(engine_id, worker_id, 64, (form,), device, ())
         self.peers.add(peer)
         return peer
 
