@@ -14,6 +14,7 @@ process.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -94,14 +95,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Later garbage collections skip what was imported."""
+    """Later garbage collections skip what was imported, also pytest's own after the tests.
+
+    At exit it is collected: Triton looks for leaks then.
+    """
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """At exit it is collected: Triton looks for leaks then."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
