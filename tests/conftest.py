@@ -14,6 +14,7 @@ process.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -89,19 +90,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("unit" if SERVERS.isdisjoint(fixtures) else "servers")
         if _loads_the_tests_driver(item.path):
             item.add_marker("cuda_stub")
-    # They take the longest, so in parallel runs they start first.
-    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    # In parallel runs engines start first, because they take the longest. Beside them run files
+    # whose tests wait for processes. At last those that do not: short, they end together.
+    waiting = {item.path for item in items if item.get_closest_marker("unit") is None}
+    items.sort(
+        key=lambda item: (item.get_closest_marker("engine") is None, item.path not in waiting)
+    )
 
 
 def pytest_collection_finish() -> None:
-    """Later garbage collections skip what was imported."""
+    """Later garbage collections skip what was imported, also pytest's own after the tests.
+
+    At exit it is collected: Triton looks for leaks then.
+    """
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)
 
 
-def pytest_unconfigure() -> None:
-    """At exit it is collected: Triton looks for leaks then."""
-    gc.unfreeze()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """More than cores, because many tests wait. Each spends seconds on imports."""
+    more = 1 if config.option.markexpr == "unit" else 2
+    return len(os.sched_getaffinity(0)) + more
 
 
 @pytest.hookimpl(optionalhook=True)

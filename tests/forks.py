@@ -7,6 +7,7 @@ of its own, with its own log, environment and signals.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import subprocess
@@ -18,24 +19,22 @@ from pathlib import Path
 
 from lmcache_redis.cli import starting
 
-_context = get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "lmcache_redis.cli.app",
-        "lmcache_redis.agent.main",
-        "lmcache_redis.admin.doctor",
-        "lmcache_redis.admin.purge",
-        "lmcache_redis.admin.report",
-        "tests.frozen",
-    ]
+_PRELOADED = (
+    "lmcache_redis.cli.app",
+    "lmcache_redis.agent.main",
+    "lmcache_redis.admin.doctor",
+    "lmcache_redis.admin.purge",
+    "lmcache_redis.admin.report",
 )
+_context = get_context("forkserver")
+_context.set_forkserver_preload([*_PRELOADED, "tests.frozen"])
 
 
 class Forked:
     """What tests use of a ``subprocess.Popen`` whose output goes to ``log``.
 
     errors: where standard error goes; to ``log`` as well where None. environment: that of this
-    process where None.
+    process where None. program: a module whose ``main`` gets the words, and returns a status.
     """
 
     def __init__(
@@ -44,6 +43,7 @@ class Forked:
         log: Path,
         errors: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        program: str = "",
     ) -> None:
         environment = dict(os.environ if environment is None else environment)
         if starting.applies():
@@ -54,7 +54,7 @@ class Forked:
         os.environ.update(environment)
         try:
             self._process = _context.Process(
-                target=_run, args=([*words], environment, log, errors or log), daemon=True
+                target=_run, args=([*words], environment, log, errors or log, program), daemon=True
             )
             self._process.start()
         finally:
@@ -90,6 +90,12 @@ class Forked:
             self._process.kill()
 
 
+def preload(program: str) -> None:
+    """What it imports is imported before later forks. No fork may run now."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    _context.set_forkserver_preload([*_PRELOADED, program, "tests.frozen"])
+
+
 def start_server() -> None:
     """Starts what the first fork would start, and its two descriptors."""
     forkserver.ensure_running()
@@ -109,7 +115,9 @@ def run(
         return subprocess.CompletedProcess([*words], status, said.read_text(), errors.read_text())
 
 
-def _run(words: list[str], environment: Mapping[str, str], log: Path, errors: Path) -> None:
+def _run(
+    words: list[str], environment: Mapping[str, str], log: Path, errors: Path, program: str
+) -> None:
     # Under nohup the tests ignore it, and so would the agent.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.clear()
@@ -118,6 +126,8 @@ def _run(words: list[str], environment: Mapping[str, str], log: Path, errors: Pa
         target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(target, number)
         os.close(target)
+    if program:
+        sys.exit(importlib.import_module(program).main(words))
     if "CUDA_STUB_CONTROL" in environment:
         # The loader read LD_LIBRARY_PATH when the server of the forks started.
         ctypes.CDLL(os.path.join(environment["LD_LIBRARY_PATH"], "libcuda.so.1"))

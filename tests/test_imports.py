@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,9 +285,9 @@ def test_no_class_holds_many_things() -> None:
 
 def test_names_of_tests_fit_a_line() -> None:
     names = [
-        node.name
+        name
         for path in Path(__file__).parent.rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
     ]
+    assert "test_names_of_tests_fit_a_line" in names
     assert not [name for name in names if len(name) > MOST_LETTERS]

@@ -18,9 +18,9 @@ import torch
 from lmcache_redis.agent.main import EXIT_GPU_LOST
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.device import driver
-from tests import cuda_driver
+from tests import cuda_driver, forks
 from tests.cuda_driver.engine import GpuEngine, Host, gpus
-from tests.cuda_driver.played import PlayerProcess
+from tests.cuda_driver.played import PROGRAM, PlayerProcess
 from tests.harness import WAIT_S, AgentServer, StartedAgent, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -43,6 +43,11 @@ def in_agents() -> dict[str, str]:
 
 def set_in_agents(name: str, value: int) -> None:
     cuda_driver.set(name, value, in_agents())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def players_start_at_once() -> None:
+    forks.preload(PROGRAM)
 
 
 @pytest.fixture

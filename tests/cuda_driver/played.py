@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 from tests import cuda_driver
+from tests.forks import Forked
 from tests.harness import WAIT_S, wait_until
 
-ROOT = Path(__file__).parent.parent.parent
+PROGRAM = "tests.cuda_driver.player"
 
 
 class PlayerProcess:
@@ -25,12 +24,10 @@ class PlayerProcess:
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         # With a table of its own: it is no agent, whose GPU is to hang or to be lost.
         own = cuda_driver.environment(devices=2, seed=seed)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **own}
-        with self._out.open("w") as out, self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.cuda_driver.player", endpoint, str(seed), *words],
-                stdout=out, stderr=errors, cwd=ROOT, env=environment,
-            )  # fmt: skip
+        for each in (self._out, self._errors):
+            each.touch()
+        words = [endpoint, str(seed), *words]
+        self._process = Forked(words, self._out, self._errors, {**os.environ, **own}, PROGRAM)
         self.pid = self._process.pid
 
     @property

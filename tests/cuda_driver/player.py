@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import signal
 import sys
@@ -84,7 +85,7 @@ class Player:
 
     def _request(self, number: int) -> Iterator[None]:
         """One prompt; each step waits for something."""
-        engine, name = self._engine, f"{id(self)}-{number}"
+        engine, name = self._engine, f"{os.getpid()}-{number}"
         chunks = self._random.randint(1, _MOST_CHUNKS)
         hashes = block_hashes(
             f"prompt {self._random.randrange(PROMPTS)}", chunks * BLOCKS_PER_CHUNK

@@ -112,7 +112,7 @@ def plain(name: str) -> str:
 
 
 def documents(text: str) -> list[Document]:
-    return [each for each in yaml.safe_load_all(text) if each]
+    return [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
 
 
 def find(text: str, kind: str, name: str) -> Document:

@@ -45,9 +45,10 @@ def test_items_are_split_by_the_node_of_their_keys(asked: list[bytes]) -> None:
 def test_a_range_ends_with_its_last_slot() -> None:
     edges: dict[int, bytes] = {}
     numbers = itertools.count()
-    while {9, 10, 20, 21} - edges.keys():
+    while len(edges) < 4:
         key = b"%d" % next(numbers)
-        edges[slot_of(key)] = key
+        if slot_of(key) in (9, 10, 20, 21):
+            edges[slot_of(key)] = key
     routes = Routes(ServerMap(SERVERS[:1], ((10, 20, 0),)), NODES)
     found = [routes.node_of(edges[slot]) for slot in (9, 10, 20, 21)]
     assert found == [None, "node-1", "node-1", None]
