@@ -202,9 +202,12 @@ class Prometheus:
 def dashboard_table(prometheus: Prometheus, rate_interval: str) -> Table:
     """What each panel of the dashboard shows now."""
     table = Table(title="the dashboard's queries, answered")
-    for name in ("panel", "series", "value"):
-        table.add_column(name, no_wrap=True)
-    for panel in panels():
+    shown = panels()
+    # In a narrow window, or with large numbers, it is the series that is folded.
+    table.add_column("panel", no_wrap=True, min_width=max(len(panel.title) for panel in shown))
+    table.add_column("series", overflow="fold")
+    table.add_column("value", no_wrap=True)
+    for panel in shown:
         for title, series, value in _rows(prometheus, panel, rate_interval):
             table.add_row(title, series, value)
     return table
