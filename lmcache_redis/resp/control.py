@@ -383,8 +383,13 @@ class Controller:
     def _take_turn(self, connection: Connection) -> None:
         """A step of the question whose replies come first, else of the next one."""
         ahead, self._ahead = self._ahead, None
-        questions = self._queue.take_some(1) if ahead is None else [ahead]
-        if begun := self._jobs.begin_all([(each,) for each in questions if each is not None]):
+        (first,) = self._queue.take_some(1) or (None,)
+        if ahead is not None and first not in (ahead, None):
+            # `ahead` comes later, when it has ended: a turn for nothing.
+            self._queue.put((first,), urgent=True)
+        question = ahead or first
+        begun = [] if question is None else self._jobs.begin_all([(question,)])
+        if begun:
             self._take_step(connection, *begun[0])
         elif ahead is not None:
             connection.close()  # its replies would be those of the next question
