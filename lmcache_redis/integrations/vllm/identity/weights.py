@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import xxhash
-from huggingface_hub import snapshot_download
 
 from lmcache_redis.errors import Unsupported
 
@@ -122,6 +121,8 @@ def _load_format(load: LoadConfig) -> str:
 
 def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str:
     """A digest of the files in the local hub cache; never uses the network."""
+    from huggingface_hub import snapshot_download  # it is there with vLLM
+
     commit = str(getattr(model.hf_config, "_commit_hash", None))
     has_commit = _COMMIT.fullmatch(commit) is not None
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
