@@ -75,9 +75,11 @@ class CompareJob(StoreJob):
         return CopyOutcome.DONE
 
     def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
-        if entry is not None:
-            self._cache.abandon(entry)
-        self._blocks_read((chunk,))
+        try:
+            if entry is not None:
+                self._cache.abandon(entry)
+        finally:
+            self._blocks_read((chunk,))
         self._cache.pool.unpin(self._cached.pop(chunk))
         if outcome is not CopyOutcome.DONE:
             self._distances[chunk] = None

@@ -261,11 +261,12 @@ class StoreJob(CopyJob):
     def _ended(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
         try:
             if entry is not None:
-                self._gathered(chunk, entry, outcome)
+                try:
+                    self._gathered(chunk, entry, outcome)
+                finally:
+                    # Even after a bug of ours above: lookups may be waiting for this entry.
+                    self._cache.abandon(entry)
         finally:
-            # Even after a bug of ours above: lookups may be waiting for this entry.
-            if entry is not None:
-                self._cache.abandon(entry)
             self._blocks_read((chunk,))
 
     def _gathered(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
