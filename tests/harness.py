@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from tests.servers import wait_until as wait_until
 
 # What only a hang reaches: the machine may run several test runs at once.
 WAIT_S = 60.0
+_Self = TypeVar("_Self", bound="AgentServer")
 
 
 class AgentServer(agent.AgentServer):
@@ -38,6 +39,13 @@ class AgentServer(agent.AgentServer):
 
     def _spawn(self, words: Sequence[str]) -> Any:
         return Forked(words, self.log_path)
+
+    def start(self: _Self) -> _Self:
+        """Also waits until it has read the files of its disk: before, none is found."""
+        super().start()
+        if self._settings.get("disk_path") is not None:
+            wait_until(lambda: self.status()["disk"]["up"], what="the disk read")
+        return self
 
     @property
     def pid(self) -> int:

@@ -138,6 +138,7 @@ class Joining:
         """Each rank's part of a chunk."""
         disk, stored = self.agent.disk, []
         assert disk is not None
+        self.run(lambda: disk.state.up)
         for worker_id in range(2):
             form = self._form(worker_id)
             views = [memoryview(bytearray(form.chunk_bytes))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def wheel_of(path: Path, *names: str) -> Path:
 
 def test_client_and_package_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "DIRECTORY", tmp_path / "peers")
+    monkeypatch.delitem(sys.modules, "lmcache", raising=False)  # of other tests in this process
+    monkeypatch.setattr(sys, "path", [])
     wheel = wheel_of(tmp_path / "lmcache.whl", CLIENT, L2)
     package = fetch.unpack(wheel, fetch.DIRECTORY)
     client = fetch.find_client()
