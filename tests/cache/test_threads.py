@@ -158,13 +158,13 @@ def test_no_call_is_begun_until_all_have_returned(
     watched: Watched, release: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = threading.Event()
-    watched.begin(release)
     watched.begin(other, limit_s=60)
+    watched.begin(release)
     wait_until(lambda: watched.detector.reason)
     assert watched.detector.reason == "a read has not returned within 0.1 s"
     assert watched.detector.run(lambda: 1, "a read", 60) is None
     release.set()
-    watched.threads[0].join(30)
+    watched.threads[1].join(30)
     assert watched.detector.run(lambda: 1, "a read", 60) is None, "one is still in flight"
     assert watched.calls == ["hang"]
     other.set()

@@ -131,7 +131,7 @@ def test_what_is_destroyed_is_not_used(stream: int) -> None:
 @pytest.mark.parametrize("hangs", [0, -1])
 def test_a_sticky_error_ends_every_wait(stream: int, hangs: int) -> None:
     page, values = pinned(PAGE)
-    context, ended = driver.retain_context(0), []
+    context, ended, begun = driver.retain_context(0), [], threading.Event()
     values[:] = 0
     cuda_driver.set("hang", hangs)
     cuda_driver.set("delay_us", 10**10)
@@ -139,6 +139,7 @@ def test_a_sticky_error_ends_every_wait(stream: int, hangs: int) -> None:
 
     def wait() -> None:
         driver.set_context(context)
+        begun.set()
         try:
             driver.synchronize_stream(stream)
         except GpuLost as error:
@@ -146,6 +147,7 @@ def test_a_sticky_error_ends_every_wait(stream: int, hangs: int) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
+    assert begun.wait(20)
     thread.join(0.05)
     assert thread.is_alive()
     cuda_driver.set("lose", 719)

@@ -17,6 +17,7 @@ from tests import cuda_driver
 from tests.device.gpu_calls import GUARD, Host, View, plain, range_of, viewed
 from tests.device.gpu_exporter import GpuExporter
 from tests.device.layouts import one
+from tests.servers import wait_until
 
 pytestmark = [
     pytest.mark.servers,
@@ -146,6 +147,12 @@ def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseEx
     return thread, failed
 
 
+def waits_of_copies() -> int:
+    """How often a copy was waited for: one by a kernel has a table copied first."""
+    calls = ("cuEventSynchronize", "cuMemcpyHtoDAsync_v2")
+    return sum(cuda_driver.get(f"{call}.called") for call in calls)
+
+
 class TestHang:
     @pytest.fixture(autouse=True)
     def goes_on(self) -> Iterator[None]:
@@ -154,8 +161,9 @@ class TestHang:
 
     def test_close_waits_for_a_call(self, device: CudaDevice, memory: tuple[View, Host]) -> None:
         cuda_driver.set("hang", -1)
+        called = waits_of_copies()
         copy, failed = in_thread(lambda: device.gather(one([0, 1], slots_of(memory), PAGE)))
-        time.sleep(0.05)
+        wait_until(lambda: waits_of_copies() > called)
         close, _ = in_thread(device.close)
         close.join(0.05)
         assert copy.is_alive()

@@ -118,8 +118,7 @@ def test_a_step_whose_forward_fails_is_not_stored(
     ) as engine:
         wait_until(lambda: ready(agent), what="the engine at the agent")
         engine.generate([prompts.tokens(3 * CHUNK + 10)])
-        agent.wait_idle()
-        assert agent.counter("stored_chunks") == 3
+        wait_until(lambda: agent.counter("stored_chunks") == 3, what="the store")
         fault.write_text("forward")
         with pytest.raises(EngineFailed):
             engine.generate([prompts.tokens(3 * CHUNK + 10)])

@@ -130,8 +130,10 @@ def test_a_restart_in_the_middle_of_a_store_makes_no_half_chunk(own_server: Redi
 
 
 def test_idle_connections_cut_before_a_store_cost_nothing(proxy: Proxy) -> None:
-    with running(proxy.url) as plane:
+    with running(proxy.url, heartbeat_s=3600.0) as plane:
         check_works(plane)
+        # One that connects or probes while it is cut would notice.
+        wait_until(lambda: plane.stats().connects >= LEAST_CONNECTIONS)
         for number in range(3):
             proxy.cut_all()
             check_works(plane, number)
