@@ -16,6 +16,7 @@ from lmcache_redis.admin.stripes import (
     Stripe,
     StripeState,
     Survey,
+    Use,
     count_of,
     find_missing,
     headers_of,
@@ -149,7 +150,6 @@ class LayoutSummary:
     damaged: int | None = None
     idle_s: Spread = field(default_factory=Spread)
     frequency: Spread = field(default_factory=Spread)
-    stored_unix_s: Spread = field(default_factory=Spread)
 
     @property
     def model(self) -> str:
@@ -159,8 +159,8 @@ class LayoutSummary:
     def layout(self) -> str:
         return self.names[1]
 
-    def add(self, chunk: SeenChunk, header: StripeHeader | None, first: Stripe) -> None:
-        """header: of a chunk of its form."""
+    def add(self, chunk: SeenChunk, header: StripeHeader | None, use: Use) -> None:
+        """header: of a chunk of its form. use: of its first stripe."""
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
         self.stripes += chunk.count
@@ -168,9 +168,8 @@ class LayoutSummary:
         self.chunks_of_unknown_size += header is None
         self.without_stripe_0 += not chunk.stripes & 1
         self.incomplete += not chunk.stripes & 1 or bool(header and missing(header, chunk.stripes))
-        self.idle_s.add(first.use.idle_s)
-        self.frequency.add(first.use.frequency)
-        self.stored_unix_s.add(first.stored_unix_s if first.own else None)
+        self.idle_s.add(use.idle_s)
+        self.frequency.add(use.frequency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,6 @@ class Summary:
 
     groups: tuple[LayoutSummary, ...]
     survey: Survey
-    headers_read: bool
     verified: bool
 
 
@@ -194,27 +192,21 @@ def summarise(
 ) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    Where reading a header is no use (``server.untouched``), that of each chunk is read. Otherwise
-    store times are unknown, and one header of each form is read, of the chunk that was used last:
-    that changes no order of eviction. verify: also reads every payload. keys: to verify sealed
-    payloads with. Raises RedisError.
+    One header of each form is read, of the chunk that was used last: that changes no order of
+    eviction. verify: also reads every payload, which does. keys: to verify sealed payloads with.
+    Raises RedisError.
     """
     found = survey(server, prefix, everything=everything, progress=progress)
     chunks = list(found.chunks.values())
-    if server.untouched:
-        firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
-    else:
-        uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
-        firsts = [Stripe(0, StripeState.UNREADABLE, use=use) for use in uses]
-    pairs = sorted(zip(chunks, firsts, strict=True), key=lambda pair: pair[1].use.idle_s or 0)
-    of_form = headers_of(server, [chunk for chunk, _ in pairs])
-    seen = [(chunk, first.own or of_form.get(chunk.form), first) for chunk, first in pairs]
-    find_missing(server, [(chunk, header) for chunk, header, _ in seen])
+    uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
+    pairs = sorted(zip(chunks, uses, strict=True), key=lambda pair: pair[1].idle_s or 0)
+    headers = headers_of(server, [chunk for chunk, _ in pairs])
+    find_missing(server, [(chunk, headers.get(chunk.form)) for chunk in chunks])
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    for number, (chunk, header, first) in enumerate(seen, start=1):
+    for number, (chunk, use) in enumerate(pairs, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(names))
-        group.add(chunk, header, first)
+        group.add(chunk, headers.get(chunk.form), use)
         if verify:
             stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
             states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}
@@ -222,4 +214,4 @@ def summarise(
             group.damaged = (group.damaged or 0) + is_damaged
             progress("chunks verified", number, len(chunks))
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
-    return Summary(tuple(ordered), found, server.untouched, verify)
+    return Summary(tuple(ordered), found, verify)

@@ -39,7 +39,7 @@ _FIELDS: dict[type, str] = {
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
     "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
     LayoutSummary: "model layout workers chunks stripes value_bytes chunks_of_unknown_size "
-    "incomplete without_stripe_0 damaged idle_s frequency stored_unix_s",
+    "incomplete without_stripe_0 damaged idle_s frequency",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
     NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
@@ -136,14 +136,9 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     else:
         rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
         rows += map(_row, summary.groups)
-        more = []
-        if summary.headers_read:
-            now_s = time.time()
-            ages = [_ages([max(0.0, now_s - s) for s in g.stored_unix_s]) for g in summary.groups]
-            more.append(["stored", *ages])
         if summary.verified:
-            more.append(["damaged", *(str(group.damaged) for group in summary.groups)])
-        rows = [[*row, *cells] for row, *cells in zip(rows, *more, strict=True)]
+            damaged = ("damaged", *(str(group.damaged) for group in summary.groups))
+            rows = [[*row, cell] for row, cell in zip(rows, damaged, strict=True)]
         yield from table(rows)
     if not found.whole:
         share = found.looked_at / max(1, found.database_keys)
@@ -155,11 +150,6 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         keys = counted(len(found.other_keys), "key")
         example = show_key(min(found.other_keys))
         yield f"{keys} named like ours but naming no chunk, such as {example}"
-    if summary.groups and not summary.headers_read:
-        yield (
-            "store times are not shown: before Redis 7.2 and in a cluster reading headers would "
-            "count as a use; `lmcache-redis inspect KEY` reads those of one chunk"
-        )
 
 
 def plan_lines(plan: Plan, where: str) -> Iterator[str]:

@@ -59,7 +59,6 @@ OP_TIMEOUT_S = 10.0
 BATCH_KEYS = 500
 # For a lost connection. A time-out is not waited for again.
 _RETRY = Retry(ExponentialWithJitterBackoff(0.2, 0.05), 2, (exceptions.ConnectionError,))
-_NO_TOUCH = ("CLIENT", "NO-TOUCH", "ON")
 _REDIRECTIONS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 # Of redis-py; the last ones where it takes a reply for what it is not.
 _FAILURES = (
@@ -96,27 +95,19 @@ Command = tuple[bytes | str | int, ...]
 
 
 class Primary:
-    """One server that holds keys, and redis-py's client of it.
-
-    untouched: reading is no use (CLIENT NO-TOUCH, Redis 7.2): it changes neither idle times nor the
-    order of eviction. Never in a cluster: Redis 8.2 ends if asked so for a key that is being moved.
-    """
+    """One server that holds keys, and redis-py's client of it."""
 
     def __init__(
         self, endpoint: Endpoint, client: redis.Redis, cluster: RedisCluster | None = None
     ) -> None:
         self.endpoint = endpoint
         self.client = client
-        self.untouched = False
         self._cluster = cluster
 
     def check_access(self) -> None:
         """Raises RedisError, which says what to change, unless the server can be used."""
         with one_sentence(self.endpoint):
             self.client.ping()
-        (info,) = self.ask_all([("INFO", "cluster")])
-        if isinstance(info, dict) and info.get("cluster_enabled") == 0:
-            self.untouched = not isinstance(self.ask_all([_NO_TOUCH])[0], RedisError)
 
     def ask(self, *command: bytes | str | int) -> Any:
         """The reply to one command, as redis-py reads it. Raises RedisError."""
@@ -131,12 +122,11 @@ class Primary:
         Raises RedisError if the connection fails.
         """
         pipeline = self.client.pipeline(transaction=False)
-        before = [_NO_TOUCH] if self.untouched else []
-        for command in (*before, *commands):
+        for command in commands:
             pipeline.execute_command(*command)
         with one_sentence(self.endpoint):
             try:
-                replies: list[Any] = pipeline.execute(raise_on_error=False)[len(before) :]
+                replies: list[Any] = pipeline.execute(raise_on_error=False)
             except BaseException:
                 # Out of step: a late reply would answer the next request.
                 self.client.connection_pool.disconnect()
@@ -173,10 +163,6 @@ class PrimaryServers:
     @property
     def where(self) -> str:
         return ", ".join(node.endpoint.where for node in self.nodes)
-
-    @property
-    def untouched(self) -> bool:
-        return all(node.untouched for node in self.nodes)
 
     def node_of(self, key: bytes) -> Primary:
         """The server that has `key`. Raises RedisUnavailable if none has."""

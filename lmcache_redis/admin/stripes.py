@@ -188,7 +188,7 @@ def _use_of(key: bytes) -> list[Command]:
 
 
 def _questions(key: bytes) -> list[Command]:
-    """The idle time comes first: reading the value resets it, unless CLIENT NO-TOUCH is on."""
+    """The idle time comes first: reading the value resets it."""
     head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
     return [*_use_of(key), ("PTTL", key), ("STRLEN", key), head]
 
@@ -319,7 +319,7 @@ def missing(header: StripeHeader, stripes: int) -> list[int]:
 def headers_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form, StripeHeader]:
     """A valid header of each form, of the first chunk that has one; a form without is left out.
 
-    Counts as a use of the chunks that are read, unless ``server.untouched``. Raises RedisError.
+    Counts as a use of the chunks that are read. Raises RedisError.
     """
     by_form: dict[Form, list[SeenChunk]] = {}
     for chunk in chunks:

@@ -65,7 +65,7 @@ def inspect(
         typer.Option(
             "--verify",
             help="Also read payloads and compare their checksums; with --seal-key-file open sealed "
-            "ones. Before Redis 7.2 this counts as a use.",
+            "ones. This counts as a use.",
         ),
     ] = False,
     seal_key_file: SealKeyFile = None,

@@ -253,20 +253,6 @@ def test_a_summary_verified(server: PrimaryServers, client: Any) -> None:
     assert [group.damaged for group in summary.groups] == [2]
 
 
-def test_store_times_where_reading_is_no_use(server: PrimaryServers, client: Any) -> None:
-    for number in range(3):
-        Cached(number).put(client)
-    client.set(Cached(0).keys[0], "foreign")
-    server.nodes[0].untouched = True
-    summary = summarise(server, b"", everything=True, verify=False)
-    (group,) = summary.groups
-    assert group.value_bytes == 3 * Cached().value_bytes
-    assert group.stored_unix_s == [STORED_UNIX_MS / 1000] * 2
-    header, row = summary_lines(summary)
-    assert header.split()[-1] == "stored"
-    assert row.endswith(" days ago")
-
-
 def test_a_summary_of_nothing(server: PrimaryServers) -> None:
     summary = summarise(server, b"", everything=False, verify=False)
     assert list(summary_lines(summary)) == ["no chunks are here"]

@@ -37,7 +37,7 @@ def test_the_fields_are_these(server: PrimaryServers, client: Any) -> None:
     (group,) = as_json(summary)["groups"]
     assert names(group) == (
         "model layout workers chunks stripes value_bytes chunks_of_unknown_size incomplete "
-        "without_stripe_0 damaged idle_s frequency stored_unix_s"
+        "without_stripe_0 damaged idle_s frequency"
     )
     assert names(group["idle_s"]) == "min median max"
     plan = choose(server, chunk.prefix, Selection(everything=True))

@@ -206,7 +206,6 @@ def test_a_chunk_of_one_stripe() -> None:
 
 
 def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any) -> None:
-    server.nodes[0].untouched = True
     for number in range(4):
         client.set(Cached(number).keys[0], "no header")
     Cached(5).put(client)
