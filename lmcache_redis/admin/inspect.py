@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from redis.utils import str_if_bytes
-
-from lmcache_redis.admin.names import ChunkName, find_name, show_key
+from lmcache_redis.admin.names import ChunkName, parse_name, show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     Progress,
@@ -30,7 +27,7 @@ from lmcache_redis.admin.stripes import (
     verify_payload,
 )
 from lmcache_redis.chunks.frame import StripeHeader
-from lmcache_redis.errors import FormatError, RedisError
+from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.seal import SealKeys
 
 
@@ -55,7 +52,6 @@ class ChunkReport:
     stripes: tuple[Stripe, ...]
     verified: bool
     opened: bool
-    ours: ClassVar[bool] = True
 
     @property
     def headed(self) -> Stripe | None:
@@ -92,32 +88,20 @@ class ChunkReport:
         return ChunkVerdict.TORN if len(stores) > 1 else ChunkVerdict.COMPLETE
 
 
-@dataclass(frozen=True, slots=True)
-class OtherKey:
-    """A key, as redis-cli shows it, that names no chunk: the reason, and the type of its value."""
-
-    key: str
-    reason: str
-    type: str
-    value_bytes: int | None
-    ours: ClassVar[bool] = False
-
-
 def explain(
     server: PrimaryServers, key: bytes, prefix: bytes, verify: bool, keys: SealKeys | None = None
-) -> ChunkReport | OtherKey:
-    """Explains the key of a stripe or a chunk, with any prefix; ``prefix`` is tried first. Raises
-    RedisError. keys: to verify sealed payloads with.
+) -> ChunkReport:
+    """Explains the key of a stripe or a chunk. keys: to verify sealed payloads with.
+
+    Raises RedisError, and ConfigError for another key.
     """
     try:
-        name, index = find_name(key, prefix)
+        name, index = parse_name(key, prefix)
     except FormatError as error:
-        ((kind, length),) = server.ask_each([key], lambda key: [("TYPE", key), ("STRLEN", key)])
-        if isinstance(kind, RedisError):
-            raise kind from None
-        kind = str_if_bytes(kind)
-        length = length if kind == "string" and isinstance(length, int) else None
-        return OtherKey(show_key(key), str(error), kind, length)
+        raise ConfigError(
+            f"{show_key(key)} names neither a stripe nor a chunk ({error}): copy it whole, and "
+            "give the --key-prefix of the agents"
+        ) from None
     found = stripes_of(server, name, index or 0)
     if verify:
         found = [verify_payload(server, name, stripe, keys) for stripe in found]

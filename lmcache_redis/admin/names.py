@@ -73,22 +73,10 @@ def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
         return ChunkName(prefix, namespace, key), index
     # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
     if not data.startswith(prefix + KEY_MAGIC):
-        raise FormatError("a key of another prefix")
+        raise FormatError("it has another prefix")
     named = data[len(prefix) + len(KEY_MAGIC) :]
     key = ObjectKey.from_bytes(named[NAMESPACE_BYTES:])
     return ChunkName(prefix, named[:NAMESPACE_BYTES], key), None
-
-
-def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """`parse_name` for a key with any prefix; ``prefix`` is tried first. Raises FormatError."""
-    others = (data[: at.start()] for at in re.finditer(re.escape(KEY_MAGIC), data))
-    for candidate in (prefix, *others):
-        with contextlib.suppress(FormatError):
-            return parse_name(data, candidate)
-    raise FormatError(
-        f"it names neither a stripe nor a chunk: those have {KEY_MAGIC.decode()}, a layout, a "
-        "rank, a model and a hash, with matching lengths"
-    )
 
 
 def read_key(text: str) -> bytes:

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lmcache_redis.admin.doctor import HERE, Diagnosis
-from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, OtherKey, Spread, Summary
+from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, Spread, Summary
 from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes, table
 from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
@@ -25,7 +25,7 @@ _CLOCKS_DIFFER_S = 86_400
 
 # The JSON fields of a type; NAME=PATH for another attribute. Other types: all fields.
 _FIELDS: dict[type, str] = {
-    ChunkReport: "ours chunk_key_hex=name.chunk_key key_prefix=name.shown_prefix "
+    ChunkReport: "chunk_key_hex=name.chunk_key key_prefix=name.shown_prefix "
     "model=name.key.model_name layout=name.layout chunk_hash=name.key.chunk_hash "
     "world_size=name.ranks.world_size rank=name.ranks.rank "
     "local_world_size=name.ranks.local_world_size local_rank=name.ranks.local_rank "
@@ -33,7 +33,6 @@ _FIELDS: dict[type, str] = {
     "stripes_present=present chunk_bytes=header.chunk_bytes fingerprint=header.fingerprint "
     "memory_format=header.metadata.fmt.name shapes=header.metadata.shapes "
     "dtypes=header.metadata.dtype_names stored_unix_s=headed.stored_unix_s stripes",
-    OtherKey: "ours key reason type value_bytes",
     Stripe: "index state detail value_bytes store_id=header.store_id stored_unix_s "
     "idle_s=use.idle_s frequency=use.frequency expires_in_s",
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
@@ -78,14 +77,8 @@ def _at(found: Any, path: str) -> Any:
     return found
 
 
-def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
+def chunk_lines(report: ChunkReport) -> Iterator[str]:
     """`inspect KEY`."""
-    if isinstance(report, OtherKey):
-        size = "" if report.value_bytes is None else f" of {shown_bytes(report.value_bytes)}"
-        yield _line("key", report.key)
-        yield _line("not ours", report.reason)
-        yield _line("there is", "nothing" if report.type == "none" else f"a {report.type}{size}")
-        return
     name, headed, header = report.name, report.headed, report.header
     world, rank, local_world, local_rank = name.ranks
     yield _line("chunk", show_key(name.chunk_key))
