@@ -65,32 +65,6 @@ _FAILURES = (
     exceptions.RedisError, exceptions.RedisClusterException, RedisError, OSError,
     TypeError, ValueError, LookupError, AttributeError,
 )  # fmt: skip
-# In this order: a class before those that it is one of.
-_SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
-    (
-        exceptions.AskError, RedisReplyError,
-        "{at} is one node of a cluster: write redis+cluster:// instead of redis://",
-    ),
-    (
-        exceptions.SlotNotCoveredError, RedisUnavailable,
-        "no server of the cluster has the slot of this key: see `redis-cli --cluster check`",
-    ),
-    (
-        exceptions.AuthenticationError, RedisAuthError,
-        "{at} refuses the user or the password: {text}",
-    ),
-    (
-        exceptions.NoPermissionError, RedisAuthError,
-        "{at} does not allow it to this user ({text}): inspect and purge need +@read and "
-        "+unlink on the agents' keys, and in a cluster +command and +cluster|slots",
-    ),
-    (
-        exceptions.ConnectionError, RedisUnavailable,
-        "the connection to {at} was lost: try again ({text})",
-    ),
-    (exceptions.ResponseError, RedisReplyError, "{at} says: {text}"),
-)  # fmt: skip
-
 Command = tuple[bytes | str | int, ...]
 
 
@@ -314,6 +288,7 @@ def one_sentence(endpoint: Endpoint) -> Iterator[None]:
 
 
 def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | ConfigError:
+    """In this order: a class of redis-py's before those that it is one of."""
     at = f"Redis at {endpoint.where}"
     text = _without_secrets(" ".join(str(error).split()), endpoint)[:160]
     reason = error.__cause__ or error.__context__
@@ -337,9 +312,25 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
         return RedisUnavailable(f"{at} is no cluster: write redis:// instead of redis+cluster://")
     if isinstance(reason, OSError):
         return translated(reason, endpoint)
-    for kind, ours, sentence in _SENTENCES:
-        if isinstance(error, kind):
-            return ours(sentence.format(at=at, text=text))
+    if isinstance(error, exceptions.AskError):
+        return RedisReplyError(
+            f"{at} is one node of a cluster: write redis+cluster:// instead of redis://"
+        )
+    if isinstance(error, exceptions.SlotNotCoveredError):
+        return RedisUnavailable(
+            "no server of the cluster has the slot of this key: see `redis-cli --cluster check`"
+        )
+    if isinstance(error, exceptions.AuthenticationError):
+        return RedisAuthError(f"{at} refuses the user or the password: {text}")
+    if isinstance(error, exceptions.NoPermissionError):
+        return RedisAuthError(
+            f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "
+            "+unlink on the agents' keys, and in a cluster +command and +cluster|slots"
+        )
+    if isinstance(error, exceptions.ConnectionError):
+        return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")
+    if isinstance(error, exceptions.ResponseError):
+        return RedisReplyError(f"{at} says: {text}")
     return translated(RedisProtocolError(), endpoint)
 
 
