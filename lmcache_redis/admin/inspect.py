@@ -13,21 +13,20 @@ from lmcache_redis.admin.stripes import (
     Stripe,
     StripeState,
     Survey,
-    Use,
     count_of,
     find_missing,
     headers_of,
     missing,
     no_progress,
+    read_idle,
     read_stripes,
-    read_uses,
     size_of,
     stripes_of,
     survey,
     verify_payload,
 )
 from lmcache_redis.chunks.frame import StripeHeader
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.errors import ConfigError, FormatError, RedisError
 from lmcache_redis.seal import SealKeys
 
 
@@ -112,15 +111,11 @@ def explain(
 class Spread(list[float]):
     """Values that are reported as minimum, median and maximum."""
 
-    def add(self, value: float | None) -> None:
-        if value is not None:
-            self.append(value)
-
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). without_stripe_0: some of the incomplete. idle_s,
-    frequency: of each chunk's first stripe. damaged: if verified.
+    """Chunks of one model and layout (`names`). without_stripe_0: some of the incomplete. idle_s:
+    of each chunk's first stripe. damaged: if verified.
     """
 
     names: tuple[str, str]
@@ -133,7 +128,6 @@ class LayoutSummary:
     without_stripe_0: int = 0
     damaged: int | None = None
     idle_s: Spread = field(default_factory=Spread)
-    frequency: Spread = field(default_factory=Spread)
 
     @property
     def model(self) -> str:
@@ -143,8 +137,10 @@ class LayoutSummary:
     def layout(self) -> str:
         return self.names[1]
 
-    def add(self, chunk: SeenChunk, header: StripeHeader | None, use: Use) -> None:
-        """header: of a chunk of its form. use: of its first stripe."""
+    def add(
+        self, chunk: SeenChunk, header: StripeHeader | None, idle: int | RedisError | None
+    ) -> None:
+        """header: of a chunk of its form. idle: of its first stripe (`read_idle`)."""
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
         self.stripes += chunk.count
@@ -152,8 +148,8 @@ class LayoutSummary:
         self.chunks_of_unknown_size += header is None
         self.without_stripe_0 += not chunk.stripes & 1
         self.incomplete += not chunk.stripes & 1 or bool(header and missing(header, chunk.stripes))
-        self.idle_s.add(use.idle_s)
-        self.frequency.add(use.frequency)
+        if isinstance(idle, int):
+            self.idle_s.append(idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +178,15 @@ def summarise(
     """
     found = survey(server, prefix, everything=everything, progress=progress)
     chunks = list(found.chunks.values())
-    uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
-    pairs = sorted(zip(chunks, uses, strict=True), key=lambda pair: pair[1].idle_s or 0)
+    pairs = [*zip(chunks, read_idle(server, chunks), strict=True)]
+    pairs.sort(key=lambda pair: pair[1] if isinstance(pair[1], int) else 0)
     headers = headers_of(server, [chunk for chunk, _ in pairs])
     find_missing(server, [(chunk, headers.get(chunk.form)) for chunk in chunks])
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    for number, (chunk, use) in enumerate(pairs, start=1):
+    for number, (chunk, idle) in enumerate(pairs, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
         group = groups.setdefault(names, LayoutSummary(names))
-        group.add(chunk, headers.get(chunk.form), use)
+        group.add(chunk, headers.get(chunk.form), idle)
         if verify:
             stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
             states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}

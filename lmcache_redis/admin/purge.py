@@ -24,8 +24,8 @@ from lmcache_redis.admin.stripes import (
     StripeState,
     headers_of,
     no_progress,
+    read_idle,
     read_stripes,
-    read_uses,
     size_of,
     survey,
 )
@@ -230,11 +230,11 @@ def _are_idle(
     least_s = selection.idle_longer_than_s
     if least_s is None:
         return [True] * len(chunks)
-    uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
-    if any(use.refused for use in uses):
+    idle = read_idle(server, chunks)
+    if any(isinstance(each, RedisError) for each in idle):
         raise ConfigError(
             f"{server.where} does not tell when keys were used (its maxmemory-policy counts uses, "
             "or this user needs +object): choose by --model, --layout or --stored-longer-than "
             "instead of --idle-longer-than"
         )
-    return [None if use.idle_s is None else use.idle_s > least_s for use in uses]
+    return [each > least_s if isinstance(each, int) else None for each in idle]

@@ -18,7 +18,7 @@ from lmcache_redis.admin.names import printable, show_key, shown_age, shown_byte
 from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
-from lmcache_redis.admin.stripes import Stripe, StripeState, Use
+from lmcache_redis.admin.stripes import Stripe, StripeState
 from lmcache_redis.resp.net.endpoint import Transport
 
 _CLOCKS_DIFFER_S = 86_400
@@ -34,11 +34,11 @@ _FIELDS: dict[type, str] = {
     "memory_format=header.metadata.fmt.name shapes=header.metadata.shapes "
     "dtypes=header.metadata.dtype_names stored_unix_s=headed.stored_unix_s stripes",
     Stripe: "index state detail value_bytes store_id=header.store_id stored_unix_s "
-    "idle_s=use.idle_s frequency=use.frequency expires_in_s",
+    "idle_s expires_in_s",
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
     "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
     LayoutSummary: "model layout workers chunks stripes value_bytes chunks_of_unknown_size "
-    "incomplete without_stripe_0 damaged idle_s frequency",
+    "incomplete without_stripe_0 damaged idle_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
     NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
@@ -99,7 +99,8 @@ def chunk_lines(report: ChunkReport) -> Iterator[str]:
         yield _line("size", f"{shown_bytes(header.chunk_bytes)} as {header.metadata.fmt.name}")
         yield _line("holds", holds)
         yield _line("stored", f"{when}, as {header.store_id.hex()}")
-        yield _line("last used", _use(headed.use))
+        idle_s, unknown = headed.idle_s, "unknown: the server does not say"
+        yield _line("last used", unknown if idle_s is None else f"{shown_age(idle_s)} ago")
         if header.sealed_with is not None:
             yield _line("sealed", f"with the key {header.sealed_with.hex()}")
         if headed.expires_in_s is not None:
@@ -205,12 +206,9 @@ def _row(group: LayoutSummary) -> list[str]:
     size = shown_bytes(group.value_bytes)
     if group.chunks_of_unknown_size:
         size = "unknown" if group.chunks_of_unknown_size == group.chunks else f"more than {size}"
-    used = _ages(group.idle_s)
-    if not group.idle_s and group.frequency:
-        used = f"LFU counters {min(group.frequency)} to {max(group.frequency)}"
     workers, chunks, incomplete = len(group.workers), group.chunks, group.incomplete
     counts = (str(workers), f"{chunks:,}", size, f"{incomplete:,}")
-    return [printable(group.model), group.layout, *counts, used]
+    return [printable(group.model), group.layout, *counts, _ages(group.idle_s)]
 
 
 def _ages(ages_s: Sequence[float]) -> str:
@@ -227,11 +225,3 @@ def _when(unix_ms: int) -> str:
         return f"{unix_ms:,} ms after 1970, which is to come: by a wrong clock, damaged or forged"
     when = datetime.fromtimestamp(unix_ms / 1000, timezone.utc)
     return f"{when:%Y-%m-%d %H:%M:%S UTC}, {shown_age(max(0.0, age_s))} ago"
-
-
-def _use(use: Use) -> str:
-    if use.idle_s is not None:
-        return f"{shown_age(use.idle_s)} ago"
-    if use.frequency is not None:
-        return f"unknown: the server counts uses (LFU), here {use.frequency} of 255"
-    return "unknown: the server does not say"

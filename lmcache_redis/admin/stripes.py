@@ -51,26 +51,17 @@ class StripeState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """When a key was last used: seconds ago, or the counter of an LFU policy, or neither if the
-    server keeps none. refused: the server does not tell when.
-    """
-
-    idle_s: int | None = None
-    frequency: int | None = None
-    refused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Stripe:
-    """One stripe and what was found under its key. detail: why it is not WHOLE."""
+    """One stripe and what was found under its key. detail: why it is not WHOLE. idle_s: since its
+    last use; None if the server does not tell, as under an LFU policy.
+    """
 
     index: int
     state: StripeState
     detail: str = ""
     value_bytes: int = 0
     header: StripeHeader | None = None
-    use: Use = Use()
+    idle_s: int | None = None
     expires_in_s: float | None = None
 
     @property
@@ -109,11 +100,6 @@ def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
     if header.stripe_index != index:
         return f"its header is of stripe {header.stripe_index}"
     return ""
-
-
-def read_uses(server: PrimaryServers, keys: Sequence[bytes]) -> list[Use]:
-    """When keys were last used. Reads no values. Raises RedisError."""
-    return [_use(*replies) for replies in server.ask_each(keys, _use_of)]
 
 
 def read_stripes(server: PrimaryServers, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
@@ -165,7 +151,7 @@ def verify_payload(
         elif keys is not None:
             state, detail = _opened(keys, key, said, header, payload)
             again = replace(again, state=state, detail=detail)
-    return replace(again, use=stripe.use, expires_in_s=stripe.expires_in_s)
+    return replace(again, idle_s=stripe.idle_s, expires_in_s=stripe.expires_in_s)
 
 
 def _opened(
@@ -183,36 +169,22 @@ def _opened(
     return StripeState.WHOLE, ""
 
 
-def _use_of(key: bytes) -> list[Command]:
-    return [("OBJECT", "IDLETIME", key), ("OBJECT", "FREQ", key)]
-
-
 def _questions(key: bytes) -> list[Command]:
     """The idle time comes first: reading the value resets it."""
-    head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
-    return [*_use_of(key), ("PTTL", key), ("STRLEN", key), head]
+    head = ("GETRANGE", key, 0, HEADER_BYTES - 1)
+    return [("OBJECT", "IDLETIME", key), ("PTTL", key), ("STRLEN", key), head]
 
 
-def _stripe(
-    name: ChunkName, index: int, idle: Any, freq: Any, ttl_ms: Any, length: Any, head: Any
-) -> Stripe:
+def _stripe(name: ChunkName, index: int, idle: Any, ttl_ms: Any, length: Any, head: Any) -> Stripe:
     """The stripe, judged by the replies to `_questions`."""
-    use = _use(idle, freq)
+    idle_s = idle if isinstance(idle, int) else None
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
     if refused is not None and "WRONGTYPE" in str(refused):
         return Stripe(index, StripeState.OTHER_TYPE, "no string: no agent writes or removes it")
     if refused is not None:
-        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
+        return Stripe(index, StripeState.UNREADABLE, str(refused), idle_s=idle_s)
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
-    return replace(judge(name, index, length, head), use=use, expires_in_s=expires_in_s)
-
-
-def _use(idle: Any, frequency: Any) -> Use:
-    return Use(
-        idle if isinstance(idle, int) else None,
-        frequency if isinstance(frequency, int) else None,
-        isinstance(idle, RedisError),
-    )
+    return replace(judge(name, index, length, head), idle_s=idle_s, expires_in_s=expires_in_s)
 
 
 # ------------------------------------------------------------------- all chunks
@@ -293,6 +265,14 @@ def survey(
     if found.whole:
         found.looked_at = total_keys
     return found
+
+
+def read_idle(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> list[int | RedisError | None]:
+    """Seconds since the last use of each chunk's first stripe; None: it is gone; an error: the
+    server does not tell. Reads no values. Raises RedisError.
+    """
+    keys = [chunk.name.stripe(chunk.first) for chunk in chunks]
+    return [idle for (idle,) in server.ask_each(keys, lambda key: [("OBJECT", "IDLETIME", key)])]
 
 
 def payload_of(header: StripeHeader) -> int:

@@ -29,14 +29,14 @@ def test_the_fields_are_these(server: PrimaryServers, client: Any) -> None:
     )
     stripe = as_json(report)["stripes"][0]
     assert names(stripe) == (
-        "index state detail value_bytes store_id stored_unix_s idle_s frequency expires_in_s"
+        "index state detail value_bytes store_id stored_unix_s idle_s expires_in_s"
     )
     summary = summarise(server, chunk.prefix, everything=True, verify=False)
     assert names(summary) == ("whole keys_looked_at database_keys other_keys verified groups")
     (group,) = as_json(summary)["groups"]
     assert names(group) == (
         "model layout workers chunks stripes value_bytes chunks_of_unknown_size incomplete "
-        "without_stripe_0 damaged idle_s frequency"
+        "without_stripe_0 damaged idle_s"
     )
     assert names(group["idle_s"]) == "min median max"
     plan = choose(server, chunk.prefix, Selection(everything=True))
@@ -62,7 +62,7 @@ def test_values_as_programs_take_them(server: PrimaryServers, client: Any) -> No
     gone = as_json(explain(server, Cached(9).keys[0], b"", False))
     assert (gone["chunk_bytes"], gone["fingerprint"], gone["stored_unix_s"]) == (None, None, None)
     group = as_json(summarise(server, chunk.prefix, everything=True, verify=False))["groups"][0]
-    assert (group["workers"], group["damaged"], group["frequency"]) == (1, None, None)
+    assert (group["workers"], group["damaged"]) == (1, None)
 
 
 def test_a_diagnosis_has_every_fact() -> None:

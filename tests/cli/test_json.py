@@ -18,7 +18,7 @@ from tests.servers import RedisServer
 ROOT = Path(__file__).parent.parent.parent
 # What this run has none of: a disk, a GPU, a failure, a second use.
 ABSENT = (
-    *("canaries.distrusted", "disk.", "groups[].damaged", "groups[].frequency"),
+    *("canaries.distrusted", "disk.", "groups[].damaged"),
     *("left", "loads.prefill", "node."),
 )
 HASHES = block_hashes("prompt", 8)
