@@ -114,11 +114,12 @@ class Spread(list[float]):
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). without_stripe_0: some of the incomplete. idle_s:
-    of each chunk's first stripe. damaged: if verified.
+    """Chunks of one model and layout. without_stripe_0: some of the incomplete. idle_s: of each
+    chunk's first stripe. damaged: if verified.
     """
 
-    names: tuple[str, str]
+    model: str
+    layout: str
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -128,14 +129,6 @@ class LayoutSummary:
     without_stripe_0: int = 0
     damaged: int | None = None
     idle_s: Spread = field(default_factory=Spread)
-
-    @property
-    def model(self) -> str:
-        return self.names[0]
-
-    @property
-    def layout(self) -> str:
-        return self.names[1]
 
     def add(
         self, chunk: SeenChunk, header: StripeHeader | None, idle: int | RedisError | None
@@ -185,7 +178,7 @@ def summarise(
     groups: dict[tuple[str, str], LayoutSummary] = {}
     for number, (chunk, idle) in enumerate(pairs, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, LayoutSummary(names))
+        group = groups.setdefault(names, LayoutSummary(*names))
         group.add(chunk, headers.get(chunk.form), idle)
         if verify:
             stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
