@@ -78,11 +78,6 @@ class Primary:
         self.client = client
         self._cluster = cluster
 
-    def check_access(self) -> None:
-        """Raises RedisError, which says what to change, unless the server can be used."""
-        with one_sentence(self.endpoint):
-            self.client.ping()
-
     def ask(self, *command: bytes | str | int) -> Any:
         """The reply to one command, as redis-py reads it. Raises RedisError."""
         (reply,) = self.ask_all([command])
@@ -187,7 +182,7 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
             client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
             servers = PrimaryServers([_primary(server, client, stack)])
         for node in servers.nodes:
-            node.check_access()
+            node.ask("PING")
         yield servers
 
 
@@ -209,7 +204,7 @@ def _master(deployment: Deployment, stack: contextlib.ExitStack) -> Primary:
         try:
             master = deployment.at(*sentinel.discover_master(deployment.service))
         except MasterNotFoundError:
-            sentinels[0].check_access()  # says why it does not answer
+            sentinels[0].ask("PING")  # says why it does not answer
             raise RedisUnavailable(
                 f"{deployment.url}: there is no master named {deployment.service} that is up: "
                 "correct the name in the Redis URL, or try again"
