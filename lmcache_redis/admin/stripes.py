@@ -15,7 +15,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName, namespaces_of, parse_name
-from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers, one_sentence
+from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.errors import FormatError, RedisError
@@ -253,8 +253,8 @@ def survey(
         until_keys = found.looked_at + SAMPLE_KEYS
         cursor = None
         while cursor != 0:
-            with one_sentence(node.endpoint):
-                cursor, keys = node.client.scan(cursor or 0, pattern, BATCH_KEYS, _type="string")
+            scan = ("SCAN", cursor or 0, "MATCH", pattern, "COUNT", BATCH_KEYS, "TYPE", "string")
+            cursor, keys = node.ask(*scan)
             for key in keys:
                 found.add(key, prefix)
             found.looked_at = min(found.looked_at + BATCH_KEYS, total_keys)
