@@ -276,7 +276,7 @@ class _Recording:
         return [hash((layout, name)) for name in records.names_of(chunks)]
 
     def trace(self) -> Trace:
-        asked = sum(self._columns.whole["asked"])
+        asked = sum(self._columns.asked)
         pool, disk, redis = (self._hits[letter] / max(1, asked) for letter in "hdr")
         rates = {"hit_rate_pool": pool, "hit_rate_disk": disk, "hit_rate_redis": redis}
         notes = [

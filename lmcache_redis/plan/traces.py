@@ -121,18 +121,18 @@ class TraceColumns:
 
     def __init__(self) -> None:
         self.times = array("d")
-        self.whole = {name: array("q") for name in ("tokens", "asked", "first")}
+        self.asked, self.first, self.tokens = array("q"), array("q"), array("q")
         self.starts = array("q", [0])
         self.ids = array("q")
 
-    def add(self, time_s: float, ids: Iterable[int], **whole: int) -> None:
-        """Adds a request. ids: equal for equal prefixes only. whole: of its columns, else 0.
-
-        tokens: if there are more than in its blocks.
-        """
+    def add(
+        self, time_s: float, ids: Iterable[int], asked: int = 0, first: int = 0, tokens: int = 0
+    ) -> None:
+        """Adds a request. ids: equal for equal prefixes only. tokens: if some follow its blocks."""
         self.times.append(time_s)
-        for name, column in self.whole.items():
-            column.append(whole.get(name, 0))
+        self.asked.append(asked)
+        self.first.append(first)
+        self.tokens.append(tokens)
         self.ids.extend(ids)
         self.starts.append(len(self.ids))
 
@@ -146,11 +146,12 @@ class TraceColumns:
         counts = np.diff(starts)[order]
         new = np.concatenate([[0], np.cumsum(counts)])
         ids = ids[np.arange(new[-1]) + np.repeat(starts[:-1][order] - new[:-1], counts)]
-        columns: dict[str, Any] = {
-            name: np.frombuffer(column, np.int64)[order] for name, column in self.whole.items()
-        }
-        columns["tokens"] = np.maximum(columns["tokens"], columns["asked"] * layout.block_tokens)
-        return Trace(times[order], starts=new, ids=_dense(ids), layout=layout, **columns, **more)
+        asked, first, tokens = (
+            np.frombuffer(column, np.int64)[order]
+            for column in (self.asked, self.first, self.tokens)
+        )
+        tokens = np.maximum(tokens, asked * layout.block_tokens)
+        return Trace(times[order], tokens, asked, first, new, _dense(ids), layout, **more)
 
 
 def _dense(ids: Ints) -> Ints:
