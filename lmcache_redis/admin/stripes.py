@@ -14,10 +14,11 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.admin.names import ChunkName, namespaces_of, parse_name
+from lmcache_redis.admin.names import ChunkName, namespaces_of
 from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
+from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
@@ -229,12 +230,11 @@ class Survey:
 
     def add(self, key: bytes, prefix: bytes) -> None:
         try:
-            name, index = parse_name(key, prefix)
+            namespace, chunk_key, index = parse_stripe_key(key, prefix)
         except FormatError:
-            index = None
-        if index is None:
             self.other_keys.add(key)
         else:
+            name = ChunkName(prefix, namespace, chunk_key)
             self.chunks.setdefault(name.chunk_key, SeenChunk(name)).stripes |= 1 << index
 
 
