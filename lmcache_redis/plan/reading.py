@@ -296,8 +296,7 @@ class _Recording:
 def _sizes_of(record: records.LayoutRecord) -> BlockLayout:
     part_bytes: Counter[Reach] = Counter()
     for row in record.rows:
-        reach = msgspec.convert({"kind": row.reach, "tokens": row.reach_tokens}, Reach)
-        part_bytes[reach] += row.bytes
+        part_bytes[Reach(row.reach, row.reach_tokens)] += row.bytes
     return BlockLayout(record.chunk_tokens, sum(row.pool_bytes for row in record.rows), part_bytes)
 
 
