@@ -26,7 +26,7 @@ from lmcache_redis.admin.server import (
     PrimaryServers,
 )
 from lmcache_redis.admin.sizes.sizing import stored_part
-from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_uses, survey
+from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_idle, survey
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
@@ -127,14 +127,14 @@ def sample(
     try:
         found = survey(server, prefix, everything=False)
         chunks = list(found.chunks.values())
-        uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
+        idle = [each for each in read_idle(server, chunks) if isinstance(each, int)]
         headers = headers_of(server, chunks)
     except RedisError:
         return need, (), None
     if not need.is_known and headers:
         need = _as_stored(need, [(c, headers[c.form]) for c in chunks if c.form in headers], report)
-    oldest_idle_s = max((use.idle_s for use in uses if use.idle_s is not None), default=None)
-    return need, tuple((form[1], header) for form, header in headers.items()), oldest_idle_s
+    stored = tuple((form[1], header) for form, header in headers.items())
+    return need, stored, max(idle, default=None)
 
 
 def _as_stored(

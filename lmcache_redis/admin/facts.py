@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ipaddress
 import re
 import socket
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from lmcache_redis.admin.server import Primary, PrimaryServers
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,6 @@ class Need:
     loaded_per_token: float = 0.0
     of: str = "a model of 8B parameters"
     is_known: bool = False
-
-
-def _from(info: str = "", setting: str = "") -> Any:
-    """A fact that the server reports: CONFIG GET of ``setting``, else this field of INFO."""
-    return field(default=None, metadata={"info": info, "setting": setting})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +57,17 @@ class Facts:
     as_cluster: bool = False
     product: str = "redis"
     version: tuple[int, ...] | None = None
-    role: str | None = _from("role")
-    cluster_enabled: bool | None = _from("cluster_enabled")
-    machine_bytes: int | None = _from("total_system_memory")
-    maxmemory_bytes: int | None = _from("maxmemory", "maxmemory")
-    policy: str | None = _from("maxmemory_policy", "maxmemory-policy")
-    evicted_keys: int | None = _from("evicted_keys")
-    save: str | None = _from(setting="save")
+    role: str | None = None
+    cluster_enabled: bool | None = None
+    machine_bytes: int | None = None
+    maxmemory_bytes: int | None = None
+    policy: str | None = None
+    evicted_keys: int | None = None
+    save: str | None = None
     save_failed: bool | None = None
-    append_only: bool | None = _from("aof_enabled", "appendonly")
-    io_threads: int | None = _from(setting="io-threads")
-    normal_buffer: tuple[int, int, int] | None = _from(setting="client-output-buffer-limit")
+    append_only: bool | None = None
+    io_threads: int | None = None
+    normal_buffer: tuple[int, int, int] | None = None
     unseen: tuple[str, ...] = ()
     ping_s: float | None = None
     read_bytes_per_s: float | None = None
@@ -82,10 +78,6 @@ class Facts:
     oldest_idle_s: float | None = None
 
 
-_STATED = [f for f in dataclasses.fields(Facts) if f.metadata]
-SETTINGS = [f.metadata["setting"] for f in _STATED if f.metadata["setting"]]
-
-
 def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
     """The facts of one node, beside those that are known. Raises RedisError if the connection
     fails."""
@@ -94,7 +86,8 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
     if isinstance(info, RedisError):
         unseen.append("INFO is refused: memory, persistence, version and connections")
     # One CONFIG GET per setting: before Redis 7 the command takes only one.
-    replies = node.ask_all([("CONFIG GET", name) for name in SETTINGS])
+    settings = ("save", "io-threads", "client-output-buffer-limit")
+    replies = node.ask_all([("CONFIG GET", name) for name in settings])
     if any(isinstance(reply, RedisError) for reply in replies):
         unseen.append("CONFIG is refused: save, client-output-buffer-limit, io-threads")
     endpoint = node.endpoint
@@ -117,42 +110,34 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
 
 def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any) -> Facts:
     """Facts from the replies of INFO and CONFIG GET, either of which may be empty. Pure."""
-    stated = {
-        f.name: value
-        for f in _STATED
-        for text in (info.get(f.metadata["info"]), settings.get(f.metadata["setting"]))
-        if (value := _read(str(f.type), text)) is not None
-    }
     save_status = info.get("rdb_last_bgsave_status")
     valkey = info.get("valkey_version")
     version = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(valkey or info.get("redis_version")))
+    limits = str(settings.get("client-output-buffer-limit"))
+    normal = re.search(r"\bnormal (\d+) (\d+) (\d+)", limits)
     return Facts(
         product="valkey" if valkey else "redis",
         version=tuple(int(part) for part in version.groups() if part) if version else None,
+        role=_told(info, "role", str),
+        cluster_enabled=_told(info, "cluster_enabled", bool),
+        machine_bytes=_told(info, "total_system_memory", int),
+        maxmemory_bytes=_told(info, "maxmemory", int),
+        policy=_told(info, "maxmemory_policy", str),
+        evicted_keys=_told(info, "evicted_keys", int),
+        save=_told(settings, "save", str),
         save_failed=None if save_status is None else save_status != "ok",
-        **stated,
+        append_only=_told(info, "aof_enabled", bool),
+        io_threads=_told(settings, "io-threads", int),
+        normal_buffer=(int(normal[1]), int(normal[2]), int(normal[3])) if normal else None,
         **known,
     )
 
 
-def _normal_buffer(text: str) -> tuple[int, int, int] | None:
-    match = re.search(r"\bnormal (\d+) (\d+) (\d+)", text)
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "str": str,
-    "int": lambda text: int(float(text)),
-    "bool": lambda text: text == "yes" or (text != "no" and float(text) != 0),
-    "tuple[int, int, int]": _normal_buffer,
-}
-
-
-def _read(kind: str, text: Any) -> Any:
-    """The text as a value of type ``kind``; None if there is no text, or it is not of that type."""
+def _told(fields: Mapping[str, Any], name: str, kind: Callable[[Any], _T]) -> _T | None:
+    """A field as redis-py reads it; None if there is none, or it is not of that kind."""
     try:
-        return None if text is None else _READERS[kind.removesuffix(" | None")](text)
-    except ValueError:
+        return kind(fields[name])
+    except (LookupError, TypeError, ValueError):
         return None
 
 

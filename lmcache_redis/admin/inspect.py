@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from redis.utils import str_if_bytes
-
-from lmcache_redis.admin.names import ChunkName, find_name, show_key
+from lmcache_redis.admin.names import ChunkName, parse_name, show_key
 from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     Progress,
@@ -21,15 +18,15 @@ from lmcache_redis.admin.stripes import (
     headers_of,
     missing,
     no_progress,
+    read_idle,
     read_stripes,
-    read_uses,
     size_of,
     stripes_of,
     survey,
     verify_payload,
 )
 from lmcache_redis.chunks.frame import StripeHeader
-from lmcache_redis.errors import FormatError, RedisError
+from lmcache_redis.errors import ConfigError, FormatError, RedisError
 from lmcache_redis.seal import SealKeys
 
 
@@ -54,7 +51,6 @@ class ChunkReport:
     stripes: tuple[Stripe, ...]
     verified: bool
     opened: bool
-    ours: ClassVar[bool] = True
 
     @property
     def headed(self) -> Stripe | None:
@@ -91,32 +87,20 @@ class ChunkReport:
         return ChunkVerdict.TORN if len(stores) > 1 else ChunkVerdict.COMPLETE
 
 
-@dataclass(frozen=True, slots=True)
-class OtherKey:
-    """A key, as redis-cli shows it, that names no chunk: the reason, and the type of its value."""
-
-    key: str
-    reason: str
-    type: str
-    value_bytes: int | None
-    ours: ClassVar[bool] = False
-
-
 def explain(
     server: PrimaryServers, key: bytes, prefix: bytes, verify: bool, keys: SealKeys | None = None
-) -> ChunkReport | OtherKey:
-    """Explains the key of a stripe or a chunk, with any prefix; ``prefix`` is tried first. Raises
-    RedisError. keys: to verify sealed payloads with.
+) -> ChunkReport:
+    """Explains the key of a stripe or a chunk. keys: to verify sealed payloads with.
+
+    Raises RedisError, and ConfigError for another key.
     """
     try:
-        name, index = find_name(key, prefix)
+        name, index = parse_name(key, prefix)
     except FormatError as error:
-        ((kind, length),) = server.ask_each([key], lambda key: [("TYPE", key), ("STRLEN", key)])
-        if isinstance(kind, RedisError):
-            raise kind from None
-        kind = str_if_bytes(kind)
-        length = length if kind == "string" and isinstance(length, int) else None
-        return OtherKey(show_key(key), str(error), kind, length)
+        raise ConfigError(
+            f"{show_key(key)} names neither a stripe nor a chunk ({error}): copy it whole, and "
+            "give the --key-prefix of the agents"
+        ) from None
     found = stripes_of(server, name, index or 0)
     if verify:
         found = [verify_payload(server, name, stripe, keys) for stripe in found]
@@ -127,18 +111,15 @@ def explain(
 class Spread(list[float]):
     """Values that are reported as minimum, median and maximum."""
 
-    def add(self, value: float | None) -> None:
-        if value is not None:
-            self.append(value)
-
 
 @dataclass(slots=True)
 class LayoutSummary:
-    """Chunks of one model and layout (`names`). without_stripe_0: some of the incomplete. idle_s,
-    frequency: of each chunk's first stripe. damaged: if verified.
+    """Chunks of one model and layout. without_stripe_0: some of the incomplete. idle_s: of each
+    chunk's first stripe. damaged: if verified.
     """
 
-    names: tuple[str, str]
+    model: str
+    layout: str
     workers: set[int] = field(default_factory=set)
     chunks: int = 0
     stripes: int = 0
@@ -148,19 +129,11 @@ class LayoutSummary:
     without_stripe_0: int = 0
     damaged: int | None = None
     idle_s: Spread = field(default_factory=Spread)
-    frequency: Spread = field(default_factory=Spread)
-    stored_unix_s: Spread = field(default_factory=Spread)
 
-    @property
-    def model(self) -> str:
-        return self.names[0]
-
-    @property
-    def layout(self) -> str:
-        return self.names[1]
-
-    def add(self, chunk: SeenChunk, header: StripeHeader | None, first: Stripe) -> None:
-        """header: of a chunk of its form."""
+    def add(
+        self, chunk: SeenChunk, header: StripeHeader | None, idle: int | RedisError | None
+    ) -> None:
+        """header: of a chunk of its form. idle: of its first stripe (`read_idle`)."""
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
         self.stripes += chunk.count
@@ -168,9 +141,8 @@ class LayoutSummary:
         self.chunks_of_unknown_size += header is None
         self.without_stripe_0 += not chunk.stripes & 1
         self.incomplete += not chunk.stripes & 1 or bool(header and missing(header, chunk.stripes))
-        self.idle_s.add(first.use.idle_s)
-        self.frequency.add(first.use.frequency)
-        self.stored_unix_s.add(first.stored_unix_s if first.own else None)
+        if isinstance(idle, int):
+            self.idle_s.append(idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +151,6 @@ class Summary:
 
     groups: tuple[LayoutSummary, ...]
     survey: Survey
-    headers_read: bool
     verified: bool
 
 
@@ -194,27 +165,21 @@ def summarise(
 ) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    Where reading a header is no use (``server.untouched``), that of each chunk is read. Otherwise
-    store times are unknown, and one header of each form is read, of the chunk that was used last:
-    that changes no order of eviction. verify: also reads every payload. keys: to verify sealed
-    payloads with. Raises RedisError.
+    One header of each form is read, of the chunk that was used last: that changes no order of
+    eviction. verify: also reads every payload, which does. keys: to verify sealed payloads with.
+    Raises RedisError.
     """
     found = survey(server, prefix, everything=everything, progress=progress)
     chunks = list(found.chunks.values())
-    if server.untouched:
-        firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
-    else:
-        uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
-        firsts = [Stripe(0, StripeState.UNREADABLE, use=use) for use in uses]
-    pairs = sorted(zip(chunks, firsts, strict=True), key=lambda pair: pair[1].use.idle_s or 0)
-    of_form = headers_of(server, [chunk for chunk, _ in pairs])
-    seen = [(chunk, first.own or of_form.get(chunk.form), first) for chunk, first in pairs]
-    find_missing(server, [(chunk, header) for chunk, header, _ in seen])
+    pairs = [*zip(chunks, read_idle(server, chunks), strict=True)]
+    pairs.sort(key=lambda pair: pair[1] if isinstance(pair[1], int) else 0)
+    headers = headers_of(server, [chunk for chunk, _ in pairs])
+    find_missing(server, [(chunk, headers.get(chunk.form)) for chunk in chunks])
     groups: dict[tuple[str, str], LayoutSummary] = {}
-    for number, (chunk, header, first) in enumerate(seen, start=1):
+    for number, (chunk, idle) in enumerate(pairs, start=1):
         names = chunk.name.key.model_name, chunk.name.layout
-        group = groups.setdefault(names, LayoutSummary(names))
-        group.add(chunk, header, first)
+        group = groups.setdefault(names, LayoutSummary(*names))
+        group.add(chunk, headers.get(chunk.form), idle)
         if verify:
             stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
             states = {verify_payload(server, chunk.name, each, keys).state for each in stripes}
@@ -222,4 +187,4 @@ def summarise(
             group.damaged = (group.damaged or 0) + is_damaged
             progress("chunks verified", number, len(chunks))
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
-    return Summary(tuple(ordered), found, server.untouched, verify)
+    return Summary(tuple(ordered), found, verify)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,27 +67,13 @@ class ChunkName:
 
 def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
     """The chunk and the stripe that a key names; None for a chunk key. Raises FormatError."""
-    with contextlib.suppress(FormatError):
+    try:
         namespace, key, index = parse_stripe_key(data, prefix)
         return ChunkName(prefix, namespace, key), index
-    # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
-    if not data.startswith(prefix + KEY_MAGIC):
-        raise FormatError("a key of another prefix")
-    named = data[len(prefix) + len(KEY_MAGIC) :]
-    key = ObjectKey.from_bytes(named[NAMESPACE_BYTES:])
-    return ChunkName(prefix, named[:NAMESPACE_BYTES], key), None
-
-
-def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """`parse_name` for a key with any prefix; ``prefix`` is tried first. Raises FormatError."""
-    others = (data[: at.start()] for at in re.finditer(re.escape(KEY_MAGIC), data))
-    for candidate in (prefix, *others):
-        with contextlib.suppress(FormatError):
-            return parse_name(data, candidate)
-    raise FormatError(
-        f"it names neither a stripe nor a chunk: those have {KEY_MAGIC.decode()}, a layout, a "
-        "rank, a model and a hash, with matching lengths"
-    )
+    except FormatError:
+        # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
+        namespace, key, _ = parse_stripe_key(stripe_key(data, 0), prefix)
+        return ChunkName(prefix, namespace, key), None
 
 
 def read_key(text: str) -> bytes:

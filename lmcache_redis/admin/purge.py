@@ -24,8 +24,8 @@ from lmcache_redis.admin.stripes import (
     StripeState,
     headers_of,
     no_progress,
+    read_idle,
     read_stripes,
-    read_uses,
     size_of,
     survey,
 )
@@ -49,6 +49,11 @@ class Selection:
 
     def __post_init__(self) -> None:
         ages = (self.idle_longer_than_s, self.stored_longer_than_s)
+        if None not in ages:
+            raise ConfigError(
+                "reading when a chunk was stored counts as a use of it: give --idle-longer-than or "
+                "--stored-longer-than, not both"
+            )
         has_conditions = bool(self.models or self.layouts or ages != (None, None))
         if has_conditions == self.everything:
             raise ConfigError(
@@ -112,18 +117,11 @@ class PurgeResult:
 def choose(
     server: PrimaryServers, prefix: bytes, selection: Selection, progress: Progress = no_progress
 ) -> Plan:
-    """What a purge would remove. Its size is unknown if idle times choose, and reading a header
-    would change them.
+    """What a purge would remove. Its size is unknown if idle times choose: reading a header would
+    change them.
 
     Raises RedisError, and ConfigError for what the server cannot tell.
     """
-    both = None not in (selection.idle_longer_than_s, selection.stored_longer_than_s)
-    if both and not server.untouched:
-        raise ConfigError(
-            f"{server.where} counts the reading of a header as a use (CLIENT NO-TOUCH needs "
-            "Redis 7.2, no cluster, and +client|no-touch and +info): give --idle-longer-than or "
-            "--stored-longer-than, not both"
-        )
     chunks = [
         chunk
         for chunk in survey(server, prefix, progress=progress).chunks.values()
@@ -135,8 +133,7 @@ def choose(
         firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         pairs = zip(chunks, firsts, strict=True)
         chunks = [chunk for chunk, first in pairs if selection.is_stored_long_enough(first)]
-    may_read = server.untouched or selection.idle_longer_than_s is None
-    headers = headers_of(server, chunks) if may_read else {}
+    headers = headers_of(server, chunks) if selection.idle_longer_than_s is None else {}
     sizes = [(headers.get(chunk.form), chunk.stripes) for chunk in chunks]
     value_bytes = sum(size_of(header, some) for header, some in sizes if header)
     return Plan(selection, tuple(chunks), value_bytes or None)
@@ -233,11 +230,11 @@ def _are_idle(
     least_s = selection.idle_longer_than_s
     if least_s is None:
         return [True] * len(chunks)
-    uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
-    if any(use.refused for use in uses):
+    idle = read_idle(server, chunks)
+    if any(isinstance(each, RedisError) for each in idle):
         raise ConfigError(
             f"{server.where} does not tell when keys were used (its maxmemory-policy counts uses, "
             "or this user needs +object): choose by --model, --layout or --stored-longer-than "
             "instead of --idle-longer-than"
         )
-    return [None if use.idle_s is None else use.idle_s > least_s for use in uses]
+    return [each > least_s if isinstance(each, int) else None for each in idle]

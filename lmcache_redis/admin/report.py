@@ -13,19 +13,19 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lmcache_redis.admin.doctor import HERE, Diagnosis
-from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, OtherKey, Spread, Summary
+from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, Spread, Summary
 from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes, table
 from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
-from lmcache_redis.admin.stripes import Stripe, StripeState, Use
+from lmcache_redis.admin.stripes import Stripe, StripeState
 from lmcache_redis.resp.net.endpoint import Transport
 
 _CLOCKS_DIFFER_S = 86_400
 
 # The JSON fields of a type; NAME=PATH for another attribute. Other types: all fields.
 _FIELDS: dict[type, str] = {
-    ChunkReport: "ours chunk_key_hex=name.chunk_key key_prefix=name.shown_prefix "
+    ChunkReport: "chunk_key_hex=name.chunk_key key_prefix=name.shown_prefix "
     "model=name.key.model_name layout=name.layout chunk_hash=name.key.chunk_hash "
     "world_size=name.ranks.world_size rank=name.ranks.rank "
     "local_world_size=name.ranks.local_world_size local_rank=name.ranks.local_rank "
@@ -33,13 +33,12 @@ _FIELDS: dict[type, str] = {
     "stripes_present=present chunk_bytes=header.chunk_bytes fingerprint=header.fingerprint "
     "memory_format=header.metadata.fmt.name shapes=header.metadata.shapes "
     "dtypes=header.metadata.dtype_names stored_unix_s=headed.stored_unix_s stripes",
-    OtherKey: "ours key reason type value_bytes",
     Stripe: "index state detail value_bytes store_id=header.store_id stored_unix_s "
-    "idle_s=use.idle_s frequency=use.frequency expires_in_s",
+    "idle_s expires_in_s",
     Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
     "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
     LayoutSummary: "model layout workers chunks stripes value_bytes chunks_of_unknown_size "
-    "incomplete without_stripe_0 damaged idle_s frequency stored_unix_s",
+    "incomplete without_stripe_0 damaged idle_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Diagnosis: "exit_status findings facts node",
     NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
@@ -78,14 +77,8 @@ def _at(found: Any, path: str) -> Any:
     return found
 
 
-def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
+def chunk_lines(report: ChunkReport) -> Iterator[str]:
     """`inspect KEY`."""
-    if isinstance(report, OtherKey):
-        size = "" if report.value_bytes is None else f" of {shown_bytes(report.value_bytes)}"
-        yield _line("key", report.key)
-        yield _line("not ours", report.reason)
-        yield _line("there is", "nothing" if report.type == "none" else f"a {report.type}{size}")
-        return
     name, headed, header = report.name, report.headed, report.header
     world, rank, local_world, local_rank = name.ranks
     yield _line("chunk", show_key(name.chunk_key))
@@ -106,7 +99,8 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
         yield _line("size", f"{shown_bytes(header.chunk_bytes)} as {header.metadata.fmt.name}")
         yield _line("holds", holds)
         yield _line("stored", f"{when}, as {header.store_id.hex()}")
-        yield _line("last used", _use(headed.use))
+        idle_s, unknown = headed.idle_s, "unknown: the server does not say"
+        yield _line("last used", unknown if idle_s is None else f"{shown_age(idle_s)} ago")
         if header.sealed_with is not None:
             yield _line("sealed", f"with the key {header.sealed_with.hex()}")
         if headed.expires_in_s is not None:
@@ -136,14 +130,9 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     else:
         rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
         rows += map(_row, summary.groups)
-        more = []
-        if summary.headers_read:
-            now_s = time.time()
-            ages = [_ages([max(0.0, now_s - s) for s in g.stored_unix_s]) for g in summary.groups]
-            more.append(["stored", *ages])
         if summary.verified:
-            more.append(["damaged", *(str(group.damaged) for group in summary.groups)])
-        rows = [[*row, *cells] for row, *cells in zip(rows, *more, strict=True)]
+            damaged = ("damaged", *(str(group.damaged) for group in summary.groups))
+            rows = [[*row, cell] for row, cell in zip(rows, damaged, strict=True)]
         yield from table(rows)
     if not found.whole:
         share = found.looked_at / max(1, found.database_keys)
@@ -155,11 +144,6 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         keys = counted(len(found.other_keys), "key")
         example = show_key(min(found.other_keys))
         yield f"{keys} named like ours but naming no chunk, such as {example}"
-    if summary.groups and not summary.headers_read:
-        yield (
-            "store times are not shown: before Redis 7.2 and in a cluster reading headers would "
-            "count as a use; `lmcache-redis inspect KEY` reads those of one chunk"
-        )
 
 
 def plan_lines(plan: Plan, where: str) -> Iterator[str]:
@@ -222,12 +206,9 @@ def _row(group: LayoutSummary) -> list[str]:
     size = shown_bytes(group.value_bytes)
     if group.chunks_of_unknown_size:
         size = "unknown" if group.chunks_of_unknown_size == group.chunks else f"more than {size}"
-    used = _ages(group.idle_s)
-    if not group.idle_s and group.frequency:
-        used = f"LFU counters {min(group.frequency)} to {max(group.frequency)}"
     workers, chunks, incomplete = len(group.workers), group.chunks, group.incomplete
     counts = (str(workers), f"{chunks:,}", size, f"{incomplete:,}")
-    return [printable(group.model), group.layout, *counts, used]
+    return [printable(group.model), group.layout, *counts, _ages(group.idle_s)]
 
 
 def _ages(ages_s: Sequence[float]) -> str:
@@ -244,11 +225,3 @@ def _when(unix_ms: int) -> str:
         return f"{unix_ms:,} ms after 1970, which is to come: by a wrong clock, damaged or forged"
     when = datetime.fromtimestamp(unix_ms / 1000, timezone.utc)
     return f"{when:%Y-%m-%d %H:%M:%S UTC}, {shown_age(max(0.0, age_s))} ago"
-
-
-def _use(use: Use) -> str:
-    if use.idle_s is not None:
-        return f"{shown_age(use.idle_s)} ago"
-    if use.frequency is not None:
-        return f"unknown: the server counts uses (LFU), here {use.frequency} of 255"
-    return "unknown: the server does not say"

@@ -59,64 +59,24 @@ OP_TIMEOUT_S = 10.0
 BATCH_KEYS = 500
 # For a lost connection. A time-out is not waited for again.
 _RETRY = Retry(ExponentialWithJitterBackoff(0.2, 0.05), 2, (exceptions.ConnectionError,))
-_NO_TOUCH = ("CLIENT", "NO-TOUCH", "ON")
 _REDIRECTIONS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 # Of redis-py; the last ones where it takes a reply for what it is not.
 _FAILURES = (
     exceptions.RedisError, exceptions.RedisClusterException, RedisError, OSError,
     TypeError, ValueError, LookupError, AttributeError,
 )  # fmt: skip
-# In this order: a class before those that it is one of.
-_SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
-    (
-        exceptions.AskError, RedisReplyError,
-        "{at} is one node of a cluster: write redis+cluster:// instead of redis://",
-    ),
-    (
-        exceptions.SlotNotCoveredError, RedisUnavailable,
-        "no server of the cluster has the slot of this key: see `redis-cli --cluster check`",
-    ),
-    (
-        exceptions.AuthenticationError, RedisAuthError,
-        "{at} refuses the user or the password: {text}",
-    ),
-    (
-        exceptions.NoPermissionError, RedisAuthError,
-        "{at} does not allow it to this user ({text}): inspect and purge need +@read and "
-        "+unlink on the agents' keys, and in a cluster +command and +cluster|slots",
-    ),
-    (
-        exceptions.ConnectionError, RedisUnavailable,
-        "the connection to {at} was lost: try again ({text})",
-    ),
-    (exceptions.ResponseError, RedisReplyError, "{at} says: {text}"),
-)  # fmt: skip
-
 Command = tuple[bytes | str | int, ...]
 
 
 class Primary:
-    """One server that holds keys, and redis-py's client of it.
-
-    untouched: reading is no use (CLIENT NO-TOUCH, Redis 7.2): it changes neither idle times nor the
-    order of eviction. Never in a cluster: Redis 8.2 ends if asked so for a key that is being moved.
-    """
+    """One server that holds keys, and redis-py's client of it."""
 
     def __init__(
         self, endpoint: Endpoint, client: redis.Redis, cluster: RedisCluster | None = None
     ) -> None:
         self.endpoint = endpoint
         self.client = client
-        self.untouched = False
         self._cluster = cluster
-
-    def check_access(self) -> None:
-        """Raises RedisError, which says what to change, unless the server can be used."""
-        with one_sentence(self.endpoint):
-            self.client.ping()
-        (info,) = self.ask_all([("INFO", "cluster")])
-        if isinstance(info, dict) and info.get("cluster_enabled") == 0:
-            self.untouched = not isinstance(self.ask_all([_NO_TOUCH])[0], RedisError)
 
     def ask(self, *command: bytes | str | int) -> Any:
         """The reply to one command, as redis-py reads it. Raises RedisError."""
@@ -131,12 +91,11 @@ class Primary:
         Raises RedisError if the connection fails.
         """
         pipeline = self.client.pipeline(transaction=False)
-        before = [_NO_TOUCH] if self.untouched else []
-        for command in (*before, *commands):
+        for command in commands:
             pipeline.execute_command(*command)
         with one_sentence(self.endpoint):
             try:
-                replies: list[Any] = pipeline.execute(raise_on_error=False)[len(before) :]
+                replies: list[Any] = pipeline.execute(raise_on_error=False)
             except BaseException:
                 # Out of step: a late reply would answer the next request.
                 self.client.connection_pool.disconnect()
@@ -173,10 +132,6 @@ class PrimaryServers:
     @property
     def where(self) -> str:
         return ", ".join(node.endpoint.where for node in self.nodes)
-
-    @property
-    def untouched(self) -> bool:
-        return all(node.untouched for node in self.nodes)
 
     def node_of(self, key: bytes) -> Primary:
         """The server that has `key`. Raises RedisUnavailable if none has."""
@@ -227,7 +182,7 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
             client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
             servers = PrimaryServers([_primary(server, client, stack)])
         for node in servers.nodes:
-            node.check_access()
+            node.ask("PING")
         yield servers
 
 
@@ -249,7 +204,7 @@ def _master(deployment: Deployment, stack: contextlib.ExitStack) -> Primary:
         try:
             master = deployment.at(*sentinel.discover_master(deployment.service))
         except MasterNotFoundError:
-            sentinels[0].check_access()  # says why it does not answer
+            sentinels[0].ask("PING")  # says why it does not answer
             raise RedisUnavailable(
                 f"{deployment.url}: there is no master named {deployment.service} that is up: "
                 "correct the name in the Redis URL, or try again"
@@ -328,6 +283,7 @@ def one_sentence(endpoint: Endpoint) -> Iterator[None]:
 
 
 def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | ConfigError:
+    """In this order: a class of redis-py's before those that it is one of."""
     at = f"Redis at {endpoint.where}"
     text = _without_secrets(" ".join(str(error).split()), endpoint)[:160]
     reason = error.__cause__ or error.__context__
@@ -351,9 +307,25 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
         return RedisUnavailable(f"{at} is no cluster: write redis:// instead of redis+cluster://")
     if isinstance(reason, OSError):
         return translated(reason, endpoint)
-    for kind, ours, sentence in _SENTENCES:
-        if isinstance(error, kind):
-            return ours(sentence.format(at=at, text=text))
+    if isinstance(error, exceptions.AskError):
+        return RedisReplyError(
+            f"{at} is one node of a cluster: write redis+cluster:// instead of redis://"
+        )
+    if isinstance(error, exceptions.SlotNotCoveredError):
+        return RedisUnavailable(
+            "no server of the cluster has the slot of this key: see `redis-cli --cluster check`"
+        )
+    if isinstance(error, exceptions.AuthenticationError):
+        return RedisAuthError(f"{at} refuses the user or the password: {text}")
+    if isinstance(error, exceptions.NoPermissionError):
+        return RedisAuthError(
+            f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "
+            "+unlink on the agents' keys, and in a cluster +command and +cluster|slots"
+        )
+    if isinstance(error, exceptions.ConnectionError):
+        return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")
+    if isinstance(error, exceptions.ResponseError):
+        return RedisReplyError(f"{at} says: {text}")
     return translated(RedisProtocolError(), endpoint)
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.admin.names import ChunkName, namespaces_of, parse_name
-from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers, one_sentence
+from lmcache_redis.admin.names import ChunkName, namespaces_of
+from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
+from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
@@ -51,26 +52,17 @@ class StripeState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """When a key was last used: seconds ago, or the counter of an LFU policy, or neither if the
-    server keeps none. refused: the server does not tell when.
-    """
-
-    idle_s: int | None = None
-    frequency: int | None = None
-    refused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Stripe:
-    """One stripe and what was found under its key. detail: why it is not WHOLE."""
+    """One stripe and what was found under its key. detail: why it is not WHOLE. idle_s: since its
+    last use; None if the server does not tell, as under an LFU policy.
+    """
 
     index: int
     state: StripeState
     detail: str = ""
     value_bytes: int = 0
     header: StripeHeader | None = None
-    use: Use = Use()
+    idle_s: int | None = None
     expires_in_s: float | None = None
 
     @property
@@ -109,11 +101,6 @@ def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
     if header.stripe_index != index:
         return f"its header is of stripe {header.stripe_index}"
     return ""
-
-
-def read_uses(server: PrimaryServers, keys: Sequence[bytes]) -> list[Use]:
-    """When keys were last used. Reads no values. Raises RedisError."""
-    return [_use(*replies) for replies in server.ask_each(keys, _use_of)]
 
 
 def read_stripes(server: PrimaryServers, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
@@ -165,7 +152,7 @@ def verify_payload(
         elif keys is not None:
             state, detail = _opened(keys, key, said, header, payload)
             again = replace(again, state=state, detail=detail)
-    return replace(again, use=stripe.use, expires_in_s=stripe.expires_in_s)
+    return replace(again, idle_s=stripe.idle_s, expires_in_s=stripe.expires_in_s)
 
 
 def _opened(
@@ -183,36 +170,22 @@ def _opened(
     return StripeState.WHOLE, ""
 
 
-def _use_of(key: bytes) -> list[Command]:
-    return [("OBJECT", "IDLETIME", key), ("OBJECT", "FREQ", key)]
-
-
 def _questions(key: bytes) -> list[Command]:
-    """The idle time comes first: reading the value resets it, unless CLIENT NO-TOUCH is on."""
-    head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
-    return [*_use_of(key), ("PTTL", key), ("STRLEN", key), head]
+    """The idle time comes first: reading the value resets it."""
+    head = ("GETRANGE", key, 0, HEADER_BYTES - 1)
+    return [("OBJECT", "IDLETIME", key), ("PTTL", key), ("STRLEN", key), head]
 
 
-def _stripe(
-    name: ChunkName, index: int, idle: Any, freq: Any, ttl_ms: Any, length: Any, head: Any
-) -> Stripe:
+def _stripe(name: ChunkName, index: int, idle: Any, ttl_ms: Any, length: Any, head: Any) -> Stripe:
     """The stripe, judged by the replies to `_questions`."""
-    use = _use(idle, freq)
+    idle_s = idle if isinstance(idle, int) else None
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
     if refused is not None and "WRONGTYPE" in str(refused):
         return Stripe(index, StripeState.OTHER_TYPE, "no string: no agent writes or removes it")
     if refused is not None:
-        return Stripe(index, StripeState.UNREADABLE, str(refused), use=use)
+        return Stripe(index, StripeState.UNREADABLE, str(refused), idle_s=idle_s)
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
-    return replace(judge(name, index, length, head), use=use, expires_in_s=expires_in_s)
-
-
-def _use(idle: Any, frequency: Any) -> Use:
-    return Use(
-        idle if isinstance(idle, int) else None,
-        frequency if isinstance(frequency, int) else None,
-        isinstance(idle, RedisError),
-    )
+    return replace(judge(name, index, length, head), idle_s=idle_s, expires_in_s=expires_in_s)
 
 
 # ------------------------------------------------------------------- all chunks
@@ -257,12 +230,11 @@ class Survey:
 
     def add(self, key: bytes, prefix: bytes) -> None:
         try:
-            name, index = parse_name(key, prefix)
+            namespace, chunk_key, index = parse_stripe_key(key, prefix)
         except FormatError:
-            index = None
-        if index is None:
             self.other_keys.add(key)
         else:
+            name = ChunkName(prefix, namespace, chunk_key)
             self.chunks.setdefault(name.chunk_key, SeenChunk(name)).stripes |= 1 << index
 
 
@@ -281,8 +253,8 @@ def survey(
         until_keys = found.looked_at + SAMPLE_KEYS
         cursor = None
         while cursor != 0:
-            with one_sentence(node.endpoint):
-                cursor, keys = node.client.scan(cursor or 0, pattern, BATCH_KEYS, _type="string")
+            scan = ("SCAN", cursor or 0, "MATCH", pattern, "COUNT", BATCH_KEYS, "TYPE", "string")
+            cursor, keys = node.ask(*scan)
             for key in keys:
                 found.add(key, prefix)
             found.looked_at = min(found.looked_at + BATCH_KEYS, total_keys)
@@ -293,6 +265,14 @@ def survey(
     if found.whole:
         found.looked_at = total_keys
     return found
+
+
+def read_idle(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> list[int | RedisError | None]:
+    """Seconds since the last use of each chunk's first stripe; None: it is gone; an error: the
+    server does not tell. Reads no values. Raises RedisError.
+    """
+    keys = [chunk.name.stripe(chunk.first) for chunk in chunks]
+    return [idle for (idle,) in server.ask_each(keys, lambda key: [("OBJECT", "IDLETIME", key)])]
 
 
 def payload_of(header: StripeHeader) -> int:
@@ -319,7 +299,7 @@ def missing(header: StripeHeader, stripes: int) -> list[int]:
 def headers_of(server: PrimaryServers, chunks: Iterable[SeenChunk]) -> dict[Form, StripeHeader]:
     """A valid header of each form, of the first chunk that has one; a form without is left out.
 
-    Counts as a use of the chunks that are read, unless ``server.untouched``. Raises RedisError.
+    Counts as a use of the chunks that are read. Raises RedisError.
     """
     by_form: dict[Form, list[SeenChunk]] = {}
     for chunk in chunks:

@@ -26,12 +26,11 @@ from lmcache_redis.cli.options import (
     agent_at,
     fail,
     print_found,
-    redis_options,
 )
 from lmcache_redis.cli.size import KvCacheDtype, PrefillRate, PromptTokens, Ranks, model_name
 from lmcache_redis.config import AgentConfig, default_endpoint, endpoint_path
 from lmcache_redis.errors import ConfigError, RedisError
-from lmcache_redis.sources import given
+from lmcache_redis.sources import config_from
 
 if TYPE_CHECKING:
     from lmcache_redis.admin.server import PrimaryServers
@@ -65,7 +64,7 @@ def inspect(
         typer.Option(
             "--verify",
             help="Also read payloads and compare their checksums; with --seal-key-file open sealed "
-            "ones. Before Redis 7.2 this counts as a use.",
+            "ones. This counts as a use.",
         ),
     ] = False,
     seal_key_file: SealKeyFile = None,
@@ -298,16 +297,22 @@ def _server(
     Beside it the key prefix.
     """
     from lmcache_redis.admin.server import open_server
+    from lmcache_redis.resp import RedisOptions
 
-    known = given(AgentConfig, {"redis_url": url, "key_prefix": key_prefix}).values
-    if not known.get("redis_url") and (report := _status(endpoint)) is not None:
-        url = report["redis"]["server"]
-        if "key_prefix" not in known:
-            key_prefix = report["redis"]["key_prefix"]
+    named: dict[str, Any] = {"redis_url": url, "redis_username": username, "key_prefix": key_prefix}
+    config = config_from(AgentConfig, named)
+    if not config.redis_url and (report := _status(endpoint)) is not None:
+        url, prefix = report["redis"]["server"], report["redis"]["key_prefix"]
         print(f"the server of the agent at {report['endpoint']}: {url}", file=sys.stderr)
-    options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)
-    with open_server(options) as server:
-        yield server, options.key_prefix
+        named |= {"redis_url": url, "key_prefix": config.key_prefix or prefix}
+        config = config_from(AgentConfig, named)
+    if not config.redis_url:
+        raise ConfigError(
+            "no server is named, and no agent answers that knows one: give --redis-url or set "
+            "LMCACHE_REDIS_URL, or --endpoint of an agent"
+        )
+    with open_server(RedisOptions.of_settings(config, config.redis_url)) as server:
+        yield server, config.key_prefix
 
 
 def shown_progress(line_s: float = PROGRESS_S) -> Callable[[str, int, int], None]:

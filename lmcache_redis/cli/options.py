@@ -10,24 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lmcache_redis.config import (
-    ENDPOINT_VARIABLE,
-    SEAL_KEY_FILE_VARIABLE,
-    AgentConfig,
-    default_endpoint,
-)
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.config import ENDPOINT_VARIABLE, SEAL_KEY_FILE_VARIABLE, default_endpoint
 from lmcache_redis.settings import PREFIX, Setting, settings_of
-from lmcache_redis.sources import config_from
 
 if TYPE_CHECKING:
     from lmcache_redis.client.control import ControlClient
-    from lmcache_redis.resp import RedisOptions
 
 _Command = Callable[..., None]
 
 # Options of the commands that use a server or an agent, named as their parameters are.
-# `redis_options` and `default_endpoint` read the variables.
+# `config_from` and `default_endpoint` read the variables.
 RedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -141,19 +133,3 @@ def fail(said: str, status: int) -> NoReturn:
     else:
         print(f"lmcache-redis: {said}", file=sys.stderr)
     sys.exit(status)
-
-
-def redis_options(**given: Any) -> RedisOptions:
-    """The server named by these settings of an agent and by the environment.
-
-    Raises ``ConfigError``, also if no server is named.
-    """
-    from lmcache_redis.resp import RedisOptions
-
-    config = config_from(AgentConfig, given)
-    if not config.redis_url:
-        raise ConfigError(
-            "no server is named, and no agent answers that knows one: give --redis-url or set "
-            "LMCACHE_REDIS_URL, or --endpoint of an agent"
-        )
-    return RedisOptions.of_agent(config, config.redis_url)

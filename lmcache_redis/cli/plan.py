@@ -137,7 +137,7 @@ def plan(
     token_s = known_s or 1 / _DEFAULT_PREFILL_TOKENS_PER_S
     speeds = Speeds(token_s, link_gbit * 1e9 / 8, disk_gbyte * 1e9)
     prices = Prices(usd_per_gib_month, usd_per_disk_gib_month, usd_per_gpu_hour)
-    block = trace.block_tokens
+    block = trace.layout.block_tokens
     chunks = chunk_size_tokens or str(-(-_DEFAULT_CHUNK_TOKENS // block) * block)
     chunk_tokens = _counts("--chunk-size-tokens", chunks, 1 << 20)
     pool_sizes, redis_sizes = _tier_sizes(trace, chunk_tokens[0], pool_bytes, redis_bytes)
@@ -231,7 +231,7 @@ def _show(
                 "requests": len(trace),
                 "prompt_tokens": int(trace.tokens.sum()),
                 "duration_s": trace.duration_s or None,
-                "block_tokens": trace.block_tokens,
+                "block_tokens": trace.layout.block_tokens,
                 "measured": trace.measured,
             },
             "assumed": assumed,
@@ -273,12 +273,10 @@ def _table(title: str, rows: Sequence[PlanRow]) -> Any:
 
 
 def _assumed(trace: Trace, speeds: Speeds, prices: Prices) -> dict[str, str]:
-    sizes = ", ".join(
-        f"{layout.nbytes / layout.block_tokens / 1024:.4g} KiB a token" for layout in trace.layouts
-    )
+    token_bytes = trace.layout.nbytes / trace.layout.block_tokens
     link = speeds.link_bytes_per_s / 1e6
     return {
-        "KV": sizes,
+        "KV": f"{token_bytes / 1024:.4g} KiB a token",
         "prefill": f"{1 / speeds.token_s:,.0f} tokens a second and replica",
         "link to Redis": f"{link:,.0f} MB/s, {math.ceil(speeds.latency_s * 1e3)} ms for a question",
         "disk": f"{speeds.disk_bytes_per_s / 1e6:,.0f} MB/s and replica",

@@ -91,7 +91,7 @@ def plan_rows(trace: Trace, grid: Grid, speeds: Speeds, prices: Prices) -> list[
 def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> PlanRow:
     trace, found = replay.trace, replay.find(sizes)
     loads = decide(replay, found, speeds)
-    chunk_tokens = trace.layouts[0].block_tokens
+    chunk_tokens = trace.layout.block_tokens
     asked_tokens = int(trace.tokens.sum() - found.begin.sum() * chunk_tokens)
     hit_tokens = int((loads.end - found.begin).sum()) * chunk_tokens
     request, within = trace.request_of, trace.within
@@ -137,10 +137,8 @@ def _row(replay: Replay, sizes: Capacity, speeds: Speeds, prices: Prices) -> Pla
 
 def _link(trace: Trace, found: Prefixes, loads: Loads) -> tuple[float, float]:
     """Bytes a second between agents and Redis: on average, and in the busiest part."""
-    request = trace.request_of
-    nbytes = np.array([each.nbytes for each in trace.layouts])[trace.layout]
-    stored = np.bincount(request[found.written], minlength=len(trace)) * nbytes
-    moved = loads.redis_bytes + stored
+    stored = np.bincount(trace.request_of[found.written], minlength=len(trace))
+    moved = loads.redis_bytes + stored * trace.layout.nbytes
     part_s = max(1.0, trace.duration_s / _PARTS)
     parts = ((trace.times_s - trace.times_s[0]) // part_s).astype(np.int64)
     peak = float(np.bincount(parts, weights=moved).max()) / part_s

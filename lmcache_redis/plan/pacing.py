@@ -6,14 +6,12 @@ links that are queues too: that of Redis is shared by all replicas, a disk is a 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.cache.pacing import Computing, PrefixNeeds, prefix_worth_loading
-from lmcache_redis.chunks.names import Reach
 from lmcache_redis.plan.simulate import TIERS, Prefixes, Replay
 from lmcache_redis.plan.traces import BlockLayout, Floats, Ints
 
@@ -63,17 +61,14 @@ class _Link:
 
 
 class _PrefixBytes:
-    """What prefixes of one layout need, of at most so many chunks."""
+    """What prefixes of at most so many chunks need."""
 
     def __init__(self, layout: BlockLayout, most: int) -> None:
-        sizes: Counter[Reach] = Counter()
-        for row in layout.rows:
-            sizes[row.reach] += row.nbytes
-        needs = PrefixNeeds([*sizes], 0, layout.block_tokens)
-        self._sizes = [*sizes.values()]
+        needs = PrefixNeeds([*layout.part_bytes], 0, layout.block_tokens)
+        self._sizes = [*layout.part_bytes.values()]
         self._firsts = [
             np.array([needs.first(row, length) for length in range(most + 1)])
-            for row in range(len(sizes))
+            for row in range(len(self._sizes))
         ]
 
     def of(self, has: npt.NDArray[np.bool_], begin: int) -> Floats:
@@ -96,29 +91,27 @@ def decide(replay: Replay, found: Prefixes, speeds: Speeds) -> Loads:
         engine.token_s = speeds.token_s
     disks = [_Link(speeds.disk_bytes_per_s) for _ in engines]
     redis = _Link(speeds.link_bytes_per_s, speeds.latency_s)
-    most = int(end.max(initial=0))
-    needs = [_PrefixBytes(layout, most) for layout in trace.layouts]
+    needs = _PrefixBytes(trace.layout, int(end.max(initial=0)))
+    chunk_s = trace.layout.block_tokens * speeds.token_s
     rows = zip(
-        trace.times_s.tolist(), replay.replica_of.tolist(), trace.layout.tolist(),
-        trace.starts.tolist(), trace.asked.tolist(), found.begin.tolist(), found.end.tolist(),
+        trace.times_s.tolist(), replay.replica_of.tolist(), trace.starts.tolist(),
+        trace.asked.tolist(), found.begin.tolist(), found.end.tolist(),
         strict=False,
     )  # fmt: skip
-    for request, (now_s, replica, layout, start, asked, begin, length) in enumerate(rows):
-        engine, chunk_tokens = engines[replica], trace.layouts[layout].block_tokens
+    for request, (now_s, replica, start, asked, begin, length) in enumerate(rows):
+        engine = engines[replica]
         places = found.places[start + begin : start + length]
         if (places != _POOL).any():
             disk = disks[replica]
-            of_disk, of_redis = (
-                needs[layout].of(places == tier, begin) for tier in (_DISK, _REDIS)
-            )
+            of_disk, of_redis = (needs.of(places == tier, begin) for tier in (_DISK, _REDIS))
             load_s = np.maximum(disk.seconds(of_disk, now_s), redis.seconds(of_redis, now_s))
             free_in_s = engine.free_in_s(now_s)
             times = zip(range(begin, length + 1), load_s.tolist(), strict=True)
-            length = prefix_worth_loading(times, asked, chunk_tokens * speeds.token_s, free_in_s)
+            length = prefix_worth_loading(times, asked, chunk_s, free_in_s)
             at = length - begin
             end[request], wait_s[request] = length, max(0.0, float(load_s[at]) - free_in_s)
             redis_bytes[request] = of_redis[at]
             disk.add(float(of_disk[at]), now_s)
             redis.add(float(of_redis[at]), now_s)
-        engine.add((asked - length) * chunk_tokens, now_s)
+        engine.add((asked - length) * trace.layout.block_tokens, now_s)
     return Loads(end, wait_s, redis_bytes)

@@ -21,6 +21,7 @@ singly they were generated: a prompt's come several at a time.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,16 +30,10 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from lmcache_redis.chunks.names import Reach
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.plan import records
-from lmcache_redis.plan.traces import (
-    BlockLayout,
-    SizedRow,
-    Trace,
-    TraceColumns,
-    prefix_numbers,
-)
+from lmcache_redis.plan.traces import BlockLayout, Trace, TraceColumns, prefix_numbers
 
 # After so long the continuation of a prompt is another turn of its conversation.
 _SAME_REQUEST_S = 60.0
@@ -137,7 +132,7 @@ class _Prompts:
     def trace(self) -> Trace:
         unknown = "The trace has no times: link and savings a month are not known."
         notes = [] if self._has_times else [unknown]
-        return self._columns.trace([self._layout], has_times=self._has_times, notes=notes)
+        return self._columns.trace(self._layout, has_times=self._has_times, notes=notes)
 
 
 class _KvEvent(msgspec.Struct):
@@ -211,28 +206,27 @@ class _KvEvents:
         columns, numbers = TraceColumns(), dict[int | str, int]()
         for each in self._requests:
             ids = [numbers.setdefault(block, len(numbers)) for block in each.blocks]
-            tokens = each.asked * self._block_tokens
-            columns.add(each.time_s, ids, tokens=tokens, asked=each.asked)
+            columns.add(each.time_s, ids, asked=each.asked)
         layout = _uniform_blocks(self._block_tokens, self._token_bytes)
         note = (
             "KV events do not tell what the engine's own cache has served: hits are of what it had "
             "not"
         )
-        return columns.trace([layout], notes=[note])
+        return columns.trace(layout, notes=[note])
 
 
 class _Recording:
-    """A recording while it is read."""
+    """A recording while it is read. Chunks of other weights, so other layouts, are other chunks."""
 
     _decoder = msgspec.json.Decoder(records.Line)
 
     def __init__(self) -> None:
         self._columns = TraceColumns()
-        self._layouts: dict[str, int] = {}
-        self._sizes: list[BlockLayout] = []
-        self._of_part: dict[str, int] = {}
-        # The layout of each request, and the chunks that were named.
-        self._requests: dict[str, tuple[int, set[str]]] = {}
+        self._layout: BlockLayout | None = None
+        # The layout that is meant by its own name, or by that of a part.
+        self._layout_of: dict[str, str] = {}
+        # The chunks of each request that were named.
+        self._requests: dict[str, set[int]] = {}
         self._hits = {"h": 0, "d": 0, "r": 0}
         self._token_s = array("d")
         self._dropped = 0
@@ -250,17 +244,20 @@ class _Recording:
                 self._dropped += lines
 
     def _add_layout(self, record: records.LayoutRecord) -> None:
-        if record.name not in self._layouts:
-            self._layouts[record.name] = len(self._sizes)
-            self._sizes.append(_sizes_of(record))
-        self._of_part.update((row.part, self._layouts[record.name]) for row in record.rows)
+        layout = _sizes_of(record)
+        if self._layout not in (None, layout):
+            raise FormatError(
+                "chunks of another size than before: a plan is of one model and chunk size, so "
+                "leave out the lines of others"
+            )
+        self._layout = layout
+        names = (record.name, *(row.part for row in record.rows))
+        self._layout_of.update(dict.fromkeys(names, record.name))
 
     def _add_lookup(self, record: records.LookupRecord) -> None:
-        number, names = self._layouts[record.layout], records.names_of(record.chunks)
-        self._requests[record.request] = number, set(names)
-        tokens = len(names) * self._sizes[number].block_tokens
-        whole = {"tokens": tokens, "asked": len(names), "first": record.first_chunk}
-        self._columns.add(record.time, _numbers(names), layout=number, **whole)
+        ids = self._ids(record.layout, record.chunks)
+        self._requests[record.request] = set(ids)
+        self._columns.add(record.time, ids, asked=len(ids), first=record.first_chunk)
         for letter in record.hits:
             self._hits[letter] += 1
         if record.token_s:
@@ -268,15 +265,18 @@ class _Recording:
 
     def _add_store(self, record: records.StoreRecord) -> None:
         """Of a prompt's chunks the lookup has told already, and of others another rank."""
-        of_part = self._of_part[record.part]
-        number, known = self._requests.setdefault(record.request, (of_part, set()))
-        names = [name for name in records.names_of(record.chunks) if name not in known]
-        known.update(names)
-        if names:
-            self._columns.add(record.time, _numbers(names), layout=number)
+        known = self._requests.setdefault(record.request, set())
+        ids = [each for each in self._ids(record.part, record.chunks) if each not in known]
+        known.update(ids)
+        if ids:
+            self._columns.add(record.time, ids)
+
+    def _ids(self, layout_or_part: str, chunks: str) -> list[int]:
+        layout = self._layout_of[layout_or_part]
+        return [hash((layout, name)) for name in records.names_of(chunks)]
 
     def trace(self) -> Trace:
-        asked = sum(self._columns.whole["asked"])
+        asked = sum(self._columns.asked)
         pool, disk, redis = (self._hits[letter] / max(1, asked) for letter in "hdr")
         rates = {"hit_rate_pool": pool, "hit_rate_disk": disk, "hit_rate_redis": redis}
         notes = [
@@ -286,27 +286,21 @@ class _Recording:
         if self._dropped:
             notes.append(f"The agent left out {self._dropped} lines, because it was too busy.")
         return self._columns.trace(
-            self._sizes,
+            self._layout,
             token_s=float(np.median(self._token_s)) if self._token_s else 0.0,
             measured={"asked_chunks": asked, "hit_rate": pool + disk + redis, **rates},
             notes=notes,
         )
 
 
-def _numbers(names: Sequence[str]) -> list[int]:
-    """As signed numbers of 64 bits."""
-    return [int(name, 16) - (1 << 63) for name in names]
-
-
 def _sizes_of(record: records.LayoutRecord) -> BlockLayout:
-    rows = []
+    part_bytes: Counter[Reach] = Counter()
     for row in record.rows:
-        reach = msgspec.convert({"kind": row.reach, "tokens": row.reach_tokens}, Reach)
-        rows.append(SizedRow(row.bytes, row.pool_bytes, reach))
-    return BlockLayout(record.chunk_tokens, tuple(rows))
+        part_bytes[Reach(row.reach, row.reach_tokens)] += row.bytes
+    return BlockLayout(record.chunk_tokens, sum(row.pool_bytes for row in record.rows), part_bytes)
 
 
 def _uniform_blocks(block_tokens: int, token_bytes: int) -> BlockLayout:
     """Of one part each, which takes in every tier what its tokens take."""
     nbytes = max(1, block_tokens * token_bytes)
-    return BlockLayout(block_tokens, (SizedRow(nbytes, nbytes),))
+    return BlockLayout(block_tokens, nbytes, {FULL_REACH: nbytes})

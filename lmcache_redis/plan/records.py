@@ -46,7 +46,7 @@ class RowRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part: str
     bytes: _Bytes
     pool_bytes: _Bytes
-    reach: str = "all"
+    reach: Literal["all", "window", "local", "state"] = "all"
     reach_tokens: int = 0
 
 

@@ -8,8 +8,8 @@ exactly if an LRU cache of that size, used by all requests, has it. The host poo
 engine's own cache see the requests of their replica, Redis those of all.
 
 LRU keeps what was used last, so a cache of some size holds all that a smaller one does. One pass
-gives, for each access, the bytes of the different chunks used since the last access to the same one
-(Mattson et al., 1970): a cache of at least so many bytes hits.
+gives, for each access, the number of different chunks used since the last access to the same one
+(Mattson et al., 1970): a cache of at least so many chunks hits.
 
 A hit is a leading chunk that some tier has; of several the nearest serves it.
 """
@@ -62,23 +62,19 @@ class Replay:
         self.trace = trace
         self.replicas = replicas
         self.replica_of = np.arange(len(trace)) % replicas
-        layout_of = trace.layout[trace.request_of]
-        pool = np.array([each.pool_bytes for each in trace.layouts])[layout_of]
-        redis = np.array([each.nbytes for each in trace.layouts])[layout_of]
-        replica = self.replica_of[trace.request_of]
         # Of each chunk when its request begins: in what all share, and in what its replica has.
-        self._shared = _distances(trace, redis, np.zeros_like(replica))
-        is_same = replicas == 1 and bool((pool == redis).all())
-        self._own = self._shared if is_same else _distances(trace, pool, replica)
+        self._shared = _distances(trace, np.zeros(len(trace), np.int64))
+        self._own = self._shared if replicas == 1 else _distances(trace, self.replica_of)
 
     def find(self, sizes: Capacity) -> Prefixes:
         """Which prefix of each request is where."""
-        in_redis = self._shared <= sizes.redis_bytes
+        layout = self.trace.layout
+        in_redis = self._shared <= sizes.redis_bytes // layout.nbytes
         places = np.full(len(self.trace.ids), NOWHERE, np.int8)
         places[in_redis] = TIERS.index("redis")
-        places[self._own <= sizes.disk_bytes] = TIERS.index("disk")
-        places[self._own <= sizes.pool_bytes] = TIERS.index("pool")
-        in_engine = self._own <= sizes.engine_bytes
+        places[self._own <= sizes.disk_bytes // layout.pool_bytes] = TIERS.index("disk")
+        places[self._own <= sizes.pool_bytes // layout.pool_bytes] = TIERS.index("pool")
+        in_engine = self._own <= sizes.engine_bytes // layout.pool_bytes
         begin = self._leading(in_engine)
         end = self._leading(in_engine | (places != NOWHERE))
         return Prefixes(begin, end, places, ~in_redis & bool(sizes.redis_bytes))
@@ -93,12 +89,12 @@ class Replay:
     def enough_bytes(self, share: float = 0.99) -> int:
         """The size of one cache of all replicas that has this share of all chunks used again."""
         again = self._shared[self._shared < NEVER]
-        return int(np.quantile(again, share)) if len(again) else 0
+        return int(np.quantile(again, share) * self.trace.layout.nbytes) if len(again) else 0
 
 
-def _distances(trace: Trace, weights: Ints, replica: Ints) -> Ints:
-    """Of each access to the caches of its replica, when its request begins."""
-    at = np.arange(len(trace.ids))
+def _distances(trace: Trace, replica_of: Ints) -> Ints:
+    """Of each access to the caches of its request's replica, when the request begins."""
+    at, replica = np.arange(len(trace.ids)), replica_of[trace.request_of]
     # One replica after the other; of a request the questions, then the uses, backwards.
     questions_then_uses = np.concatenate([at, at[::-1]])
     is_use = np.repeat([False, True], len(at))
@@ -106,16 +102,16 @@ def _distances(trace: Trace, weights: Ints, replica: Ints) -> Ints:
     order = np.lexsort((is_use, request, replica[questions_then_uses]))
     both, is_question = questions_then_uses[order], ~is_use[order]
     apart = trace.ids + replica * (int(trace.ids.max(initial=0)) + 1)
-    found = stack_distances(apart[both], weights[both])
+    found = stack_distances(apart[both])
     distances = np.empty(len(at), np.int64)
     distances[both[is_question]] = found[is_question]
     return distances
 
 
-def stack_distances(ids: Ints, weights: Ints) -> Ints:
-    """For each access the bytes of an LRU cache that hits; `NEVER` for the first of a chunk.
+def stack_distances(ids: Ints) -> Ints:
+    """For each access the chunks of an LRU cache that hits; `NEVER` for the first of a chunk.
 
-    weights: bytes of each access's chunk, the same for all accesses of one. O(n log n).
+    O(n log n).
     """
     before = _previous_access(ids)
     distances = np.full(len(ids), NEVER, np.int64)
@@ -124,13 +120,11 @@ def stack_distances(ids: Ints, weights: Ints) -> Ints:
         return distances
     # Of the accesses j between p = before[i] and i, those that are the first of their chunk there:
     # before[j] < p. All j <= p are such, so they are counted too, and subtracted.
-    total = np.cumsum(weights)
-    of_first = np.cumsum(np.where(before < 0, weights, 0))
+    of_first = np.cumsum(before < 0)
     earlier = before[again]
     rank = np.empty(len(again), np.int64)
     rank[np.argsort(earlier)] = np.arange(len(again))
-    of_others = _smaller_before(rank, weights[again])
-    distances[again] = of_first[again] + of_others - total[earlier] + weights[again]
+    distances[again] = of_first[again] + _smaller_before(rank) - earlier
     return distances
 
 
@@ -143,23 +137,22 @@ def _previous_access(ids: Ints) -> Ints:
     return before
 
 
-def _smaller_before(ranks: Ints, weights: Ints) -> Ints:
-    """For each element the weights of the smaller ones that stand before it.
+def _smaller_before(ranks: Ints) -> Ints:
+    """For each element the number of smaller ones that stand before it.
 
     ranks: a permutation of 0 to n - 1. A radix sort from the highest bit down, stable: elements
     with equal higher bits stand together, and half of them have the bit. Those that have not, and
     stand before one that has, are smaller.
     """
     bits = max(1, (len(ranks) - 1).bit_length())
-    values, weight = np.arange(1 << bits), np.zeros(1 << bits, np.int64)
-    values[: len(ranks)], weight[: len(ranks)] = ranks, weights
-    found = np.zeros(1 << bits, np.int64)
+    values, found = np.arange(1 << bits), np.zeros(1 << bits, np.int64)
+    values[: len(ranks)] = ranks
     for bit in reversed(range(bits)):
         half = 1 << bit
         has = (values & half).astype(bool)
-        running = np.where(has, 0, weight).reshape(-1, 2 * half).cumsum(axis=1).reshape(-1)
-        found += np.where(has, running, 0)
-        for column in (values, weight, found):
+        without_bit = (~has).reshape(-1, 2 * half).cumsum(axis=1).reshape(-1)
+        found += np.where(has, without_bit, 0)
+        for column in (values, found):
             without, with_bit = column[~has], column[has]
             halves = column.reshape(-1, 2 * half)
             halves[:, :half] = without.reshape(-1, half)

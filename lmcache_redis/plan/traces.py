@@ -6,7 +6,6 @@ were generated, and are only stored.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.chunks.names import FULL_REACH, Reach
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.errors import ConfigError, FormatError
 
 Ints = npt.NDArray[np.int64]
@@ -23,53 +22,40 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class SizedRow:
-    """Bytes of each chunk's part, what it takes of the host pool, and which parts are needed."""
-
-    nbytes: int
-    pool_bytes: int
-    reach: Reach = FULL_REACH
-
-
-@dataclass(frozen=True)
 class BlockLayout:
-    """The blocks of one model."""
+    """The size of each block: in the host pool, and of its parts, by what prefixes need of them."""
 
     block_tokens: int
-    rows: tuple[SizedRow, ...]
+    pool_bytes: int
+    part_bytes: Mapping[Reach, int]
 
     @property
     def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
-
-    @property
-    def pool_bytes(self) -> int:
-        return sum(row.pool_bytes for row in self.rows)
+        return sum(self.part_bytes.values())
 
     def times(self, blocks: int) -> BlockLayout:
         """The layout of chunks of so many blocks."""
-        rows = [SizedRow(r.nbytes * blocks, r.pool_bytes * blocks, r.reach) for r in self.rows]
-        return BlockLayout(self.block_tokens * blocks, tuple(rows))
+        part_bytes = {reach: nbytes * blocks for reach, nbytes in self.part_bytes.items()}
+        return BlockLayout(self.block_tokens * blocks, self.pool_bytes * blocks, part_bytes)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of their times.
+    """Requests to one model, in the order of their times.
 
     starts: where each request's blocks begin in ``ids``; one more than there are requests. ids:
     equal for equal prefixes only, from 0 on. tokens: of the prompt. first: the number in the prompt
-    of the first block. layout: an index into ``layouts``. token_s: of the engine; 0: not known.
-    measured: the hit rates of the agent that recorded it, named as in a row of a plan.
+    of the first block. token_s: of the engine; 0: not known. measured: the hit rates of the agent
+    that recorded it, named as in a row of a plan.
     """
 
     times_s: Floats
     tokens: Ints
     asked: Ints
     first: Ints
-    layout: Ints
     starts: Ints
     ids: Ints
-    layouts: tuple[BlockLayout, ...]
+    layout: BlockLayout
     has_times: bool = True
     token_s: float = 0.0
     measured: Mapping[str, float] | None = None
@@ -77,11 +63,6 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.times_s)
-
-    @property
-    def block_tokens(self) -> int:
-        """Of all layouts, the least common multiple."""
-        return math.lcm(*(layout.block_tokens for layout in self.layouts))
 
     @property
     def request_of(self) -> Ints:
@@ -103,26 +84,25 @@ class Trace:
 
         Raises ``ConfigError`` if chunks of that size do not consist of whole blocks.
         """
-        if chunk_tokens % self.block_tokens:
+        per_chunk, rest = divmod(chunk_tokens, self.layout.block_tokens)
+        if rest:
             raise ConfigError(
-                f"--chunk-size-tokens {chunk_tokens}: the trace has blocks of {self.block_tokens} "
-                "tokens: give a multiple of that"
+                f"--chunk-size-tokens {chunk_tokens}: the trace has blocks of "
+                f"{self.layout.block_tokens} tokens: give a multiple of that"
             )
-        per_layout = np.array([chunk_tokens // each.block_tokens for each in self.layouts])
-        if (per_layout == 1).all():
+        if per_chunk == 1:
             return self
-        request, within, per_chunk = self.request_of, self.within, per_layout[self.layout]
-        is_last = (within + self.first[request] + 1) % per_chunk[request] == 0
+        request, within = self.request_of, self.within
+        is_last = (within + self.first[request] + 1) % per_chunk == 0
         is_asked = is_last & (within < self.asked[request])
         counts = np.bincount(request[is_last], minlength=len(self))
-        layouts = zip(self.layouts, per_layout.tolist(), strict=True)
         return replace(
             self,
             asked=np.bincount(request[is_asked], minlength=len(self)),
             first=self.first // per_chunk,
             starts=np.concatenate([[0], np.cumsum(counts)]),
             ids=_dense(self.ids[is_last]),
-            layouts=tuple(layout.times(blocks) for layout, blocks in layouts),
+            layout=self.layout.times(per_chunk),
         )
 
 
@@ -141,21 +121,24 @@ class TraceColumns:
 
     def __init__(self) -> None:
         self.times = array("d")
-        self.whole = {name: array("q") for name in ("tokens", "asked", "first", "layout")}
+        self.asked, self.first, self.tokens = array("q"), array("q"), array("q")
         self.starts = array("q", [0])
         self.ids = array("q")
 
-    def add(self, time_s: float, ids: Iterable[int], **whole: int) -> None:
-        """Adds a request. ids: equal for equal prefixes only. whole: of its columns, else 0."""
+    def add(
+        self, time_s: float, ids: Iterable[int], asked: int = 0, first: int = 0, tokens: int = 0
+    ) -> None:
+        """Adds a request. ids: equal for equal prefixes only. tokens: if some follow its blocks."""
         self.times.append(time_s)
-        for name, column in self.whole.items():
-            column.append(whole.get(name, 0))
+        self.asked.append(asked)
+        self.first.append(first)
+        self.tokens.append(tokens)
         self.ids.extend(ids)
         self.starts.append(len(self.ids))
 
-    def trace(self, layouts: Sequence[BlockLayout], **more: Any) -> Trace:
+    def trace(self, layout: BlockLayout | None, **more: Any) -> Trace:
         """All of them, in order. Raises ``FormatError`` if there are none."""
-        if not len(self.times) or not len(self.ids):
+        if layout is None or not len(self.times) or not len(self.ids):
             raise FormatError("the trace has no request with a whole block")
         times = np.frombuffer(self.times)
         starts, ids = np.frombuffer(self.starts, np.int64), np.frombuffer(self.ids, np.int64)
@@ -163,11 +146,12 @@ class TraceColumns:
         counts = np.diff(starts)[order]
         new = np.concatenate([[0], np.cumsum(counts)])
         ids = ids[np.arange(new[-1]) + np.repeat(starts[:-1][order] - new[:-1], counts)]
-        columns: dict[str, Any] = {
-            name: np.frombuffer(column, np.int64)[order] for name, column in self.whole.items()
-        }
-        columns |= {"starts": new, "ids": _dense(ids), "layouts": tuple(layouts)}
-        return Trace(times[order], **columns, **more)
+        asked, first, tokens = (
+            np.frombuffer(column, np.int64)[order]
+            for column in (self.asked, self.first, self.tokens)
+        )
+        tokens = np.maximum(tokens, asked * layout.block_tokens)
+        return Trace(times[order], tokens, asked, first, new, _dense(ids), layout, **more)
 
 
 def _dense(ids: Ints) -> Ints:

@@ -17,7 +17,7 @@ from lmcache_redis.admin.doctor import (
     probe_keys,
 )
 from lmcache_redis.admin.facts import Facts, Need
-from lmcache_redis.admin.names import find_name
+from lmcache_redis.admin.names import parse_name
 from lmcache_redis.admin.report import diagnosis_lines
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
@@ -96,7 +96,7 @@ def test_probes_expire_by_themselves(
 def test_probes_name_no_chunk() -> None:
     for key in probe_keys(b"p:"):
         with pytest.raises(FormatError):
-            find_name(key, b"p:")
+            parse_name(key, b"p:")
 
 
 def test_probes_are_on_the_node_that_is_measured() -> None:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.admin.names import (
-    find_name,
     parse_name,
     read_age,
     read_key,
@@ -53,17 +52,15 @@ def test_a_name_is_that_of_the_chunk(prefix: bytes, raw: bool) -> None:
     assert chunk.name.layout == chunk.fingerprint.hex()[: 32 if raw else 16]
 
 
-def test_another_prefix_is_found() -> None:
-    chunk = Cached(7, prefix=b"theirs:")
-    with pytest.raises(FormatError):
-        parse_name(chunk.keys[1], b"ours:")
-    assert find_name(chunk.keys[1], b"ours:") == (chunk.name, 1)
-
-
 @pytest.mark.parametrize("key", [b"", b"foo", b"lmcr1:", b"lmcr1:doctor:abc:1", b"lmcr2:" + KEY])
 def test_a_key_that_names_nothing(key: bytes) -> None:
-    with pytest.raises(FormatError, match="neither a stripe nor a chunk"):
-        find_name(key, b"")
+    with pytest.raises(FormatError):
+        parse_name(key, b"")
+
+
+def test_a_key_of_another_prefix() -> None:
+    with pytest.raises(FormatError, match="another prefix"):
+        parse_name(Cached(7, prefix=b"theirs:").keys[1], b"ours:")
 
 
 @given(st.binary(max_size=120))

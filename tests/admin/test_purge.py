@@ -153,22 +153,6 @@ def test_a_header_that_cannot_be_read_is_of_no_age(server: PrimaryServers, clien
     assert not choose(server, b"", Selection(stored_longer_than_s=500.0)).chunks
 
 
-def test_both_ages_add_up_where_reading_a_header_is_no_use(
-    server: PrimaryServers, client: Any
-) -> None:
-    both, stored, idle = stored_ago(1, 9000), stored_ago(2, 9000), stored_ago(3, 0)
-    put(client, both, stored, idle)
-    for key in (*both.keys, *idle.keys):
-        age(client, key, 9000)
-    selection = Selection(idle_longer_than_s=1000.0, stored_longer_than_s=1000.0)
-    if not server.untouched:
-        with pytest.raises(ConfigError, match="not both"):
-            choose(server, b"", selection)
-        for node in server.nodes:
-            node.untouched = True  # what follows is of the choice alone
-    assert [c.name.key.chunk_hash[-1] for c in choose(server, b"", selection).chunks] == [1]
-
-
 def test_under_doubt_nothing_is_removed(
     server: PrimaryServers, client: Any, redis_server: RedisServer
 ) -> None:
@@ -291,7 +275,9 @@ def test_a_user_who_may_not_see_idle_times(own_server: RedisServer) -> None:
         assert purge(server, of_model("org/model")).chunks == 1
 
 
-def test_something_must_be_chosen() -> None:
+def test_something_must_be_chosen_and_by_one_age() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        Selection(idle_longer_than_s=1000.0, stored_longer_than_s=1000.0)
     with pytest.raises(ConfigError, match="select what to remove"):
         Selection()
     with pytest.raises(ConfigError, match="or --everything alone"):

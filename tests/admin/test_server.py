@@ -120,13 +120,6 @@ def test_a_server_that_stops_answering(
             server.nodes[0].ask("PING")
 
 
-def test_reading_is_no_use_where_the_server_can_do_that(redis_server: RedisServer) -> None:
-    with open_server(RedisOptions(redis_server.unix_url)) as server:
-        info = server.nodes[0].ask("INFO")
-        version = tuple(map(int, str(info["redis_version"]).split(".")))
-        assert server.untouched == (version >= (7, 2))
-
-
 def test_no_password_in_what_a_server_echoes(tmp_path: Path) -> None:
     def echo(words: list[bytes]) -> bytes | None:
         return b"-ERR no: %b\r\n" % b" ".join(words) if words[0] == b"AUTH" else None
@@ -173,7 +166,6 @@ def test_a_user_without_rights_to_name_itself(own_server: RedisServer) -> None:
     own_server.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
     options = RedisOptions(own_server.unix_url, username="some", password="pw")
     with open_server(options) as server:
-        assert not server.untouched
         assert server.nodes[0].ask("DBSIZE") == 0
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.admin.names import find_name
+from lmcache_redis.admin.names import parse_name
 from lmcache_redis.agent import registering
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.explaining import Explanations
@@ -276,7 +276,7 @@ def test_layouts_are_described_in_redis(redis_server: RedisServer) -> None:
         (key,) = (k for k in client.scan_iter() if one.fingerprint(64) in k)
         _, name, index = parse_stripe_key(key, b"p:")
         assert (name.model_name, name.kv_rank, index) == ("org/model", 7, 0)
-        assert find_name(key, b"p:")[0].layout == "(descriptions)"  # in `inspect`
+        assert parse_name(key, b"p:")[0].layout == "(descriptions)"  # in `inspect`
         # The value of another layout under its key.
         (other, *_) = (k for k in client.scan_iter() if two.fingerprint(64) in k)
         client.set(key, client.get(other))

@@ -18,8 +18,8 @@ from tests.servers import RedisServer
 ROOT = Path(__file__).parent.parent.parent
 # What this run has none of: a disk, a GPU, a failure, a second use.
 ABSENT = (
-    *("canaries.distrusted", "disk.", "groups[].damaged", "groups[].frequency"),
-    *("groups[].stored", "left", "loads.prefill", "node."),
+    *("canaries.distrusted", "disk.", "groups[].damaged"),
+    *("left", "loads.prefill", "node."),
 )
 HASHES = block_hashes("prompt", 8)
 

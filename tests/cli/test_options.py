@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from lmcache_redis.agent import main as agent_main
 from lmcache_redis.cli.app import app
-from lmcache_redis.cli.options import redis_options
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
@@ -38,6 +37,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AgentConfig]:
 
     monkeypatch.setattr(agent_main, "run_agent", run_agent)
     return configs
+
+
+def options_of_tools() -> RedisOptions:
+    return RedisOptions.of_settings(config_from(AgentConfig, {}), "redis://h")
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> int:
@@ -234,17 +237,17 @@ def test_a_password_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     path.write_text("another")
     assert credentials.get_credentials() == ("me", "another")
     monkeypatch.setenv(PASSWORD, "the variable wins")
-    options = redis_options(redis_url="redis://h")
+    options = options_of_tools()
     assert parse_deployment(options).server.credentials == StaticPassword(None, "the variable wins")
 
 
 def test_every_command_takes_a_credential_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROVIDER, "redis.credentials:UsernamePasswordCredentialProvider")
-    options = redis_options(redis_url="redis://h")
+    options = options_of_tools()
     assert type(options.credential_provider).__name__ == "UsernamePasswordCredentialProvider"
     monkeypatch.setenv(PROVIDER, "redis.credentials:Missing")
     with pytest.raises(ConfigError, match=r"redis\.credentials:Missing cannot be made"):
-        redis_options(redis_url="redis://h")
+        options_of_tools()
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -256,4 +259,4 @@ def test_an_unreadable_password_file_is_refused(
         path.write_bytes(content)
     monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
     with pytest.raises(ConfigError, match=f"the password file {path} (cannot be read|is not)"):
-        check_url(redis_options(redis_url="redis://h"))
+        check_url(options_of_tools())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.plan import records
 from lmcache_redis.plan.reading import read_trace
@@ -55,7 +56,7 @@ def test_hash_ids_are_whole_blocks_in_the_order_of_time(tmp_path: Path) -> None:
     assert trace.tokens.tolist() == [32, 40]
     assert trace.asked.tolist() == [2, 2]  # the third block is not full
     assert requests(trace)[0] == requests(trace)[1]
-    assert (trace.block_tokens, trace.layouts[0].nbytes) == (16, 160)
+    assert (trace.layout.block_tokens, trace.layout.nbytes) == (16, 160)
     assert trace.has_times
 
 
@@ -97,13 +98,23 @@ def test_a_recording_has_lookups_and_what_was_generated(tmp_path: Path) -> None:
     assert trace.first.tolist() == [2, 0, 0]
     assert [len(each) for each in requests(trace)] == [2, 1, 1]
     assert len({*trace.ids.tolist()}) == 4
-    assert trace.layouts[0].nbytes == 150
-    assert trace.layouts[0].pool_bytes == 192
-    assert trace.layouts[0].rows[1].reach.tokens == 70
+    assert trace.layout.pool_bytes == 192
+    assert trace.layout.part_bytes == {FULL_REACH: 100, Reach("window", 70): 50}
     assert trace.token_s == 0.25
     assert trace.measured is not None
     assert trace.measured["hit_rate_pool"] == 0.5
     assert "left out 3 lines" in trace.notes[1]
+
+
+def test_equal_names_in_another_layout_are_other_chunks(tmp_path: Path) -> None:
+    """As those of an engine with other weights."""
+    rows = [{**row, "part": f"{row['part']} of k"} for row in LAYOUT["rows"]]
+    k = {**LAYOUT, "name": "k", "rows": rows}
+    store = {"type": "store", "time": 4.0, "request": "r", "part": "p0 of k", "chunks": A + B}
+    trace = read(tmp_path, START, LAYOUT, k, LOOKUP, {**LOOKUP, "layout": "k"}, store, LOOKUP)
+    first, second, third = requests(trace)
+    assert first == third
+    assert not {*first} & {*second}
 
 
 def test_kv_events_are_requests_behind_the_engines_cache(tmp_path: Path) -> None:
@@ -140,6 +151,7 @@ def test_kv_events_are_requests_behind_the_engines_cache(tmp_path: Path) -> None
         ([START, {**LAYOUT, "chunk_tokens": 0}], "line 2 of .*chunk_tokens"),
         ([START, LAYOUT, {**LOOKUP, "hits": "hx"}], "line 3 of .*hits"),
         ([START, LAYOUT, {**LOOKUP, "layout": "k"}], "line 3 of .*no line before describes 'k'"),
+        ([START, LAYOUT, {**LAYOUT, "chunk_tokens": 32}], "line 3 of .*of another size"),
         ([START, LAYOUT, {**LOOKUP, "chunks": "0"}], "line 3 of .*no multiple of 16"),
         (
             [START, {"type": "store", "time": 1, "request": "r", "part": "p9", "chunks": A}],

@@ -11,26 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.cache.pacing import prefix_worth_loading
-from lmcache_redis.chunks.names import Reach
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.plan.example import example_lines
 from lmcache_redis.plan.figures import Grid, Prices, enough, plan_rows
 from lmcache_redis.plan.pacing import Speeds, decide
 from lmcache_redis.plan.reading import read_trace
 from lmcache_redis.plan.simulate import NEVER, NOWHERE, Capacity, Replay, stack_distances
-from lmcache_redis.plan.traces import BlockLayout, SizedRow, Trace, TraceColumns, prefix_numbers
+from lmcache_redis.plan.traces import BlockLayout, Trace, TraceColumns, prefix_numbers
 
 CHUNK_BYTES = 100
 
 
-def trace_of(*requests: str, row: SizedRow | None = None, every_s: float = 1.0) -> Trace:
+def trace_of(*requests: str, reach: Reach = FULL_REACH, every_s: float = 1.0) -> Trace:
     """A request for each word, whose letters are blocks of 10 tokens."""
     columns, known = TraceColumns(), dict[tuple[int, int | str], int]()
     for number, word in enumerate(requests):
         blocks = prefix_numbers(known, word)
-        columns.add(number * every_s, blocks, tokens=10 * len(word), asked=len(word))
-    rows = (row or SizedRow(CHUNK_BYTES, CHUNK_BYTES),)
-    return columns.trace([BlockLayout(10, rows)])
+        columns.add(number * every_s, blocks, asked=len(word))
+    return columns.trace(BlockLayout(10, CHUNK_BYTES, {reach: CHUNK_BYTES}))
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +59,12 @@ class Lru:
 
 @given(st.lists(st.integers(0, 12), max_size=80), st.integers(1, 200))
 def test_a_distance_is_the_size_of_a_cache_that_hits(names: list[int], capacity: int) -> None:
-    """Weights differ by name; a cache of whole entries is compared where all are equal."""
-    ids = np.array(names, np.int64)
-    weights = ids % 5 + 1
-    distances = stack_distances(ids, weights)
-    last: dict[int, int] = {}
-    for index, name in enumerate(names):
+    cache, last = Lru(capacity), dict[int, int]()
+    distances = stack_distances(np.array(names, np.int64)).tolist()
+    for index, (name, needed) in enumerate(zip(names, distances, strict=True)):
         used = {*names[last[name] : index]} if name in last else set()
-        expected = sum(each % 5 + 1 for each in used) if used else NEVER
-        assert distances[index] == expected
+        assert needed == (len(used) or NEVER)
         last[name] = index
-    same = np.ones_like(ids)
-    cache = Lru(capacity)
-    for name, needed in zip(names, stack_distances(ids, same).tolist(), strict=True):
         assert (name in cache) == (needed <= capacity)
         cache.use(name, 1)
 
@@ -83,7 +75,7 @@ def test_prefixes_are_those_of_caches_one_by_one(
     example: Trace, replicas: int, chunk_tokens: int
 ) -> None:
     trace = example.in_chunks(chunk_tokens)
-    nbytes = trace.layouts[0].nbytes
+    nbytes = trace.layout.nbytes
     replay = Replay(trace, replicas)
     sizes = Capacity(60 * nbytes, 150 * nbytes, 400 * nbytes, 20 * nbytes)
     found = replay.find(sizes)
@@ -146,8 +138,8 @@ def test_larger_chunks_find_whole_chunks_only() -> None:
 @pytest.mark.parametrize("gbit", [0.5, 5, 50])
 def test_loads_are_those_of_the_rule_for_every_length(example: Trace, gbit: float) -> None:
     # Bytes as of a real model. The trace in a tenth of its time: engines and link have queues.
-    layout = BlockLayout(512, (SizedRow(64 << 20, 64 << 20),))
-    trace = Trace(**{**vars(example), "layouts": (layout,), "times_s": example.times_s / 10})
+    layout = BlockLayout(512, 64 << 20, {FULL_REACH: 64 << 20})
+    trace = Trace(**{**vars(example), "layout": layout, "times_s": example.times_s / 10})
     replay = Replay(trace)
     found = replay.find(Capacity(40 * layout.nbytes, 0, 10_000 * layout.nbytes))
     speeds = Speeds(1e-4, gbit * 1e9 / 8, latency_s=0.0)
@@ -189,8 +181,8 @@ def test_a_slow_link_is_left_alone_and_a_fast_one_used() -> None:
 
 
 def test_of_a_window_only_its_chunks_are_loaded() -> None:
-    row = SizedRow(CHUNK_BYTES, CHUNK_BYTES, Reach("window", 15))
-    trace = trace_of("abcdef", "uvwxyz", "abcdef", row=row, every_s=1000.0)
+    reach = Reach("window", 15)
+    trace = trace_of("abcdef", "uvwxyz", "abcdef", reach=reach, every_s=1000.0)
     replay = Replay(trace)
     found = replay.find(Capacity(CHUNK_BYTES, 0, 10_000))
     loads = decide(replay, found, Speeds(1.0, 1e6))
