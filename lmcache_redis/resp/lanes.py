@@ -37,8 +37,9 @@ from lmcache_redis.resp.bulk import (
     error_in,
 )
 from lmcache_redis.resp.health import DataServer
-from lmcache_redis.resp.jobs import LoopThread, Stop, StripeTask, TaskQueue, jittered
+from lmcache_redis.resp.jobs import LoopThread, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.tiers import CallOutcome
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
@@ -195,7 +196,7 @@ class BulkWorker(ABC):
         except BaseException:
             # A bug. `_close_all` answers those in flight.
             jobs = [task[0] for task in begun]
-            self._jobs.stop(jobs, Stop.UNAVAILABLE)
+            self._jobs.stop(jobs, CallOutcome.UNAVAILABLE)
             self._jobs.release(jobs)
             raise
         self._account(lanes, begun, packed, moved, now)

@@ -60,11 +60,18 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
 )
 from lmcache_redis.resp.health import DataServer, stop_for
-from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask, TaskQueue
+from lmcache_redis.resp.jobs import ChunkJob, StripeTask, TaskQueue
 from lmcache_redis.resp.lanes import SEALED_TOGETHER, BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix, value_head
 from lmcache_redis.seal import Opened
-from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome, WriteDone, WriteOutcome
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    ReadDone,
+    ReadOutcome,
+    WriteDone,
+    WriteOutcome,
+)
 
 _OPENED = {
     Opened.OK: None,
@@ -119,15 +126,12 @@ def verify(
 class Read(ChunkJob[ReadOutcome]):
     """One chunk being read."""
 
-    __slots__ = ("_first_is_there", "_has_gap", "_store_id")
+    __slots__ = ("_store_id",)
     good = ReadOutcome.LOADED
 
     def __init__(self, chunk: ChunkIO, done: ReadDone) -> None:
         super().__init__(chunk, done)
         self._store_id = b""
-        self._first_is_there = False
-        # A stripe is missing, and nothing is known of stripe 0.
-        self._has_gap = False
 
     def ended(self, index: int, outcome: ReadOutcome | None, store_id: bytes = b"") -> None:
         """Under the lock: stripe `index` was in flight, and has ended, well (None) or not."""
@@ -138,13 +142,6 @@ class Read(ChunkJob[ReadOutcome]):
                 outcome = ReadOutcome.TORN
         elif outcome is ReadOutcome.INCOMPLETE and index == 0:
             outcome = ReadOutcome.MISSING
-        elif outcome is ReadOutcome.INCOMPLETE and not self._first_is_there:
-            # MISSING if stripe 0 is, too: a store may be in flight.
-            self._has_gap, outcome = True, None
-        if index == 0 and outcome is not ReadOutcome.MISSING:
-            self._first_is_there = True
-            if outcome is None and self._has_gap:
-                outcome = ReadOutcome.INCOMPLETE
         self.in_flight -= 1
         self.advance(outcome)
 
@@ -243,7 +240,7 @@ class Writer(BulkWorker):
         # Jobs of which the server has a stripe, until the first connection is lost; and why those
         # fail then. None: nothing was lost.
         self._acknowledged: set[Write] = set()
-        self._loss: Stop | None = None
+        self._loss: CallOutcome | None = None
         # Ciphertexts of the stripes of a call. All are sent before the next are sealed.
         self._rooms = deque([bytearray()] * SEALED_TOGETHER)
 
@@ -290,7 +287,7 @@ class Writer(BulkWorker):
             if isinstance(error, RedisProtocolError):
                 lane.connection.close()
             self._lose(lane, error)
-            self._jobs.stop((job,), Stop.UNAVAILABLE)
+            self._jobs.stop((job,), CallOutcome.UNAVAILABLE)
             return
         self._jobs.stop((job,), self._server.refuses_writes(error))
 
@@ -326,4 +323,4 @@ class Writer(BulkWorker):
         super()._close_all()
         acknowledged, loss = self._acknowledged, self._loss
         self._acknowledged, self._loss = set(), None
-        self._jobs.stop(acknowledged, loss or Stop.UNAVAILABLE)
+        self._jobs.stop(acknowledged, loss or CallOutcome.UNAVAILABLE)

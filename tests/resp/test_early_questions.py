@@ -32,9 +32,9 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     threads: list[str] = []
     original = Connection.send_ahead
 
-    def send_ahead(self: Connection, request: bytes) -> int:
+    def send_ahead(self: Connection, request: bytes, replies: int) -> int:
         threads.append(threading.current_thread().name)
-        return original(self, request)
+        return original(self, request, replies)
 
     monkeypatch.setattr(Connection, "send_ahead", send_ahead)
     return threads

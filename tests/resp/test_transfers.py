@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
-from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health
+from lmcache_redis.resp import (
+    CallOutcome,
+    ChunkIO,
+    ReadOutcome,
+    RedisOptions,
+    WriteOutcome,
+    health,
+)
 from lmcache_redis.resp.bulk import End
-from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, verify
@@ -51,9 +58,8 @@ class Answered:
         ((OTHER, GOOD, GOOD), {ReadOutcome.TORN}),
         ((GOOD, GONE, GOOD), {ReadOutcome.INCOMPLETE}),
         ((GOOD, GONE, GONE), {ReadOutcome.INCOMPLETE}),
-        # Without stripe 0 a store may be in flight.
         ((GONE, GOOD, GOOD), {ReadOutcome.MISSING}),
-        ((GONE, GONE, GONE), {ReadOutcome.MISSING}),
+        ((GONE, GONE, GONE), {ReadOutcome.MISSING, ReadOutcome.INCOMPLETE}),
         ((GONE, GOOD, OTHER), {ReadOutcome.MISSING, ReadOutcome.TORN}),
         ((BAD, GOOD, GOOD), {ReadOutcome.CORRUPT}),
         ((GOOD, GOOD, BAD), {ReadOutcome.CORRUPT}),
@@ -133,7 +139,7 @@ def test_stripe_0_follows_the_last_of_the_others() -> None:
 def test_a_chunk_that_has_failed_gets_no_stripe_0() -> None:
     jobs, job = Jobs(), new_write(3)
     acknowledge(jobs, job)
-    jobs.stop((job,), Stop.TIMED_OUT)
+    jobs.stop((job,), CallOutcome.TIMED_OUT)
     acknowledge(jobs, job)
     assert job.nodes[0].indexes == []
     assert job.outcome is WriteOutcome.TIMED_OUT
@@ -146,7 +152,7 @@ class Harness:
         options = RedisOptions("redis://127.0.0.1:1")
         self.jobs = Jobs()
         nodes = DataNodes(parse_deployment(options), options, self.jobs)
-        self.node = DataNode(nodes.deployment.server, nodes)
+        self.node = DataNode(nodes.deployment.server, nodes, 1)
         self.writer = Writer("set-0", self.node, TaskQueue(), 4)
 
 

@@ -71,14 +71,17 @@ class Connection:
     """A socket, plain or TLS. One thread uses and closes it; others may abort it.
 
     Every call raises RedisTimeout, RedisUnavailable or RedisProtocolError, and closes the
-    connection then, or what `wire.error_of` returns for an error reply, and stays open. Deadlines
-    are `time.monotonic()` seconds; no step waits longer than the op time-out.
-
-    Movers of stripes use `arm`, `send_some` and `receive_some`, which close nothing: they count
-    what each call moved. The deadline of `arm` holds for all calls until the next, however few
+    connection then, or what `wire.error_of` returns for an error reply, and stays open. The
+    deadline of `arm` (`time.monotonic()` seconds) holds for all calls until the next, however few
     bytes each moves: the clock is read before every system call.
 
+    Commands may be sent before earlier replies have arrived, which is in order.
+
+    Movers of stripes use `arm`, `send_some` and `receive_some`, which close nothing: they count
+    what each call moved.
+
     on_close: called once or more with the connection. is_open: it was greeted, and is not closed.
+    outstanding: replies that have not been received.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Connection:
         on_close: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
         self.is_open = False
+        self.outstanding = 0
         self._sock = sock
         self._endpoint = endpoint
         self._op_timeout_s = op_timeout_s
@@ -150,10 +154,12 @@ class Connection:
         if self.is_open and not self._is_quiet():
             self.close()
 
-    def send(self, requests: Iterable[bytes], deadline: float) -> None:
-        """Send packed commands. The server works on the first while `requests` makes the next."""
-        # Outside: a deadline that passed before anything was sent costs no connection.
-        self.arm(deadline)
+    def send(self, requests: Iterable[bytes], replies: int) -> None:
+        """Send packed commands that have so many replies.
+
+        The server works on the first while `requests` makes the next.
+        """
+        self.outstanding += replies
         try:
             for request in requests:
                 self.send_all((request,))
@@ -166,29 +172,37 @@ class Connection:
         """Whether the connection is plain, and nothing has arrived."""
         return self.plain_fileno >= 0 and self._is_quiet()
 
-    def send_ahead(self, request: bytes) -> int:
+    def send_ahead(self, request: bytes, replies: int) -> int:
         """Send as much as possible without blocking; return how many bytes.
 
         For a thread that keeps the owner out, if it `takes_ahead`. 0 if it is lost: sending the
         rest raises the error.
         """
+        self.outstanding += replies
         try:
             return os.write(self._sock.fileno(), request)
         except OSError:
             return 0
 
-    def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
-        """The next replies, at least `least` and at most `most`.
+    def receive(self, least: int) -> list[Reply]:
+        """The next replies, at least `least`; raises the first error among them.
 
         If it is called again for the rest of them, they contain no arrays.
         """
+        return without_errors(self._receive(least))
+
+    def receive_all(self) -> list[Reply]:
+        """Every outstanding reply, error replies among them."""
+        return self._receive(self.outstanding)
+
+    def _receive(self, least: int) -> list[Reply]:
         replies: list[Reply] = []
         try:
-            self.arm(deadline)
             while len(replies) < least:
                 self._replies.feed(self._view[: self.receive_some(self._view)])
-                replies += self._replies.take(most - len(replies))
-            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
+                replies += self._replies.take(self.outstanding - len(replies))
+            self.outstanding -= len(replies)
+            if self.outstanding < 0 or (not self.outstanding and self._replies.has_rest):
                 raise RedisProtocolError("more replies came than were asked for")
         except (RedisTimeout, RedisUnavailable, RedisProtocolError):
             self.close()
@@ -196,9 +210,13 @@ class Connection:
         return replies
 
     def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies; the first error is raised."""
-        self.send((request,), deadline)
-        return without_errors(self.receive(deadline, replies, replies))
+        """Send packed commands and receive exactly their replies; the first error is raised.
+
+        A deadline that has passed costs no connection.
+        """
+        self.arm(deadline)
+        self.send((request,), replies)
+        return without_errors(self.receive_all())
 
     # ------------------------------------------------------------------ bytes
 
