@@ -209,6 +209,7 @@ def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
         for rounds in itertools.count():
             connection.arm(deadline)
             connection.send(requests, len(keys))
+            connection.arm(deadline)
             connection.receive(len(keys))
             if rounds == 0:  # not counted: the server allocates memory
                 started = time.perf_counter()

@@ -24,7 +24,6 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp import ReadOutcome
 from lmcache_redis.resp.bulk import (
     MOST_LINE_BYTES,
     QUIET_MS,
@@ -43,6 +42,7 @@ from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.resp.transfers import Verified, verify
+from lmcache_redis.tiers import ReadOutcome
 
 # In place of a SET that was sent.
 SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")

@@ -12,7 +12,7 @@ import pytest
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisProtocolError, RedisRedirect
-from lmcache_redis.resp import CallOutcome, RedisPlane, control
+from lmcache_redis.resp import RedisPlane, control
 from lmcache_redis.resp.control import (
     GROUP_KEYS,
     Steps,
@@ -25,6 +25,7 @@ from lmcache_redis.resp.control import (
 )
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import ErrorReply, Reply, keys_commands
+from lmcache_redis.tiers import CallOutcome
 from tests.resp.helpers import (
     PATIENCE_S,
     Answers,

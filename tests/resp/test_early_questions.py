@@ -8,8 +8,9 @@ import time
 import pytest
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp import CallOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.tiers import CallOutcome, WriteOutcome
 from tests.resp.helpers import (
     STEM,
     Answers,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lmcache_redis.resp import ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     CONNECTIONS,
     LEAST_CONNECTIONS,

@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.resp import (
-    CallOutcome,
-    ReadOutcome,
-    RedisOptions,
-    RedisPlane,
-    WriteOutcome,
-)
+from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.jobs import Jobs, LoopThread
 from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
 from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
     chunk_key,

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
-from lmcache_redis.resp import (
-    CallOutcome,
-    ChunkIO,
-    ReadOutcome,
-    RedisOptions,
-    RedisPlane,
-    WriteOutcome,
-)
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     LEAST_CONNECTIONS,
     PATIENCE_S,

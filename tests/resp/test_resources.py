@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.resp import ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     CONNECTIONS,
     Chunk,

@@ -8,13 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_redis.resp import (
-    CallOutcome,
-    ChunkIO,
-    ReadOutcome,
-    RedisPlane,
-    WriteOutcome,
-)
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     PATIENCE_S,
     Answers,

@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
-from lmcache_redis.resp import (
-    CallOutcome,
-    ChunkIO,
-    ReadOutcome,
-    RedisOptions,
-    WriteOutcome,
-    health,
-)
+from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, verify
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer

@@ -42,8 +42,8 @@ from lmcache_redis.resp.net.wire import (
     ErrorReply,
     Reply,
     ReplyBuffer,
+    error_of,
     pack_command,
-    without_errors,
 )
 
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
@@ -189,7 +189,11 @@ class Connection:
 
         If it is called again for the rest of them, they contain no arrays.
         """
-        return without_errors(self._receive(least))
+        replies = self._receive(least)
+        for reply in replies:
+            if isinstance(reply, ErrorReply):
+                raise error_of(reply)
+        return replies
 
     def receive_all(self) -> list[Reply]:
         """Every outstanding reply, error replies among them."""
@@ -216,7 +220,7 @@ class Connection:
         """
         self.arm(deadline)
         self.send((request,), replies)
-        return without_errors(self.receive_all())
+        return self.receive(replies)
 
     # ------------------------------------------------------------------ bytes
 
