@@ -119,7 +119,7 @@ static uint64_t xxh3_of(const uint8_t *data, size_t nbytes)
     return xxh3_end(&hash, data, nbytes);
 }
 
-/* ---- SET ---- */
+/* ---- requests ---- */
 
 /* Write the checksums of payload and header into the header. Short payloads need another algorithm,
  * which only the caller has: it adds theirs and verifies them after a load. */
@@ -132,9 +132,10 @@ static void add_checksums(uint8_t *header, const uint8_t *payload, size_t nbytes
     memcpy(header + OWN_CHECKSUM_AT, &own, CHECKSUM_BYTES);
 }
 
-static int send_set(Call *call, const Task *task, Progress *progress)
+/* A GET is a command alone. */
+static int send_request(Call *call, const Task *task, Progress *progress)
 {
-    if (!progress->sent && task->payload.nbytes > XXH3_SHORT_BYTES) {
+    if (!call->is_load && !progress->sent && task->payload.nbytes > XXH3_SHORT_BYTES) {
         add_checksums(task->header.data, task->payload.data, task->payload.nbytes);
     }
     struct iovec parts[4] = {
@@ -143,7 +144,7 @@ static int send_set(Call *call, const Task *task, Progress *progress)
         {task->payload.data, task->payload.nbytes},
         {task->end.data, task->end.nbytes},
     };
-    return send_rest(call, call->fds[task->lane], parts, 4, &progress->sent);
+    return send_rest(call, call->fds[task->lane], parts, call->is_load ? 1 : 4, &progress->sent);
 }
 
 /* ---- replies that are not the expected one ---- */
@@ -244,13 +245,7 @@ static int receive_ok(Call *call, const Task *task, Progress *p)
                : ends(call, LINE, p->first, p->line - 2);
 }
 
-/* ---- GET ---- */
-
-static int send_get(Call *call, const Task *task, Progress *progress)
-{
-    struct iovec part = {task->command.data, task->command.nbytes};
-    return send_rest(call, call->fds[task->lane], &part, 1, &progress->sent);
-}
+/* ---- values ---- */
 
 /* Whether a header is the expected one: its own checksum, and every field known in advance. */
 static bool is_expected(const uint8_t *header, const uint8_t *expected)
@@ -351,8 +346,7 @@ static bool send_next(Call *call)
     }
     const Task *task = &call->tasks[call->asked - 1];
     Progress *progress = call->progress[task->lane];
-    const int result =
-        call->is_load ? send_get(call, task, progress) : send_set(call, task, progress);
+    const int result = send_request(call, task, progress);
     call->sending = result == LOST ? call->bad.error : result == WAIT ? EAGAIN : 0;
     return !call->sending;
 }

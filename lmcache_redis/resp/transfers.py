@@ -49,6 +49,7 @@ from lmcache_redis.errors import (
     RedisClusterDown,
     RedisError,
     RedisProtocolError,
+    RedisTimeout,
     RedisUnavailable,
     RedisWriteRefused,
 )
@@ -277,31 +278,24 @@ class Writer(BulkWorker):
     ) -> None:
         job: Write = task[0]
         assert error is not None, "a SET has no value"
-        if failure[0] != End.LINE:
+        if isinstance(error, RedisProtocolError):
+            lane.connection.close()
+        is_lost = isinstance(error, (RedisTimeout, RedisUnavailable, RedisProtocolError))
+        if is_lost and not isinstance(error, RedisClusterDown):
+            # Or the server would answer any request so.
             self._lost(lane, task, error)
             return
         self._jobs.release((job,))
-        is_answer = isinstance(error, RedisClusterDown)
-        if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
-            # It would answer any request so, or does not speak Redis.
-            if isinstance(error, RedisProtocolError):
-                lane.connection.close()
-            self._lose(lane, error)
-            self._jobs.stop((job,), CallOutcome.UNAVAILABLE)
-            return
         self._jobs.stop((job,), self._server.refuses_writes(error))
 
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
+        """The connection is unusable, and the others are replaced with it."""
         job: Write = task[0]
         self._jobs.release((job,))
-        self._lose(lane, error)
-        self._jobs.stop((job,), stop_for(error))
-
-    def _lose(self, lane: Lane, error: RedisError) -> None:
-        """The connection is unusable, and the others are replaced with it."""
         self._server.judge(error, lane.connection)
         if self._loss is None:
             self._loss = stop_for(error)
+        self._jobs.stop((job,), stop_for(error))
 
     @property
     def _may_send(self) -> bool:

@@ -231,7 +231,7 @@ def test_a_name_that_could_not_be_looked_up_is_looked_up_again(
     with LyingServer() as server:
         url = server.url.replace("127.0.0.1", "localhost")
         with running(url, connect_timeout_s=60.0) as plane:
-            assert "cannot be looked up: can't start" in plane.state.reason
+            assert "cannot be reached: can't start" in plane.state.reason
             assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
             again.append(1)
             wait_until(lambda: scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0))

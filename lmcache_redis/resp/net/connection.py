@@ -21,7 +21,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -80,8 +80,8 @@ class Connection:
     Movers of stripes use `arm`, `send_some` and `receive_some`, which close nothing: they count
     what each call moved.
 
-    on_close: called once or more with the connection. is_open: it was greeted, and is not closed.
-    outstanding: replies that have not been received.
+    is_open: it was greeted, and is not closed. outstanding: replies that have not been received.
+    siblings: connections that are not closed; it leaves them when it is.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Connection:
         sock: socket.socket,
         endpoint: Endpoint,
         op_timeout_s: float,
-        on_close: Callable[[Connection], None] = lambda connection: None,
+        siblings: set[Connection] | None = None,
     ) -> None:
         self.is_open = False
         self.outstanding = 0
         self._sock = sock
         self._endpoint = endpoint
         self._op_timeout_s = op_timeout_s
-        self._on_close = on_close
+        self._siblings = siblings
         self._deadline = 0.0
         self._lock = threading.Lock()
         self._replies = ReplyBuffer()
@@ -133,7 +133,8 @@ class Connection:
 
     def close(self) -> None:
         self.is_open = False
-        self._on_close(self)
+        if self._siblings is not None:
+            self._siblings.discard(self)
         # Under the lock: `abort` must not shut down another socket with this descriptor.
         with self._lock:
             self._sock.close()
@@ -338,16 +339,12 @@ class Connector:
             except BaseException:
                 connection.close()
                 raise
-        except (RedisError, OSError, UnicodeError) as error:
+        except (RedisError, OSError, UnicodeError, RuntimeError) as error:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
         # If it was aborted in the meantime, it fails at its first use.
         return connection
-
-    def _forget(self, connection: Connection) -> None:
-        with self._lock:
-            self._connections.discard(connection)
 
     def abort(self) -> None:
         """Fail every connection, and every attempt to open one, from now on."""
@@ -357,9 +354,8 @@ class Connector:
 
     def drop(self) -> None:
         """Fail the connections that there are."""
-        with self._lock:
-            for connection in self._connections:
-                connection.abort()
+        for connection in list(self._connections):
+            connection.abort()
 
     def _check_wanted(self) -> None:
         if self._aborted:
@@ -397,7 +393,7 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-            return Connection(sock, endpoint, self._op_timeout_s, self._forget)
+            return Connection(sock, endpoint, self._op_timeout_s, self._connections)
         except BaseException:
             sock.close()
             raise
@@ -405,7 +401,11 @@ class Connector:
     # ------------------------------------------------------------------ names
 
     def _addresses(self, deadline: float) -> list[Address]:
-        """At least one. Raises OSError, UnicodeError, and TimeoutError if it takes too long."""
+        """At least one.
+
+        Raises OSError, UnicodeError, TimeoutError if it takes too long, and RuntimeError if there
+        can be no thread.
+        """
         if self.endpoint.transport is Transport.UNIX:
             return [(socket.AF_UNIX, self.endpoint.path)]
         with contextlib.suppress(socket.gaierror):
@@ -418,11 +418,7 @@ class Connector:
             except (OSError, UnicodeError) as error:
                 found.set_exception(error)
 
-        try:
-            threading.Thread(target=look_up, name="redis-name", daemon=True).start()
-        except RuntimeError as error:
-            where = self.endpoint.where
-            raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
+        threading.Thread(target=look_up, name="redis-name", daemon=True).start()
         try:
             return found.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
