@@ -168,8 +168,6 @@ class PlaneStats:
     connects: int
     connections_lost: int
     errors: int
-    queued_reads: int
-    queued_writes: int
 
 
 class Tier(Protocol):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -108,13 +109,12 @@ def ask_each(
     pack: Callable[[Sequence[bytes]], bytes],
     parse: Callable[[Reply], Any],
     keys: Sequence[bytes],
-    step_keys: int | None = None,
+    step_keys: int = sys.maxsize,
 ) -> Steps[list[Any]]:
     """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
 
-    pack: makes a command for each of some keys. step_keys: keys of a step; None: all in one step.
+    pack: makes a command for each of some keys. step_keys: keys of a step; all, if not given.
     """
-    step_keys = step_keys or max(1, len(keys))
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
         some = keys[start : start + step_keys]

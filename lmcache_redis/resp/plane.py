@@ -151,7 +151,6 @@ class RedisPlane:
         """Counts since the start, taken at one moment."""
         jobs = self._jobs
         with jobs.lock:
-            transfers = list(jobs.transfers.values())
             return PlaneStats(
                 bytes_in=jobs.moved_bytes[ReadOutcome.LOADED],
                 bytes_out=jobs.moved_bytes[WriteOutcome.STORED],
@@ -160,8 +159,6 @@ class RedisPlane:
                 connects=jobs.counts["connects"],
                 connections_lost=jobs.counts["connections_lost"],
                 errors=jobs.counts["errors"],
-                queued_reads=sum(isinstance(job, Read) for job in transfers),
-                queued_writes=sum(isinstance(job, Write) for job in transfers),
             )
 
     def lookup(self, key: bytes) -> None:
