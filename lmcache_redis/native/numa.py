@@ -16,7 +16,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_SYSCALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # mbind, get_mempolicy
+# No other machine has a system call of the number -1.
+_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}
+_MBIND, _GET_MEMPOLICY = _NUMBERS.get(os.uname().machine, (-1, -1))
 _MPOL_DEFAULT = 0
 _MPOL_INTERLEAVE = 3
 _MOST_NODES = 1024
@@ -65,23 +67,18 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
     """Set MPOL_INTERLEAVE for a page-aligned range; False if the kernel refuses."""
-    numbers = _SYSCALLS.get(os.uname().machine)
-    if numbers is None:
-        return False
     words = (ctypes.c_ulong * (_MOST_NODES // _WORD_BITS))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     # The kernel subtracts one from the number of bits.
     arguments = (address, nbytes, _MPOL_INTERLEAVE, ctypes.addressof(words), _MOST_NODES + 1, 0)
-    return _syscall(numbers[0], *arguments) == 0
+    return _syscall(_MBIND, *arguments) == 0
 
 
 def _has_default_policy() -> bool:
-    numbers = _SYSCALLS.get(os.uname().machine)
     mode = ctypes.c_int(-1)
-    if numbers is None or _syscall(numbers[1], ctypes.addressof(mode), 0, 0, 0, 0) != 0:
-        return False
-    return mode.value == _MPOL_DEFAULT
+    failed = _syscall(_GET_MEMPOLICY, ctypes.addressof(mode), 0, 0, 0, 0)
+    return not failed and mode.value == _MPOL_DEFAULT
 
 
 def _syscall(number: int, *arguments: int) -> int:

@@ -173,7 +173,7 @@ class DataNodes:
         self.options = options
         self.jobs = jobs
         self.routes: Routes[DataNode] = Routes(ServerMap(()), {})
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._nodes: dict[Endpoint, DataNode] = {}
         self._closing = False
         self.removals = Removals(options.key_prefix, lambda: self.routes.nodes)
@@ -304,18 +304,14 @@ class DataNodes:
         map stays.
         """
         before = self.routes
-        for server in found.servers:
-            if server in self._nodes:
-                continue
-            node = DataNode(server, self, len(found.servers))
-            with self._lock:
-                if self._closing:
-                    return False
-                node.start()
-                self._nodes[server] = node
         with self._lock:
             if self._closing:
                 return False
+            for server in found.servers:
+                if server not in self._nodes:
+                    node = DataNode(server, self, len(found.servers))
+                    node.start()
+                    self._nodes[server] = node
             self.routes = Routes(found, self._nodes)
             retired = [self._nodes[server] for server in self._nodes.keys() - set(found.servers)]
         for node in retired:

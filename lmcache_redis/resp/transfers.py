@@ -142,6 +142,7 @@ class Read(ChunkJob[ReadOutcome]):
             elif store_id != self._store_id:
                 outcome = ReadOutcome.TORN
         elif outcome is ReadOutcome.INCOMPLETE and index == 0:
+            # Of several servers another may say first that a later stripe is missing.
             outcome = ReadOutcome.MISSING
         self.in_flight -= 1
         self.advance(outcome)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import math
 import os
 import select
@@ -143,12 +142,9 @@ class Connection:
         """Make the call in flight fail at once. From any thread, any number of times."""
         with self._lock:
             if self._sock.fileno() >= 0:
-                try:
+                with contextlib.suppress(OSError):
                     # Not unwrap(): a TLS goodbye could wait for the peer.
                     socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTCONN, errno.EINVAL):
-                        raise
 
     def check_idle(self) -> None:
         """Close if the server has closed it, or sent something unasked."""
