@@ -18,7 +18,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from math import inf
 from typing import Any, TypeVar
 
@@ -46,8 +46,8 @@ from lmcache_redis.resp.net.wire import (
 from lmcache_redis.tiers import CallOutcome
 
 ResultT = TypeVar("ResultT")
-# Packed commands, made on demand, and how many replies they have.
-Request = tuple[Iterator[bytes], int]
+# Packed commands, perhaps made on demand, and how many replies they have.
+Request = tuple[Iterable[bytes], int]
 Steps = Generator[Request, Connection, ResultT]
 
 GROUP_KEYS = 32
@@ -118,7 +118,7 @@ def ask_each(
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
         some = keys[start : start + step_keys]
-        connection = yield iter((pack(some),)), len(some)
+        connection = yield (pack(some),), len(some)
         results += [_result(reply, parse) for reply in connection.receive_all()]
     return results
 
@@ -152,14 +152,14 @@ def walk_keys(
     cursor = b""
     while cursor != b"0":
         words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", STEP_KEYS, *more)
-        connection = yield iter((pack_command("SCAN", cursor or b"0", *words),)), 1
+        connection = yield (pack_command("SCAN", cursor or b"0", *words),), 1
         match connection.receive(1):
             case [[bytes() as cursor, list() as some]] if cursor.isdigit():
                 keys = [key for key in some if isinstance(key, bytes)]
             case _:
                 raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
         if unwanted := found(keys):
-            connection = yield iter((keys_commands(b"UNLINK", unwanted),)), len(unwanted)
+            connection = yield (keys_commands(b"UNLINK", unwanted),), len(unwanted)
             removed(sum([parse_count(reply) for reply in connection.receive(len(unwanted))]))
 
 
@@ -222,7 +222,8 @@ class KeyQuestion(Job[CallOutcome]):
 
     def send_ahead(self, connection: Connection) -> None:
         """Send the first commands, on a caller's thread; `take_step` sends the rest."""
-        requests, replies = next(self._steps)
+        packed, replies = next(self._steps)
+        requests = iter(packed)
         first = next(requests, b"")
         left = first[connection.send_ahead(first, replies) :]
         self._request = itertools.chain((left,), requests), 0
