@@ -120,7 +120,7 @@ class Connection:
         self.arm(deadline)
         # A server at its maxclients says so and closes: its reply may have arrived.
         with contextlib.suppress(RedisUnavailable):
-            self.send_all((b"".join([pack_command(*words) for words in commands]),))
+            self.send_all(b"".join([pack_command(*words) for words in commands]))
         for name, *_ in commands:
             while not (replies := self._replies.take(1)):
                 self._replies.feed(self._view[: self.receive_some(self._view)])
@@ -159,7 +159,7 @@ class Connection:
         self.outstanding += replies
         try:
             for request in requests:
-                self.send_all((request,))
+                self.send_all(request)
         except (RedisTimeout, RedisUnavailable):
             self.close()
             raise
@@ -228,10 +228,10 @@ class Connection:
         if self._deadline <= now:
             raise self.late()
 
-    def send_all(self, parts: Sequence[BytesLike]) -> None:
-        sent, nbytes = 0, sum([len(part) for part in parts])
-        while sent < nbytes:
-            sent += self.send_some(parts, sent)
+    def send_all(self, request: bytes) -> None:
+        sent = 0
+        while sent < len(request):
+            sent += self.send_some((request,), sent)
 
     def send_some(self, parts: Sequence[BytesLike], skip: int) -> int:
         """Send at least one byte after the first `skip` bytes; return how many."""
