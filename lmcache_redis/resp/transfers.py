@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -81,47 +80,37 @@ _OPENED = {
 }
 
 
-class Verified(NamedTuple):
-    """The verdict on what was found for a stripe.
-
-    outcome: None if the stripe is good; store_id is its store then.
-    """
-
-    outcome: ReadOutcome | None
-    store_id: bytes = b""
-
-
 def verify(
     frame: ChunkFrame,
     index: int,
     failure: StripeFailure,
     payload: memoryview,
     is_sealed: bool = False,
-) -> Verified | None:
+) -> ReadOutcome | bytes | None:
     """Judge what was found for stripe `index` of a chunk; None if the failure is not the value's.
 
-    is_sealed: whether the value must be sealed; a mover that found the expected header has not
-    failed.
+    Bytes if the stripe is good: the id of its store. is_sealed: whether the value must be sealed; a
+    mover that found the expected header has not failed.
     """
     end, _, data = failure
     if end == End.NOTHING:
-        return Verified(ReadOutcome.INCOMPLETE)
+        return ReadOutcome.INCOMPLETE
     if end == End.LINE and data.startswith(b"-WRONGTYPE"):
-        return Verified(ReadOutcome.FOREIGN)
+        return ReadOutcome.FOREIGN
     if end not in (End.MISMATCH, End.OTHER_LENGTH):
         return None
     check = frame.check_header(data, index, is_sealed)
     if check.ok and end == End.MISMATCH and not is_sealed:
         # The native extension cannot hash short payloads.
         if xxh3_64_intdigest(payload) == check.checksum:
-            return Verified(None, check.store_id)
-        return Verified(ReadOutcome.CORRUPT)
+            return check.store_id
+        return ReadOutcome.CORRUPT
     if check.verdict in (Verdict.NOT_SEALED, Verdict.SEALED):
-        return Verified(ReadOutcome.NOT_OPENED)
+        return ReadOutcome.NOT_OPENED
     # A header cut short before the version is CORRUPT_HEADER, too: the magic decides.
     if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[: len(MAGIC)] == MAGIC):
-        return Verified(ReadOutcome.CORRUPT)
-    return Verified(ReadOutcome.FOREIGN)
+        return ReadOutcome.CORRUPT
+    return ReadOutcome.FOREIGN
 
 
 class Read(ChunkJob[ReadOutcome]):
@@ -134,18 +123,17 @@ class Read(ChunkJob[ReadOutcome]):
         super().__init__(chunk, done)
         self._store_id = b""
 
-    def ended(self, index: int, outcome: ReadOutcome | None, store_id: bytes = b"") -> None:
-        """Under the lock: stripe `index` was in flight, and has ended, well (None) or not."""
-        if outcome is None:
-            if not self._store_id:
-                self._store_id = store_id
-            elif store_id != self._store_id:
-                outcome = ReadOutcome.TORN
-        elif outcome is ReadOutcome.INCOMPLETE and index == 0:
-            # Of several servers another may say first that a later stripe is missing.
-            outcome = ReadOutcome.MISSING
+    def ended(self, index: int, found: ReadOutcome | bytes) -> None:
+        """Under the lock: stripe `index` was in flight, and is good (its store id) or not."""
         self.in_flight -= 1
-        self.advance(outcome)
+        if isinstance(found, bytes):
+            self._store_id = self._store_id or found
+            self.advance(None if found == self._store_id else ReadOutcome.TORN)
+        elif found is ReadOutcome.INCOMPLETE and index == 0:
+            # Of several servers another may say first that a later stripe is missing.
+            self.advance(ReadOutcome.MISSING)
+        else:
+            self.advance(found)
 
 
 class Reader(BulkWorker):
@@ -169,7 +157,7 @@ class Reader(BulkWorker):
         if self._seal_keys is None:
             with self._jobs.lock:
                 for (job, index), store_id in done:
-                    job.ended(index, None, store_id)
+                    job.ended(index, store_id)
             self._jobs.conclude([job for (job, _), _ in done])
             return
         # The headers are the expected ones; the payloads are in their slots, still sealed.
@@ -178,7 +166,7 @@ class Reader(BulkWorker):
             key, payload = stripe_key(chunk.key, index), chunk.slots[index]
             outcome = _OPENED[self._seal_keys.open(key, header, payload)]
             with self._jobs.lock:
-                job.ended(index, outcome, header[STORE_ID])
+                job.ended(index, outcome or header[STORE_ID])
             self._jobs.conclude((job,))
 
     def _failed(
@@ -186,10 +174,10 @@ class Reader(BulkWorker):
     ) -> None:
         job, index = task
         frame, slot = job.chunk.frame, job.chunk.slots[index]
-        verified = verify(frame, index, failure, slot, self._seal_keys is not None)
-        if verified is not None:
+        found = verify(frame, index, failure, slot, self._seal_keys is not None)
+        if found is not None:
             with self._jobs.lock:
-                job.ended(index, *verified)
+                job.ended(index, found)
             self._jobs.conclude((job,))
         elif error is not None:
             self._lost(lane, task, error)

@@ -14,16 +14,17 @@ from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
-from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, verify
+from lmcache_redis.resp.transfers import Read, Write, Writer, verify
 from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
 
-A, B = b"a" * 16, b"b" * 16
-GOOD, OTHER = Verified(None, A), Verified(None, B)
-GONE, BAD = Verified(ReadOutcome.INCOMPLETE), Verified(ReadOutcome.CORRUPT)
+Found = ReadOutcome | bytes
+GOOD: Found = b"a" * 16
+OTHER: Found = b"b" * 16
+GONE, BAD = ReadOutcome.INCOMPLETE, ReadOutcome.CORRUPT
 
 
 class Answered:
@@ -38,9 +39,9 @@ class Answered:
     def _done(self, chunk: ChunkIO, outcome: ReadOutcome) -> None:
         self.outcomes.append(outcome)
 
-    def end(self, index: int, verified: Verified) -> None:
+    def end(self, index: int, found: Found) -> None:
         with self.jobs.lock:
-            self.read.ended(index, *verified)
+            self.read.ended(index, found)
         self.jobs.conclude((self.read,))
 
 
@@ -62,7 +63,7 @@ class Answered:
         ((GOOD, GONE, OTHER), {ReadOutcome.INCOMPLETE, ReadOutcome.TORN}),
     ],
 )
-def test_of_stripes_in_any_order(ends: tuple[Verified, ...], allowed: set[ReadOutcome]) -> None:
+def test_of_stripes_in_any_order(ends: tuple[Found, ...], allowed: set[ReadOutcome]) -> None:
     for order in itertools.permutations(range(3)):
         answered = Answered()
         for index in order:
@@ -90,7 +91,7 @@ def header_of(number: int) -> bytes:
 )
 def test_only_a_damaged_header_of_ours_is_corrupt(value: bytes, outcome: ReadOutcome) -> None:
     failure = (End.OTHER_LENGTH, 0, value)
-    assert verify(Chunk(1, 300, 100).frame, 0, failure, memoryview(b"")) == Verified(outcome)
+    assert verify(Chunk(1, 300, 100).frame, 0, failure, memoryview(b"")) is outcome
 
 
 # ------------------------------------------------------------------- writing
