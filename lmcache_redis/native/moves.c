@@ -29,31 +29,24 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* 1: ready, 0: nothing for `quiet_ms` or until `until`, -1: errno is set. */
-static int wait_for(const Call *call, int fd, short events)
-{
-    struct pollfd poll_fd = {.fd = fd, .events = events};
-    for (;;) {
-        const double left_ms = (call->until - now()) * 1e3;
-        if (left_ms <= 0) {
-            return 0;
-        }
-        const int wait_ms = left_ms < call->quiet_ms ? (int)left_ms + 1 : call->quiet_ms;
-        const int ready = poll(&poll_fd, 1, wait_ms);
-        if (ready >= 0 || errno != EINTR) {
-            return ready;
-        }
-    }
-}
-
-/* WAIT: no progress is possible now. LOST: call->bad.error says why. 0: continue. */
+/* After a system call that failed. WAIT: nothing for `quiet_ms` or until `until`. LOST:
+ * call->bad.error says why. 0: try again. */
 static int wait_or_lost(Call *call, int fd, short events)
 {
     if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        const int ready = wait_for(call, fd, events);
+        const double left_ms = (call->until - now()) * 1e3;
+        if (left_ms <= 0) {
+            return WAIT;
+        }
+        struct pollfd poll_fd = {.fd = fd, .events = events};
+        const int wait_ms = left_ms < call->quiet_ms ? (int)left_ms + 1 : call->quiet_ms;
+        const int ready = poll(&poll_fd, 1, wait_ms);
         if (ready >= 0) {
             return ready ? 0 : WAIT;
         }
+    }
+    if (errno == EINTR) {
+        return 0;
     }
     call->bad.error = errno;
     return LOST;
@@ -73,11 +66,9 @@ static int receive(Call *call, int fd, struct iovec *parts, size_t count, size_t
             call->bad.error = 0;
             return LOST;
         }
-        if (errno != EINTR) {
-            const int result = wait_or_lost(call, fd, POLLIN);
-            if (result) {
-                return result;
-            }
+        const int result = wait_or_lost(call, fd, POLLIN);
+        if (result) {
+            return result;
         }
     }
 }
@@ -103,11 +94,11 @@ static int send_rest(Call *call, int fd, struct iovec *parts, size_t count, size
         if (now_sent >= 0) {
             *sent += (size_t)now_sent;
             skip = (size_t)now_sent;
-        } else if (errno != EINTR) {
-            const int result = wait_or_lost(call, fd, POLLOUT);
-            if (result) {
-                return result;
-            }
+            continue;
+        }
+        const int result = wait_or_lost(call, fd, POLLOUT);
+        if (result) {
+            return result;
         }
     }
 }
