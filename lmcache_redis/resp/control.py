@@ -302,6 +302,7 @@ class Controller:
                 self._connection.close()
                 self._connection = None
             if self._ahead is not None:
+                # Its first commands went to a connection that is gone.
                 self._jobs.stop((self._ahead,), CallOutcome.UNAVAILABLE)
                 self._ahead = None
         if not self._health.wait_due():

@@ -165,8 +165,9 @@ class Health:
             self._next_probe_at = now + jittered(self._server.options.heartbeat_s)
             if self._closing or before.up:
                 return
-            self._state = PlaneState(True, True, "")
+            # In this order: `down` reads both without the lock.
             down_s, self._since = now - self._since, now
+            self._state = PlaneState(True, True, "")
             was_logged, self._logged_down = self._logged_down, False
             self._changed.notify_all()
         where = self._server.connector.endpoint.where
