@@ -149,14 +149,12 @@ WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 class PlaneState:
     """up: operations are tried. reason: a sentence that says why it is down, or the last error.
 
-    probed: the server has been probed since the start. since: when this state began,
-    `time.monotonic()` seconds.
+    probed: the server has been probed since the start.
     """
 
     up: bool
     probed: bool
     reason: str
-    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +168,6 @@ class PlaneStats:
     connects: int
     connections_lost: int
     errors: int
-    queued_reads: int
-    queued_writes: int
 
 
 class Tier(Protocol):

@@ -13,15 +13,8 @@ from lmcache_redis.chunks.keys import NAMESPACE_BYTES
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem
 from lmcache_redis.errors import RedisUnavailable
-from lmcache_redis.resp import (
-    CallOutcome,
-    ChunkIO,
-    ReadOutcome,
-    RedisOptions,
-    RedisPlane,
-    ScanResult,
-    WriteOutcome,
-)
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, ScanResult, WriteOutcome
 
 _HASH_BYTES = 32
 _DEADLINE_S = 60.0

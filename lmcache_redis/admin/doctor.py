@@ -34,9 +34,7 @@ from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailabl
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import (
     CRLF,
-    ErrorReply,
     end_of_command,
-    error_of,
     get_command,
     set_prefix,
     value_head,
@@ -205,17 +203,14 @@ def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> t
 def _write(connector: Connector, keys: list[bytes], deadline: float) -> float:
     """Bytes per second, in rounds; each sends all stripes, then reads the replies."""
     # Not zeros: some networks compress.
-    value = memoryview(secrets.token_bytes(VALUE_BYTES))
-    heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
-    tail = end_of_command(EXPIRES_S)
+    value, tail = secrets.token_bytes(VALUE_BYTES), end_of_command(EXPIRES_S)
+    requests = [set_prefix(key, VALUE_BYTES, EXPIRES_S) + value + tail for key in keys]
     with contextlib.closing(connector.open(_CLIENT_NAME)) as connection:
         for rounds in itertools.count():
             connection.arm(deadline)
-            for head in heads:
-                connection.send_all((head, value, tail))
-            for reply in connection.receive(deadline, len(keys), len(keys)):
-                if isinstance(reply, ErrorReply):
-                    raise error_of(reply)
+            connection.send(requests, len(keys))
+            connection.arm(deadline)
+            connection.receive(len(keys))
             if rounds == 0:  # not counted: the server allocates memory
                 started = time.perf_counter()
             elif time.perf_counter() - started >= _MEASURE_S:
@@ -234,7 +229,8 @@ def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
         ]
         started = time.perf_counter()
         for connection in connections:
-            connection.send((next(commands),), deadline)
+            connection.arm(deadline)
+            connection.send((next(commands),), 1)
         received_bytes = 0
         for connection in itertools.cycle(connections):
             _receive_value(connection, room, deadline)
@@ -242,7 +238,7 @@ def _read(connector: Connector, keys: list[bytes], deadline: float) -> float:
             took_s = time.perf_counter() - started
             if took_s >= _MEASURE_S:
                 break
-            connection.send((next(commands),), deadline)
+            connection.send((next(commands),), 1)
     return received_bytes / took_s
 
 

@@ -9,6 +9,8 @@ the first stripe that fails. If the header expected by a load has the flag of se
 result is the header found: the payload is still sealed.
 """
 
+from collections.abc import Callable
+
 from typing_extensions import Buffer
 
 Lane = tuple[int, bytearray]
@@ -18,27 +20,8 @@ Result = tuple[list[int], list[bytes | tuple[int, int, bytes]], int]
 
 PROGRESS_BYTES: int
 
-def load(
-    lanes: list[Lane],
-    tasks: list[Task],
-    in_flight: int,
-    is_sending: bool,
-    drain: bool,
-    until: float,
-    verify: bool,
-    quiet_ms: int,
-    /,
-) -> Result: ...
-def store(
-    lanes: list[Lane],
-    tasks: list[Task],
-    in_flight: int,
-    is_sending: bool,
-    drain: bool,
-    until: float,
-    verify: bool,
-    quiet_ms: int,
-    /,
-) -> Result: ...
+load: Callable[[list[Lane], list[Task], int, bool, bool, float, bool, int], Result]
+store: Callable[[list[Lane], list[Task], int, bool, bool, float, bool, int], Result]
+
 def xxh3_64(data: Buffer, step: int = 0, /) -> int: ...
 def use_vectors(name: str, /) -> bool: ...

@@ -72,17 +72,6 @@ static bool take_lanes(Held *held, PyObject *lanes)
     return true;
 }
 
-static bool check_task(const Call *call, const Task *task)
-{
-    const size_t least = call->is_load ? HEADER_BYTES + 1 : HEADER_BYTES;
-    const size_t most = call->is_load ? HEADER_BYTES + MOST_HEAD_BYTES : HEADER_BYTES;
-    if (task->header.nbytes < least || task->header.nbytes > most) {
-        PyErr_Format(PyExc_ValueError, "a header of %zu bytes", task->header.nbytes);
-        return false;
-    }
-    return true;
-}
-
 /* One task: (command, header, payload, end). */
 static bool take_task(Held *held, PyObject *given, Task *task)
 {
@@ -92,11 +81,19 @@ static bool take_task(Held *held, PyObject *given, Task *task)
         PyErr_SetString(PyExc_TypeError, "a task is a tuple (command, header, payload, end)");
         return false;
     }
-    return PyArg_ParseTuple(given, "OOOO:task", &command, &header, &payload, &end) &&
-           take_buffer(held, command, PyBUF_SIMPLE, &task->command) &&
-           take_buffer(held, header, is_load ? PyBUF_SIMPLE : PyBUF_WRITABLE, &task->header) &&
-           take_buffer(held, payload, is_load ? PyBUF_WRITABLE : PyBUF_SIMPLE, &task->payload) &&
-           take_buffer(held, end, PyBUF_SIMPLE, &task->end) && check_task(&held->call, task);
+    if (!PyArg_ParseTuple(given, "OOOO:task", &command, &header, &payload, &end) ||
+        !take_buffer(held, command, PyBUF_SIMPLE, &task->command) ||
+        !take_buffer(held, header, is_load ? PyBUF_SIMPLE : PyBUF_WRITABLE, &task->header) ||
+        !take_buffer(held, payload, is_load ? PyBUF_WRITABLE : PyBUF_SIMPLE, &task->payload) ||
+        !take_buffer(held, end, PyBUF_SIMPLE, &task->end)) {
+        return false;
+    }
+    const size_t head_bytes = task->header.nbytes - HEADER_BYTES; /* of a GET's reply */
+    if (is_load ? head_bytes < 1 || head_bytes > MOST_HEAD_BYTES : head_bytes != 0) {
+        PyErr_Format(PyExc_ValueError, "a header of %zu bytes", task->header.nbytes);
+        return false;
+    }
+    return true;
 }
 
 /* The first tasks are in flight, on the first lanes; the other lanes are idle. */
@@ -253,7 +250,7 @@ static PyMethodDef methods[] = {
 };
 
 /* The widest first; every processor has the last. */
-static const char *const VECTORS[] = {"avx512", "avx2", "neon", "plain"};
+static const char *const VECTORS[] = {"avx2", "neon", "plain"};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_moves", "Stripes between slots and sockets, without the GIL.",

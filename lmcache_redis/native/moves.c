@@ -29,31 +29,24 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* 1: ready, 0: nothing for `quiet_ms` or until `until`, -1: errno is set. */
-static int wait_for(const Call *call, int fd, short events)
-{
-    struct pollfd poll_fd = {.fd = fd, .events = events};
-    for (;;) {
-        const double left_ms = (call->until - now()) * 1e3;
-        if (left_ms <= 0) {
-            return 0;
-        }
-        const int wait_ms = left_ms < call->quiet_ms ? (int)left_ms + 1 : call->quiet_ms;
-        const int ready = poll(&poll_fd, 1, wait_ms);
-        if (ready >= 0 || errno != EINTR) {
-            return ready;
-        }
-    }
-}
-
-/* WAIT: no progress is possible now. LOST: call->bad.error says why. 0: continue. */
+/* After a system call that failed. WAIT: nothing for `quiet_ms` or until `until`. LOST:
+ * call->bad.error says why. 0: try again. */
 static int wait_or_lost(Call *call, int fd, short events)
 {
     if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        const int ready = wait_for(call, fd, events);
+        const double left_ms = (call->until - now()) * 1e3;
+        if (left_ms <= 0) {
+            return WAIT;
+        }
+        struct pollfd poll_fd = {.fd = fd, .events = events};
+        const int wait_ms = left_ms < call->quiet_ms ? (int)left_ms + 1 : call->quiet_ms;
+        const int ready = poll(&poll_fd, 1, wait_ms);
         if (ready >= 0) {
             return ready ? 0 : WAIT;
         }
+    }
+    if (errno == EINTR) {
+        return 0;
     }
     call->bad.error = errno;
     return LOST;
@@ -73,11 +66,9 @@ static int receive(Call *call, int fd, struct iovec *parts, size_t count, size_t
             call->bad.error = 0;
             return LOST;
         }
-        if (errno != EINTR) {
-            const int result = wait_or_lost(call, fd, POLLIN);
-            if (result) {
-                return result;
-            }
+        const int result = wait_or_lost(call, fd, POLLIN);
+        if (result) {
+            return result;
         }
     }
 }
@@ -103,11 +94,11 @@ static int send_rest(Call *call, int fd, struct iovec *parts, size_t count, size
         if (now_sent >= 0) {
             *sent += (size_t)now_sent;
             skip = (size_t)now_sent;
-        } else if (errno != EINTR) {
-            const int result = wait_or_lost(call, fd, POLLOUT);
-            if (result) {
-                return result;
-            }
+            continue;
+        }
+        const int result = wait_or_lost(call, fd, POLLOUT);
+        if (result) {
+            return result;
         }
     }
 }
@@ -119,7 +110,7 @@ static uint64_t xxh3_of(const uint8_t *data, size_t nbytes)
     return xxh3_end(&hash, data, nbytes);
 }
 
-/* ---- SET ---- */
+/* ---- requests ---- */
 
 /* Write the checksums of payload and header into the header. Short payloads need another algorithm,
  * which only the caller has: it adds theirs and verifies them after a load. */
@@ -132,9 +123,10 @@ static void add_checksums(uint8_t *header, const uint8_t *payload, size_t nbytes
     memcpy(header + OWN_CHECKSUM_AT, &own, CHECKSUM_BYTES);
 }
 
-static int send_set(Call *call, const Task *task, Progress *progress)
+/* A GET is a command alone. */
+static int send_request(Call *call, const Task *task, Progress *progress)
 {
-    if (!progress->sent && task->payload.nbytes > XXH3_SHORT_BYTES) {
+    if (!call->is_load && !progress->sent && task->payload.nbytes > XXH3_SHORT_BYTES) {
         add_checksums(task->header.data, task->payload.data, task->payload.nbytes);
     }
     struct iovec parts[4] = {
@@ -143,7 +135,7 @@ static int send_set(Call *call, const Task *task, Progress *progress)
         {task->payload.data, task->payload.nbytes},
         {task->end.data, task->end.nbytes},
     };
-    return send_rest(call, call->fds[task->lane], parts, 4, &progress->sent);
+    return send_rest(call, call->fds[task->lane], parts, call->is_load ? 1 : 4, &progress->sent);
 }
 
 /* ---- replies that are not the expected one ---- */
@@ -244,13 +236,7 @@ static int receive_ok(Call *call, const Task *task, Progress *p)
                : ends(call, LINE, p->first, p->line - 2);
 }
 
-/* ---- GET ---- */
-
-static int send_get(Call *call, const Task *task, Progress *progress)
-{
-    struct iovec part = {task->command.data, task->command.nbytes};
-    return send_rest(call, call->fds[task->lane], &part, 1, &progress->sent);
-}
+/* ---- values ---- */
 
 /* Whether a header is the expected one: its own checksum, and every field known in advance. */
 static bool is_expected(const uint8_t *header, const uint8_t *expected)
@@ -351,8 +337,7 @@ static bool send_next(Call *call)
     }
     const Task *task = &call->tasks[call->asked - 1];
     Progress *progress = call->progress[task->lane];
-    const int result =
-        call->is_load ? send_get(call, task, progress) : send_set(call, task, progress);
+    const int result = send_request(call, task, progress);
     call->sending = result == LOST ? call->bad.error : result == WAIT ? EAGAIN : 0;
     return !call->sending;
 }

@@ -16,7 +16,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_SYSCALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # mbind, get_mempolicy
+# No other machine has a system call of the number -1.
+_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}
+_MBIND, _GET_MEMPOLICY = _NUMBERS.get(os.uname().machine, (-1, -1))
 _MPOL_DEFAULT = 0
 _MPOL_INTERLEAVE = 3
 _MOST_NODES = 1024
@@ -24,7 +26,6 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _WITH_MEMORY = Path("/sys/devices/system/node/has_memory")
 _STATUS = Path("/proc/self/status")
 _ALLOWED = re.compile(r"^Mems_allowed_list:\s*(\S+)$", re.MULTILINE)
-_RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,10 +58,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     """Parse a node list of the kernel, such as ``0-3,8``. Raises ValueError if malformed."""
     nodes: set[int] = set()
     for part in filter(None, text.strip().split(",")):
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            raise ValueError(f"nodes {text!r}")
-        nodes.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+        first, _, last = part.partition("-")
+        nodes.update(range(int(first), int(last or first) + 1))
     if max(nodes, default=0) >= _MOST_NODES:
         raise ValueError(f"nodes {text!r}")
     return tuple(sorted(nodes))
@@ -68,23 +67,18 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
     """Set MPOL_INTERLEAVE for a page-aligned range; False if the kernel refuses."""
-    numbers = _SYSCALLS.get(os.uname().machine)
-    if numbers is None:
-        return False
     words = (ctypes.c_ulong * (_MOST_NODES // _WORD_BITS))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     # The kernel subtracts one from the number of bits.
     arguments = (address, nbytes, _MPOL_INTERLEAVE, ctypes.addressof(words), _MOST_NODES + 1, 0)
-    return _syscall(numbers[0], *arguments) == 0
+    return _syscall(_MBIND, *arguments) == 0
 
 
 def _has_default_policy() -> bool:
-    numbers = _SYSCALLS.get(os.uname().machine)
     mode = ctypes.c_int(-1)
-    if numbers is None or _syscall(numbers[1], ctypes.addressof(mode), 0, 0, 0, 0) != 0:
-        return False
-    return mode.value == _MPOL_DEFAULT
+    failed = _syscall(_GET_MEMPOLICY, ctypes.addressof(mode), 0, 0, 0, 0)
+    return not failed and mode.value == _MPOL_DEFAULT
 
 
 def _syscall(number: int, *arguments: int) -> int:

@@ -20,29 +20,5 @@ bulk        what moves stripes between sockets and slots, and one such mover in 
 
 from lmcache_redis.resp.options import RedisOptions, check_url
 from lmcache_redis.resp.plane import RedisPlane
-from lmcache_redis.tiers import (
-    CallOutcome,
-    ChunkIO,
-    ExistsResult,
-    PlaneState,
-    PlaneStats,
-    ReadOutcome,
-    RemoveResult,
-    ScanResult,
-    WriteOutcome,
-)
 
-__all__ = [
-    "CallOutcome",
-    "ChunkIO",
-    "ExistsResult",
-    "PlaneState",
-    "PlaneStats",
-    "ReadOutcome",
-    "RedisOptions",
-    "RedisPlane",
-    "RemoveResult",
-    "ScanResult",
-    "WriteOutcome",
-    "check_url",
-]
+__all__ = ["RedisOptions", "RedisPlane", "check_url"]

@@ -1,7 +1,7 @@
 """The control connection of a server: questions about keys, as generators of steps.
 
-A step yields what to send, is resumed with the pipeline that receives the replies, and the last one
-returns the result. Steps raise what the pipeline raises, and RedisProtocolError for malformed
+A step yields what to send, is resumed with the connection that receives the replies, and the last
+one returns the result. Steps raise what the connection raises, and RedisProtocolError for malformed
 replies. Urgent questions go first; the others wait between two steps. A removal or a clear takes
 many steps, each well under a millisecond of the server's time, so that a scan never waits long.
 
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from math import inf
 from typing import Any, TypeVar
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
@@ -40,14 +42,13 @@ from lmcache_redis.resp.net.wire import (
     error_of,
     keys_commands,
     pack_command,
-    without_errors,
 )
 from lmcache_redis.tiers import CallOutcome
 
 ResultT = TypeVar("ResultT")
-# Packed commands, made on demand, and how many replies they have.
-Request = tuple[Iterator[bytes], int]
-Steps = Generator[Request, "Pipeline", ResultT]
+# Packed commands, perhaps made on demand, and how many replies they have.
+Request = tuple[Iterable[bytes], int]
+Steps = Generator[Request, Connection, ResultT]
 
 GROUP_KEYS = 32
 # Groups in a write. The first write is small: the server starts at once, and works while the next
@@ -65,28 +66,28 @@ def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
 
     May leave replies outstanding that are not needed.
     """
-    pipeline = yield _in_groups(keys, suffix)
+    connection = yield _in_groups(keys, suffix)
     before = 0
     least = 1
     while before < len(keys):
-        for reply in pipeline.receive(least):
+        for reply in connection.receive(least):
             group = keys[before : before + GROUP_KEYS]
             found = parse_count(reply, len(group))
             if found < len(group):
                 # Perhaps no gap now: the missing key was stored since. No later group is asked
                 # about again.
-                return before + (found and _one_by_one(pipeline, group, suffix))
+                return before + (found and _one_by_one(connection, group, suffix))
             before += GROUP_KEYS
         # Each wake-up of this thread costs the server time, too.
-        least = -(-pipeline.outstanding // 2)
+        least = -(-connection.outstanding // 2)
     return len(keys)
 
 
-def _one_by_one(pipeline: Pipeline, group: Sequence[bytes], suffix: bytes) -> int:
+def _one_by_one(connection: Connection, group: Sequence[bytes], suffix: bytes) -> int:
     """The prefix of a group: asks about each key by itself, after what is outstanding."""
-    earlier = pipeline.outstanding
-    pipeline.send((keys_commands(b"EXISTS", group, 1, suffix),), len(group))
-    replies = without_errors(pipeline.receive_all())
+    earlier = connection.outstanding
+    connection.send((keys_commands(b"EXISTS", group, 1, suffix),), len(group))
+    replies = connection.receive(connection.outstanding)
     return [*[parse_count(reply) for reply in replies[earlier:]], 0].index(0)
 
 
@@ -108,18 +109,17 @@ def ask_each(
     pack: Callable[[Sequence[bytes]], bytes],
     parse: Callable[[Reply], Any],
     keys: Sequence[bytes],
-    step_keys: int | None = None,
+    step_keys: int = sys.maxsize,
 ) -> Steps[list[Any]]:
     """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
 
-    pack: makes a command for each of some keys. step_keys: keys of a step; None: all in one step.
+    pack: makes a command for each of some keys. step_keys: keys of a step; all, if not given.
     """
-    step_keys = step_keys or max(1, len(keys))
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
         some = keys[start : start + step_keys]
-        pipeline = yield iter((pack(some),)), len(some)
-        results += [_result(reply, parse) for reply in pipeline.receive_all()]
+        connection = yield (pack(some),), len(some)
+        results += [_result(reply, parse) for reply in connection.receive_all()]
     return results
 
 
@@ -152,16 +152,15 @@ def walk_keys(
     cursor = b""
     while cursor != b"0":
         words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", STEP_KEYS, *more)
-        pipeline = yield iter((pack_command("SCAN", cursor or b"0", *words),)), 1
-        match pipeline.receive(1):
+        connection = yield (pack_command("SCAN", cursor or b"0", *words),), 1
+        match connection.receive(1):
             case [[bytes() as cursor, list() as some]] if cursor.isdigit():
                 keys = [key for key in some if isinstance(key, bytes)]
             case _:
                 raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
         if unwanted := found(keys):
-            pipeline = yield iter((keys_commands(b"UNLINK", unwanted),)), len(unwanted)
-            replies = without_errors(pipeline.receive_all())
-            removed(sum([parse_count(reply) for reply in replies]))
+            connection = yield (keys_commands(b"UNLINK", unwanted),), len(unwanted)
+            removed(sum([parse_count(reply) for reply in connection.receive(len(unwanted))]))
 
 
 def parse_count(reply: Reply, keys: int = 1) -> int:
@@ -197,55 +196,18 @@ def header_commands(keys: Sequence[bytes]) -> bytes:
 # ----------------------------------------------------------- the connection
 
 
-class Pipeline:
-    """Commands that are sent before earlier replies have arrived, by `deadline`.
-
-    Replies arrive in order. Those not received must be (`finish`) before the connection is used for
-    anything else. Every method raises what `Connection.call` raises.
-    """
-
-    def __init__(self, connection: Connection, deadline: float) -> None:
-        self.outstanding = 0
-        self._connection = connection
-        self._deadline = deadline
-
-    def send(self, requests: Iterable[bytes], replies: int) -> None:
-        """Send packed commands that have `replies` replies."""
-        self._connection.send(requests, self._deadline)
-        self.outstanding += replies
-
-    def receive(self, least: int) -> Sequence[Reply]:
-        """The next replies, at least `least`; raises the first error among them."""
-        return without_errors(self._receive(least))
-
-    def receive_all(self) -> Sequence[Reply]:
-        """Every outstanding reply, error replies among them."""
-        return self._receive(self.outstanding) if self.outstanding else ()
-
-    def finish(self, deadline: float) -> None:
-        """Receive and drop all outstanding replies."""
-        self._deadline = deadline
-        self.receive_all()
-
-    def _receive(self, least: int) -> Sequence[Reply]:
-        replies = self._connection.receive(self._deadline, least, self.outstanding)
-        self.outstanding -= len(replies)
-        return replies
-
-
 class KeyQuestion(Job[CallOutcome]):
     """Steps on the control connection of one server.
 
-    make_steps: called for each attempt. done: called with the outcome and the result of the steps,
-    None unless DONE.
+    done: called with the outcome and the result of the steps, None unless DONE.
     """
 
-    __slots__ = ("_done", "_make_steps", "_request", "_result", "_steps", "is_urgent")
+    __slots__ = ("_done", "_request", "_result", "_steps", "is_urgent")
     good = CallOutcome.DONE
 
     def __init__(
         self,
-        make_steps: Callable[[], Steps[Any]],
+        steps: Steps[Any],
         deadline: float,
         done: Callable[[CallOutcome, Any], None],
         *,
@@ -253,35 +215,24 @@ class KeyQuestion(Job[CallOutcome]):
     ) -> None:
         super().__init__(1, deadline)
         self.is_urgent = is_urgent
-        self._make_steps = make_steps
+        self._steps = steps
+        self._request: Request | None = None  # None: not begun
         self._done = done
         self._result: Any = None
-        self.restart()
-
-    def restart(self) -> None:
-        """From the first step: cursors and counts are those of the server that was asked."""
-        self._steps: Steps[Any] | None = None
-
-    def _begun(self) -> Steps[Any]:
-        if self._steps is None:
-            self._steps = self._make_steps()
-            self._request = next(self._steps)
-        return self._steps
 
     def send_ahead(self, connection: Connection) -> None:
         """Send the first commands, on a caller's thread; `take_step` sends the rest."""
-        self._begun()
-        requests, replies = self._request
+        packed, replies = next(self._steps)
+        requests = iter(packed)
         first = next(requests, b"")
-        left = first[connection.send_ahead(first) :]
-        self._request = itertools.chain((left,), requests), replies
+        left = first[connection.send_ahead(first, replies) :]
+        self._request = itertools.chain((left,), requests), 0
 
-    def take_step(self, pipeline: Pipeline) -> bool:
+    def take_step(self, connection: Connection) -> bool:
         """Ask, and receive the replies; False if that was the last step."""
-        steps = self._begun()
-        pipeline.send(*self._request)
+        connection.send(*(self._request or next(self._steps)))
         try:
-            self._request = steps.send(pipeline)
+            self._request = self._steps.send(connection)
             return True
         except StopIteration as end:
             self._result = end.value
@@ -347,7 +298,13 @@ class Controller:
     def _connect(self) -> bool:
         """Probe on a new connection when it is time to; False if the plane is closed."""
         with self._in_use:
-            self._hang_up()
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            if self._ahead is not None:
+                # Its first commands went to a connection that is gone.
+                self._jobs.stop((self._ahead,), CallOutcome.UNAVAILABLE)
+                self._ahead = None
         if not self._health.wait_due():
             return False
         with self._in_use:
@@ -358,14 +315,6 @@ class Controller:
             else:
                 self._probe(self._connection, self._server.options.op_timeout_s)
         return True
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._ahead is not None:
-            self._ahead.restart()  # it is in the queue
-            self._ahead = None
 
     def _probe(self, connection: Connection, timeout_s: float) -> None:
         try:
@@ -395,14 +344,13 @@ class Controller:
             connection.close()  # its replies would be those of the next question
 
     def _take_step(self, connection: Connection, question: KeyQuestion) -> None:
-        # A step has one deadline for all its round trips.
-        op_deadline = time.monotonic() + self._server.options.op_timeout_s
-        pipeline = Pipeline(connection, min(question.deadline, op_deadline))
         try:
-            goes_on = question.take_step(pipeline)
+            # A step has one deadline for all its round trips.
+            connection.arm(question.deadline)
+            goes_on = question.take_step(connection)
         except RedisError as error:
             self._server.judge(error, connection)
-            self._jobs.end(question, CallOutcome[stop_for(error).name])
+            self._jobs.end(question, stop_for(error))
         except BaseException:
             # A bug of ours. The next question must not get these replies.
             connection.close()
@@ -414,9 +362,10 @@ class Controller:
                 self.put(question)
             else:
                 self._jobs.end(question)
-        if pipeline.outstanding and connection.is_open:
+        if connection.outstanding and connection.is_open:
             # Replies that the question did not need.
             try:
-                pipeline.finish(time.monotonic() + self._server.options.op_timeout_s)
+                connection.arm(inf)
+                connection.receive_all()
             except RedisError as error:
                 self._server.judge(error, connection)

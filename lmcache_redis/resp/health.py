@@ -31,11 +31,11 @@ from lmcache_redis.errors import (
     RedisUnavailable,
     RedisWriteRefused,
 )
-from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue, backoff_s, jittered
+from lmcache_redis.resp.jobs import Jobs, TaskQueue, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.tiers import PlaneState, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class Health:
 
     def __init__(self, server: DataServer) -> None:
         self._server = server
-        self._state = PlaneState(False, False, "Redis has not been asked yet", time.monotonic())
+        self._state = PlaneState(False, False, "Redis has not been asked yet")
+        self._since = time.monotonic()  # when this state began
         self._next_probe_at = 0.0
         self._failures = 0  # since the server was last steady
         self._last_error = ""
@@ -122,7 +123,7 @@ class Health:
 
     def down(self, error: RedisError | ConfigError, tried_at: float) -> None:
         """The server was unusable at `tried_at`: it refused the connection, or said so."""
-        if self.is_up and self._state.since <= tried_at:
+        if self.is_up and self._since <= tried_at:
             # Otherwise a later probe has found it up, or it is down.
             self.failed(error)
 
@@ -164,14 +165,16 @@ class Health:
             self._next_probe_at = now + jittered(self._server.options.heartbeat_s)
             if self._closing or before.up:
                 return
-            self._state = PlaneState(True, True, "", now)
+            # In this order: `down` reads both without the lock.
+            down_s, self._since = now - self._since, now
+            self._state = PlaneState(True, True, "")
             was_logged, self._logged_down = self._logged_down, False
             self._changed.notify_all()
         where = self._server.connector.endpoint.where
         if not before.probed:
             logger.info("connected to Redis at %s", where)
         elif was_logged:
-            logger.info("Redis at %s is up again after %.1f s", where, now - before.since)
+            logger.info("Redis at %s is up again after %.1f s", where, down_s)
 
     def failed(self, error: RedisError | ConfigError) -> None:
         """A probe failed, or an operation failed definitely."""
@@ -180,13 +183,15 @@ class Health:
             if self._closing:
                 return
             now, before = time.monotonic(), self._state
-            if before.up and now - before.since >= STEADY_AFTER_S:
+            if before.up and now - self._since >= STEADY_AFTER_S:
                 self._failures = 0
             first_s = self._server.options.probe_interval_s
             pause_s = backoff_s(self._failures, first_s, LONGEST_PAUSE_S)
             self._next_probe_at = now + max(pause_s, jittered(retry_after_s))
             self._failures += 1
-            self._state = PlaneState(False, True, str(error), now if before.up else before.since)
+            self._state = PlaneState(False, True, str(error))
+            if before.up:
+                self._since = now
             self._count(error)
             self._changed.notify_all()
             log = self._lines.is_new(str(error))
@@ -233,7 +238,7 @@ class DataServer:
 
     def went_down(self) -> None:
         """Called on the thread that noticed, after `health.is_up` has become False."""
-        self.jobs.stop_all(Stop.UNAVAILABLE, node=self)
+        self.jobs.stop_all(CallOutcome.UNAVAILABLE, node=self)
         self.map_is_old()
 
     def map_is_old(self) -> None:
@@ -291,6 +296,6 @@ class DataServer:
                 connection.close()
 
 
-def stop_for(error: RedisError) -> Stop:
+def stop_for(error: RedisError) -> CallOutcome:
     """Why a job ends that lost its connection."""
-    return Stop.TIMED_OUT if isinstance(error, RedisTimeout) else Stop.UNAVAILABLE
+    return CallOutcome.TIMED_OUT if isinstance(error, RedisTimeout) else CallOutcome.UNAVAILABLE

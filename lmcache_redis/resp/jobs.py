@@ -22,7 +22,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
-from lmcache_redis.tiers import ChunkIO, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,6 @@ _LOOK_EVERY_S = 0.002
 
 # A stripe: the job of its chunk, and its index.
 StripeTask = tuple[Any, int]
-
-
-class Stop(enum.Enum):
-    """Why a job may end before its work is done; every kind of outcome has these members."""
-
-    TIMED_OUT = enum.auto()
-    UNAVAILABLE = enum.auto()
-    CANCELLED = enum.auto()
 
 
 class Job(ABC, Generic[OutcomeT]):
@@ -170,11 +162,11 @@ class Jobs:
         Call it again once the jobs are queued: a server may have gone down in the meantime.
         """
         if self.closing:
-            reason, refused = Stop.CANCELLED, jobs
+            reason, refused = CallOutcome.CANCELLED, jobs
         else:
             nodes = {job.nodes for job in jobs}
             down = {node for some in nodes for node in some if node is None or not node.is_up}
-            reason, refused = Stop.UNAVAILABLE, ()
+            reason, refused = CallOutcome.UNAVAILABLE, ()
             if down:
                 refused = [job for job in jobs if not down.isdisjoint(job.nodes)]
         if refused:
@@ -200,7 +192,7 @@ class Jobs:
                 job.in_flight += 1
                 begun.append(task)
         if late:
-            self.stop(late, Stop.TIMED_OUT)
+            self.stop(late, CallOutcome.TIMED_OUT)
         return begun
 
     def release(self, jobs: Collection[Job[Any]]) -> None:
@@ -217,8 +209,12 @@ class Jobs:
             job.advance(outcome)
         self.conclude((job,))
 
-    def stop(self, jobs: Collection[Job[Any]], reason: Stop | WriteOutcome) -> None:
-        """End the jobs whose outcome is not decided. Answered once no step is in flight."""
+    def stop(self, jobs: Collection[Job[Any]], reason: CallOutcome | WriteOutcome) -> None:
+        """End the jobs whose outcome is not decided. Answered once no step is in flight.
+
+        reason: TIMED_OUT, UNAVAILABLE or CANCELLED, which every kind of outcome has; writes may
+        have any other of theirs.
+        """
         with self.lock:
             for job in jobs:
                 if job.outcome is None:
@@ -226,7 +222,7 @@ class Jobs:
         self.conclude(jobs)
 
     def stop_all(
-        self, reason: Stop, but: type[Job[Any]] | None = None, node: object = None
+        self, reason: CallOutcome, but: type[Job[Any]] | None = None, node: object = None
     ) -> None:
         """Stop every job except those of a kind, or every job that needs `node`."""
         some = [job for job in list(self._jobs) if node is None or node in job.nodes]
@@ -288,7 +284,7 @@ class Jobs:
             soonest = now  # at once again, if it fails
             try:
                 jobs = list(self._jobs)
-                self.stop([job for job in jobs if job.deadline <= now], Stop.TIMED_OUT)
+                self.stop([job for job in jobs if job.deadline <= now], CallOutcome.TIMED_OUT)
                 soonest = min([job.deadline for job in jobs if job.deadline > now], default=inf)
             finally:
                 self._wake(soonest)

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -37,8 +36,9 @@ from lmcache_redis.resp.bulk import (
     error_in,
 )
 from lmcache_redis.resp.health import DataServer
-from lmcache_redis.resp.jobs import LoopThread, Stop, StripeTask, TaskQueue, jittered
+from lmcache_redis.resp.jobs import LoopThread, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.tiers import CallOutcome
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
@@ -96,7 +96,7 @@ class BulkWorker(ABC):
         self._most = connections
         self._mover: Mover
         self._idle: list[Lane] = []
-        self._busy: deque[Lane] = deque()  # in the order of the requests
+        self._busy: list[Lane] = []  # in the order of the requests
         self._is_sending = False  # the last of these was sent in part
         self._widen_at = 0.0  # when more may be opened
         self._seal_keys = server.options.seal_keys
@@ -195,7 +195,7 @@ class BulkWorker(ABC):
         except BaseException:
             # A bug. `_close_all` answers those in flight.
             jobs = [task[0] for task in begun]
-            self._jobs.stop(jobs, Stop.UNAVAILABLE)
+            self._jobs.stop(jobs, CallOutcome.UNAVAILABLE)
             self._jobs.release(jobs)
             raise
         self._account(lanes, begun, packed, moved, now)
@@ -231,7 +231,7 @@ class BulkWorker(ABC):
         self._is_sending = moved.sending == errno.EAGAIN
         ended, in_flight = in_flight[: len(moved.done)], in_flight[len(moved.done) :]
         free = dict.fromkeys([*self._idle, *[lane for lane, _ in ended]])
-        self._busy = deque([lane for lane, _ in in_flight])
+        self._busy = [lane for lane, _ in in_flight]
         busy = set(self._busy)
         self._idle = [lane for lane in free if lane not in busy]
 
@@ -308,7 +308,7 @@ class BulkWorker(ABC):
 
     def _close_all(self) -> None:
         busy, idle = self._busy, self._idle
-        self._busy, self._idle, self._is_sending = deque(), [], False
+        self._busy, self._idle, self._is_sending = [], [], False
         for lane in (*busy, *idle):
             lane.connection.close()
         for lane in busy:

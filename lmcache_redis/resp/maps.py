@@ -178,8 +178,7 @@ class MapWatcher:
         servers: Callable[[], Mapping[Endpoint, bool]],
     ) -> None:
         self.thread = LoopThread("lmcr-topology", self._step)
-        reason = "the servers have not been looked up yet"
-        self.state = PlaneState(False, False, reason, time.monotonic())
+        self.state = PlaneState(False, False, "the servers have not been looked up yet")
         self._finder = finder
         self._adopt = adopt
         self._servers = servers
@@ -213,8 +212,7 @@ class MapWatcher:
                 where = self._finder.deployment.url
                 logger.warning("%s: the servers cannot be looked up: %s", where, error)
         finally:
-            since = self.state.since if reason == self.state.reason else time.monotonic()
-            self.state = PlaneState(False, True, reason, since)
+            self.state = PlaneState(False, True, reason)
         self._pause()
         return True
 

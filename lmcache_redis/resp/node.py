@@ -30,7 +30,6 @@ from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import (
     Jobs,
     LoopThread,
-    Stop,
     StripeTask,
     TaskQueue,
     wait_for,
@@ -40,12 +39,17 @@ from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.transfers import Reader, Writer
-from lmcache_redis.tiers import CallOutcome, Done, PlaneState
+from lmcache_redis.tiers import CallOutcome, PlaneState
 
 logger = logging.getLogger(__name__)
 
-# A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
-_FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
+# The outcome of a call is the first of these that a server has: DONE if any answered.
+_OF_ANY = (
+    CallOutcome.CANCELLED,
+    CallOutcome.DONE,
+    CallOutcome.UNAVAILABLE,
+    CallOutcome.TIMED_OUT,
+)
 NodeT = TypeVar("NodeT")
 
 
@@ -101,13 +105,13 @@ def slot_of(key: bytes) -> int:
 class DataNode(DataServer):
     """One server. Queues work whether it is up or not."""
 
-    def __init__(self, endpoint: Endpoint, nodes: DataNodes) -> None:
+    def __init__(self, endpoint: Endpoint, nodes: DataNodes, shards: int) -> None:
         options = nodes.options
         super().__init__(endpoint, options, nodes.jobs, nodes.look_up)
         self.reads: TaskQueue[StripeTask] = TaskQueue()
         self.control = Controller(self)
-        readers = _shares(options.get_connections, nodes.shards, options.network_threads)
-        writers = _shares(options.set_connections, nodes.shards, options.network_threads)
+        readers = _shares(options.get_connections, shards, options.network_threads)
+        writers = _shares(options.set_connections, shards, options.network_threads)
         self._writes: list[TaskQueue[StripeTask]] = [TaskQueue() for _ in writers]
         self._workers = [
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
@@ -168,9 +172,8 @@ class DataNodes:
         self.deployment = deployment
         self.options = options
         self.jobs = jobs
-        self.shards = 1
         self.routes: Routes[DataNode] = Routes(ServerMap(()), {})
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._nodes: dict[Endpoint, DataNode] = {}
         self._closing = False
         self.removals = Removals(options.key_prefix, lambda: self.routes.nodes)
@@ -219,8 +222,7 @@ class DataNodes:
         reason = next((state.reason for state in down or states if state.reason), "")
         if down:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
-        probed, since = [state.probed for state in states], [state.since for state in states]
-        return PlaneState(len(down) < len(states), all(probed), reason, max(since))
+        return PlaneState(len(down) < len(states), all(state.probed for state in states), reason)
 
     def servers(self) -> dict[Endpoint, bool]:
         """The servers of the map, and whether each is up."""
@@ -240,62 +242,60 @@ class DataNodes:
         make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
         key, `missing` for keys without one. DONE if any node answered.
         """
-        results: list[Any] = [missing] * len(keys)
         by_node = self.routes.split(keys)
 
-        def found(node: DataNode, some: Sequence[Any]) -> None:
-            for index, result in zip(by_node[node], some, strict=True):
-                if isinstance(result, RedisRedirect):
-                    node.map_is_old()
-                else:
-                    results[index] = result
+        def answered(outcomes: Sequence[CallOutcome], found: Mapping[DataNode, Any]) -> None:
+            results: list[Any] = [missing] * len(keys)
+            for node, some in found.items():
+                for index, result in zip(by_node[node], some, strict=True):
+                    if isinstance(result, RedisRedirect):
+                        node.map_is_old()
+                    else:
+                        results[index] = result
+            done(next(each for each in _OF_ANY if each in outcomes), results)
 
         steps = {
-            node: partial(make_steps, [keys[index] for index in indexes])
+            node: make_steps([keys[index] for index in indexes])
             for node, indexes in by_node.items()
         }
-
-        def answered(outcomes: Sequence[CallOutcome]) -> None:
-            done(_of_any(outcomes), results)
-
-        self.ask(steps, deadline, answered, found, is_urgent)
+        self.ask(steps, deadline, answered, is_urgent)
 
     def ask(
         self,
-        steps: Mapping[DataNode | None, Callable[[], Steps[Any]]],
+        steps: Mapping[DataNode | None, Steps[Any]],
         deadline: float,
-        done: Done[Sequence[CallOutcome]],
-        found: Callable[[Any, Any], None] = lambda node, result: None,
+        done: Callable[[Sequence[CallOutcome], Mapping[DataNode, Any]], None],
         is_urgent: bool = True,
     ) -> None:
-        """Take steps on servers. found: called with each that is DONE and its result.
+        """Take steps on servers.
 
-        done: called once, with an outcome for each server; None, one that is missing, is
-        UNAVAILABLE.
+        done: called once, with the outcomes, and the result of each server that is DONE; None, one
+        that is missing, is UNAVAILABLE.
         """
         self.jobs.check_usable()
         lock = threading.Lock()
         outcomes: list[CallOutcome] = []
+        found: dict[Any, Any] = {}
 
         def answered(node: DataNode | None, outcome: CallOutcome, result: Any) -> None:
-            if outcome is CallOutcome.DONE:
-                found(node, result)
             with lock:
+                if outcome is CallOutcome.DONE:
+                    found[node] = result
                 outcomes.append(outcome)
                 is_over = len(outcomes) == len(steps)
             if is_over:
-                done(outcomes)
+                done(outcomes, found)
 
-        for node, make_steps in steps.items():
+        for node, asked in steps.items():
             told = partial(answered, node)
-            question = KeyQuestion(make_steps, deadline, told, is_urgent=is_urgent)
+            question = KeyQuestion(asked, deadline, told, is_urgent=is_urgent)
             question.nodes = (node,)
             if self.jobs.enter((question,)) and node is not None:
                 node.control.put(question)
                 # The server may have gone down, or the plane been closed, in the meantime.
                 self.jobs.refuse((question,))
         if not steps:
-            self.jobs.post(partial(done, (CallOutcome.DONE,)))
+            self.jobs.post(partial(done, (CallOutcome.DONE,), {}))
 
     def adopt(self, found: ServerMap) -> bool:
         """Use the servers of a map from now on; return whether it is another map.
@@ -303,20 +303,15 @@ class DataNodes:
         Raises RuntimeError if the process may not have the threads of a new server; then the last
         map stays.
         """
-        self.shards = len(found.servers)
         before = self.routes
-        for server in found.servers:
-            if server in self._nodes:
-                continue
-            node = DataNode(server, self)
-            with self._lock:
-                if self._closing:
-                    return False
-                node.start()
-                self._nodes[server] = node
         with self._lock:
             if self._closing:
                 return False
+            for server in found.servers:
+                if server not in self._nodes:
+                    node = DataNode(server, self, len(found.servers))
+                    node.start()
+                    self._nodes[server] = node
             self.routes = Routes(found, self._nodes)
             retired = [self._nodes[server] for server in self._nodes.keys() - set(found.servers)]
         for node in retired:
@@ -330,15 +325,8 @@ class DataNodes:
     def _retire(self, node: DataNode) -> None:
         """End a server that the map does not name any more. What it was asked is not known."""
         node.stop()
-        self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
+        self.jobs.stop_all(CallOutcome.UNAVAILABLE, node=node)
         if left := node.join():
             logger.warning("%d threads of a retired server did not end", left)
         with self._lock:
             del self._nodes[node.connector.endpoint]
-
-
-def _of_any(outcomes: Sequence[CallOutcome]) -> CallOutcome:
-    """The outcome of a call that is DONE if any server answered."""
-    if CallOutcome.DONE in outcomes and CallOutcome.CANCELLED not in outcomes:
-        return CallOutcome.DONE
-    return next(outcome for outcome in _FAILURES if outcome in outcomes)

@@ -43,7 +43,6 @@ WRONG_SCHEME = (
     "redis+cluster://; for TLS with rediss://, rediss+sentinel:// or rediss+cluster://"
 )
 _ESCAPE = "characters like : / ? # @ in a user or password must be percent-encoded"
-_UNREADABLE = f"the Redis URL cannot be read: {_ESCAPE}"
 _TLS_PARAMETERS = (*TLS_FILES, "ssl_password", "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
 _SECRET = (*_SENTINEL_PARAMETERS, "ssl_password")
@@ -228,7 +227,7 @@ def parse_deployment(options: RedisOptions) -> Deployment:
     transport, topology, rest = _split_scheme(options.url)
     parts = _PARTS.fullmatch(rest)
     if parts is None:
-        raise ConfigError(_UNREADABLE)
+        raise ConfigError(f"the Redis URL cannot be read: {_ESCAPE}")
     user, hosts, path, query = (part or "" for part in parts.groups())
     parameters = _parameters(query, transport, topology)
     service, db = _service_and_db(transport, topology, path, parameters)

@@ -39,7 +39,7 @@ from lmcache_redis.resp.control import (
     parse_frame,
     walk_keys,
 )
-from lmcache_redis.resp.jobs import ChunkJob, Jobs, Stop, StripeTask
+from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
@@ -129,9 +129,9 @@ class RedisPlane:
         jobs.closing = True
         deadline = time.monotonic() + deadline_s
         # Every callback is called on a thread of the plane: the timekeeper stops the jobs.
-        jobs.post(lambda: jobs.stop_all(Stop.CANCELLED, but=Write))
+        jobs.post(lambda: jobs.stop_all(CallOutcome.CANCELLED, but=Write))
         jobs.wait_empty(deadline)
-        stop_rest = partial(jobs.stop_all, Stop.CANCELLED)
+        stop_rest = partial(jobs.stop_all, CallOutcome.CANCELLED)
         jobs.post(stop_rest)
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
         left = self._nodes.close(timeout_s)
@@ -151,7 +151,6 @@ class RedisPlane:
         """Counts since the start, taken at one moment."""
         jobs = self._jobs
         with jobs.lock:
-            transfers = list(jobs.transfers.values())
             return PlaneStats(
                 bytes_in=jobs.moved_bytes[ReadOutcome.LOADED],
                 bytes_out=jobs.moved_bytes[WriteOutcome.STORED],
@@ -160,8 +159,6 @@ class RedisPlane:
                 connects=jobs.counts["connects"],
                 connections_lost=jobs.counts["connections_lost"],
                 errors=jobs.counts["errors"],
-                queued_reads=sum(isinstance(job, Read) for job in transfers),
-                queued_writes=sum(isinstance(job, Write) for job in transfers),
             )
 
     def lookup(self, key: bytes) -> None:
@@ -205,14 +202,12 @@ class RedisPlane:
         """
         job = self._jobs.transfers.get(chunk)
         if job is not None:
-            self._jobs.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
+            self._jobs.post(lambda: self._jobs.stop((job,), CallOutcome.CANCELLED))
 
     # ----------------------------------------------------------- calls about keys
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
-
-        lengths: list[int] = []
 
         def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
             # The first gap, or the end.
@@ -224,10 +219,9 @@ class RedisPlane:
             )
         else:
             self._nodes.ask(
-                {self._nodes.routes.node_of(b""): partial(count_prefix, keys, _FIRST_STRIPE)},
+                {self._nodes.routes.node_of(b""): count_prefix(keys, _FIRST_STRIPE)},
                 deadline,
-                lambda outcomes: done(ScanResult(outcomes[0], *lengths)),
-                lambda _, length: lengths.append(length),
+                lambda outcomes, found: done(ScanResult(outcomes[0], *found.values())),
             )
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
@@ -373,15 +367,15 @@ class RedisPlane:
         self._jobs.refuse(accepted)
 
     def _walk(
-        self, steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
+        self, make_steps: Callable[[], Steps[None]], deadline: float, done: Done[CallOutcome]
     ) -> None:
         """Take the same steps on every server, after scans. DONE if all of them answered."""
 
-        def answered(outcomes: Sequence[CallOutcome]) -> None:
+        def answered(outcomes: Sequence[CallOutcome], found: object) -> None:
             failures = (each for each in outcomes if each is not CallOutcome.DONE)
             done(next(failures, CallOutcome.DONE))
 
-        every = dict.fromkeys(self._nodes.routes.nodes or (None,), steps)
+        every = {node: make_steps() for node in self._nodes.routes.nodes or (None,)}
         self._nodes.ask(every, deadline, answered, is_urgent=False)
 
 

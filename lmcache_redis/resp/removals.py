@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
 from lmcache_redis.chunks.names import chunk_key_in
 from lmcache_redis.errors import (
@@ -26,7 +27,7 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import LoopThread
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.wire import PING_COMMAND, Reply, pack_command, without_errors
+from lmcache_redis.resp.net.wire import PING_COMMAND, Reply, pack_command
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +154,9 @@ class _Subscription:
 
     def _subscribed(self, connection: Connection) -> Sequence[Reply]:
         """Raises RedisReplyError unless the server tells, or may: some hide their settings."""
-        connection.send((_CONFIG_COMMAND,), self._deadline)
-        (reply,) = connection.receive(self._deadline, 1, 1)
+        connection.arm(inf)
+        connection.send((_CONFIG_COMMAND,), 1)
+        (reply,) = connection.receive_all()
         flags = reply[1] if isinstance(reply, list) and len(reply) == 2 else b"AE"
         assert isinstance(flags, bytes)
         if b"E" not in flags or (b"A" not in flags and not (b"e" in flags and b"x" in flags)):
@@ -168,13 +170,9 @@ class _Subscription:
 
     def _told(self, connection: Connection, request: bytes = b"") -> Sequence[Reply]:
         """What has come before the answer to a PING, which says that the server is alive."""
-        deadline = self._deadline
-        connection.send((request + PING_COMMAND,), deadline)
+        connection.arm(inf)
+        connection.send((request + PING_COMMAND,), _MOST_REPLIES)
         replies: list[Reply] = []
         while _PONG not in replies:
-            replies += without_errors(connection.receive(deadline, 1, _MOST_REPLIES))
+            replies += connection.receive(1)
         return replies
-
-    @property
-    def _deadline(self) -> float:
-        return time.monotonic() + self._server.options.op_timeout_s

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -49,6 +48,7 @@ from lmcache_redis.errors import (
     RedisClusterDown,
     RedisError,
     RedisProtocolError,
+    RedisTimeout,
     RedisUnavailable,
     RedisWriteRefused,
 )
@@ -60,11 +60,18 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
 )
 from lmcache_redis.resp.health import DataServer, stop_for
-from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask, TaskQueue
+from lmcache_redis.resp.jobs import ChunkJob, StripeTask, TaskQueue
 from lmcache_redis.resp.lanes import SEALED_TOGETHER, BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix, value_head
 from lmcache_redis.seal import Opened
-from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome, WriteDone, WriteOutcome
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    ReadDone,
+    ReadOutcome,
+    WriteDone,
+    WriteOutcome,
+)
 
 _OPENED = {
     Opened.OK: None,
@@ -73,80 +80,60 @@ _OPENED = {
 }
 
 
-class Verified(NamedTuple):
-    """The verdict on what was found for a stripe.
-
-    outcome: None if the stripe is good; store_id is its store then.
-    """
-
-    outcome: ReadOutcome | None
-    store_id: bytes = b""
-
-
 def verify(
     frame: ChunkFrame,
     index: int,
     failure: StripeFailure,
     payload: memoryview,
     is_sealed: bool = False,
-) -> Verified | None:
+) -> ReadOutcome | bytes | None:
     """Judge what was found for stripe `index` of a chunk; None if the failure is not the value's.
 
-    is_sealed: whether the value must be sealed; a mover that found the expected header has not
-    failed.
+    Bytes if the stripe is good: the id of its store. is_sealed: whether the value must be sealed; a
+    mover that found the expected header has not failed.
     """
     end, _, data = failure
     if end == End.NOTHING:
-        return Verified(ReadOutcome.INCOMPLETE)
+        return ReadOutcome.INCOMPLETE
     if end == End.LINE and data.startswith(b"-WRONGTYPE"):
-        return Verified(ReadOutcome.FOREIGN)
+        return ReadOutcome.FOREIGN
     if end not in (End.MISMATCH, End.OTHER_LENGTH):
         return None
     check = frame.check_header(data, index, is_sealed)
     if check.ok and end == End.MISMATCH and not is_sealed:
         # The native extension cannot hash short payloads.
         if xxh3_64_intdigest(payload) == check.checksum:
-            return Verified(None, check.store_id)
-        return Verified(ReadOutcome.CORRUPT)
+            return check.store_id
+        return ReadOutcome.CORRUPT
     if check.verdict in (Verdict.NOT_SEALED, Verdict.SEALED):
-        return Verified(ReadOutcome.NOT_OPENED)
+        return ReadOutcome.NOT_OPENED
     # A header cut short before the version is CORRUPT_HEADER, too: the magic decides.
     if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[: len(MAGIC)] == MAGIC):
-        return Verified(ReadOutcome.CORRUPT)
-    return Verified(ReadOutcome.FOREIGN)
+        return ReadOutcome.CORRUPT
+    return ReadOutcome.FOREIGN
 
 
 class Read(ChunkJob[ReadOutcome]):
     """One chunk being read."""
 
-    __slots__ = ("_first_is_there", "_has_gap", "_store_id")
+    __slots__ = ("_store_id",)
     good = ReadOutcome.LOADED
 
     def __init__(self, chunk: ChunkIO, done: ReadDone) -> None:
         super().__init__(chunk, done)
         self._store_id = b""
-        self._first_is_there = False
-        # A stripe is missing, and nothing is known of stripe 0.
-        self._has_gap = False
 
-    def ended(self, index: int, outcome: ReadOutcome | None, store_id: bytes = b"") -> None:
-        """Under the lock: stripe `index` was in flight, and has ended, well (None) or not."""
-        if outcome is None:
-            if not self._store_id:
-                self._store_id = store_id
-            elif store_id != self._store_id:
-                outcome = ReadOutcome.TORN
-        elif outcome is ReadOutcome.INCOMPLETE and index == 0:
-            outcome = ReadOutcome.MISSING
-        elif outcome is ReadOutcome.INCOMPLETE and not self._first_is_there:
-            # MISSING if stripe 0 is, too: a store may be in flight.
-            self._has_gap, outcome = True, None
-        if index == 0 and outcome is not ReadOutcome.MISSING:
-            self._first_is_there = True
-            if outcome is None and self._has_gap:
-                outcome = ReadOutcome.INCOMPLETE
+    def ended(self, index: int, found: ReadOutcome | bytes) -> None:
+        """Under the lock: stripe `index` was in flight, and is good (its store id) or not."""
         self.in_flight -= 1
-        self.advance(outcome)
+        if isinstance(found, bytes):
+            self._store_id = self._store_id or found
+            self.advance(None if found == self._store_id else ReadOutcome.TORN)
+        elif found is ReadOutcome.INCOMPLETE and index == 0:
+            # Of several servers another may say first that a later stripe is missing.
+            self.advance(ReadOutcome.MISSING)
+        else:
+            self.advance(found)
 
 
 class Reader(BulkWorker):
@@ -170,7 +157,7 @@ class Reader(BulkWorker):
         if self._seal_keys is None:
             with self._jobs.lock:
                 for (job, index), store_id in done:
-                    job.ended(index, None, store_id)
+                    job.ended(index, store_id)
             self._jobs.conclude([job for (job, _), _ in done])
             return
         # The headers are the expected ones; the payloads are in their slots, still sealed.
@@ -179,7 +166,7 @@ class Reader(BulkWorker):
             key, payload = stripe_key(chunk.key, index), chunk.slots[index]
             outcome = _OPENED[self._seal_keys.open(key, header, payload)]
             with self._jobs.lock:
-                job.ended(index, outcome, header[STORE_ID])
+                job.ended(index, outcome or header[STORE_ID])
             self._jobs.conclude((job,))
 
     def _failed(
@@ -187,10 +174,10 @@ class Reader(BulkWorker):
     ) -> None:
         job, index = task
         frame, slot = job.chunk.frame, job.chunk.slots[index]
-        verified = verify(frame, index, failure, slot, self._seal_keys is not None)
-        if verified is not None:
+        found = verify(frame, index, failure, slot, self._seal_keys is not None)
+        if found is not None:
             with self._jobs.lock:
-                job.ended(index, *verified)
+                job.ended(index, found)
             self._jobs.conclude((job,))
         elif error is not None:
             self._lost(lane, task, error)
@@ -243,7 +230,7 @@ class Writer(BulkWorker):
         # Jobs of which the server has a stripe, until the first connection is lost; and why those
         # fail then. None: nothing was lost.
         self._acknowledged: set[Write] = set()
-        self._loss: Stop | None = None
+        self._loss: CallOutcome | None = None
         # Ciphertexts of the stripes of a call. All are sent before the next are sealed.
         self._rooms = deque([bytearray()] * SEALED_TOGETHER)
 
@@ -280,31 +267,24 @@ class Writer(BulkWorker):
     ) -> None:
         job: Write = task[0]
         assert error is not None, "a SET has no value"
-        if failure[0] != End.LINE:
+        if isinstance(error, RedisProtocolError):
+            lane.connection.close()
+        is_lost = isinstance(error, (RedisTimeout, RedisUnavailable, RedisProtocolError))
+        if is_lost and not isinstance(error, RedisClusterDown):
+            # Or the server would answer any request so.
             self._lost(lane, task, error)
             return
         self._jobs.release((job,))
-        is_answer = isinstance(error, RedisClusterDown)
-        if isinstance(error, (RedisUnavailable, RedisProtocolError)) and not is_answer:
-            # It would answer any request so, or does not speak Redis.
-            if isinstance(error, RedisProtocolError):
-                lane.connection.close()
-            self._lose(lane, error)
-            self._jobs.stop((job,), Stop.UNAVAILABLE)
-            return
         self._jobs.stop((job,), self._server.refuses_writes(error))
 
     def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
+        """The connection is unusable, and the others are replaced with it."""
         job: Write = task[0]
         self._jobs.release((job,))
-        self._lose(lane, error)
-        self._jobs.stop((job,), stop_for(error))
-
-    def _lose(self, lane: Lane, error: RedisError) -> None:
-        """The connection is unusable, and the others are replaced with it."""
         self._server.judge(error, lane.connection)
         if self._loss is None:
             self._loss = stop_for(error)
+        self._jobs.stop((job,), stop_for(error))
 
     @property
     def _may_send(self) -> bool:
@@ -326,4 +306,4 @@ class Writer(BulkWorker):
         super()._close_all()
         acknowledged, loss = self._acknowledged, self._loss
         self._acknowledged, self._loss = set(), None
-        self._jobs.stop(acknowledged, loss or Stop.UNAVAILABLE)
+        self._jobs.stop(acknowledged, loss or CallOutcome.UNAVAILABLE)

@@ -56,7 +56,7 @@ class PlayedTier:
 
     @property
     def state(self) -> PlaneState:
-        return PlaneState(self.is_up, self.is_probed, "", 0.0)
+        return PlaneState(self.is_up, self.is_probed, "")
 
     def lookup(self, key: bytes) -> bool | None:
         return None if self.index is None else self.is_up and key in self.index

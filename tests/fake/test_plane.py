@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_redis.chunks.names import parse_stripe_key, stripe_key
-from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.fake.server import FakeRedisServer
 from tests.resp.helpers import (
     STEM,

@@ -25,7 +25,8 @@ from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.wire import get_command
-from lmcache_redis.resp.transfers import Verified, verify
+from lmcache_redis.resp.transfers import verify
+from lmcache_redis.tiers import ReadOutcome
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import ACCEPTED
 
@@ -136,7 +137,7 @@ def make_stripe(mutator: Mutator) -> bytes:
 def run_compiled(data: bytes, mutator: Mutator) -> str:
     """Whatever comes, it ends as it would in Python, where sealed values are expected or not."""
     is_sealed = bool(mutator.below(2))
-    ends: list[tuple[str, Verified | None]] = []
+    ends: list[tuple[str, ReadOutcome | bytes | None]] = []
     is_unread = False
     movers: list[Mover] = [PythonMover()]
     if native.moves is not None:
@@ -164,7 +165,7 @@ def _is_unread(connection: Connection) -> bool:
 
 def _load(
     mover: Mover, connection: Connection, slot: memoryview, is_sealed: bool
-) -> tuple[str, Verified | None]:
+) -> tuple[str, ReadOutcome | bytes | None]:
     head = b"$%d\r\n" % (HEADER_BYTES + len(_PAYLOAD))
     task = (_GET, head + _FRAME.bare_header(1, is_sealed=is_sealed), slot, b"")
     lanes = [mover.handle(connection)]
@@ -178,10 +179,10 @@ def _load(
     if isinstance(result, bytes):
         # A sealed one has yet to be opened.
         assert len(result) == (HEADER_BYTES if is_sealed else STORE_ID_BYTES)
-        return ACCEPTED, Verified(None, result)
-    verified = verify(_FRAME, 1, result, slot, is_sealed)
-    if verified is not None:
-        return verified.outcome.name.lower() if verified.outcome else ACCEPTED, verified
+        return ACCEPTED, result
+    found = verify(_FRAME, 1, result, slot, is_sealed)
+    if found is not None:
+        return ACCEPTED if isinstance(found, bytes) else found.name.lower(), found
     error = error_in(result, connection)
     assert error is not None
     assert End(result[0]) is not End.MISMATCH

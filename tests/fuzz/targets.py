@@ -29,6 +29,7 @@ from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
 from lmcache_redis.resp.transfers import verify
 from lmcache_redis.seal import Opened, SealKeys
+from lmcache_redis.tiers import ReadOutcome
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.sockets import (
     REPLY_TOKENS,
@@ -136,8 +137,7 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
         assert own == data[:HEADER_BYTES]
     failure = (End.OTHER_LENGTH, 0, data)
     verdict = verify(frame, index, failure, memoryview(b""), is_sealed=is_sealed)
-    assert verdict is not None
-    assert verdict.outcome is not None
+    assert isinstance(verdict, ReadOutcome)
     try:
         header = describe_header(data)
     except FormatError:

@@ -17,13 +17,13 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem, stripe_key
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.errors import RedisTimeout
-from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.bulk import End, MoveCall, Packed, Result
 from lmcache_redis.resp.lanes import Mover
 from lmcache_redis.resp.maps import ServerFinder, ServerMap
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.options import Deployment
-from lmcache_redis.tiers import FramesResult, RemoveResult
+from lmcache_redis.tiers import ChunkIO, FramesResult, ReadOutcome, RemoveResult, WriteOutcome
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 

@@ -41,7 +41,7 @@ def main(url: str) -> dict[str, object]:
     time.time_ns = lambda: int(_bent() * 1e9)
     datetime.datetime = _Bent  # type: ignore[misc]
 
-    from lmcache_redis.resp import ReadOutcome, WriteOutcome
+    from lmcache_redis.tiers import ReadOutcome, WriteOutcome
     from tests.resp.helpers import Chunk, read, running, scan, write
 
     outcomes: set[str] = set()

@@ -24,7 +24,6 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp import ReadOutcome
 from lmcache_redis.resp.bulk import (
     MOST_LINE_BYTES,
     QUIET_MS,
@@ -42,7 +41,8 @@ from lmcache_redis.resp.lanes import Mover, NativeMover
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.wire import PING_COMMAND
-from lmcache_redis.resp.transfers import Verified, verify
+from lmcache_redis.resp.transfers import verify
+from lmcache_redis.tiers import ReadOutcome
 
 # In place of a SET that was sent.
 SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
@@ -412,7 +412,7 @@ def test_a_flipped_bit_in_the_payload(lanes: Lanes, at: int, checksums: bool) ->
         assert result == STORE_ID
         return
     assert failure_of(result)[0] == End.MISMATCH
-    assert verify(FRAME, 0, failure_of(result), memoryview(slot)) == Verified(ReadOutcome.CORRUPT)
+    assert verify(FRAME, 0, failure_of(result), memoryview(slot)) is ReadOutcome.CORRUPT
 
 
 @pytest.mark.parametrize("nbytes", [1, 3, 16, 240, 241])
@@ -428,12 +428,8 @@ def test_short_payloads(lanes: Lanes, nbytes: int) -> None:
     lanes.servers[0].sendall(reply_with(value))
     slot = bytearray(nbytes)
     result = lanes.load_one(to_load(1, slot, frame))
-    if not isinstance(result, bytes):
-        verified = verify(frame, 1, result, memoryview(slot))
-        assert verified is not None
-        assert verified.outcome is None
-        result = verified.store_id
-    assert result == STORE_ID
+    found = result if isinstance(result, bytes) else verify(frame, 1, result, memoryview(slot))
+    assert found == STORE_ID
     assert slot == payload
 
 

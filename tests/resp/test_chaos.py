@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
 from lmcache_redis.seal import SealKeys
+from lmcache_redis.tiers import ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import PATIENCE_S, Chunk, chunk_key, read, running, wait_until, write
 from tests.resp.proxy import Action, Cut, Forge, Proxy, Stall
 from tests.servers import RedisServer

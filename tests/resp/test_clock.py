@@ -13,7 +13,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 import lmcache_redis
-from lmcache_redis.resp import ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
 from lmcache_redis.resp.node import slot_of
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     NAMESPACE,
     Chunk,

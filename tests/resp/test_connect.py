@@ -18,10 +18,11 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
+from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.wire import PING_COMMAND
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.trickling import LyingServer

@@ -12,10 +12,9 @@ import pytest
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisProtocolError, RedisRedirect
-from lmcache_redis.resp import CallOutcome, RedisPlane, control
+from lmcache_redis.resp import RedisPlane, control
 from lmcache_redis.resp.control import (
     GROUP_KEYS,
-    Pipeline,
     Steps,
     ask_each,
     count_prefix,
@@ -24,7 +23,9 @@ from lmcache_redis.resp.control import (
     parse_frame,
     walk_keys,
 )
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import ErrorReply, Reply, keys_commands
+from lmcache_redis.tiers import CallOutcome
 from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
@@ -41,7 +42,7 @@ from tests.servers import RedisServer
 
 
 class FakeServer:
-    """Answers packed EXISTS commands as a `Pipeline` does, and counts round trips.
+    """Answers packed EXISTS commands as a `Connection` does, and counts round trips.
 
     most: so many replies come at a time, where no more have to.
     """
@@ -84,7 +85,7 @@ def result_of(server: FakeServer, steps: Steps[Any]) -> Any:
     """The result of a question of one step."""
     server.send(*next(steps))
     with pytest.raises(StopIteration) as end:
-        steps.send(cast(Pipeline, server))
+        steps.send(cast(Connection, server))
     return end.value.value
 
 
@@ -210,7 +211,7 @@ def play(steps: Steps[Any], *answers: Sequence[Reply]) -> tuple[list[bytes], Any
         sent.append(b"".join(requests))
         assert replies == len(each)
         try:
-            requests, replies = steps.send(cast(Pipeline, Replies(each)))
+            requests, replies = steps.send(cast(Connection, Replies(each)))
         except StopIteration as end:
             assert len(sent) == len(answers)
             return sent, end.value

@@ -11,8 +11,8 @@ import redis
 
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
-from lmcache_redis.tiers import FramesResult, RemoveResult
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import CallOutcome, FramesResult, ReadOutcome, RemoveResult, WriteOutcome
 from tests.resp.helpers import Chunk, chunk_key, read, write
 from tests.servers import RedisServer
 

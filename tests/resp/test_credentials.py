@@ -10,9 +10,10 @@ from redis.credentials import CredentialProvider, UsernamePasswordCredentialProv
 
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError, RedisAuthError
-from lmcache_redis.resp import ReadOutcome, RedisOptions, RedisPlane, WriteOutcome, check_url
+from lmcache_redis.resp import RedisOptions, RedisPlane, check_url
 from lmcache_redis.resp.net.endpoint import auth_command
 from lmcache_redis.resp.options import PasswordFile, StaticPassword, load_provider
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.servers import RedisServer
 

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp import CallOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
 from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.tiers import CallOutcome, WriteOutcome
 from tests.resp.helpers import (
     STEM,
     Answers,
@@ -32,9 +33,9 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     threads: list[str] = []
     original = Connection.send_ahead
 
-    def send_ahead(self: Connection, request: bytes) -> int:
+    def send_ahead(self: Connection, request: bytes, replies: int) -> int:
         threads.append(threading.current_thread().name)
-        return original(self, request)
+        return original(self, request, replies)
 
     monkeypatch.setattr(Connection, "send_ahead", send_ahead)
     return threads

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     LEAST_CONNECTIONS,
     Answers,
@@ -406,7 +407,7 @@ def test_two_writers_of_one_chunk(server: RedisServer) -> None:
             assert set(answers.wait(2)) == {WriteOutcome.STORED}
             if read(two, seen) == [ReadOutcome.LOADED]:
                 assert seen.content in (first.content, second.content)
-            wait_until(lambda: one.stats().queued_reads == 0)
+            wait_until(lambda: not one._jobs.transfers)
 
 
 def test_what_is_stored_again_after_an_outage_stays(own_server: RedisServer) -> None:

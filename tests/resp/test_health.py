@@ -27,11 +27,11 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import DataServer, Health, RepeatedLines
-from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.transfers import Reader
-from lmcache_redis.tiers import PlaneState, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, PlaneState, WriteOutcome
 from tests.resp.helpers import SLOW_S, open_streams
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer
@@ -77,15 +77,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_up_and_down_are_told_once_each(clock: Clock) -> None:
-    assert clock.health.state == PlaneState(False, False, "Redis has not been asked yet", 0.0)
+    assert clock.health.state == PlaneState(False, False, "Redis has not been asked yet")
+    assert clock.health._since == 0.0
     assert clock.health._next_probe_at <= 0.0
     for now in (10.0, 12.0):
         clock.answered(now)
-        assert clock.health.state == PlaneState(True, True, "", 10.0)
+        assert clock.health.state == PlaneState(True, True, "")
+        assert clock.health._since == 10.0
         assert clock.health._next_probe_at == now + 2.0
     for now in (15.0, 15.2):
         clock.failed(now)
-        assert clock.health.state == PlaneState(False, True, "gone", 15.0)
+        assert clock.health.state == PlaneState(False, True, "gone")
+        assert clock.health._since == 15.0
     assert clock.went_down_at == [15.0]
     clock.answered(16.0)
     assert clock.health.is_up
@@ -354,7 +357,7 @@ def test_what_was_seen_before_the_last_change_counts_no_more(probed: LyingServer
     prober.step()
     prober.health.down(RedisUnavailable("gone"), before)
     assert prober.health.is_up
-    prober.health.down(RedisUnavailable("gone"), prober.health.state.since)
+    prober.health.down(RedisUnavailable("gone"), prober.health._since)
     prober.down("still")
     assert prober.health.state.reason == "gone"
     close(prober)
@@ -504,5 +507,5 @@ def test_a_worker_that_is_refused_takes_the_server_down(
 
 
 def test_why_a_job_stops() -> None:
-    assert health.stop_for(RedisTimeout("slow")) is Stop.TIMED_OUT
-    assert health.stop_for(RedisUnavailable("lost")) is Stop.UNAVAILABLE
+    assert health.stop_for(RedisTimeout("slow")) is CallOutcome.TIMED_OUT
+    assert health.stop_for(RedisUnavailable("lost")) is CallOutcome.UNAVAILABLE

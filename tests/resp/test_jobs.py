@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lmcache_redis.resp import jobs as jobs_module
-from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, Stop, TaskQueue, backoff_s
+from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, TaskQueue, backoff_s
 from lmcache_redis.resp.transfers import Read
-from lmcache_redis.tiers import ChunkIO, ReadOutcome
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome
 from tests.resp.helpers import Chunk, wait_until
 
 
@@ -71,7 +71,7 @@ def test_good_when_every_step_went_well(jobs: Jobs) -> None:
 def test_an_answer_waits_for_steps_in_flight(jobs: Jobs) -> None:
     job = Sample(jobs)
     assert jobs.begin_all([(job,)])
-    jobs.stop((job,), Stop.CANCELLED)
+    jobs.stop((job,), CallOutcome.CANCELLED)
     assert job.answers == []
     assert not jobs.begin_all([(job,)])
     assert jobs._jobs
@@ -84,7 +84,7 @@ def test_the_first_bad_outcome_stands(jobs: Jobs) -> None:
     assert jobs.begin_all([(job,)])
     assert jobs.begin_all([(job,)])
     jobs.end(job, Outcome.BAD)
-    jobs.stop((job,), Stop.TIMED_OUT)
+    jobs.stop((job,), CallOutcome.TIMED_OUT)
     jobs.end(job, Outcome.UNAVAILABLE)
     assert job.answers == [Outcome.BAD]
 
@@ -100,7 +100,7 @@ def test_a_step_may_be_begun_again(jobs: Jobs) -> None:
 
 def test_of_many_only_those_begin_that_have_not_ended(jobs: Jobs) -> None:
     late, ended, good = Sample(jobs, within_s=-1.0), Sample(jobs), Sample(jobs, steps=2)
-    jobs.stop((ended,), Stop.CANCELLED)
+    jobs.stop((ended,), CallOutcome.CANCELLED)
     assert jobs.begin_all([(late, 0), (good, 1), (ended, 2), (good, 3)]) == [(good, 1), (good, 3)]
     assert late.answers == [Outcome.TIMED_OUT]
     jobs.end(good)
@@ -122,13 +122,13 @@ def test_one_answer_whoever_comes_first(jobs: Jobs) -> None:
             threading.Thread(target=meddle, args=(action,))
             for action in (
                 lambda job=job: jobs.end(job),
-                lambda job=job: jobs.stop((job,), Stop.TIMED_OUT),
+                lambda job=job: jobs.stop((job,), CallOutcome.TIMED_OUT),
             )
         ]
         for thread in threads:
             thread.start()
         barrier.wait()
-        jobs.stop_all(Stop.UNAVAILABLE)
+        jobs.stop_all(CallOutcome.UNAVAILABLE)
         for thread in threads:
             thread.join()
         assert len(job.answers) == 1
@@ -141,11 +141,11 @@ def test_a_stop_of_all_names_a_node_or_spares_a_kind(jobs: Jobs) -> None:
     node = Up()
     here, elsewhere, spared = Sample(jobs), Sample(jobs), Spared(jobs)
     here.nodes = (UP, node)
-    jobs.stop_all(Stop.UNAVAILABLE, node=node)
+    jobs.stop_all(CallOutcome.UNAVAILABLE, node=node)
     assert (here.answers, elsewhere.answers) == ([Outcome.UNAVAILABLE], [])
-    jobs.stop_all(Stop.CANCELLED, but=Spared)
+    jobs.stop_all(CallOutcome.CANCELLED, but=Spared)
     assert (elsewhere.answers, spared.answers) == ([Outcome.CANCELLED], [])
-    jobs.stop_all(Stop.CANCELLED)
+    jobs.stop_all(CallOutcome.CANCELLED)
     assert spared.answers == [Outcome.CANCELLED]
 
 
@@ -173,7 +173,7 @@ def test_a_failing_callback_harms_no_other(jobs: Jobs, caplog: pytest.LogCapture
 
     failing, good = Failing(jobs), Sample(jobs)
     with caplog.at_level(logging.ERROR):
-        jobs.stop((failing, good), Stop.CANCELLED)
+        jobs.stop((failing, good), CallOutcome.CANCELLED)
     assert "callback" in caplog.text
     assert good.answers == [Outcome.CANCELLED]
     assert not jobs._jobs

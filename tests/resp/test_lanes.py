@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lmcache_redis.resp import ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     CONNECTIONS,
     LEAST_CONNECTIONS,
@@ -180,6 +180,6 @@ def test_many_at_once_are_all_or_nothing_to_begin_with(server: RedisServer) -> N
         with pytest.raises(RuntimeError, match="already"):
             plane.store_all([twice, twice], answers)
         assert len(answers) == 0
-        assert plane.stats().queued_writes == 0
+        assert not plane._jobs.transfers
         plane.store_all([], answers)
         assert write(plane, good) == [WriteOutcome.STORED]

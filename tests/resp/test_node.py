@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.resp import (
-    CallOutcome,
-    ReadOutcome,
-    RedisOptions,
-    RedisPlane,
-    WriteOutcome,
-)
+from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.jobs import Jobs, LoopThread
 from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
 from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
     chunk_key,
@@ -236,7 +231,7 @@ def test_a_name_that_could_not_be_looked_up_is_looked_up_again(
     with LyingServer() as server:
         url = server.url.replace("127.0.0.1", "localhost")
         with running(url, connect_timeout_s=60.0) as plane:
-            assert "cannot be looked up: can't start" in plane.state.reason
+            assert "cannot be reached: can't start" in plane.state.reason
             assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
             again.append(1)
             wait_until(lambda: scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0))

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
-from lmcache_redis.resp import (
-    CallOutcome,
-    ChunkIO,
-    ReadOutcome,
-    RedisOptions,
-    RedisPlane,
-    WriteOutcome,
-)
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     LEAST_CONNECTIONS,
     PATIENCE_S,
@@ -106,7 +100,7 @@ def test_stats_count_what_happened(plane: RedisPlane) -> None:
     assert stats.reads[ReadOutcome.LOADED] == stats.writes[WriteOutcome.STORED] == 3
     wait_until(lambda: plane.stats().connects >= LEAST_CONNECTIONS)
     assert (stats.errors, stats.connections_lost) == (0, 0)
-    wait_until(lambda: plane.stats().queued_reads == 0)
+    wait_until(lambda: not plane._jobs.transfers)
 
 
 def test_slots_that_do_not_fit_are_refused_at_once(plane: RedisPlane) -> None:
@@ -243,7 +237,7 @@ def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
     with running(proxy.url, get_connections=1) as plane:
         chunks = [Chunk(n, 3 * SLOT, SLOT, seed=n) for n in range(3)]
         write(plane, *chunks)
-        wait_until(lambda: plane.stats().queued_writes == 0)
+        wait_until(lambda: not plane._jobs.transfers)
         proxy.for_gets.append(Stall(100))
         answers = Answers()
         ios = [chunk.io() for chunk in chunks]

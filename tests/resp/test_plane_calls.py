@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import CallOutcome, ExistsResult, WriteOutcome
 from tests.resp.helpers import (
     NAMESPACE,
     PATIENCE_S,

@@ -13,8 +13,9 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, ChunkFrame, describe_header
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import key_stem
-from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
 from lmcache_redis.seal import SealKeys
+from lmcache_redis.tiers import ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     NAMESPACE,
     PATIENCE_S,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, chunk_key, first_key, read, running, scan, wait_until, write
 from tests.topologies import Watched, info, running_sentinel
 

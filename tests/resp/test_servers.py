@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.agent.embedded import OLDEST_VERSION
-from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp import test_connect, test_faults, test_survival
 from tests.resp.helpers import STEM, Chunk, chunk_key, clear, exists, read, running, scan, write
 from tests.servers import RedisServer, server_binaries

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     CONNECTIONS,
     PATIENCE_S,

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from lmcache_redis.errors import ConfigError, RedisError
-from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
+from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.seal import SealKeys
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, open_streams, read, running, write
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
-from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health
+from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.bulk import End
-from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
-from lmcache_redis.resp.transfers import Read, Verified, Write, Writer, verify
+from lmcache_redis.resp.transfers import Read, Write, Writer, verify
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
 
-A, B = b"a" * 16, b"b" * 16
-GOOD, OTHER = Verified(None, A), Verified(None, B)
-GONE, BAD = Verified(ReadOutcome.INCOMPLETE), Verified(ReadOutcome.CORRUPT)
+Found = ReadOutcome | bytes
+GOOD: Found = b"a" * 16
+OTHER: Found = b"b" * 16
+GONE, BAD = ReadOutcome.INCOMPLETE, ReadOutcome.CORRUPT
 
 
 class Answered:
@@ -37,9 +39,9 @@ class Answered:
     def _done(self, chunk: ChunkIO, outcome: ReadOutcome) -> None:
         self.outcomes.append(outcome)
 
-    def end(self, index: int, verified: Verified) -> None:
+    def end(self, index: int, found: Found) -> None:
         with self.jobs.lock:
-            self.read.ended(index, *verified)
+            self.read.ended(index, found)
         self.jobs.conclude((self.read,))
 
 
@@ -51,9 +53,8 @@ class Answered:
         ((OTHER, GOOD, GOOD), {ReadOutcome.TORN}),
         ((GOOD, GONE, GOOD), {ReadOutcome.INCOMPLETE}),
         ((GOOD, GONE, GONE), {ReadOutcome.INCOMPLETE}),
-        # Without stripe 0 a store may be in flight.
         ((GONE, GOOD, GOOD), {ReadOutcome.MISSING}),
-        ((GONE, GONE, GONE), {ReadOutcome.MISSING}),
+        ((GONE, GONE, GONE), {ReadOutcome.MISSING, ReadOutcome.INCOMPLETE}),
         ((GONE, GOOD, OTHER), {ReadOutcome.MISSING, ReadOutcome.TORN}),
         ((BAD, GOOD, GOOD), {ReadOutcome.CORRUPT}),
         ((GOOD, GOOD, BAD), {ReadOutcome.CORRUPT}),
@@ -62,7 +63,7 @@ class Answered:
         ((GOOD, GONE, OTHER), {ReadOutcome.INCOMPLETE, ReadOutcome.TORN}),
     ],
 )
-def test_of_stripes_in_any_order(ends: tuple[Verified, ...], allowed: set[ReadOutcome]) -> None:
+def test_of_stripes_in_any_order(ends: tuple[Found, ...], allowed: set[ReadOutcome]) -> None:
     for order in itertools.permutations(range(3)):
         answered = Answered()
         for index in order:
@@ -90,7 +91,7 @@ def header_of(number: int) -> bytes:
 )
 def test_only_a_damaged_header_of_ours_is_corrupt(value: bytes, outcome: ReadOutcome) -> None:
     failure = (End.OTHER_LENGTH, 0, value)
-    assert verify(Chunk(1, 300, 100).frame, 0, failure, memoryview(b"")) == Verified(outcome)
+    assert verify(Chunk(1, 300, 100).frame, 0, failure, memoryview(b"")) is outcome
 
 
 # ------------------------------------------------------------------- writing
@@ -133,7 +134,7 @@ def test_stripe_0_follows_the_last_of_the_others() -> None:
 def test_a_chunk_that_has_failed_gets_no_stripe_0() -> None:
     jobs, job = Jobs(), new_write(3)
     acknowledge(jobs, job)
-    jobs.stop((job,), Stop.TIMED_OUT)
+    jobs.stop((job,), CallOutcome.TIMED_OUT)
     acknowledge(jobs, job)
     assert job.nodes[0].indexes == []
     assert job.outcome is WriteOutcome.TIMED_OUT
@@ -146,7 +147,7 @@ class Harness:
         options = RedisOptions("redis://127.0.0.1:1")
         self.jobs = Jobs()
         nodes = DataNodes(parse_deployment(options), options, self.jobs)
-        self.node = DataNode(nodes.deployment.server, nodes)
+        self.node = DataNode(nodes.deployment.server, nodes, 1)
         self.writer = Writer("set-0", self.node, TaskQueue(), 4)
 
 

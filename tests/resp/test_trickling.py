@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from lmcache_redis.errors import RedisProtocolError, RedisTimeout
-from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
+from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.bulk import PythonMover
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import get_command, set_prefix, value_head
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     Answers,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer
 

@@ -114,7 +114,7 @@ class DiskTier:
     @property
     def state(self) -> PlaneState:
         reason = self._unread or self._detector.reason
-        return PlaneState(not reason, True, reason, self._detector.since_s)
+        return PlaneState(not reason, True, reason)
 
     # ----------------------------------------------------------- the contract
 

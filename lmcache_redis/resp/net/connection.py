@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import math
 import os
 import select
@@ -21,7 +20,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -42,8 +41,8 @@ from lmcache_redis.resp.net.wire import (
     ErrorReply,
     Reply,
     ReplyBuffer,
+    error_of,
     pack_command,
-    without_errors,
 )
 
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
@@ -71,14 +70,17 @@ class Connection:
     """A socket, plain or TLS. One thread uses and closes it; others may abort it.
 
     Every call raises RedisTimeout, RedisUnavailable or RedisProtocolError, and closes the
-    connection then, or what `wire.error_of` returns for an error reply, and stays open. Deadlines
-    are `time.monotonic()` seconds; no step waits longer than the op time-out.
-
-    Movers of stripes use `arm`, `send_some` and `receive_some`, which close nothing: they count
-    what each call moved. The deadline of `arm` holds for all calls until the next, however few
+    connection then, or what `wire.error_of` returns for an error reply, and stays open. The
+    deadline of `arm` (`time.monotonic()` seconds) holds for all calls until the next, however few
     bytes each moves: the clock is read before every system call.
 
-    on_close: called once or more with the connection. is_open: it was greeted, and is not closed.
+    Commands may be sent before earlier replies have arrived, which is in order.
+
+    Movers of stripes use `arm`, `send_some` and `receive_some`, which close nothing: they count
+    what each call moved.
+
+    is_open: it was greeted, and is not closed. outstanding: replies that have not been received.
+    siblings: connections that are not closed; it leaves them when it is.
     """
 
     def __init__(
@@ -86,13 +88,14 @@ class Connection:
         sock: socket.socket,
         endpoint: Endpoint,
         op_timeout_s: float,
-        on_close: Callable[[Connection], None] = lambda connection: None,
+        siblings: set[Connection] | None = None,
     ) -> None:
         self.is_open = False
+        self.outstanding = 0
         self._sock = sock
         self._endpoint = endpoint
         self._op_timeout_s = op_timeout_s
-        self._on_close = on_close
+        self._siblings = siblings
         self._deadline = 0.0
         self._lock = threading.Lock()
         self._replies = ReplyBuffer()
@@ -117,7 +120,7 @@ class Connection:
         self.arm(deadline)
         # A server at its maxclients says so and closes: its reply may have arrived.
         with contextlib.suppress(RedisUnavailable):
-            self.send_all((b"".join([pack_command(*words) for words in commands]),))
+            self.send_all(b"".join([pack_command(*words) for words in commands]))
         for name, *_ in commands:
             while not (replies := self._replies.take(1)):
                 self._replies.feed(self._view[: self.receive_some(self._view)])
@@ -129,7 +132,8 @@ class Connection:
 
     def close(self) -> None:
         self.is_open = False
-        self._on_close(self)
+        if self._siblings is not None:
+            self._siblings.discard(self)
         # Under the lock: `abort` must not shut down another socket with this descriptor.
         with self._lock:
             self._sock.close()
@@ -138,25 +142,24 @@ class Connection:
         """Make the call in flight fail at once. From any thread, any number of times."""
         with self._lock:
             if self._sock.fileno() >= 0:
-                try:
+                with contextlib.suppress(OSError):
                     # Not unwrap(): a TLS goodbye could wait for the peer.
                     socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTCONN, errno.EINVAL):
-                        raise
 
     def check_idle(self) -> None:
         """Close if the server has closed it, or sent something unasked."""
         if self.is_open and not self._is_quiet():
             self.close()
 
-    def send(self, requests: Iterable[bytes], deadline: float) -> None:
-        """Send packed commands. The server works on the first while `requests` makes the next."""
-        # Outside: a deadline that passed before anything was sent costs no connection.
-        self.arm(deadline)
+    def send(self, requests: Iterable[bytes], replies: int) -> None:
+        """Send packed commands that have so many replies.
+
+        The server works on the first while `requests` makes the next.
+        """
+        self.outstanding += replies
         try:
             for request in requests:
-                self.send_all((request,))
+                self.send_all(request)
         except (RedisTimeout, RedisUnavailable):
             self.close()
             raise
@@ -166,29 +169,41 @@ class Connection:
         """Whether the connection is plain, and nothing has arrived."""
         return self.plain_fileno >= 0 and self._is_quiet()
 
-    def send_ahead(self, request: bytes) -> int:
+    def send_ahead(self, request: bytes, replies: int) -> int:
         """Send as much as possible without blocking; return how many bytes.
 
         For a thread that keeps the owner out, if it `takes_ahead`. 0 if it is lost: sending the
         rest raises the error.
         """
+        self.outstanding += replies
         try:
             return os.write(self._sock.fileno(), request)
         except OSError:
             return 0
 
-    def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
-        """The next replies, at least `least` and at most `most`.
+    def receive(self, least: int) -> list[Reply]:
+        """The next replies, at least `least`; raises the first error among them.
 
         If it is called again for the rest of them, they contain no arrays.
         """
+        replies = self._receive(least)
+        for reply in replies:
+            if isinstance(reply, ErrorReply):
+                raise error_of(reply)
+        return replies
+
+    def receive_all(self) -> list[Reply]:
+        """Every outstanding reply, error replies among them."""
+        return self._receive(self.outstanding)
+
+    def _receive(self, least: int) -> list[Reply]:
         replies: list[Reply] = []
         try:
-            self.arm(deadline)
             while len(replies) < least:
                 self._replies.feed(self._view[: self.receive_some(self._view)])
-                replies += self._replies.take(most - len(replies))
-            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
+                replies += self._replies.take(self.outstanding - len(replies))
+            self.outstanding -= len(replies)
+            if self.outstanding < 0 or (not self.outstanding and self._replies.has_rest):
                 raise RedisProtocolError("more replies came than were asked for")
         except (RedisTimeout, RedisUnavailable, RedisProtocolError):
             self.close()
@@ -196,9 +211,13 @@ class Connection:
         return replies
 
     def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies; the first error is raised."""
-        self.send((request,), deadline)
-        return without_errors(self.receive(deadline, replies, replies))
+        """Send packed commands and receive exactly their replies; the first error is raised.
+
+        A deadline that has passed costs no connection.
+        """
+        self.arm(deadline)
+        self.send((request,), replies)
+        return self.receive(replies)
 
     # ------------------------------------------------------------------ bytes
 
@@ -209,10 +228,10 @@ class Connection:
         if self._deadline <= now:
             raise self.late()
 
-    def send_all(self, parts: Sequence[BytesLike]) -> None:
-        sent, nbytes = 0, sum([len(part) for part in parts])
-        while sent < nbytes:
-            sent += self.send_some(parts, sent)
+    def send_all(self, request: bytes) -> None:
+        sent = 0
+        while sent < len(request):
+            sent += self.send_some((request,), sent)
 
     def send_some(self, parts: Sequence[BytesLike], skip: int) -> int:
         """Send at least one byte after the first `skip` bytes; return how many."""
@@ -316,16 +335,12 @@ class Connector:
             except BaseException:
                 connection.close()
                 raise
-        except (RedisError, OSError, UnicodeError) as error:
+        except (RedisError, OSError, UnicodeError, RuntimeError) as error:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
         # If it was aborted in the meantime, it fails at its first use.
         return connection
-
-    def _forget(self, connection: Connection) -> None:
-        with self._lock:
-            self._connections.discard(connection)
 
     def abort(self) -> None:
         """Fail every connection, and every attempt to open one, from now on."""
@@ -335,9 +350,8 @@ class Connector:
 
     def drop(self) -> None:
         """Fail the connections that there are."""
-        with self._lock:
-            for connection in self._connections:
-                connection.abort()
+        for connection in list(self._connections):
+            connection.abort()
 
     def _check_wanted(self) -> None:
         if self._aborted:
@@ -375,7 +389,7 @@ class Connector:
                 sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
-            return Connection(sock, endpoint, self._op_timeout_s, self._forget)
+            return Connection(sock, endpoint, self._op_timeout_s, self._connections)
         except BaseException:
             sock.close()
             raise
@@ -383,7 +397,11 @@ class Connector:
     # ------------------------------------------------------------------ names
 
     def _addresses(self, deadline: float) -> list[Address]:
-        """At least one. Raises OSError, UnicodeError, and TimeoutError if it takes too long."""
+        """At least one.
+
+        Raises OSError, UnicodeError, TimeoutError if it takes too long, and RuntimeError if there
+        can be no thread.
+        """
         if self.endpoint.transport is Transport.UNIX:
             return [(socket.AF_UNIX, self.endpoint.path)]
         with contextlib.suppress(socket.gaierror):
@@ -396,11 +414,7 @@ class Connector:
             except (OSError, UnicodeError) as error:
                 found.set_exception(error)
 
-        try:
-            threading.Thread(target=look_up, name="redis-name", daemon=True).start()
-        except RuntimeError as error:
-            where = self.endpoint.where
-            raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
+        threading.Thread(target=look_up, name="redis-name", daemon=True).start()
         try:
             return found.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:

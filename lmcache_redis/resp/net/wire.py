@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import hiredis
 
@@ -82,7 +82,6 @@ class ErrorReply(NamedTuple):
 
 
 Reply = bytes | int | None | ErrorReply | list["Reply"]
-RepliesT = TypeVar("RepliesT", bound=Sequence[Reply])
 
 
 # ------------------------------------------------------------------ commands
@@ -167,14 +166,6 @@ def error_of(reply: ErrorReply) -> RedisError:
     if "max number of clients" in reply.text:
         kind = RedisUnavailable
     return kind(said + advice)
-
-
-def without_errors(replies: RepliesT) -> RepliesT:
-    """The same replies; raises `error_of` the first error among them."""
-    for reply in replies:
-        if isinstance(reply, ErrorReply):
-            raise error_of(reply)
-    return replies
 
 
 class ReplyBuffer:

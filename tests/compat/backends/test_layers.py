@@ -18,7 +18,8 @@ from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
 from lmcache_redis.compat.backends import backend as backends
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.resp import ReadOutcome, RedisOptions
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.tiers import ReadOutcome
 from tests.compat.backends.conftest import OpenDisk
 from tests.compat.backends.redis_tiers import SLOT, plane_of, wait_until
 from tests.compat.backends.samples import Buffers, key_of, same, tensor_of

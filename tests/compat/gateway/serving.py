@@ -90,7 +90,7 @@ class DictTier:
 
     @property
     def state(self) -> PlaneState:
-        return PlaneState(not self.hangs, True, "", 0.0)
+        return PlaneState(not self.hangs, True, "")
 
     def lookup(self, key: bytes) -> bool | None:
         return False if self.hangs else None
