@@ -28,14 +28,14 @@ pytestmark = pytest.mark.skipif(native.moves is None, reason=native.why_not)
 # ------------------------------------------------------------------ checksum
 
 
-@pytest.fixture(params=["plain", "avx2", "neon"])
+@pytest.fixture(params=["plain", "avx2", "avx512", "neon"])
 def vectors(request: pytest.FixtureRequest) -> Iterator[None]:
     """Checksums are computed with these, where the processor has them."""
     assert native.moves is not None
     if not native.moves.use_vectors(request.param):
         pytest.skip(f"this processor has no {request.param}")
     yield
-    assert any(native.moves.use_vectors(each) for each in ("avx2", "neon", "plain"))
+    assert any(native.moves.use_vectors(each) for each in ("avx512", "avx2", "neon", "plain"))
 
 
 @pytest.mark.usefixtures("vectors")

@@ -250,7 +250,7 @@ static PyMethodDef methods[] = {
 };
 
 /* The widest first; every processor has the last. */
-static const char *const VECTORS[] = {"avx2", "neon", "plain"};
+static const char *const VECTORS[] = {"avx512", "avx2", "neon", "plain"};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_moves", "Stripes between slots and sockets, without the GIL.",

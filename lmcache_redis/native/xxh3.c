@@ -128,6 +128,32 @@ __attribute__((target("avx2"))) static void scramble_avx2(uint64_t *lanes)
     }
 }
 
+__attribute__((target("avx512f"))) static void
+accumulate_avx512(uint64_t *lanes, const uint8_t *data, const uint8_t *secret, size_t count)
+{
+    __m512i all = _mm512_load_si512(lanes);
+    for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        prefetch(data);
+        const __m512i a = _mm512_loadu_si512(data);
+        const __m512i x = _mm512_xor_si512(a, _mm512_loadu_si512(secret));
+        const __m512i upper = _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)UPPER_HALVES);
+        all = _mm512_add_epi64(all, _mm512_shuffle_epi32(a, (_MM_PERM_ENUM)SWAP_PAIRS));
+        all = _mm512_add_epi64(all, _mm512_mul_epu32(x, upper));
+    }
+    _mm512_store_si512(lanes, all);
+}
+
+__attribute__((target("avx512f"))) static void scramble_avx512(uint64_t *lanes)
+{
+    const __m512i prime = _mm512_set1_epi64((long long)PRIME32_1);
+    __m512i value = _mm512_load_si512(lanes);
+    value = _mm512_xor_si512(value, _mm512_srli_epi64(value, 47));
+    value = _mm512_xor_si512(value, _mm512_loadu_si512(SCRAMBLE_SECRET));
+    const __m512i upper = _mm512_mul_epu32(_mm512_srli_epi64(value, 32), prime);
+    value = _mm512_add_epi64(_mm512_mul_epu32(value, prime), _mm512_slli_epi64(upper, 32));
+    _mm512_store_si512(lanes, value);
+}
+
 #elif defined(__aarch64__)
 
 static inline uint64x2_t load_neon(const uint8_t *at)
@@ -183,6 +209,11 @@ bool xxh3_use(const char *vectors)
     if (strcmp(vectors, "avx2") == 0 && __builtin_cpu_supports("avx2")) {
         accumulate = accumulate_avx2;
         scramble = scramble_avx2;
+        return true;
+    }
+    if (strcmp(vectors, "avx512") == 0 && __builtin_cpu_supports("avx512f")) {
+        accumulate = accumulate_avx512;
+        scramble = scramble_avx512;
         return true;
     }
 #elif defined(__aarch64__) /* every such processor has them */

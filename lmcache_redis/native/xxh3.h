@@ -1,8 +1,8 @@
 /* XXH3, 64 bits, seed 0, of inputs longer than XXH3_SHORT_BYTES: the checksum of payloads.
  *
  * Written from the specification (xxHash's doc/xxhash_spec.md); the tests compare it with the
- * xxhash package. That package is compiled for the oldest x86-64; this code uses AVX2 and NEON
- * and hashes an input in steps while it arrives.
+ * xxhash package. That package is compiled for the oldest x86-64; this code uses the widest vectors
+ * of the processor, and hashes an input in steps while it arrives.
  */
 #ifndef LMCR_XXH3_H
 #define LMCR_XXH3_H
@@ -19,7 +19,7 @@ typedef struct {
     size_t blocks; /* consumed so far */
 } __attribute__((aligned(64))) Xxh3;
 
-/* Use "plain", "avx2" or "neon" from now on; false if the processor does not have it. */
+/* Use "plain", "avx2", "avx512" or "neon" from now on; false if the processor does not have it. */
 bool xxh3_use(const char *vectors);
 
 void xxh3_begin(Xxh3 *hash);
