@@ -20,14 +20,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.gateway.shared import Shared
 from lmcache_redis.compat.gateway.stream import ClientStream, Gone
 from lmcache_redis.compat.gateway.wire import (
     FAILED,
@@ -44,10 +45,11 @@ from lmcache_redis.compat.lm_wire import (
     command_and_length,
     unpacked_request,
 )
-from lmcache_redis.compat.objects import HeldChunk
+from lmcache_redis.compat.objects import HeldChunk, ObjectCache
 from lmcache_redis.errors import FormatError
 
 _COUNTED = {1: "puts", 2: "gets", 3: "exists", 4: "lists", 5: "healths"}
+_SILENCE_S = 10.0
 # For one question to the tiers, or one load.
 _TIER_TIMEOUT_S = 5.0
 _LIST_TIMEOUT_S = 60.0
@@ -57,6 +59,63 @@ _LISTED_KEY_BYTES = 1024
 _DROPPED = memoryview(bytearray(256 << 10))
 
 _Answer = TypeVar("_Answer")
+
+
+class QuietLog:
+    """Logs one warning of a kind per `_SILENCE_S` at most."""
+
+    def __init__(self, logger: logging.Logger, silence_s: float = _SILENCE_S) -> None:
+        self._logger = logger
+        self._silence_s = silence_s
+        self._until_s: dict[str, float] = {}
+
+    def warning(self, kind: str, message: str, *args: object) -> None:
+        """kind: one of a few constants, never text of a client."""
+        now_s = time.monotonic()
+        if now_s >= self._until_s.get(kind, 0.0):
+            self._until_s[kind] = now_s + self._silence_s
+            self._logger.warning(message, *args)
+
+
+class Room:
+    """A bound for payload bytes in flight: a semaphore of bytes, first come first served.
+
+    The memory belongs to the cache. A payload takes all of its bytes before the first one moves,
+    and nothing that holds bytes waits for more of them to give them back. The loop's thread only.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        self._turn = asyncio.Lock()
+        self._given_back = asyncio.Event()
+
+    async def take(self, nbytes: int) -> None:
+        """Waits for `nbytes`, at most `size_bytes`. The caller gives them back."""
+        async with self._turn:
+            while self.used_bytes + nbytes > self.size_bytes:
+                self._given_back.clear()
+                await self._given_back.wait()
+            self.used_bytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+        self._given_back.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the connections of a gateway share. The loop's thread only.
+
+    room: `--buffer-bytes`. one_list: held by a LIST while it collects keys.
+    """
+
+    cache: ObjectCache
+    room: Room
+    max_payload_bytes: int
+    log: QuietLog
+    counters: dict[str, int]
+    one_list: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""The server: who may connect, limits, what connections share, stopping.
+"""The server: who may connect, limits, figures, stopping.
 
 One loop, one task for each client. The server accepts without asyncio's server: a client that may
 not connect is refused before TLS spends anything on it, and each client counts against the limit
@@ -16,17 +16,20 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmcache_redis import __version__
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
-from lmcache_redis.compat.gateway.connection import ClientConnection
-from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared
+from lmcache_redis.compat.gateway.connection import ClientConnection, QuietLog, Room, Shared
 from lmcache_redis.compat.gateway.stream import ClientStream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError, StartError
+from lmcache_redis.metrics.exporter import gauge, labelled
 from lmcache_redis.processes import free_descriptors
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,33 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP
 # A client without a request for this long gives way to another one, if there are too many.
 _IDLE_S = 600.0
 
+# Since the start: name and meaning for Prometheus, label; for each of its values, the name here.
+COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
+    ("connections", "connections accepted", [], {"": "connections"}),
+    (
+        "requests", "requests, by command", ["command"],
+        {"put": "puts", "get": "gets", "exist": "exists", "list": "lists", "health": "healths"},
+    ),
+    ("puts", "PUTs, by outcome", ["outcome"], {"stored": "stored", "not_stored": "not_stored"}),
+    ("gets", "GETs answered, by outcome", ["outcome"], {"hit": "hits", "miss": "misses"}),
+    (
+        "payload_bytes", "payload moved", ["direction"],
+        {"in": "payload_bytes_in", "out": "payload_bytes_out"},
+    ),
+    (
+        "malformed_requests", "requests that failed, or whose connection was closed", [],
+        {"": "malformed"},
+    ),
+    (
+        "closed_connections",
+        "connections closed before their client ended them properly, by reason", ["reason"],
+        {
+            "refused": "refused_connections", "handshake": "failed_handshakes",
+            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
+        },
+    ),
+)  # fmt: skip
+
 
 class Gateway:
     """Serves a cache. Start and stop it once, on one running loop.
@@ -57,7 +87,8 @@ class Gateway:
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
         room, log = Room(config.buffer_bytes), QuietLog(logger)
-        self._shared = Shared(cache, room, config.payload_limit_bytes, log)
+        counters = {name: 0 for *_, values in COUNTERS for name in values.values()}
+        self._shared = Shared(cache, room, config.payload_limit_bytes, log, counters)
         self._clients: dict[asyncio.Task[None], ClientConnection] = {}
 
     @property
@@ -77,9 +108,24 @@ class Gateway:
         return {
             **self._shared.counters,
             "open_connections": len(self._clients),
-            "buffer_bytes": self._shared.room.size_bytes,
             "buffer_used_bytes": self._shared.room.used_bytes,
         }
+
+    def metrics(self) -> Iterator[Metric]:
+        """What it exposes to Prometheus beside the counts of its tiers."""
+        shared = self._shared
+        for name, meaning, labels, values in COUNTERS:
+            counts = {
+                (value,) if value else (): shared.counters[of] for value, of in values.items()
+            }
+            yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, labels, counts)
+        about, version = "1; the version of the gateway", {(__version__,): 1}
+        yield labelled(GaugeMetricFamily, "gateway_info", about, ["version"], version)
+        yield gauge("gateway_open_connections", "clients now", len(self._clients))
+        yield gauge("gateway_buffer_size_bytes", "`--buffer-bytes`", shared.room.size_bytes)
+        yield gauge("gateway_buffer_used_bytes", "payload in flight", shared.room.used_bytes)
+        is_up = "1 if the last tier answers, as the command HEALTH says"
+        yield gauge("gateway_up", is_up, shared.cache.is_up)
 
     async def start(self) -> None:
         """Listens and serves. Raises StartError if the address cannot be used."""
