@@ -29,7 +29,7 @@ import numpy as np
 
 from lmcache_redis import native
 from lmcache_redis.device.calls import ChunkCopy, Copy, CopyCall, CopyPlanner, DeviceContext
-from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter, own_process
+from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.native.madvise import address_of, fault_in
@@ -87,8 +87,7 @@ def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
         raise DeviceError(
             "the KV cache is in a mapped file that torch does not hold open: it cannot be shared"
         )
-    found = os.fstat(fd)
-    return SharedMemoryHandle(*own_process(), fd, found.st_dev, found.st_ino, size_bytes)
+    return SharedMemoryHandle.of(fd, size_bytes)
 
 
 class SharedMapping:

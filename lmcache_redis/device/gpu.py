@@ -165,22 +165,16 @@ class CopyStream:
     def __init__(self, pieces_of: PiecesOf) -> None:
         self._pieces_of = pieces_of
         self._has_batch = driver.has("cuMemcpyBatchAsync")
-        self._staging = Buffer()
+        self.staging = Buffer()
         self._ids = Buffer()
         with ExitStack() as made:
             self.number = driver.create_stream()
             made.callback(driver.destroy_stream, self.number)
-            self._kernel_ended = driver.create_event()
-            made.callback(driver.destroy_event, self._kernel_ended)
-            self._drained = driver.create_event()
-            made.callback(driver.destroy_event, self._drained)
-            for buffer in (self._staging, self._ids):
+            self._event = driver.create_event()
+            made.callback(driver.destroy_event, self._event)
+            for buffer in (self.staging, self._ids):
                 made.callback(buffer.close)
             self._made = made.pop_all()
-
-    def staging(self, size_bytes: int) -> int:
-        """The address of so many bytes on the GPU, aligned to 256, for this call."""
-        return self._staging.grown(size_bytes)
 
     def send(self, ids: _Int64s) -> int:
         """Enqueue numbers to the GPU; their address there. Once in a call."""
@@ -230,10 +224,10 @@ class CopyStream:
 
     def mark_kernel(self) -> None:
         """What is enqueued so far is what `wait_for_kernel` waits for."""
-        driver.record_event(self._kernel_ended, self.number)
+        driver.record_event(self._event, self.number)
 
     def wait_for_kernel(self) -> None:
-        driver.wait_for(self._kernel_ended)
+        driver.wait_for(self._event)
 
     def drain(self) -> None:
         """Wait, asleep, until nothing on the stream is in flight.
@@ -242,8 +236,8 @@ class CopyStream:
         process must not go on.
         """
         try:
-            driver.record_event(self._drained, self.number)
-            driver.wait_for(self._drained)
+            driver.record_event(self._event, self.number)
+            driver.wait_for(self._event)
         except GpuLost:
             raise
         except DriverError as error:
@@ -255,7 +249,7 @@ class CopyStream:
 
 
 class Buffer:
-    """GPU memory that grows."""
+    """GPU memory that grows, aligned to 256 bytes."""
 
     def __init__(self) -> None:
         self._address = 0
