@@ -244,12 +244,12 @@ class ClientConnection:
     async def _send_chunk(self, key: ObjectKey) -> bool:
         """Sends the reply to a GET. False: a miss, and nothing was sent.
 
-        Room for a chunk that is not in memory is taken before the first tier that has it is read.
+        Room for a chunk that is not in memory is taken before a tier is read.
         """
         cache, room = self._cache, self._room
-        held, room_bytes, first = cache.hold(key), 0, 0
-        while held is None:
-            found = await _ask(partial(cache.find, key, _deadline(), first=first))
+        held, room_bytes = cache.hold(key), 0
+        if held is None:
+            found = await _ask(partial(cache.find, key, _deadline()))
             if found is None or self._reply_to(found.metadata) is None:
                 return False
             room_bytes = found.metadata.length
@@ -259,7 +259,8 @@ class ClientConnection:
             finally:
                 if held is None:
                     room.give_back(room_bytes)
-            first = found.level + 1
+            if held is None:
+                return False
         try:
             if (reply := self._reply_to(held.metadata)) is None:
                 return False
