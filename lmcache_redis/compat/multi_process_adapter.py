@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.client.link import AgentLink, LinkState
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import TransferOp, WorkerClient
@@ -38,7 +38,7 @@ from lmcache_redis.compat.load_store import (
     token_hashes,
 )
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.errors import check_int
+from lmcache_redis.errors import DeviceError, check_int
 from lmcache_redis.processes import process_start_time
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class AdapterOfEngine:
         """Returns when an agent has accepted the link. Raises AgentUnreachable, and closes it."""
         link = self.link
         try:
-            link.wait_for(lambda: link.online or link.state is LinkState.REFUSED, self._timeout_s)
+            link.wait_for(lambda: link.online or link.refusal is not None, self._timeout_s)
             if not link.online:
                 raise AgentUnreachable(
                     link.refusal
@@ -213,7 +213,18 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
             block_strides=block_strides,
         )
         self.kv_caches = kv_caches
-        self.wait_registered(self._timeout_s)
+
+        def refusal() -> str | None:
+            sent = self._registration_of_now()
+            return None if sent is None else sent.refusal
+
+        self.link.wait_for(lambda: self.ready or refusal() is not None, self._timeout_s)
+        if not self.ready:
+            raise DeviceError(
+                refusal()
+                or f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
+                f"{self.worker_id} within {self._timeout_s:g} s: see its log"
+            )
 
     def submit_store_request(
         self,

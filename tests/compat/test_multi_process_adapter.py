@@ -40,7 +40,7 @@ from tests.compat.adapters import (
     finished_retrieves,
     looked_up,
 )
-from tests.harness import WAIT_S, AgentServer, block_hashes, wait_until
+from tests.harness import AgentServer, block_hashes, wait_until
 from tests.servers import RedisServer
 
 
@@ -334,7 +334,7 @@ class TestRegistration:
         ):
             worker.register_kv_caches(caches())
         agent.cont()
-        worker.wait_registered(WAIT_S)
+        wait_until(lambda: worker.ready)
         worker.shutdown()
 
     def test_other_weights_are_told_apart(self, pair: Pair, agent: AgentServer) -> None:

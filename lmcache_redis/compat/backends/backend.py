@@ -97,18 +97,14 @@ class CacheThread:
             if self.is_closed:
                 raise RuntimeError("the backend is closed")
             self._calls.add(future)
-
-        def done(result: ResultT) -> None:
-            self._calls.discard(future)
-            future.set_result(result)
+        future.add_done_callback(self._calls.discard)
 
         def run() -> None:
             try:
-                begin(done)
+                begin(future.set_result)
             except Exception as error:
                 if future.done():
                     raise
-                self._calls.discard(future)
                 future.set_exception(error)
 
         self._loop.post(run)
@@ -252,7 +248,8 @@ class ChunkBackend:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all earlier puts are stored or dropped; False after the timeout."""
-        self._check_open()
+        if self._thread.is_closed:
+            raise RuntimeError("the backend is closed")
         return not wait(self._thread.calls, timeout_s).not_done
 
     def close(self) -> None:
@@ -301,7 +298,6 @@ class ChunkBackend:
 
         If the iterator is abandoned, loads in flight end without it.
         """
-        self._check_open()
         return self._get_ahead(iter(keys))
 
     def _get_ahead(self, keys: Iterator[AnyKey]) -> Iterator[torch.Tensor | None]:
@@ -332,13 +328,8 @@ class ChunkBackend:
 
     # ---------------------------------------------------------------- calls
 
-    def _check_open(self) -> None:
-        if self._thread.is_closed:
-            raise RuntimeError(f"the backend is closed: {type(self).__name__}")
-
     def _deadline(self) -> float:
-        """The deadline of a call that starts now. Raises RuntimeError after `close`."""
-        self._check_open()
+        """The deadline of a call that starts now."""
         return time.monotonic() + self._thread.deadline_s
 
     def _begin_put(
@@ -380,10 +371,9 @@ class ChunkBackend:
 
     def _tensor(self, held: HeldChunk | None) -> torch.Tensor | None:
         allocation = TensorAllocation()
-        if self._copied(held, allocation) is None or allocation.tensor is None:
-            return None
+        self._copied(held, allocation)
         tensor = allocation.tensor
-        return tensor if self.dst_device == "cpu" else tensor.to(self.dst_device)
+        return tensor if tensor is None else tensor.to(self.dst_device)
 
     def _copied(self, held: HeldChunk | None, allocate: Allocate) -> RemoteMetadata | None:
         """Copies a chunk to the caller's buffers and releases it."""
