@@ -145,12 +145,7 @@ class _OpenedMemory:
     """Memory of another process, until this object is freed: torch keeps it with the tensor."""
 
     def __init__(self, handle: CudaHandle) -> None:
-        visible = driver.device_uuids()
-        if handle.device_uuid not in visible:
-            raise DeviceError(
-                f"GPU {handle.device_uuid} is not visible here (visible: {', '.join(visible)})"
-            )
-        gpu = visible.index(handle.device_uuid)
+        gpu = driver.ordinal_of(handle.device_uuid)
         context = driver.retain_context(gpu)
         try:
             with driver.in_context(context):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.errors import DeviceError, DriverError, GpuLost
+from lmcache_redis.errors import DriverError, GpuLost
 
 DIRECT_COPY_BYTES = 64 << 10
 UNPINNED = -1
@@ -74,13 +74,7 @@ class Gpus:
 
     def at(self, uuid: str) -> Gpu:
         """The GPU with a UUID. Raises DeviceError if it is not visible here."""
-        visible = driver.device_uuids()
-        if uuid not in visible:
-            raise DeviceError(
-                f"GPU {uuid} is not visible here (visible: {', '.join(visible) or 'none'}): add it "
-                "to the agent's CUDA_VISIBLE_DEVICES or container"
-            )
-        ordinal = visible.index(uuid)
+        ordinal = driver.ordinal_of(uuid)
         with self._lock:
             if ordinal not in self._found:
                 self._found[ordinal] = Gpu(ordinal, *self._settings)
