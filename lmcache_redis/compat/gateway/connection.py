@@ -48,7 +48,7 @@ from lmcache_redis.compat.lm_wire import (
 from lmcache_redis.compat.objects import HeldChunk, ObjectCache
 from lmcache_redis.errors import FormatError
 
-_COUNTED = {1: "puts", 2: "gets", 3: "exists", 4: "lists", 5: "healths"}
+_COUNTED = {int(each): f"requests_{each.name.lower()}" for each in ClientCommand}
 _SILENCE_S = 10.0
 # For one question to the tiers, or one load.
 _TIER_TIMEOUT_S = 5.0
@@ -146,7 +146,7 @@ class ClientConnection:
                 await self._answer()
         except Gone:
             if self.stream.in_message:
-                self._shared.counters["abandoned"] += 1
+                self._shared.counters["closed_connections_abandoned"] += 1
         except FormatError as problem:
             self._complain("closed", "%s; the connection is closed", problem)
 
@@ -171,7 +171,7 @@ class ClientConnection:
         elif command == ClientCommand.GET:
             key = self._wanted_key()
             if key is None or not await self._send_chunk(key):
-                counters["misses"] += 1
+                counters["gets_miss"] += 1
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
             key = self._wanted_key()
@@ -228,9 +228,9 @@ class ClientConnection:
             if not ended.done():
                 ended.set_result(None)
             if stored:
-                counters["stored"] += 1
+                counters["puts_stored"] += 1
                 return
-            counters["not_stored"] += 1
+            counters["puts_not_stored"] += 1
             self._shared.log.warning(
                 "not stored", "a chunk of %d bytes is not stored: no tier took it", length
             )
@@ -267,7 +267,7 @@ class ClientConnection:
             if not room_bytes:
                 await room.take(held.metadata.length)
                 room_bytes = held.metadata.length
-            self._shared.counters["hits"] += 1
+            self._shared.counters["gets_hit"] += 1
             await self._send_payload(reply, held.payload)
             return True
         finally:
@@ -319,7 +319,7 @@ class ClientConnection:
             return None
 
     def _complain(self, kind: str, message: str, *args: object) -> None:
-        self._shared.counters["malformed"] += 1
+        self._shared.counters["malformed_requests"] += 1
         self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
 
 

@@ -47,32 +47,25 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP
 # A client without a request for this long gives way to another one, if there are too many.
 _IDLE_S = 600.0
 
-# Since the start: name and meaning for Prometheus, label; for each of its values, the name here.
-COUNTERS: Final[tuple[tuple[str, str, list[str], dict[str, str]], ...]] = (
-    ("connections", "connections accepted", [], {"": "connections"}),
-    (
-        "requests", "requests, by command", ["command"],
-        {"put": "puts", "get": "gets", "exist": "exists", "list": "lists", "health": "healths"},
-    ),
-    ("puts", "PUTs, by outcome", ["outcome"], {"stored": "stored", "not_stored": "not_stored"}),
-    ("gets", "GETs answered, by outcome", ["outcome"], {"hit": "hits", "miss": "misses"}),
-    (
-        "payload_bytes", "payload moved", ["direction"],
-        {"in": "payload_bytes_in", "out": "payload_bytes_out"},
-    ),
-    (
-        "malformed_requests", "requests that failed, or whose connection was closed", [],
-        {"": "malformed"},
-    ),
+# Since the start: name and meaning for Prometheus; the label, if there is one, and its values.
+COUNTERS: Final[tuple[tuple[str, str, str, tuple[str, ...]], ...]] = (
+    ("connections", "connections accepted", "", ("",)),
+    ("requests", "requests, by command", "command", ("put", "get", "exist", "list", "health")),
+    ("puts", "PUTs, by outcome", "outcome", ("stored", "not_stored")),
+    ("gets", "GETs answered, by outcome", "outcome", ("hit", "miss")),
+    ("payload_bytes", "payload moved", "direction", ("in", "out")),
+    ("malformed_requests", "requests that failed, or whose connection was closed", "", ("",)),
     (
         "closed_connections",
-        "connections closed before their client ended them properly, by reason", ["reason"],
-        {
-            "refused": "refused_connections", "handshake": "failed_handshakes",
-            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
-        },
+        "connections closed before their client ended them properly, by reason", "reason",
+        ("refused", "handshake", "stalled", "idle", "abandoned", "error"),
     ),
 )  # fmt: skip
+
+
+def counter_name(name: str, value: str) -> str:
+    """In `Shared.counters`."""
+    return f"{name}_{value}" if value else name
 
 
 class Gateway:
@@ -87,7 +80,7 @@ class Gateway:
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
         room, log = Room(config.buffer_bytes), QuietLog(logger)
-        counters = {name: 0 for *_, values in COUNTERS for name in values.values()}
+        counters = {counter_name(name, each): 0 for name, *_, values in COUNTERS for each in values}
         self._shared = Shared(cache, room, config.payload_limit_bytes, log, counters)
         self._clients: dict[asyncio.Task[None], ClientConnection] = {}
 
@@ -114,10 +107,12 @@ class Gateway:
     def metrics(self) -> Iterator[Metric]:
         """What it exposes to Prometheus beside the counts of its tiers."""
         shared = self._shared
-        for name, meaning, labels, values in COUNTERS:
+        for name, meaning, label, values in COUNTERS:
             counts = {
-                (value,) if value else (): shared.counters[of] for value, of in values.items()
+                (value,) if label else (): shared.counters[counter_name(name, value)]
+                for value in values
             }
+            labels = [label] if label else []
             yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, labels, counts)
         about, version = "1; the version of the gateway", {(__version__,): 1}
         yield labelled(GaugeMetricFamily, "gateway_info", about, ["version"], version)
@@ -167,7 +162,7 @@ class Gateway:
                 continue
             shared.counters["connections"] += 1
             if (problem := self._refuses(host)) is not None:
-                shared.counters["refused_connections"] += 1
+                shared.counters["closed_connections_refused"] += 1
                 shared.log.warning("refused", "%s is turned away: %s", host, problem)
                 accepted.close()
                 continue
@@ -203,7 +198,7 @@ class Gateway:
         if not idle:
             return False
         longest = min(idle, key=lambda each: each.stream.waits_from_s)
-        self._shared.counters["idle"] += 1
+        self._shared.counters["closed_connections_idle"] += 1
         self._shared.log.warning(
             "idle", "%s is disconnected for another client: no request for over %.0f s",
             longest.peer, _IDLE_S,
@@ -219,17 +214,17 @@ class Gateway:
                 if self._tls is not None:
                     await stream.start_tls(self._tls)
             except OSError as error:
-                counters["failed_handshakes"] += 1
+                counters["closed_connections_handshake"] += 1
                 log.warning("handshake", "%s did not get connected: %s", connection.peer, error)
                 return
             try:
                 await connection.serve()
             except Exception:
-                counters["errors"] += 1
+                counters["closed_connections_error"] += 1
                 logger.exception("a connection is closed because of a fault")
 
     def _stalled(self, peer: str) -> None:
-        self._shared.counters["stalled"] += 1
+        self._shared.counters["closed_connections_stalled"] += 1
         self._shared.log.warning(
             "stalled", "%s is disconnected: a message took more than %g s",
             peer, self.config.request_timeout_s,
