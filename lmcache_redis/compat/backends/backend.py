@@ -75,7 +75,6 @@ class CacheThread:
         self._loop = OwnerLoop(self._woken.set)
         self._memory = HeapMemory()
         self.objects = open_cache(storages, self._loop, self._memory, self.deadline_s)
-        self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
         self.is_closed = False
@@ -92,11 +91,10 @@ class CacheThread:
 
         begin: the call without its `done`. Raises RuntimeError after `close`.
         """
+        if self.is_closed:
+            raise RuntimeError("the backend is closed")
         future: Future[ResultT] = Future()
-        with self._lock:
-            if self.is_closed:
-                raise RuntimeError("the backend is closed")
-            self._calls.add(future)
+        self._calls.add(future)
         future.add_done_callback(self._calls.discard)
 
         def run() -> None:
@@ -125,11 +123,9 @@ class CacheThread:
 
         Idempotent.
         """
-        with self._lock:
-            was_closed, self.is_closed = self.is_closed, True
-        if not was_closed:
-            wait(self.calls, timeout_s)
-            self._loop.post(partial(self._close, timeout_s))
+        self.is_closed = True
+        wait(self.calls, timeout_s)
+        self._loop.post(partial(self._close, timeout_s))
         self._thread.join(timeout_s + _JOIN_S)
 
     def _run(self) -> None:
@@ -298,15 +294,13 @@ class ChunkBackend:
 
         If the iterator is abandoned, loads in flight end without it.
         """
-        return self._get_ahead(iter(keys))
-
-    def _get_ahead(self, keys: Iterator[AnyKey]) -> Iterator[torch.Tensor | None]:
+        waiting = iter(keys)
         ahead: deque[Future[HeldChunk | None]] = deque()
         room, chunk_bytes = 1, 0
 
         def fill(count: int) -> None:
             deadline = self._deadline()
-            for key in itertools.islice(keys, max(0, count - len(ahead))):
+            for key in itertools.islice(waiting, max(0, count - len(ahead))):
                 ahead.append(self._begin_get(key, deadline))
 
         try:
