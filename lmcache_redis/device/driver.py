@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
-from lmcache_redis.errors import DeviceError, DriverError, GpuLost
+from lmcache_redis.errors import CudaError, DeviceError, DriverError, GpuLost
 
 IPC_HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _LIBRARY = "libcuda.so.1"
@@ -200,7 +200,7 @@ def on_gpu(ordinal: int) -> Iterator[None]:
         with in_context(context):
             yield
     finally:
-        with contextlib.suppress(DriverError):  # after a loss, which the caller learns by then
+        with contextlib.suppress(CudaError):  # after a loss, which the caller learns by then
             release_context(ordinal)
 
 
@@ -212,7 +212,7 @@ def in_context(context: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(DriverError):
+        with contextlib.suppress(CudaError):
             set_context(former)
 
 

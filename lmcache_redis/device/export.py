@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.device import driver
 from lmcache_redis.device.driver import Range
 from lmcache_redis.device.handles import CudaFdHandle, CudaHandle, CudaIPCHandle, own_process
-from lmcache_redis.errors import DeviceError, DriverError, GpuLost
+from lmcache_redis.errors import DeviceError, DriverError
 
 if TYPE_CHECKING:
     import torch
@@ -129,8 +129,6 @@ def _descriptor(piece: Range, refused: DriverError) -> int:
             return driver.export_allocation(allocation)
         finally:
             driver.release_allocation(allocation)
-    except GpuLost:
-        raise
     except DriverError as error:
         raise DeviceError(
             f"CUDA cannot share the memory of the KV cache between processes ({refused}; {error}): "

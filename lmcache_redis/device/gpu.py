@@ -232,8 +232,6 @@ class CopyStream:
         try:
             driver.record_event(self._event, self.number)
             driver.wait_for(self._event)
-        except GpuLost:
-            raise
         except DriverError as error:
             raise GpuLost(error.code, f"it is not known which copies have ended: {error}") from None
 

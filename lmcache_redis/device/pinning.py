@@ -122,8 +122,6 @@ class PoolPinning:
             try:
                 fault_in(address, end - address, for_write=True)
                 driver.pin(address, end - address)
-            except GpuLost:
-                raise
             except (DriverError, MemoryError) as error:
                 logger.warning(
                     "%d of %d MiB of the host pool are pinned, and the rest is copied at a "
