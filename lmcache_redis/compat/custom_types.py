@@ -141,14 +141,10 @@ class _OpenedMemory:
 
     def __init__(self, handle: CudaHandle) -> None:
         gpu = driver.ordinal_of(handle.device_uuid)
-        context = driver.retain_context(gpu)
-        try:
-            with driver.in_context(context):
-                memory = EngineMemory([handle], gpu)
-        except BaseException:
-            driver.release_context(gpu)
-            raise
-        weakref.finalize(self, _close, memory, gpu, context).atexit = False
+        with driver.on_gpu(gpu):
+            memory = EngineMemory([handle], gpu)
+            driver.retain_context(gpu)  # until `_close`
+        weakref.finalize(self, _close, memory, gpu).atexit = False
         address, size_bytes = memory.storages[0]
         self.__cuda_array_interface__ = {
             "shape": (size_bytes,),
@@ -162,8 +158,8 @@ def _flat_tensor(memory: Any) -> torch.Tensor:
     return torch.as_tensor(memory)
 
 
-def _close(memory: EngineMemory, gpu: int, context: int) -> None:
-    with driver.in_context(context):
+def _close(memory: EngineMemory, gpu: int) -> None:
+    with driver.on_gpu(gpu):
         driver.synchronize()
         memory.close()
     driver.release_context(gpu)

@@ -129,19 +129,16 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
     name = f"/proc/{handle.pid}/fd/{handle.fd}"
     check_exporter(handle)  # first, for its message: without the process, the name does not exist
     try:
-        # O_PATH first: opening a device or a pipe that a forged handle names has side effects.
-        peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as opened:
+            # O_PATH first: opening a device or a pipe that a forged handle names has side effects.
+            peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
+            opened.callback(os.close, peek)
             _verify(handle, peek, name)
             fd = os.open(f"/proc/self/fd/{peek}", os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            os.close(peek)
-        try:
+            opened.callback(os.close, fd)
             with contextlib.suppress(OSError):  # EPERM: its creator allows no seals
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             return mmap.mmap(fd, handle.size_bytes)
-        finally:
-            os.close(fd)
     except (OSError, ValueError) as error:
         raise DeviceError(
             f"the engine's KV cache cannot be opened as {name} ({error}): engine and agent must "

@@ -61,8 +61,6 @@ class Attribute:
     """Of ``CUdevice_attribute``."""
 
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
-    MAJOR = 75
-    MINOR = 76
     WRITES_64_BIT_VALUES = 122  # cuStreamWriteValue64
 
 

@@ -198,8 +198,7 @@ class ClientConnection:
         await self._room.take(length)
         held: HeldChunk | None = None
         try:
-            with contextlib.suppress(FormatError):  # the tiers have no encoding for it
-                held = self._cache.reserve(key, metadata)
+            held = self._cache.reserve(key, metadata)
             if held is None:
                 await self._receive_and_drop(length)
             else:
