@@ -169,7 +169,7 @@ def _ask_driver(pids: Iterable[int]) -> GpuFacts:
                 VisibleGpu(
                     driver.device_uuid(each),
                     driver.device_name(each),
-                    driver.device_attribute(each, driver.Attribute.COMPUTE_MODE),
+                    driver.device_attribute(driver.Attribute.COMPUTE_MODE, each),
                 )
                 for each in range(len(driver.device_uuids()))
             ),

@@ -132,7 +132,7 @@ class CudaIPCWrapper:
                 raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
             return exported
         size_bytes = math.prod(handle.shape) * itemsize(handle.dtype)
-        flat = _flat_tensor(_OpenedMemory(handle.memory))
+        flat = torch.as_tensor(_OpenedMemory(handle.memory))
         return flat[:size_bytes].view(torch_dtype(handle.dtype)).view(handle.shape)
 
 
@@ -152,10 +152,6 @@ class _OpenedMemory:
             "data": (address, False),
             "version": 2,
         }
-
-
-def _flat_tensor(memory: Any) -> torch.Tensor:
-    return torch.as_tensor(memory)
 
 
 def _close(memory: EngineMemory, gpu: int) -> None:

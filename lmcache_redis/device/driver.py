@@ -145,7 +145,8 @@ driver_version = _gives(c_int, "cuDriverGetVersion")
 _device_count = _gives(c_int, "cuDeviceGetCount")
 _device_uuid = _does("cuDeviceGetUuid_v2", c_void_p, c_int)
 _device_name = _does("cuDeviceGetName", c_char_p, c_int, c_int)
-_device_attribute = _gives(c_int, "cuDeviceGetAttribute", c_int, c_int)
+# An attribute, an ordinal.
+device_attribute = _gives(c_int, "cuDeviceGetAttribute", c_int, c_int)
 # Of an ordinal: the primary context of a GPU, which torch uses too. Takes a fraction of a second.
 retain_context = _gives(c_void_p, "cuDevicePrimaryCtxRetain", c_int)
 release_context = _does("cuDevicePrimaryCtxRelease_v2", c_int)
@@ -184,10 +185,6 @@ def device_name(ordinal: int) -> str:
     name = ctypes.create_string_buffer(256)
     _device_name(name, len(name), ordinal)
     return name.value.decode(errors="replace")
-
-
-def device_attribute(ordinal: int, attribute: int) -> int:
-    return _device_attribute(attribute, ordinal)
 
 
 @contextlib.contextmanager

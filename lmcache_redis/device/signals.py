@@ -45,7 +45,7 @@ class Signals:
 
     def __init__(self, gpu: int) -> None:
         self.gpu = gpu
-        if not driver.device_attribute(gpu, driver.Attribute.WRITES_64_BIT_VALUES):
+        if not driver.device_attribute(driver.Attribute.WRITES_64_BIT_VALUES, gpu):
             raise DeviceError(
                 f"{driver.device_name(gpu)} with this driver does not write 64-bit values from "
                 "a stream (cuStreamWriteValue64), by which the engine tells the agent that blocks "

@@ -64,16 +64,15 @@ _Answer = TypeVar("_Answer")
 class QuietLog:
     """Logs one warning of a kind per `_SILENCE_S` at most."""
 
-    def __init__(self, logger: logging.Logger, silence_s: float = _SILENCE_S) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._silence_s = silence_s
         self._until_s: dict[str, float] = {}
 
     def warning(self, kind: str, message: str, *args: object) -> None:
         """kind: one of a few constants, never text of a client."""
         now_s = time.monotonic()
         if now_s >= self._until_s.get(kind, 0.0):
-            self._until_s[kind] = now_s + self._silence_s
+            self._until_s[kind] = now_s + _SILENCE_S
             self._logger.warning(message, *args)
 
 

@@ -7,19 +7,23 @@ import logging
 
 import pytest
 
+from lmcache_redis.compat.gateway import connection
 from lmcache_redis.compat.gateway.connection import QuietLog, Room
 from lmcache_redis.compat.gateway.server import COUNTERS, counter_name
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import KEY
 
 
-def test_a_flood_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    log = QuietLog(logging.getLogger(__name__), silence_s=3600)
+def test_a_flood_is_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = QuietLog(logging.getLogger(__name__))
     for number in range(100):
         log.warning("a", "number %d", number)
     log.warning("b", "another kind")
     assert caplog.messages == ["number 0", "another kind"]
-    log = QuietLog(logging.getLogger(__name__), silence_s=0)
+    monkeypatch.setattr(connection, "_SILENCE_S", 0)
+    log = QuietLog(logging.getLogger(__name__))
     for _ in range(2):
         log.warning("a", "again %s", "%s")
     assert caplog.messages[2:] == ["again %s"] * 2
