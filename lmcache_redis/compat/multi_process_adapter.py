@@ -89,13 +89,14 @@ class AdapterOfEngine:
         self.model_name, self.world_size, self.worker_id = model_name, world_size, kv_rank
         self._timeout_s = timeout_s
         is_worker = isinstance(self, WorkerClient)
-        default_id = default_engine_id(model_name, world_size, is_worker=is_worker)
+        given_id = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
         of_client: dict[str, Any] = {
             "endpoint": ClientConfig(endpoint=server_url).endpoint,
             "model_name": model_name,
             "world_size": world_size,
             "block_size_tokens": vllm_block_size,
-            **engine_named(engine_id, default_id),
+            "engine_id": given_id or default_engine_id(model_name, world_size, is_worker=is_worker),
+            "unnamed": not given_id,
         }
         if is_worker:
             of_client["worker_id"] = kv_rank
@@ -346,11 +347,6 @@ def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> s
     parent = parent_process() if is_worker and world_size > 1 else None
     pid = os.getpid() if parent is None else parent.pid
     return f"{pid}-{process_start_time(pid or 0)}-{model_name}"
-
-
-def engine_named(engine_id: str | None, made_up: str) -> dict[str, Any]:
-    given = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
-    return {"engine_id": given or made_up, "unnamed": not given}
 
 
 def _count_blocks(kv_caches: Mapping[str, torch.Tensor], block_size: int) -> int:

@@ -5,7 +5,6 @@ Only this module chooses between devices. It imports torch only for tensors and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,9 +54,9 @@ def export_kv_caches(
         on = sorted({str(tensor.device) for tensor in tensors.values()})
         raise DeviceError(f"a KV cache on {' and '.join(on)}: only one device is supported")
     gpu = gpus.pop()
-    found = iter(views)
+    named = {view.name: view for view in views}
     pages = tuple(
-        find_segments(list(itertools.islice(found, len(group))), num_blocks, block_strides)
+        find_segments([named[name] for name in group], num_blocks, block_strides)
         for group in groups
     )
     if gpu is None:
