@@ -367,7 +367,9 @@ class ChunkBackend:
         allocation = TensorAllocation()
         self._copied(held, allocation)
         tensor = allocation.tensor
-        return tensor if tensor is None else tensor.to(self.dst_device)
+        if tensor is None or self.dst_device == "cpu":
+            return tensor
+        return tensor.to(self.dst_device)
 
     def _copied(self, held: HeldChunk | None, allocate: Allocate) -> RemoteMetadata | None:
         """Copies a chunk to the caller's buffers and releases it."""
