@@ -68,15 +68,15 @@ def export_kv_caches(
 def open_device(
     layouts: Sequence[KVLayout],
     storages: Sequence[StorageHandle],
-    allowed: str = "auto",
-    signals: SharedMemoryHandle | None = None,
-    gpus: Gpus | None = None,
+    allowed: str,
+    signals: SharedMemoryHandle | None,
+    gpus: Gpus,
 ) -> DeviceContext:
     """Map a worker's KV cache, which has a layout for each group.
 
     signals: the page of an engine on a GPU, see `device.signals`. gpus: those of this agent, which
-    workers share; by default they are this mapping's own. Raises DeviceError if the memory cannot
-    be mapped, or the device is not ``allowed``.
+    workers share. Raises DeviceError if the memory cannot be mapped, or the device is not
+    ``allowed``.
     """
     device = " and ".join(sorted({layout.device for layout in layouts}))
     if allowed not in ("auto", device):
@@ -89,5 +89,5 @@ def open_device(
     if device == "cpu" and not cuda:
         return CpuDevice(layouts, shared)
     if device == "cuda" and not shared:
-        return CudaDevice(layouts, cuda, gpus or Gpus(), signals)
+        return CudaDevice(layouts, cuda, gpus, signals)
     raise DeviceError(f"the handles do not fit a layout on {device!r}")

@@ -22,17 +22,12 @@ import numpy.typing as npt
 from lmcache_redis.device import driver, kernels
 from lmcache_redis.errors import DriverError, GpuLost
 
-DIRECT_COPY_BYTES = 64 << 10
 UNPINNED = -1
 _NOT_SUPPORTED = 801
 
 _Int64s = npt.NDArray[np.int64]
 # For addresses of host memory, the number of the pinned piece that each lies in, or `UNPINNED`.
 PiecesOf = Callable[[_Int64s], _Int64s]
-
-
-def nothing_pinned(addresses: _Int64s) -> _Int64s:
-    return np.full(len(addresses), UNPINNED, dtype=np.int64)
 
 
 class BusCopies(NamedTuple):
@@ -65,9 +60,7 @@ class Gpus:
     host memory is pinned.
     """
 
-    def __init__(
-        self, direct_copy_bytes: int = DIRECT_COPY_BYTES, pieces_of: PiecesOf = nothing_pinned
-    ) -> None:
+    def __init__(self, direct_copy_bytes: int, pieces_of: PiecesOf) -> None:
         self._settings = (direct_copy_bytes, pieces_of)
         self._lock = threading.Lock()
         self._found: dict[int, Gpu] = {}
