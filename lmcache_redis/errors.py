@@ -37,15 +37,19 @@ class DeviceError(LMCacheRedisError):
     """Device memory that cannot be exported, mapped or addressed within its bounds."""
 
 
-class DriverError(DeviceError):
-    """NVIDIA's driver refused a call, or there is none. code: its ``CUresult``; 0 without one."""
+class CudaError(DeviceError):
+    """A call of NVIDIA's driver failed. code: its ``CUresult``; 0 without one."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-class GpuLost(DriverError):
+class DriverError(CudaError):
+    """The driver refused the call, or there is none."""
+
+
+class GpuLost(CudaError):
     """The driver refuses every further call of this process to the GPU: the process must end."""
 
 

@@ -23,7 +23,7 @@ from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import payload_of
 from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.device import driver
-from lmcache_redis.errors import DriverError, RedisError
+from lmcache_redis.errors import CudaError, RedisError
 
 # vLLM names its processes so: VLLM::EngineCore, VLLM::Worker_TP0.
 _ENGINE_TITLE = "VLLM::"
@@ -169,14 +169,14 @@ def _ask_driver(pids: Iterable[int]) -> GpuFacts:
                 VisibleGpu(
                     driver.device_uuid(each),
                     driver.device_name(each),
-                    driver.device_attribute(each, driver.Attribute.COMPUTE_MODE),
+                    driver.device_attribute(driver.Attribute.COMPUTE_MODE, each),
                 )
                 for each in range(len(driver.device_uuids()))
             ),
             {pid: is_client for pid in pids if (is_client := uses_mps(pid)) is not None},
             tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])),
         )
-    except DriverError as error:
+    except CudaError as error:
         return GpuFacts(str(error))
 
 

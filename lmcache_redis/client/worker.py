@@ -239,21 +239,6 @@ class WorkerClient:
         export.withdraw(former.storages)
         self._register()
 
-    def wait_registered(self, timeout_s: float) -> None:
-        """Waits until an agent has mapped the memory. Raises ``DeviceError`` if none does."""
-
-        def refusal() -> str | None:
-            of_now = self._registration_of_now()
-            return None if of_now is None else of_now.refusal
-
-        self.link.wait_for(lambda: self.ready or refusal() is not None, timeout_s)
-        if not self.ready:
-            raise DeviceError(
-                refusal()
-                or f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
-                f"{self._worker_id} within {timeout_s:g} s: see its log"
-            )
-
     @property
     def ready(self) -> bool:
         """Whether an agent has mapped this worker's memory and is alive."""

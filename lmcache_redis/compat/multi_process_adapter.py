@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.client.link import AgentLink, LinkState
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import TransferOp, WorkerClient
@@ -38,7 +38,7 @@ from lmcache_redis.compat.load_store import (
     token_hashes,
 )
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.errors import check_int
+from lmcache_redis.errors import DeviceError, check_int
 from lmcache_redis.processes import process_start_time
 
 if TYPE_CHECKING:
@@ -89,13 +89,14 @@ class AdapterOfEngine:
         self.model_name, self.world_size, self.worker_id = model_name, world_size, kv_rank
         self._timeout_s = timeout_s
         is_worker = isinstance(self, WorkerClient)
-        default_id = default_engine_id(model_name, world_size, is_worker=is_worker)
+        given_id = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
         of_client: dict[str, Any] = {
             "endpoint": ClientConfig(endpoint=server_url).endpoint,
             "model_name": model_name,
             "world_size": world_size,
             "block_size_tokens": vllm_block_size,
-            **engine_named(engine_id, default_id),
+            "engine_id": given_id or default_engine_id(model_name, world_size, is_worker=is_worker),
+            "unnamed": not given_id,
         }
         if is_worker:
             of_client["worker_id"] = kv_rank
@@ -111,7 +112,7 @@ class AdapterOfEngine:
         """Returns when an agent has accepted the link. Raises AgentUnreachable, and closes it."""
         link = self.link
         try:
-            link.wait_for(lambda: link.online or link.state is LinkState.REFUSED, self._timeout_s)
+            link.wait_for(lambda: link.online or link.refusal is not None, self._timeout_s)
             if not link.online:
                 raise AgentUnreachable(
                     link.refusal
@@ -213,7 +214,18 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
             block_strides=block_strides,
         )
         self.kv_caches = kv_caches
-        self.wait_registered(self._timeout_s)
+
+        def refusal() -> str | None:
+            sent = self._registration_of_now()
+            return None if sent is None else sent.refusal
+
+        self.link.wait_for(lambda: self.ready or refusal() is not None, self._timeout_s)
+        if not self.ready:
+            raise DeviceError(
+                refusal()
+                or f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
+                f"{self.worker_id} within {self._timeout_s:g} s: see its log"
+            )
 
     def submit_store_request(
         self,
@@ -335,11 +347,6 @@ def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> s
     parent = parent_process() if is_worker and world_size > 1 else None
     pid = os.getpid() if parent is None else parent.pid
     return f"{pid}-{process_start_time(pid or 0)}-{model_name}"
-
-
-def engine_named(engine_id: str | None, made_up: str) -> dict[str, Any]:
-    given = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
-    return {"engine_id": given or made_up, "unnamed": not given}
 
 
 def _count_blocks(kv_caches: Mapping[str, torch.Tensor], block_size: int) -> int:

@@ -151,28 +151,20 @@ class ObjectCache:
             self.cache.keep([(_form_of(entry), key.chunk_hash, entry)])
         return self._held(entry)
 
-    def get(
-        self, key: ObjectKey, deadline: float, done: Done[HeldChunk | None], first: int = 0
-    ) -> None:
-        """`hold`, or `find` and `load` from tier number `first` or one below it."""
+    def get(self, key: ObjectKey, deadline: float, done: Done[HeldChunk | None]) -> None:
+        """`hold`, or `find` and `load`."""
         held = self.hold(key)
         if held is not None:
             done(held)
             return
 
-        def found_it(found: Found | None) -> None:
+        def load(found: Found | None) -> None:
             if found is None:
                 done(None)
             else:
-                self.load(key, found, deadline, partial(loaded, found))
+                self.load(key, found, deadline, done)
 
-        def loaded(found: Found, held: HeldChunk | None) -> None:
-            if held is None:
-                self.get(key, deadline, done, found.level + 1)
-            else:
-                done(held)
-
-        self.find(key, deadline, found_it, first)
+        self.find(key, deadline, load)
 
     def release(self, held: HeldChunk) -> None:
         """Unpin a chunk that `hold` or `load` returned."""
@@ -210,8 +202,8 @@ class ObjectCache:
     ) -> None:
         """Reads a chunk into memory, once for all callers. Each caller releases its `HeldChunk`.
 
-        None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
-        meanwhile, the result may be the new one: check its metadata.
+        Tiers below are read by the same form if this one fails. None: a miss, or no room. If the
+        chunk was replaced meanwhile, the result may be the new one: check its metadata.
         """
         chunk_key, level = self._names.chunk_key(key), found.level
         job = None

@@ -75,20 +75,21 @@ class PagedSegments(NamedTuple):
     pages: tuple[Pages, ...]
 
 
-class _Block(NamedTuple):
-    """A tensor's blocks: ``stride`` bytes apart, with the dimensions inside one."""
+class _Blocks(NamedTuple):
+    """A tensor's blocks, ``stride`` bytes apart, cut into pages: one for each index of ``outer``.
+
+    in_page, outer: dimensions in the tensor's order, sizes above 1.
+    """
 
     view: TensorView
     stride: int
-    inside: tuple[Dim, ...]  # in the tensor's order, sizes above 1
-
-
-class _DenseCut(NamedTuple):
-    """A block cut into pages of ``page_bytes``, one for each index of ``outer``."""
-
     page_bytes: int
     in_page: tuple[Dim, ...]
     outer: tuple[Dim, ...]
+
+    @property
+    def outer_sizes(self) -> tuple[int, ...]:
+        return tuple(dim.size for dim in self.outer)
 
 
 def find_segments(
@@ -106,36 +107,28 @@ def find_segments(
     if num_blocks <= 0:
         raise DeviceError(f"a KV cache of {num_blocks} blocks")
     hints = block_strides or {}
-    blocks = [_block(view, num_blocks, hints.get(view.name)) for view in views]
-    cuts = [_cut(block) for block in blocks]
-    pieces = [math.prod(dim.size for dim in cut.outer) for cut in cuts]
+    tensors = [_blocks(view, num_blocks, hints.get(view.name)) for view in views]
+    pieces = [math.prod(each.outer_sizes) for each in tensors]
     if sum(pieces) > _MAX_PIECES:
         raise _scattered(views, pieces, sum(pieces), _MAX_PIECES)
-    pages = [_segments(block, cut) for block, cut in zip(blocks, cuts, strict=True)]
-    segments, merged = coalesce([piece for tensor in pages for piece in tensor])
+    segments, merged = coalesce([piece for each in tensors for piece in _segments(each)])
     if len(segments) > MAX_SEGMENTS:
         raise _scattered(views, pieces, len(segments), MAX_SEGMENTS)
     digest = hashlib.blake2b(digest_size=16, person=b"lmcr-pages-1")
     locations = iter(merged)
-    for view, cut, tensor in zip(views, cuts, pages, strict=True):
-        description = [
-            view.name,
-            view.dtype,
-            cut.in_page,
-            [dim.size for dim in cut.outer],
-            list(itertools.islice(locations, len(tensor))),
-        ]
+    elements: list[Pages] = []
+    for each, count in zip(tensors, pieces, strict=True):
+        at = list(itertools.islice(locations, count))
+        description = [each.view.name, each.view.dtype, each.in_page, each.outer_sizes, at]
         digest.update(json.dumps(description, separators=(",", ":")).encode("ascii"))
-    held = [_elements(view, cut) for view, cut in zip(views, cuts, strict=True)]
-    elements = [each for each, tensor in zip(held, pages, strict=True) for _ in tensor]
+        elements += [_elements(each)] * count
     return PagedSegments(segments, digest.hexdigest(), _pages(segments, merged, elements))
 
 
-def _elements(view: TensorView, cut: _DenseCut) -> Pages:
+def _elements(blocks: _Blocks) -> Pages:
     """What the pages of one tensor hold."""
-    dims = sorted(cut.in_page, key=lambda dim: dim.stride, reverse=True)
-    outer = tuple(dim.size for dim in cut.outer)
-    return Pages((1, *outer), view.dtype, tuple(dim.size for dim in dims))
+    dims = sorted(blocks.in_page, key=lambda dim: dim.stride, reverse=True)
+    return Pages((1, *blocks.outer_sizes), blocks.view.dtype, tuple(dim.size for dim in dims))
 
 
 def _pages(
@@ -173,7 +166,7 @@ def _scattered(
     )
 
 
-def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
+def _blocks(view: TensorView, num_blocks: int, hint: int | None) -> _Blocks:
     if 0 in view.shape:
         raise view.refuse("is empty")
     dim, parts = block_dimension(view, num_blocks, hint)
@@ -187,7 +180,20 @@ def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
         if each.stride < extent:
             raise view.refuse("overlaps itself")
         extent += each.stride * (each.size - 1)
-    return _Block(view, stride if counted else extent, inside)
+    # The page grows outward from one element while it is dense.
+    page_bytes, in_page = view.itemsize, set()
+    for each in sorted(inside, key=lambda each: each.stride):
+        if each.stride != page_bytes:
+            break
+        page_bytes *= each.size
+        in_page.add(each)
+    return _Blocks(
+        view,
+        stride if counted else extent,
+        page_bytes,
+        tuple(each for each in inside if each in in_page),
+        tuple(each for each in inside if each not in in_page),
+    )
 
 
 def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tuple[int, int]:
@@ -217,27 +223,11 @@ def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tupl
     return found[0]
 
 
-def _cut(block: _Block) -> _DenseCut:
-    """Grow the page outward from one element while it is dense."""
-    page_bytes = block.view.itemsize
-    in_page: set[Dim] = set()
-    for dim in sorted(block.inside, key=lambda dim: dim.stride):
-        if dim.stride != page_bytes:
-            break
-        page_bytes *= dim.size
-        in_page.add(dim)
-    return _DenseCut(
-        page_bytes,
-        tuple(dim for dim in block.inside if dim in in_page),
-        tuple(dim for dim in block.inside if dim not in in_page),
-    )
-
-
-def _segments(block: _Block, cut: _DenseCut) -> list[Segment]:
+def _segments(blocks: _Blocks) -> list[Segment]:
     """One segment for each index of the outer dimensions, in the tensor's order."""
-    steps = [range(0, dim.size * dim.stride, dim.stride) for dim in cut.outer]
+    view, steps = blocks.view, [range(0, n * stride, stride) for n, stride in blocks.outer]
     return [
-        Segment(block.view.storage, block.view.offset + sum(at), cut.page_bytes, block.stride)
+        Segment(view.storage, view.offset + sum(at), blocks.page_bytes, blocks.stride)
         for at in itertools.product(*steps)
     ]
 

@@ -152,13 +152,9 @@ class DeviceContext(ABC):
 
 
 class _Shape(NamedTuple):
-    """A plan without block ids: copy ``i`` begins at ``base + ids[block] * stride``."""
+    """A plan without block ids: ``ids[block] * stride`` is missing in its device offsets."""
 
-    storage: _Int64s
-    slot: _Int64s
-    slot_offset: _Int64s
-    nbytes: _Int64s
-    base: _Int64s
+    copies: CopyArrays
     block: _Int64s
     stride: _Int64s
 
@@ -206,9 +202,9 @@ class CopyPlanner:
         if not 0 <= skip_blocks <= len(ids):
             raise DeviceError(f"{skip_blocks} of {len(ids)} blocks to skip")
         follows = (ids[1:] == ids[:-1] + 1).tobytes()
-        shape = self._shape(len(ids), follows, stripe_payload_bytes, skip_blocks)
-        offsets = shape.base + ids[shape.block] * shape.stride
-        return CopyArrays(shape.storage, offsets, shape.slot, shape.slot_offset, shape.nbytes)
+        copies, block, stride = self._shape(len(ids), follows, stripe_payload_bytes, skip_blocks)
+        storage, offset, slot, slot_offset, nbytes = copies
+        return CopyArrays(storage, offset + ids[block] * stride, slot, slot_offset, nbytes)
 
     def _make_shape(
         self, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
@@ -246,15 +242,14 @@ class CopyPlanner:
         slot_offset = lower - slot * stripe_payload_bytes
         left = begin[piece] + nbytes[piece] - lower
         segment, block = segment[piece], block[piece]
-        return _Shape(
+        copies = CopyArrays(
             storage=self._segments[segment, 0],
+            device_offset=self._segments[segment, 1] + lower - begin[piece],
             slot=slot,
             slot_offset=slot_offset,
             nbytes=np.minimum(stripe_payload_bytes - slot_offset, left),
-            base=self._segments[segment, 1] + lower - begin[piece],
-            block=block,
-            stride=block_stride[segment],
         )
+        return _Shape(copies, block, block_stride[segment])
 
 
 def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:

@@ -5,7 +5,6 @@ Only this module chooses between devices. It imports torch only for tensors and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,9 +54,9 @@ def export_kv_caches(
         on = sorted({str(tensor.device) for tensor in tensors.values()})
         raise DeviceError(f"a KV cache on {' and '.join(on)}: only one device is supported")
     gpu = gpus.pop()
-    found = iter(views)
+    named = {view.name: view for view in views}
     pages = tuple(
-        find_segments(list(itertools.islice(found, len(group))), num_blocks, block_strides)
+        find_segments([named[name] for name in group], num_blocks, block_strides)
         for group in groups
     )
     if gpu is None:
@@ -69,15 +68,15 @@ def export_kv_caches(
 def open_device(
     layouts: Sequence[KVLayout],
     storages: Sequence[StorageHandle],
-    allowed: str = "auto",
-    signals: SharedMemoryHandle | None = None,
-    gpus: Gpus | None = None,
+    allowed: str,
+    signals: SharedMemoryHandle | None,
+    gpus: Gpus,
 ) -> DeviceContext:
     """Map a worker's KV cache, which has a layout for each group.
 
     signals: the page of an engine on a GPU, see `device.signals`. gpus: those of this agent, which
-    workers share; by default they are this mapping's own. Raises DeviceError if the memory cannot
-    be mapped, or the device is not ``allowed``.
+    workers share. Raises DeviceError if the memory cannot be mapped, or the device is not
+    ``allowed``.
     """
     device = " and ".join(sorted({layout.device for layout in layouts}))
     if allowed not in ("auto", device):
@@ -90,5 +89,5 @@ def open_device(
     if device == "cpu" and not cuda:
         return CpuDevice(layouts, shared)
     if device == "cuda" and not shared:
-        return CudaDevice(layouts, cuda, gpus or Gpus(), signals)
+        return CudaDevice(layouts, cuda, gpus, signals)
     raise DeviceError(f"the handles do not fit a layout on {device!r}")

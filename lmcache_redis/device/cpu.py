@@ -29,7 +29,7 @@ import numpy as np
 
 from lmcache_redis import native
 from lmcache_redis.device.calls import ChunkCopy, Copy, CopyCall, CopyPlanner, DeviceContext
-from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter, own_process
+from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.native.madvise import address_of, fault_in
@@ -87,8 +87,7 @@ def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
         raise DeviceError(
             "the KV cache is in a mapped file that torch does not hold open: it cannot be shared"
         )
-    found = os.fstat(fd)
-    return SharedMemoryHandle(*own_process(), fd, found.st_dev, found.st_ino, size_bytes)
+    return SharedMemoryHandle.of(fd, size_bytes)
 
 
 class SharedMapping:
@@ -130,19 +129,16 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
     name = f"/proc/{handle.pid}/fd/{handle.fd}"
     check_exporter(handle)  # first, for its message: without the process, the name does not exist
     try:
-        # O_PATH first: opening a device or a pipe that a forged handle names has side effects.
-        peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as opened:
+            # O_PATH first: opening a device or a pipe that a forged handle names has side effects.
+            peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
+            opened.callback(os.close, peek)
             _verify(handle, peek, name)
             fd = os.open(f"/proc/self/fd/{peek}", os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            os.close(peek)
-        try:
+            opened.callback(os.close, fd)
             with contextlib.suppress(OSError):  # EPERM: its creator allows no seals
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             return mmap.mmap(fd, handle.size_bytes)
-        finally:
-            os.close(fd)
     except (OSError, ValueError) as error:
         raise DeviceError(
             f"the engine's KV cache cannot be opened as {name} ({error}): engine and agent must "

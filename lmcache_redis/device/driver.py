@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
-from lmcache_redis.errors import DriverError, GpuLost
+from lmcache_redis.errors import CudaError, DeviceError, DriverError, GpuLost
 
 IPC_HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _LIBRARY = "libcuda.so.1"
@@ -61,8 +61,6 @@ class Attribute:
     """Of ``CUdevice_attribute``."""
 
     COMPUTE_MODE = 20  # 0: default, 2: prohibited, 3: exclusive process
-    MAJOR = 75
-    MINOR = 76
     WRITES_64_BIT_VALUES = 122  # cuStreamWriteValue64
 
 
@@ -73,13 +71,12 @@ class Range(NamedTuple):
     size_bytes: int
 
 
-# Argument types by name; each function returns a CUresult. Optional are those of newer drivers, or
-# needed only for memory of `cuMemCreate`.
+# Argument types by name; each function returns a CUresult.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }
-_OPTIONAL: dict[str, tuple[Any, ...]] = {}
+_OF_NEWER_DRIVERS = "cuMemcpyBatchAsync"
 
 
 @functools.cache
@@ -92,28 +89,25 @@ def _library() -> ctypes.CDLL:
             0,
             f"there is no NVIDIA driver here ({error}): start the process with access to the GPUs",
         ) from error
-    for name, types in (_FUNCTIONS | _OPTIONAL).items():
+    for name, types in _FUNCTIONS.items():
         function = getattr(library, name, None)
         if function is not None:
             function.argtypes = types
-        elif name in _FUNCTIONS:
+        elif name != _OF_NEWER_DRIVERS:
             raise DriverError(0, f"the driver has no {name}: 525 or newer is needed")
     _check(library, "cuInit", library.cuInit(0))
     return library
 
 
 def _check(library: ctypes.CDLL, name: str, code: int) -> None:
-    if code:
-        raise _error(library, name, code)
-
-
-def _error(library: ctypes.CDLL, name: str, code: int) -> DriverError:
+    if not code:
+        return
     known = c_char_p()
     library.cuGetErrorName(code, byref(known))
     text = known.value.decode() if known.value else "unknown"
     cause = f": {_CAUSES[code]}" if code in _CAUSES else ""
     kind = GpuLost if code in _STICKY else DriverError
-    return kind(code, f"{name} failed with CUDA error {code} ({text}){cause}")
+    raise kind(code, f"{name} failed with CUDA error {code} ({text}){cause}")
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -121,19 +115,15 @@ def _call(name: str, *arguments: Any) -> None:
     _check(library, name, getattr(library, name)(*arguments))
 
 
-def _does(
-    name: str, *types: Any, fixed: Sequence[int] = (), optional: bool = False
-) -> Callable[..., None]:
+def _does(name: str, *types: Any, fixed: Sequence[int] = ()) -> Callable[..., None]:
     """A function by its name and the types of its arguments, of which the last are ``fixed``."""
-    (_OPTIONAL if optional else _FUNCTIONS)[name] = types
+    _FUNCTIONS[name] = types
     return lambda *arguments: _call(name, *arguments, *fixed)
 
 
-def _gives(
-    kind: Any, name: str, *types: Any, fixed: Sequence[int] = (), optional: bool = False
-) -> Callable[..., int]:
+def _gives(kind: Any, name: str, *types: Any, fixed: Sequence[int] = ()) -> Callable[..., int]:
     """As `_does`, of a function that writes its result, of this kind, to its first argument."""
-    call = _does(name, POINTER(kind), *types, fixed=fixed, optional=optional)
+    call = _does(name, POINTER(kind), *types, fixed=fixed)
 
     def get(*arguments: Any) -> int:
         value = kind()
@@ -155,7 +145,8 @@ driver_version = _gives(c_int, "cuDriverGetVersion")
 _device_count = _gives(c_int, "cuDeviceGetCount")
 _device_uuid = _does("cuDeviceGetUuid_v2", c_void_p, c_int)
 _device_name = _does("cuDeviceGetName", c_char_p, c_int, c_int)
-_device_attribute = _gives(c_int, "cuDeviceGetAttribute", c_int, c_int)
+# An attribute, an ordinal.
+device_attribute = _gives(c_int, "cuDeviceGetAttribute", c_int, c_int)
 # Of an ordinal: the primary context of a GPU, which torch uses too. Takes a fraction of a second.
 retain_context = _gives(c_void_p, "cuDevicePrimaryCtxRetain", c_int)
 release_context = _does("cuDevicePrimaryCtxRelease_v2", c_int)
@@ -169,6 +160,17 @@ synchronize = _does("cuCtxSynchronize")
 def device_uuids() -> list[str]:
     """The GPUs of this process in its own order; with MIG those of its instance."""
     return [device_uuid(ordinal) for ordinal in range(_device_count())]
+
+
+def ordinal_of(uuid: str) -> int:
+    """The GPU with a UUID. Raises DeviceError if it is not visible here."""
+    visible = device_uuids()
+    if uuid not in visible:
+        raise DeviceError(
+            f"GPU {uuid} is not visible here (visible: {', '.join(visible) or 'none'}): add it to "
+            "this process's CUDA_VISIBLE_DEVICES or container"
+        )
+    return visible.index(uuid)
 
 
 def device_uuid(ordinal: int) -> str:
@@ -185,10 +187,6 @@ def device_name(ordinal: int) -> str:
     return name.value.decode(errors="replace")
 
 
-def device_attribute(ordinal: int, attribute: int) -> int:
-    return _device_attribute(attribute, ordinal)
-
-
 @contextlib.contextmanager
 def on_gpu(ordinal: int) -> Iterator[None]:
     """This thread's context is that of a GPU, and after it the former one again."""
@@ -197,7 +195,7 @@ def on_gpu(ordinal: int) -> Iterator[None]:
         with in_context(context):
             yield
     finally:
-        with contextlib.suppress(DriverError):  # after a loss, which the caller learns by then
+        with contextlib.suppress(CudaError):  # after a loss, which the caller learns by then
             release_context(ordinal)
 
 
@@ -209,7 +207,7 @@ def in_context(context: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(DriverError):
+        with contextlib.suppress(CudaError):
             set_context(former)
 
 
@@ -261,28 +259,25 @@ _open_memory = _gives(
 # Once for each `open_memory`.
 close_memory = _does("cuIpcCloseMemHandle", c_uint64)
 # The allocation that is mapped at an address (``cuMemCreate``), until it is released.
-retain_allocation = _gives(c_uint64, "cuMemRetainAllocationHandle", c_void_p, optional=True)
+retain_allocation = _gives(c_uint64, "cuMemRetainAllocationHandle", c_void_p)
 # A file descriptor of an allocation. The allocation lives while one is open.
 export_allocation = _gives(
-    c_int, "cuMemExportToShareableHandle", c_uint64, c_int, c_uint64,
-    fixed=[_FILE_DESCRIPTOR, 0], optional=True,
-)  # fmt: skip
+    c_int, "cuMemExportToShareableHandle", c_uint64, c_int, c_uint64, fixed=[_FILE_DESCRIPTOR, 0]
+)
 # Once for each handle of it. What is mapped stays.
-release_allocation = _does("cuMemRelease", c_uint64, optional=True)
+release_allocation = _does("cuMemRelease", c_uint64)
 # The allocation that a descriptor names, which may be closed; until it is released.
 import_allocation = _gives(
-    c_uint64, "cuMemImportFromShareableHandle", c_void_p, c_int,
-    fixed=[_FILE_DESCRIPTOR], optional=True,
-)  # fmt: skip
+    c_uint64, "cuMemImportFromShareableHandle", c_void_p, c_int, fixed=[_FILE_DESCRIPTOR]
+)
 # Of a size: where nothing else is mapped.
 reserve_addresses = _gives(
-    c_uint64, "cuMemAddressReserve", c_size_t, c_size_t, c_uint64, c_uint64,
-    fixed=[0, 0, 0], optional=True,
-)  # fmt: skip
-free_addresses = _does("cuMemAddressFree", c_uint64, c_size_t, optional=True)
-_map = _does("cuMemMap", c_uint64, c_size_t, c_size_t, c_uint64, c_uint64, optional=True)
-unmap = _does("cuMemUnmap", c_uint64, c_size_t, optional=True)
-_set_access = _does("cuMemSetAccess", c_uint64, c_size_t, c_void_p, c_size_t, optional=True)
+    c_uint64, "cuMemAddressReserve", c_size_t, c_size_t, c_uint64, c_uint64, fixed=[0, 0, 0]
+)
+free_addresses = _does("cuMemAddressFree", c_uint64, c_size_t)
+_map = _does("cuMemMap", c_uint64, c_size_t, c_size_t, c_uint64, c_uint64)
+unmap = _does("cuMemUnmap", c_uint64, c_size_t)
+_set_access = _does("cuMemSetAccess", c_uint64, c_size_t, c_void_p, c_size_t)
 
 
 def export_memory(address: int) -> bytes:
@@ -346,8 +341,8 @@ _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 enqueue_copy_in = _does("cuMemcpyHtoDAsync_v2", c_uint64, c_void_p, c_size_t, c_void_p)
 enqueue_copy_out = _does("cuMemcpyDtoHAsync_v2", c_void_p, c_uint64, c_size_t, c_void_p)
 _copy_batch = _does(
-    "cuMemcpyBatchAsync", c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t,
-    c_void_p, c_void_p, optional=True,
+    _OF_NEWER_DRIVERS, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t,
+    c_void_p, c_void_p,
 )  # fmt: skip
 # Compiles PTX for the GPU of this thread's context.
 load_module = _gives(c_void_p, "cuModuleLoadData", c_char_p)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.device import driver
 from lmcache_redis.device.driver import Range
 from lmcache_redis.device.handles import CudaFdHandle, CudaHandle, CudaIPCHandle, own_process
-from lmcache_redis.errors import DeviceError, DriverError, GpuLost
+from lmcache_redis.errors import DeviceError, DriverError
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +83,14 @@ class _Exports:
 
     def __init__(self, gpu: int) -> None:
         self.fds: dict[int, int] = {}
-        self._ipc_handles: dict[int, bytes] = {}
+        self._ipc_handle = functools.cache(driver.export_memory)
         self._of = (*own_process(), driver.device_uuid(gpu))
 
     def export(self, address: int, size_bytes: int) -> CudaHandle:
         allocation = driver.allocation_of(address)
         offset = address - allocation.address
         try:
-            handle = self._ipc_handle(allocation)
+            handle = self._ipc_handle(allocation.address)
         except DriverError as error:
             if error.code not in _NOT_ALLOCATED_WHOLE:
                 raise
@@ -102,12 +103,6 @@ class _Exports:
                 f"{allocation.size_bytes} bytes"
             )
         return CudaIPCHandle(*self._of, handle, allocation.size_bytes, offset, size_bytes)
-
-    def _ipc_handle(self, allocation: Range) -> bytes:
-        if allocation.address not in self._ipc_handles:
-            handle = driver.export_memory(allocation.address)
-            self._ipc_handles[allocation.address] = handle
-        return self._ipc_handles[allocation.address]
 
     def _pieces(self, address: int, size_bytes: int, refused: DriverError) -> list[Range]:
         """The pieces that cover a range, each of them exported."""
@@ -134,8 +129,6 @@ def _descriptor(piece: Range, refused: DriverError) -> int:
             return driver.export_allocation(allocation)
         finally:
             driver.release_allocation(allocation)
-    except GpuLost:
-        raise
     except DriverError as error:
         raise DeviceError(
             f"CUDA cannot share the memory of the KV cache between processes ({refused}; {error}): "

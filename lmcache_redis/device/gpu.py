@@ -20,19 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
-from lmcache_redis.errors import DeviceError, DriverError, GpuLost
+from lmcache_redis.errors import DriverError, GpuLost
 
-DIRECT_COPY_BYTES = 64 << 10
 UNPINNED = -1
 _NOT_SUPPORTED = 801
 
 _Int64s = npt.NDArray[np.int64]
 # For addresses of host memory, the number of the pinned piece that each lies in, or `UNPINNED`.
 PiecesOf = Callable[[_Int64s], _Int64s]
-
-
-def nothing_pinned(addresses: _Int64s) -> _Int64s:
-    return np.full(len(addresses), UNPINNED, dtype=np.int64)
 
 
 class BusCopies(NamedTuple):
@@ -65,22 +60,14 @@ class Gpus:
     host memory is pinned.
     """
 
-    def __init__(
-        self, direct_copy_bytes: int = DIRECT_COPY_BYTES, pieces_of: PiecesOf = nothing_pinned
-    ) -> None:
+    def __init__(self, direct_copy_bytes: int, pieces_of: PiecesOf) -> None:
         self._settings = (direct_copy_bytes, pieces_of)
         self._lock = threading.Lock()
         self._found: dict[int, Gpu] = {}
 
     def at(self, uuid: str) -> Gpu:
         """The GPU with a UUID. Raises DeviceError if it is not visible here."""
-        visible = driver.device_uuids()
-        if uuid not in visible:
-            raise DeviceError(
-                f"GPU {uuid} is not visible here (visible: {', '.join(visible) or 'none'}): add it "
-                "to the agent's CUDA_VISIBLE_DEVICES or container"
-            )
-        ordinal = visible.index(uuid)
+        ordinal = driver.ordinal_of(uuid)
         with self._lock:
             if ordinal not in self._found:
                 self._found[ordinal] = Gpu(ordinal, *self._settings)
@@ -165,22 +152,16 @@ class CopyStream:
     def __init__(self, pieces_of: PiecesOf) -> None:
         self._pieces_of = pieces_of
         self._has_batch = driver.has("cuMemcpyBatchAsync")
-        self._staging = Buffer()
+        self.staging = Buffer()
         self._ids = Buffer()
         with ExitStack() as made:
             self.number = driver.create_stream()
             made.callback(driver.destroy_stream, self.number)
-            self._kernel_ended = driver.create_event()
-            made.callback(driver.destroy_event, self._kernel_ended)
-            self._drained = driver.create_event()
-            made.callback(driver.destroy_event, self._drained)
-            for buffer in (self._staging, self._ids):
+            self._event = driver.create_event()
+            made.callback(driver.destroy_event, self._event)
+            for buffer in (self.staging, self._ids):
                 made.callback(buffer.close)
             self._made = made.pop_all()
-
-    def staging(self, size_bytes: int) -> int:
-        """The address of so many bytes on the GPU, aligned to 256, for this call."""
-        return self._staging.grown(size_bytes)
 
     def send(self, ids: _Int64s) -> int:
         """Enqueue numbers to the GPU; their address there. Once in a call."""
@@ -230,10 +211,10 @@ class CopyStream:
 
     def mark_kernel(self) -> None:
         """What is enqueued so far is what `wait_for_kernel` waits for."""
-        driver.record_event(self._kernel_ended, self.number)
+        driver.record_event(self._event, self.number)
 
     def wait_for_kernel(self) -> None:
-        driver.wait_for(self._kernel_ended)
+        driver.wait_for(self._event)
 
     def drain(self) -> None:
         """Wait, asleep, until nothing on the stream is in flight.
@@ -242,10 +223,8 @@ class CopyStream:
         process must not go on.
         """
         try:
-            driver.record_event(self._drained, self.number)
-            driver.wait_for(self._drained)
-        except GpuLost:
-            raise
+            driver.record_event(self._event, self.number)
+            driver.wait_for(self._event)
         except DriverError as error:
             raise GpuLost(error.code, f"it is not known which copies have ended: {error}") from None
 
@@ -255,7 +234,7 @@ class CopyStream:
 
 
 class Buffer:
-    """GPU memory that grows."""
+    """GPU memory that grows, aligned to 256 bytes."""
 
     def __init__(self) -> None:
         self._address = 0

@@ -30,6 +30,12 @@ class SharedMemoryHandle(
     inode: int
     size_bytes: int
 
+    @classmethod
+    def of(cls, fd: int, size_bytes: int) -> SharedMemoryHandle:
+        """Memory of this process."""
+        found = os.fstat(fd)
+        return cls(*own_process(), fd, found.st_dev, found.st_ino, size_bytes)
+
 
 class _CudaMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory of the process ``pid``, with which it dies, on a GPU.

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from lmcache_redis.device import driver
 from lmcache_redis.device.handles import CudaFdHandle, CudaHandle, CudaIPCHandle, check_exporter
 from lmcache_redis.device.table import Storage
-from lmcache_redis.errors import DeviceError, DriverError, GpuLost
+from lmcache_redis.errors import DeviceError, DriverError
 
 _MOST_BYTES = 2**62
 _MOST_PIECES = 65_536
@@ -79,8 +79,6 @@ class EngineMemory:
                     self._opened[key] = self._open(handle)
                 else:
                     self._opened[key] = self._map(handle)
-            except GpuLost:
-                raise
             except DriverError as error:
                 raise DeviceError(
                     f"the KV cache of process {handle.pid} on GPU {handle.device_uuid} cannot be "
@@ -93,8 +91,6 @@ class EngineMemory:
         self._mapped.callback(driver.close_memory, base)
         try:
             found = driver.allocation_of(base)
-        except GpuLost:
-            raise
         except DriverError:
             return base  # this driver does not tell: the engine's word has to do
         if found.address != base or found.size_bytes < handle.allocation_bytes:

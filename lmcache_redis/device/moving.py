@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,14 +26,12 @@ import numpy.typing as npt
 
 from lmcache_redis.device import driver, kernels
 from lmcache_redis.device.calls import CopyCall, CopyPlanner
-from lmcache_redis.device.gpu import Buffer, BusCopies, CopyStream, Gpu
+from lmcache_redis.device.gpu import BusCopies, CopyStream, Gpu
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.table import SegmentTable, Storage, pack_ids, staging_stride_bytes
 from lmcache_redis.native.madvise import address_of
 
 _KEPT_PLANS = 64
-# After its parameters, a kernel may have two pointers to scratch memory, which it does not use.
-_SCRATCH = (0, 0)
 
 _Int64s = npt.NDArray[np.int64]
 Ready = Callable[[], None]
@@ -88,7 +87,7 @@ class KernelMoves:
         self._gpu = gpu
         self._lock = threading.Lock()
         self._launches: dict[int, tuple[PlacedLaunch, ...]] = {}  # by the blocks of a chunk
-        self._rows: list[Buffer] = []
+        self._rows = ExitStack()
         # What the driver or this installation lacks is known when the engine registers.
         for width, _ in self._table.launches(1):
             for scatter in (False, True):
@@ -115,8 +114,7 @@ class KernelMoves:
     def close(self) -> None:
         """Free what is on the GPU, in its context. No call may be in progress."""
         self._launches.clear()
-        while self._rows:
-            self._rows.pop().close()
+        self._rows.close()
 
     def _prepared(
         self, call: CopyCall, stream: CopyStream, *, scatter: bool
@@ -128,7 +126,7 @@ class KernelMoves:
         chunk_bytes = n_blocks * self._table.block_bytes
         stride_bytes = staging_stride_bytes(chunk_bytes)
         offsets, sizes, size_bytes = _stripes(chunks, chunk_bytes, call.stripe_payload_bytes)
-        staging = stream.staging(size_bytes)
+        staging = stream.staging.grown(size_bytes)
         slots = np.concatenate([_addresses(chunk.slots) for chunk in call.chunks])
         launches = [
             (self._function(each.width, scatter=scatter), each)
@@ -138,7 +136,7 @@ class KernelMoves:
 
         def launch() -> None:
             for function, (_, rows, tiles) in launches:
-                parameters = (rows, sent, staging, n_blocks, stride_bytes, *_SCRATCH)
+                parameters = (rows, sent, staging, n_blocks, stride_bytes)
                 grid = (tiles, chunks)
                 driver.launch(function, grid, kernels.THREADS, parameters, stream.number)
 
@@ -157,8 +155,8 @@ class KernelMoves:
             if n_blocks not in self._launches:
                 placed = []
                 for width, rows in self._table.launches(n_blocks):
-                    self._rows.append(Buffer())
-                    address = self._rows[-1].grown(rows.nbytes)
+                    address = driver.allocate(rows.nbytes)
+                    self._rows.callback(driver.free, address)
                     driver.enqueue_copy_in(address, rows.ctypes.data, rows.nbytes, stream.number)
                     placed.append(PlacedLaunch(width, address, len(rows)))
                 stream.drain()

@@ -60,11 +60,6 @@ class PoolPinning:
         self.pinned_bytes = 0  # from the start of the pool on
         self.failure = ""  # why the rest is not pinned
 
-    def _piece_end(self, address: int) -> int:
-        """Where the piece ends in which a slot's address lies."""
-        piece = (address - self._address) // self._piece_bytes
-        return min(self._address + (piece + 1) * self._piece_bytes, self._end)
-
     def pieces_of(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The number of the piece of each slot's address; -1 if it is not pinned."""
         offsets = addresses - self._address
@@ -117,13 +112,17 @@ class PoolPinning:
     def _pin(self) -> None:
         """Until all is pinned, a piece cannot be, or `close`."""
         address = self._address
-        while address < self._end and self._is_present(end := self._piece_end(address)):
+        while address < self._end:
+            end = min(address + self._piece_bytes, self._end)
+            # The thread that faults in the pool goes first.
+            while not self._stop.is_set() and self._prefaulted_bytes() < end - self._address:
+                self._stop.wait(_PREFAULT_POLL_S)
+            if self._stop.is_set():
+                return
             started_s = time.monotonic()
             try:
                 fault_in(address, end - address, for_write=True)
                 driver.pin(address, end - address)
-            except GpuLost:
-                raise
             except (DriverError, MemoryError) as error:
                 logger.warning(
                     "%d of %d MiB of the host pool are pinned, and the rest is copied at a "
@@ -135,12 +134,6 @@ class PoolPinning:
             self.pinned_bytes += end - address
             address = end
             self._stop.wait(time.monotonic() - started_s)
-
-    def _is_present(self, end: int) -> bool:
-        """Wait for the thread that faults in the pool. False: this one is to stop."""
-        while not self._stop.is_set() and self._prefaulted_bytes() < end - self._address:
-            self._stop.wait(_PREFAULT_POLL_S)
-        return not self._stop.is_set()
 
     def _unpin(self) -> None:
         """From the last piece on. Raises DriverError."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from lmcache_redis.device import driver
 from lmcache_redis.device.cpu import SharedMapping
-from lmcache_redis.device.handles import SharedMemoryHandle, own_process
+from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.native.madvise import address_of
 
@@ -45,7 +45,7 @@ class Signals:
 
     def __init__(self, gpu: int) -> None:
         self.gpu = gpu
-        if not driver.device_attribute(gpu, driver.Attribute.WRITES_64_BIT_VALUES):
+        if not driver.device_attribute(driver.Attribute.WRITES_64_BIT_VALUES, gpu):
             raise DeviceError(
                 f"{driver.device_name(gpu)} with this driver does not write 64-bit values from "
                 "a stream (cuStreamWriteValue64), by which the engine tells the agent that blocks "
@@ -62,10 +62,7 @@ class Signals:
         self._lock = threading.Lock()
         self._slots = np.frombuffer(self._memory, dtype=np.uint64)
         self._last = 0
-        found = os.fstat(fd)
-        self.handle = SharedMemoryHandle(
-            *own_process(), fd, found.st_dev, found.st_ino, _PAGE_BYTES
-        )
+        self.handle = SharedMemoryHandle.of(fd, _PAGE_BYTES)
 
     def record(self, stream: int) -> int:
         """A ticket for the place at the end of the queue of a stream of this GPU.

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat import custom_types
 from lmcache_redis.compat.custom_types import CudaIPCWrapper, IPCCacheEngineKey
 from lmcache_redis.device import driver
 from lmcache_redis.device.handles import CudaFdHandle
@@ -179,7 +178,7 @@ def test_another_process_opens_the_memory(host: Host, monkeypatch: pytest.Monkey
         raw.opened = opened
         return torch.frombuffer(raw, dtype=torch.uint8)
 
-    monkeypatch.setattr(custom_types, "_flat_tensor", flat_tensor)
+    monkeypatch.setattr(torch, "as_tensor", flat_tensor)
     with subprocess.Popen(
         [sys.executable, "-m", "tests.compat.gpu_tensors"],
         stdin=subprocess.PIPE,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ from tests.compat.adapters import (
     finished_retrieves,
     looked_up,
 )
-from tests.harness import WAIT_S, AgentServer, block_hashes, wait_until
+from tests.harness import AgentServer, block_hashes, wait_until
 from tests.servers import RedisServer
 
 
@@ -238,11 +238,26 @@ class TestEngineId:
 
     def test_the_variable_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LMCACHE_REDIS_ENGINE_ID", "engine 7")
-        named = adapters.engine_named
-        assert named(None, "made up") == {"engine_id": "engine 7", "unnamed": False}
-        assert named("8", "made up") == {"engine_id": "8", "unnamed": False}
+        monkeypatch.setattr(adapters, "default_engine_id", lambda *_, **__: "made up")
+
+        class Client:
+            def __init__(self, **named: Any) -> None:
+                self.named = named["engine_id"], named["unnamed"]
+                self.link = SimpleNamespace(online=True, wait_for=lambda *_: True)
+
+        class Adapter(adapters.AdapterOfEngine, Client):  # type: ignore[misc]
+            pass
+
+        def named(engine_id: str | None) -> Any:
+            one = Adapter(
+                "ipc:///tmp/a", cast("Any", None), MODEL, 1, 0, BLOCK, engine_id=engine_id
+            )
+            return one.named
+
+        assert named(None) == ("engine 7", False)
+        assert named("8") == ("8", False)
         monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID")
-        assert named(None, "made up") == {"engine_id": "made up", "unnamed": True}
+        assert named(None) == ("made up", True)
 
     def test_two_ranks_find_their_scheduler(
         self, agent: AgentServer, context: zmq.Context[Any]
@@ -334,7 +349,7 @@ class TestRegistration:
         ):
             worker.register_kv_caches(caches())
         agent.cont()
-        worker.wait_registered(WAIT_S)
+        wait_until(lambda: worker.ready)
         worker.shutdown()
 
     def test_other_weights_are_told_apart(self, pair: Pair, agent: AgentServer) -> None:

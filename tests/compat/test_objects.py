@@ -405,7 +405,7 @@ def test_one_load_is_shared(make: Callable[..., Objects]) -> None:
     objects.describe(tier, None, B)
 
 
-def test_a_miss_may_be_looked_for_in_the_next_tier(make: Callable[..., Objects]) -> None:
+def test_what_a_tier_lost_is_read_from_the_next_by_its_frame(make: Callable[..., Objects]) -> None:
     disk, below = PlayedTier("disk", {A_KEY}), redis()
     objects = make(disk, below)
     found = objects.find(A)
@@ -415,13 +415,28 @@ def test_a_miss_may_be_looked_for_in_the_next_tier(make: Callable[..., Objects])
     loaded = objects.load(A, first)
     disk.index = set()
     objects.end_read(disk, None)
-    # The next tier is read by the same frame.
+    objects.end_read(below, b"abc")
+    (held,) = loaded
+    assert held is not None
+    assert held.payload == b"abc"
+    objects.objects.release(held)
+    objects.run(lambda: disk.written)
+    objects.end_write(disk)
+
+
+def test_a_chunk_of_another_size_in_the_next_tier_is_a_miss(make: Callable[..., Objects]) -> None:
+    disk, below = PlayedTier("disk", {A_KEY}), redis()
+    objects = make(disk, below)
+    found = objects.find(A)
+    objects.describe(disk, b"abc")
+    loaded = objects.load(A, found[0])
+    disk.index = set()
+    objects.end_read(disk, None)
     below.read_done(below.read.pop(), ReadOutcome.FOREIGN)
     objects.loop.run_posted()
     assert loaded == [None]
-    again = objects.find(A, first.level + 1)
-    objects.describe(below, b"other")
-    loaded = objects.load(A, again[0])
+    (found_below,) = objects._described(below, b"other")
+    loaded = objects.load(A, found_below)
     objects.end_read(below, b"other")
     (held,) = loaded
     assert held is not None

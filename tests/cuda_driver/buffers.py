@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from lmcache_redis.device import driver
-from lmcache_redis.errors import DriverError
+from lmcache_redis.errors import CudaError
 
 PAGE = 4096
 FRESH = 0xDB
@@ -41,8 +41,8 @@ def pageable(size_bytes: int) -> tuple[int, Bytes]:
     return found.ctypes.data, found
 
 
-def refused(code: int) -> pytest.RaisesExc[DriverError]:
-    return pytest.raises(DriverError, match=rf"error {code} ")
+def refused(code: int) -> pytest.RaisesExc[CudaError]:
+    return pytest.raises(CudaError, match=rf"error {code} ")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

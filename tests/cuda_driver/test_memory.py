@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lmcache_redis.device import driver
-from lmcache_redis.errors import DriverError
+from lmcache_redis.errors import CudaError
 from tests import cuda_driver
 from tests.cuda_driver import more
 from tests.cuda_driver.buffers import FRESH, PAGE, on_gpu, pageable, pinned, refused
@@ -162,7 +162,7 @@ def test_a_context_is_of_one_thread(context: int) -> None:
     def without() -> None:
         try:
             driver.allocate(PAGE)
-        except DriverError as error:
+        except CudaError as error:
             found.append(error.code)
         driver.set_context(context)
         driver.free(driver.allocate(PAGE))

@@ -38,7 +38,7 @@ def test_a_value_needs_an_aligned_place_on_the_gpu(stream: int) -> None:
     driver.synchronize_stream(stream)
     assert memory[8:16].view("u8") == 2**64 - 1
     cuda_driver.set("write_values", 0)
-    assert not driver.device_attribute(0, driver.Attribute.WRITES_64_BIT_VALUES)
+    assert not driver.device_attribute(driver.Attribute.WRITES_64_BIT_VALUES, 0)
     with refused(801):
         driver.write_value(stream, page, 1)
 

@@ -27,6 +27,10 @@ _GAP_BYTES = 48
 Int64s = npt.NDArray[np.int64]
 
 
+def unpinned_gpus(direct_copy_bytes: int = 64 << 10) -> Gpus:
+    return Gpus(direct_copy_bytes, lambda addresses: np.full(len(addresses), UNPINNED))
+
+
 class View:
     """An engine's memory as the test sees and changes it, by a mapping of its own."""
 

@@ -14,7 +14,7 @@ from lmcache_redis.device.cuda import CudaDevice
 from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.errors import DeviceError, GpuLost
 from tests import cuda_driver
-from tests.device.gpu_calls import GUARD, Host, View, plain, range_of, viewed
+from tests.device.gpu_calls import GUARD, Host, View, plain, range_of, unpinned_gpus, viewed
 from tests.device.gpu_exporter import GpuExporter
 from tests.device.layouts import one
 from tests.servers import wait_until
@@ -126,7 +126,7 @@ class TestNothingIsTouched:
 
 
 def test_a_ticket_needs_signals(engine: GpuExporter, memory: tuple[View, Host]) -> None:
-    device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus())
+    device = CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus())
     with pytest.raises(DeviceError, match="registered no signals"):
         device.gather(one([0], slots_of(memory, 1), PAGE, after=1))
     device.gather(one([0], slots_of(memory, 1), PAGE))
@@ -230,7 +230,7 @@ class TestTheDriverRefuses:
         for function in functions:
             for at in range(1, 6):
                 cuda_driver.fail(function, 2, at=at)
-                gpus = Gpus(direct_copy_bytes)
+                gpus = unpinned_gpus(direct_copy_bytes)
                 try:
                     device = CudaDevice(
                         [LAYOUT], [range_of(engine, PAGE * BLOCKS)], gpus, engine.signals
@@ -249,8 +249,8 @@ class TestTheDriverRefuses:
         """It is known when the engine registers."""
         cuda_driver.set("ptx_version", 79)
         with pytest.raises(DeviceError, match="older than the kernels' PTX"):
-            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus(BY_KERNEL))
-        CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], Gpus(DIRECT)).close()
+            CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus(BY_KERNEL))
+        CudaDevice([LAYOUT], [range_of(engine, PAGE * BLOCKS)], unpinned_gpus(DIRECT)).close()
 
 
 class TestLost:
@@ -344,4 +344,6 @@ class TestTwoGpus:
             ({"pid": 1}, "different processes"),
         ):
             with pytest.raises(DeviceError, match=said):
-                CudaDevice([layout], [handle, msgspec.structs.replace(handle, **changes)], Gpus())
+                CudaDevice(
+                    [layout], [handle, msgspec.structs.replace(handle, **changes)], unpinned_gpus()
+                )

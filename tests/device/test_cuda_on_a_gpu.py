@@ -20,7 +20,7 @@ from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import DeviceError
 from tests.cuda_driver import more
-from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, seen
+from tests.device.gpu_calls import Host, View, check_on_gpu, plain, range_of, seen, unpinned_gpus
 from tests.device.gpu_exporter import PIECE_BYTES, GpuExporter, content
 from tests.device.layouts import Call, calls, one
 
@@ -174,7 +174,7 @@ def test_a_claim_beyond_the_allocation_is_refused(engine: GpuExporter) -> None:
         engine.memory, allocation_bytes=engine.size_bytes + (64 << 20)
     )
     with pytest.raises(DeviceError, match="of GPU memory, which has"):
-        CudaDevice([plain(2048, 8, 1)], [claimed], Gpus())
+        CudaDevice([plain(2048, 8, 1)], [claimed], unpinned_gpus())
 
 
 def test_no_memory_of_a_dead_engine_stays_held() -> None:
@@ -182,7 +182,7 @@ def test_no_memory_of_a_dead_engine_stays_held() -> None:
     engine = GpuExporter(512 * MIB)
     try:
         layout = plain(MIB, 512, 1)
-        device = CudaDevice([layout], [range_of(engine, 512 * MIB)], Gpus())
+        device = CudaDevice([layout], [range_of(engine, 512 * MIB)], unpinned_gpus())
     finally:
         engine.kill()
     held = more.free_memory()[0]

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from lmcache_redis.device import driver
-from lmcache_redis.device.gpu import Gpus
 from lmcache_redis.device.handles import CudaFdHandle, CudaHandle, CudaIPCHandle
 from lmcache_redis.device.mapping import check_handle
 from lmcache_redis.errors import DeviceError
 from tests import cuda_driver
+from tests.device.gpu_calls import unpinned_gpus
 
 WHOLE = CudaIPCHandle(1, 2, "GPU", bytes(64), 100, 20, 80)
 PIECES = CudaFdHandle(1, 2, "GPU", (3, 4), 50, 20, 80)
@@ -61,7 +61,7 @@ def test_a_gpu_that_is_not_visible() -> None:
     cuda_driver.reset()
     cuda_driver.set("devices", 2)
     visible = driver.device_uuids()
-    assert Gpus().at(visible[1]).ordinal == 1
+    assert unpinned_gpus().at(visible[1]).ordinal == 1
     with pytest.raises(DeviceError, match=f"GPU-x is not visible.*{visible[0]}, {visible[1]}"):
-        Gpus().at("GPU-x")
+        unpinned_gpus().at("GPU-x")
     cuda_driver.reset()

@@ -10,7 +10,7 @@ from benchmarks.gpu.contact.exporter import exporter
 from benchmarks.gpu.contact.figures import Figure, at_most, judged, zero
 from lmcache_redis.device import driver
 from lmcache_redis.device.signals import SignalPage
-from lmcache_redis.errors import DriverError
+from lmcache_redis.errors import CudaError, DriverError
 
 _SIZE_BYTES = 64 << 20
 _READ_BYTES = 4096
@@ -82,6 +82,6 @@ def _code(call: object) -> int:
     assert callable(call)
     try:
         call()
-    except DriverError as error:
+    except CudaError as error:
         return error.code
     return 0

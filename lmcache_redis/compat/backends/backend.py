@@ -75,7 +75,6 @@ class CacheThread:
         self._loop = OwnerLoop(self._woken.set)
         self._memory = HeapMemory()
         self.objects = open_cache(storages, self._loop, self._memory, self.deadline_s)
-        self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
         self.is_closed = False
@@ -92,23 +91,18 @@ class CacheThread:
 
         begin: the call without its `done`. Raises RuntimeError after `close`.
         """
+        if self.is_closed:
+            raise RuntimeError("the backend is closed")
         future: Future[ResultT] = Future()
-        with self._lock:
-            if self.is_closed:
-                raise RuntimeError("the backend is closed")
-            self._calls.add(future)
-
-        def done(result: ResultT) -> None:
-            self._calls.discard(future)
-            future.set_result(result)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def run() -> None:
             try:
-                begin(done)
+                begin(future.set_result)
             except Exception as error:
                 if future.done():
                     raise
-                self._calls.discard(future)
                 future.set_exception(error)
 
         self._loop.post(run)
@@ -129,11 +123,9 @@ class CacheThread:
 
         Idempotent.
         """
-        with self._lock:
-            was_closed, self.is_closed = self.is_closed, True
-        if not was_closed:
-            wait(self.calls, timeout_s)
-            self._loop.post(partial(self._close, timeout_s))
+        self.is_closed = True
+        wait(self.calls, timeout_s)
+        self._loop.post(partial(self._close, timeout_s))
         self._thread.join(timeout_s + _JOIN_S)
 
     def _run(self) -> None:
@@ -252,7 +244,8 @@ class ChunkBackend:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all earlier puts are stored or dropped; False after the timeout."""
-        self._check_open()
+        if self._thread.is_closed:
+            raise RuntimeError("the backend is closed")
         return not wait(self._thread.calls, timeout_s).not_done
 
     def close(self) -> None:
@@ -301,16 +294,13 @@ class ChunkBackend:
 
         If the iterator is abandoned, loads in flight end without it.
         """
-        self._check_open()
-        return self._get_ahead(iter(keys))
-
-    def _get_ahead(self, keys: Iterator[AnyKey]) -> Iterator[torch.Tensor | None]:
+        waiting = iter(keys)
         ahead: deque[Future[HeldChunk | None]] = deque()
         room, chunk_bytes = 1, 0
 
         def fill(count: int) -> None:
             deadline = self._deadline()
-            for key in itertools.islice(keys, max(0, count - len(ahead))):
+            for key in itertools.islice(waiting, max(0, count - len(ahead))):
                 ahead.append(self._begin_get(key, deadline))
 
         try:
@@ -332,13 +322,8 @@ class ChunkBackend:
 
     # ---------------------------------------------------------------- calls
 
-    def _check_open(self) -> None:
-        if self._thread.is_closed:
-            raise RuntimeError(f"the backend is closed: {type(self).__name__}")
-
     def _deadline(self) -> float:
-        """The deadline of a call that starts now. Raises RuntimeError after `close`."""
-        self._check_open()
+        """The deadline of a call that starts now."""
         return time.monotonic() + self._thread.deadline_s
 
     def _begin_put(
@@ -380,10 +365,11 @@ class ChunkBackend:
 
     def _tensor(self, held: HeldChunk | None) -> torch.Tensor | None:
         allocation = TensorAllocation()
-        if self._copied(held, allocation) is None or allocation.tensor is None:
-            return None
+        self._copied(held, allocation)
         tensor = allocation.tensor
-        return tensor if self.dst_device == "cpu" else tensor.to(self.dst_device)
+        if tensor is None or self.dst_device == "cpu":
+            return tensor
+        return tensor.to(self.dst_device)
 
     def _copied(self, held: HeldChunk | None, allocate: Allocate) -> RemoteMetadata | None:
         """Copies a chunk to the caller's buffers and releases it."""

@@ -4,9 +4,8 @@ One asyncio loop owns the cache (`lmcache_redis.compat.objects`), all connection
 
 config      settings
 wire        between messages of the protocol and the cache: keys and metadata
-shared      what connections share: cache, room for payloads, counters, log lines; metrics
 stream      one socket: receives, sends, TLS
 connection  one client: its requests, one after the other, and what they do with the cache
-server      who may connect, limits, stopping
+server      who may connect, limits, figures, stopping
 main        `lmcache-redis gateway`
 """

@@ -20,14 +20,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import RemoteMetadata
-from lmcache_redis.compat.gateway.shared import Shared
 from lmcache_redis.compat.gateway.stream import ClientStream, Gone
 from lmcache_redis.compat.gateway.wire import (
     FAILED,
@@ -44,10 +45,11 @@ from lmcache_redis.compat.lm_wire import (
     command_and_length,
     unpacked_request,
 )
-from lmcache_redis.compat.objects import HeldChunk
+from lmcache_redis.compat.objects import HeldChunk, ObjectCache
 from lmcache_redis.errors import FormatError
 
-_COUNTED = {1: "puts", 2: "gets", 3: "exists", 4: "lists", 5: "healths"}
+_COUNTED = {int(each): f"requests_{each.name.lower()}" for each in ClientCommand}
+_SILENCE_S = 10.0
 # For one question to the tiers, or one load.
 _TIER_TIMEOUT_S = 5.0
 _LIST_TIMEOUT_S = 60.0
@@ -57,6 +59,62 @@ _LISTED_KEY_BYTES = 1024
 _DROPPED = memoryview(bytearray(256 << 10))
 
 _Answer = TypeVar("_Answer")
+
+
+class QuietLog:
+    """Logs one warning of a kind per `_SILENCE_S` at most."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._until_s: dict[str, float] = {}
+
+    def warning(self, kind: str, message: str, *args: object) -> None:
+        """kind: one of a few constants, never text of a client."""
+        now_s = time.monotonic()
+        if now_s >= self._until_s.get(kind, 0.0):
+            self._until_s[kind] = now_s + _SILENCE_S
+            self._logger.warning(message, *args)
+
+
+class Room:
+    """A bound for payload bytes in flight: a semaphore of bytes, first come first served.
+
+    The memory belongs to the cache. A payload takes all of its bytes before the first one moves,
+    and nothing that holds bytes waits for more of them to give them back. The loop's thread only.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        self._turn = asyncio.Lock()
+        self._given_back = asyncio.Event()
+
+    async def take(self, nbytes: int) -> None:
+        """Waits for `nbytes`, at most `size_bytes`. The caller gives them back."""
+        async with self._turn:
+            while self.used_bytes + nbytes > self.size_bytes:
+                self._given_back.clear()
+                await self._given_back.wait()
+            self.used_bytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+        self._given_back.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the connections of a gateway share. The loop's thread only.
+
+    room: `--buffer-bytes`. one_list: held by a LIST while it collects keys.
+    """
+
+    cache: ObjectCache
+    room: Room
+    max_payload_bytes: int
+    log: QuietLog
+    counters: dict[str, int]
+    one_list: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,7 +145,7 @@ class ClientConnection:
                 await self._answer()
         except Gone:
             if self.stream.in_message:
-                self._shared.counters["abandoned"] += 1
+                self._shared.counters["closed_connections_abandoned"] += 1
         except FormatError as problem:
             self._complain("closed", "%s; the connection is closed", problem)
 
@@ -112,7 +170,7 @@ class ClientConnection:
         elif command == ClientCommand.GET:
             key = self._wanted_key()
             if key is None or not await self._send_chunk(key):
-                counters["misses"] += 1
+                counters["gets_miss"] += 1
                 await send(FAILED)
         elif command == ClientCommand.EXIST:
             key = self._wanted_key()
@@ -139,8 +197,7 @@ class ClientConnection:
         await self._room.take(length)
         held: HeldChunk | None = None
         try:
-            with contextlib.suppress(FormatError):  # the tiers have no encoding for it
-                held = self._cache.reserve(key, metadata)
+            held = self._cache.reserve(key, metadata)
             if held is None:
                 await self._receive_and_drop(length)
             else:
@@ -169,9 +226,9 @@ class ClientConnection:
             if not ended.done():
                 ended.set_result(None)
             if stored:
-                counters["stored"] += 1
+                counters["puts_stored"] += 1
                 return
-            counters["not_stored"] += 1
+            counters["puts_not_stored"] += 1
             self._shared.log.warning(
                 "not stored", "a chunk of %d bytes is not stored: no tier took it", length
             )
@@ -185,12 +242,12 @@ class ClientConnection:
     async def _send_chunk(self, key: ObjectKey) -> bool:
         """Sends the reply to a GET. False: a miss, and nothing was sent.
 
-        Room for a chunk that is not in memory is taken before the first tier that has it is read.
+        Room for a chunk that is not in memory is taken before a tier is read.
         """
         cache, room = self._cache, self._room
-        held, room_bytes, first = cache.hold(key), 0, 0
-        while held is None:
-            found = await _ask(partial(cache.find, key, _deadline(), first=first))
+        held, room_bytes = cache.hold(key), 0
+        if held is None:
+            found = await _ask(partial(cache.find, key, _deadline()))
             if found is None or self._reply_to(found.metadata) is None:
                 return False
             room_bytes = found.metadata.length
@@ -200,14 +257,15 @@ class ClientConnection:
             finally:
                 if held is None:
                     room.give_back(room_bytes)
-            first = found.level + 1
+            if held is None:
+                return False
         try:
             if (reply := self._reply_to(held.metadata)) is None:
                 return False
             if not room_bytes:
                 await room.take(held.metadata.length)
                 room_bytes = held.metadata.length
-            self._shared.counters["hits"] += 1
+            self._shared.counters["gets_hit"] += 1
             await self._send_payload(reply, held.payload)
             return True
         finally:
@@ -259,7 +317,7 @@ class ClientConnection:
             return None
 
     def _complain(self, kind: str, message: str, *args: object) -> None:
-        self._shared.counters["malformed"] += 1
+        self._shared.counters["malformed_requests"] += 1
         self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
 
 

@@ -14,7 +14,6 @@ from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.compat.backends.storage import in_memory, in_redis, on_disk, open_cache
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.compat.gateway.server import Gateway
-from lmcache_redis.compat.gateway.shared import exposed
 from lmcache_redis.compat.objects import DEFAULT_SPARE_BYTES, HeapMemory, ObjectCache
 from lmcache_redis.config import parse_address
 from lmcache_redis.metrics import PREFIX
@@ -96,7 +95,7 @@ async def _run(config: GatewayConfig) -> int:
         gateway = Gateway(objects, config)
         await gateway.start()
         if config.metrics is not None:
-            read = OwnerCollector(cache.owner.post, lambda: exposed(gateway.stats(), objects.is_up))
+            read = OwnerCollector(cache.owner.post, gateway.metrics)
             of_tiers = cache.metrics.registry.restricted_registry(_TIER_COUNTERS)
             stack.enter_context(serve_metrics(parse_address(config.metrics), read, of_tiers))
         tls = " with TLS" if config.tls_cert else ""

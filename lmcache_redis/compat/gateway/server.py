@@ -1,4 +1,4 @@
-"""The server: who may connect, limits, what connections share, stopping.
+"""The server: who may connect, limits, figures, stopping.
 
 One loop, one task for each client. The server accepts without asyncio's server: a client that may
 not connect is refused before TLS spends anything on it, and each client counts against the limit
@@ -16,17 +16,20 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmcache_redis import __version__
 from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
-from lmcache_redis.compat.gateway.connection import ClientConnection
-from lmcache_redis.compat.gateway.shared import QuietLog, Room, Shared
+from lmcache_redis.compat.gateway.connection import ClientConnection, QuietLog, Room, Shared
 from lmcache_redis.compat.gateway.stream import ClientStream
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.errors import ConfigError, StartError
+from lmcache_redis.metrics.exporter import gauge, labelled
 from lmcache_redis.processes import free_descriptors
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,26 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP
 # A client without a request for this long gives way to another one, if there are too many.
 _IDLE_S = 600.0
 
+# Since the start: name and meaning for Prometheus; the label, if there is one, and its values.
+COUNTERS: Final[tuple[tuple[str, str, str, tuple[str, ...]], ...]] = (
+    ("connections", "connections accepted", "", ("",)),
+    ("requests", "requests, by command", "command", ("put", "get", "exist", "list", "health")),
+    ("puts", "PUTs, by outcome", "outcome", ("stored", "not_stored")),
+    ("gets", "GETs answered, by outcome", "outcome", ("hit", "miss")),
+    ("payload_bytes", "payload moved", "direction", ("in", "out")),
+    ("malformed_requests", "requests that failed, or whose connection was closed", "", ("",)),
+    (
+        "closed_connections",
+        "connections closed before their client ended them properly, by reason", "reason",
+        ("refused", "handshake", "stalled", "idle", "abandoned", "error"),
+    ),
+)  # fmt: skip
+
+
+def counter_name(name: str, value: str) -> str:
+    """In `Shared.counters`."""
+    return f"{name}_{value}" if value else name
+
 
 class Gateway:
     """Serves a cache. Start and stop it once, on one running loop.
@@ -57,7 +80,8 @@ class Gateway:
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
         room, log = Room(config.buffer_bytes), QuietLog(logger)
-        self._shared = Shared(cache, room, config.payload_limit_bytes, log)
+        counters = {counter_name(name, each): 0 for name, *_, values in COUNTERS for each in values}
+        self._shared = Shared(cache, room, config.payload_limit_bytes, log, counters)
         self._clients: dict[asyncio.Task[None], ClientConnection] = {}
 
     @property
@@ -77,9 +101,26 @@ class Gateway:
         return {
             **self._shared.counters,
             "open_connections": len(self._clients),
-            "buffer_bytes": self._shared.room.size_bytes,
             "buffer_used_bytes": self._shared.room.used_bytes,
         }
+
+    def metrics(self) -> Iterator[Metric]:
+        """What it exposes to Prometheus beside the counts of its tiers."""
+        shared = self._shared
+        for name, meaning, label, values in COUNTERS:
+            counts = {
+                (value,) if label else (): shared.counters[counter_name(name, value)]
+                for value in values
+            }
+            labels = [label] if label else []
+            yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, labels, counts)
+        about, version = "1; the version of the gateway", {(__version__,): 1}
+        yield labelled(GaugeMetricFamily, "gateway_info", about, ["version"], version)
+        yield gauge("gateway_open_connections", "clients now", len(self._clients))
+        yield gauge("gateway_buffer_size_bytes", "`--buffer-bytes`", shared.room.size_bytes)
+        yield gauge("gateway_buffer_used_bytes", "payload in flight", shared.room.used_bytes)
+        is_up = "1 if the last tier answers, as the command HEALTH says"
+        yield gauge("gateway_up", is_up, shared.cache.is_up)
 
     async def start(self) -> None:
         """Listens and serves. Raises StartError if the address cannot be used."""
@@ -121,7 +162,7 @@ class Gateway:
                 continue
             shared.counters["connections"] += 1
             if (problem := self._refuses(host)) is not None:
-                shared.counters["refused_connections"] += 1
+                shared.counters["closed_connections_refused"] += 1
                 shared.log.warning("refused", "%s is turned away: %s", host, problem)
                 accepted.close()
                 continue
@@ -157,7 +198,7 @@ class Gateway:
         if not idle:
             return False
         longest = min(idle, key=lambda each: each.stream.waits_from_s)
-        self._shared.counters["idle"] += 1
+        self._shared.counters["closed_connections_idle"] += 1
         self._shared.log.warning(
             "idle", "%s is disconnected for another client: no request for over %.0f s",
             longest.peer, _IDLE_S,
@@ -173,17 +214,17 @@ class Gateway:
                 if self._tls is not None:
                     await stream.start_tls(self._tls)
             except OSError as error:
-                counters["failed_handshakes"] += 1
+                counters["closed_connections_handshake"] += 1
                 log.warning("handshake", "%s did not get connected: %s", connection.peer, error)
                 return
             try:
                 await connection.serve()
             except Exception:
-                counters["errors"] += 1
+                counters["closed_connections_error"] += 1
                 logger.exception("a connection is closed because of a fault")
 
     def _stalled(self, peer: str) -> None:
-        self._shared.counters["stalled"] += 1
+        self._shared.counters["closed_connections_stalled"] += 1
         self._shared.log.warning(
             "stalled", "%s is disconnected: a message took more than %g s",
             peer, self.config.request_timeout_s,

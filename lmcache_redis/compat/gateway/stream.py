@@ -24,7 +24,7 @@ _UNREAD_BYTES = 64 << 10
 _WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class Gone(ConnectionError):
+class Gone(Exception):
     """The client closed its side or was lost, or the stream was aborted."""
 
 
@@ -112,8 +112,6 @@ class ClientStream:
                     stall = stall or self._loop.call_later(self._timeout_s, self._stalled)
                 if view:
                     await (self._ready(events) if events else asyncio.sleep(0))
-        except Gone:
-            raise
         except OSError as error:
             raise Gone(f"the connection was lost: {error.strerror or error}") from error
         finally:

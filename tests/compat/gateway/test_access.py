@@ -61,7 +61,7 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
         for nbytes in (10, 5000, 400_000):
             with serving.client(tls=trusting(authority)) as client:
                 client.put(f"m@1@0@{nbytes:x}@half", bytes(nbytes))
-        serving.until(stored=3)
+        serving.until(puts_stored=3)
         backend.open.clear()
         for number in range(4):
             with serving.client(tls=trusting(authority)) as client:
@@ -69,8 +69,8 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
                 client.put(f"m@2@0@{number:x}@half", bytes(5000))
         serving.until(buffer_used_bytes=405_000)
         backend.open.set()
-        serving.until(stored=11, open_connections=0)
-        assert serving.stats()["abandoned"] == 0
+        serving.until(puts_stored=11, open_connections=0)
+        assert serving.stats()["closed_connections_abandoned"] == 0
 
 
 @pytest.mark.servers
@@ -83,7 +83,7 @@ def test_without_tls_nobody_gets_in_and_others_go_on(
             assert plain.ended()
         with pytest.raises(ssl.SSLError):
             serving.client(tls=ssl.create_default_context())
-        serving.until(failed_handshakes=2)
+        serving.until(closed_connections_handshake=2)
         with serving.client(tls=trusting(authority)) as client:
             assert client.healthy()
 
@@ -95,7 +95,7 @@ def test_a_handshake_that_does_not_go_on_is_cut_off(backend: DictTier, tls: dict
         serving.client() as silent,
     ):
         assert silent.ended()
-        serving.until(failed_handshakes=1)
+        serving.until(closed_connections_handshake=1)
 
 
 @pytest.mark.servers
@@ -108,7 +108,7 @@ def test_a_slow_reader_with_tls_is_cut_off(
     ):
         slow.put(KEY, bytes(1 << 19))
         slow.send(header(GET) * 40)
-        serving.until(stalled=1, buffer_used_bytes=0)
+        serving.until(closed_connections_stalled=1, buffer_used_bytes=0)
 
 
 @pytest.mark.servers
@@ -128,7 +128,7 @@ def test_clients_with_certificates(
         for context in (stranger, trusting(authority)):
             with serving.client(tls=context) as client, pytest.raises((EOFError, OSError)):
                 client.healthy()  # with TLS 1.3 the client learns it with its first receive
-        serving.until(failed_handshakes=2)
+        serving.until(closed_connections_handshake=2)
 
 
 @pytest.mark.servers
@@ -158,7 +158,7 @@ def test_only_allowed_peers(backend: DictTier) -> None:
             allowed.connect(("127.0.0.1", serving.port))
             allowed.sendall(header(5))
             assert len(allowed.recv(36)) == 36
-        serving.until(refused_connections=1, healths=1)
+        serving.until(closed_connections_refused=1, requests_health=1)
 
 
 def test_an_allowed_ipv4_peer_on_an_ipv6_socket(backend: DictTier) -> None:
@@ -187,7 +187,7 @@ def test_one_client_too_many(backend: DictTier) -> None:
         serving.until(open_connections=0)
         with serving.client() as again:
             assert again.healthy()
-        assert serving.stats()["refused_connections"] == 1
+        assert serving.stats()["closed_connections_refused"] == 1
 
 
 def test_one_client_too_many_of_one_address(backend: DictTier) -> None:
@@ -230,7 +230,7 @@ def test_the_idle_give_way_to_others(backend: DictTier, monkeypatch: pytest.Monk
             assert served.healthy()
             backend.open.set()
             assert waiting.receive(36)
-        serving.until(idle=1, refused_connections=1)
+        serving.until(closed_connections_idle=1, closed_connections_refused=1)
 
 
 def test_the_limit_of_open_files_limits_clients(

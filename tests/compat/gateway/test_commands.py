@@ -69,7 +69,7 @@ def test_a_put_of_no_bytes_is_not_stored(client: Client, serving: Serving) -> No
     client.put(KEY, b"first")
     client.put(KEY, b"")
     assert client.get(KEY) == b"first"
-    assert (serving.stats()["stored"], serving.stats()["not_stored"]) == (1, 2)
+    assert (serving.stats()["puts_stored"], serving.stats()["puts_not_stored"]) == (1, 2)
 
 
 def test_a_chunk_may_fill_the_limit_exactly(client: Client, serving: Serving) -> None:
@@ -114,7 +114,7 @@ def test_a_long_list(client: Client, backend: DictTier, serving: Serving) -> Non
     client.send(header(LIST))
     assert client.reply()[0] == FAIL
     assert client.healthy()
-    assert serving.stats()["malformed"] == 1
+    assert serving.stats()["malformed_requests"] == 1
 
 
 def test_one_byte_at_a_time(client: Client) -> None:
@@ -156,15 +156,19 @@ def test_pipelined_requests_are_answered_in_order(client: Client, serving: Servi
         assert client.receive(72) == SUCCEEDED * 2
     sender.join()
     stats = serving.stats()
-    assert (stats["puts"], stats["stored"], stats["hits"]) == (rounds,) * 3
-    assert (stats["exists"], stats["healths"], stats["malformed"]) == (2 * rounds, rounds, 0)
+    assert (stats["requests_put"], stats["puts_stored"], stats["gets_hit"]) == (rounds,) * 3
+    assert (stats["requests_exist"], stats["requests_health"], stats["malformed_requests"]) == (
+        2 * rounds,
+        rounds,
+        0,
+    )
 
 
 def test_a_client_that_closes_after_a_put_has_put(serving: Serving, backend: DictTier) -> None:
     with serving.client() as client:
         client.put(KEY, bytes(300_000))
-    serving.until(stored=1, open_connections=0)
-    assert serving.stats()["abandoned"] == 0
+    serving.until(puts_stored=1, open_connections=0)
+    assert serving.stats()["closed_connections_abandoned"] == 0
 
 
 def test_hundreds_of_idle_clients_hold_nobody_up(serving: Serving) -> None:
@@ -173,7 +177,7 @@ def test_hundreds_of_idle_clients_hold_nobody_up(serving: Serving) -> None:
         serving.until(open_connections=300)
         started_s = time.monotonic()
         clients[150].put(KEY, b"x")
-        serving.until(stored=1)  # of another connection's PUT there is no reply
+        serving.until(puts_stored=1)  # of another connection's PUT there is no reply
         assert clients[-1].exists(KEY)
         assert time.monotonic() - started_s < 5
     finally:

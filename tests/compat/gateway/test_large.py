@@ -95,7 +95,7 @@ def test_who_does_not_go_on_is_cut_off(lower: DictTier) -> None:
         assert idle.exists(key(1))
         reader.send(header(GET, key(1)))
         writer.send(put(key(2), large(2))[: 2 * MIB])
-        serving.until(stalled=2, open_connections=1, buffer_used_bytes=0)
+        serving.until(closed_connections_stalled=2, open_connections=1, buffer_used_bytes=0)
         assert writer.ended()
         assert reader.ended()
         assert idle.get(key(1)) == large(1)
@@ -118,7 +118,7 @@ def test_a_client_that_disappears_leaves_nothing(large_serving: Serving, how: st
             large_serving.until(open_connections=1, buffer_used_bytes=0)
             assert other.get(key(1)) == large(1)
     large_serving.until(open_connections=0)
-    assert large_serving.stats()["errors"] == 0
+    assert large_serving.stats()["closed_connections_error"] == 0
     # Of all the memory that was reserved none is left.
     assert large_serving.pool.used == large_serving.pool.idle == 8 * MIB
 
@@ -169,7 +169,7 @@ def test_nobody_sees_the_bytes_of_another(large_serving: Serving) -> None:
     for thread in threads:
         thread.join()
     assert problems == []
-    assert large_serving.stats()["hits"] > 50
+    assert large_serving.stats()["gets_hit"] > 50
 
 
 # ------------------------------------------------------------------ through the tiers
@@ -181,18 +181,18 @@ def test_the_next_payload_comes_while_one_is_written_through(
     lower.open.clear()
     with large_serving.client() as client, large_serving.client() as other:
         client.put(key(1), large(1))
-        large_serving.until(puts=1, payload_bytes_in=8 * MIB)
+        large_serving.until(requests_put=1, payload_bytes_in=8 * MIB)
         assert client.get(key(1)) == large(1), "from memory, while it is on its way below"
         assert other.get(key(1)) == large(1)
         assert other.exists(key(1))
         assert other.list() == {key(1)}
         client.put(key(2), large(2))
-        large_serving.until(payload_bytes_in=16 * MIB, stored=0)
+        large_serving.until(payload_bytes_in=16 * MIB, puts_stored=0)
         assert other.get(key(2)) is None, "only one of a connection is on its way"
         client.send(header(EXIST, key(2)))
         lower.open.set()
         assert client.receive(36) == SUCCEEDED
-        large_serving.until(stored=2, buffer_used_bytes=0)
+        large_serving.until(puts_stored=2, buffer_used_bytes=0)
         assert object_key_of(key(2)) in lower.chunks
 
 
@@ -200,9 +200,9 @@ def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: D
     lower.open.clear()
     with large_serving.client() as client:
         client.put(key(1), large(1))
-    large_serving.until(puts=1, payload_bytes_in=8 * MIB)
+    large_serving.until(requests_put=1, payload_bytes_in=8 * MIB)
     lower.open.set()
-    large_serving.until(stored=1, open_connections=0, buffer_used_bytes=0)
+    large_serving.until(puts_stored=1, open_connections=0, buffer_used_bytes=0)
     assert object_key_of(key(1)) in lower.chunks
 
 
@@ -220,7 +220,7 @@ def test_stopping_while_payloads_move(lower: DictTier) -> None:
             for number, client in enumerate(clients[3:]):
                 client.send(header(PUT, key(number + 2), 8 * MIB, 1, UINT8, (8 * MIB, 0, 0, 0)))
                 client.send(bytes(3 * MIB))
-            serving.until(puts=4, gets=3)
+            serving.until(requests_put=4, requests_get=3)
             started_s = time.monotonic()
             serving.stop()
             assert time.monotonic() - started_s < 10
@@ -243,7 +243,7 @@ def test_stopping_lets_payloads_arrive(lower: DictTier) -> None:
         reader.send(header(GET, key(1)))
         request = put(key(2), large(2))
         writer.send(request[: 4 * MIB])
-        serving.until(puts=2, gets=1)
+        serving.until(requests_put=2, requests_get=1)
         stopper = threading.Thread(target=serving.stop)
         stopper.start()
         time.sleep(0.1)

@@ -28,5 +28,5 @@ def test_it_finds_what_it_expects(backend: DictTier) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.strip().endswith("messages, 12 chunks")
         stats = serving.stats()
-        assert (stats["stored"], stats["hits"], stats["malformed"]) == (12, 12, 0)
-        assert stats["exists"] == stats["gets"] == 24
+        assert (stats["puts_stored"], stats["gets_hit"], stats["malformed_requests"]) == (12, 12, 0)
+        assert stats["requests_exist"] == stats["requests_get"] == 24

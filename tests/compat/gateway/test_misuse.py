@@ -55,7 +55,7 @@ def test_a_malformed_key_fails_and_the_connection_goes_on(
         assert client.receive(36) == FAILED
     client.send(header(PUT, key, 5, 1, UINT8, (5, 0, 0, 0)) + b"12345")
     assert client.get(KEY) is None  # still in step
-    assert (backend.chunks, serving.stats()["malformed"]) == ({}, 3)
+    assert (backend.chunks, serving.stats()["malformed_requests"]) == ({}, 3)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_any_header_fails_or_ends_its_own_connection(
         elif numbers[0] == PUT:
             assert data == b"" or len(payload) > 186
         assert other.healthy()
-    assert fuzzed.stats()["errors"] == 0
+    assert fuzzed.stats()["closed_connections_error"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,8 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier) -> None:
         serving.until(connections=2 * len(request), open_connections=0, buffer_used_bytes=0)
         assert backend.chunks == {}
         stats = serving.stats()
-        assert stats["errors"] == 0
-        assert stats["abandoned"] >= len(request) - 1
+        assert stats["closed_connections_error"] == 0
+        assert stats["closed_connections_abandoned"] >= len(request) - 1
         with serving.client() as client:
             assert client.get(KEY) is None
 
@@ -189,7 +189,7 @@ def test_who_sends_too_slowly_is_cut_off(backend: DictTier) -> None:
         assert in_header.ended()
         assert in_payload.ended()
         assert in_dropped.ended()
-        serving.until(buffer_used_bytes=0, stalled=3)
+        serving.until(buffer_used_bytes=0, closed_connections_stalled=3)
         assert idle.healthy(), "waiting between requests is allowed"
         assert idle.list() == set()
 
@@ -201,7 +201,7 @@ def test_dripping_does_not_count_as_moving(backend: DictTier) -> None:
             for _ in range(999):
                 client.send(b"x")
                 time.sleep(0.01)
-        assert serving.stats()["stalled"] == 1
+        assert serving.stats()["closed_connections_stalled"] == 1
 
 
 def test_a_slow_reader_holds_nobody_up(backend: DictTier) -> None:
@@ -218,9 +218,11 @@ def test_a_slow_reader_holds_nobody_up(backend: DictTier) -> None:
         time.sleep(0.2)
         for _ in range(10):
             assert writer.get(KEY) == payload
-        assert serving.stats()["stalled"] == 0, "nobody had to wait until it was cut off"
+        assert serving.stats()["closed_connections_stalled"] == 0, (
+            "nobody had to wait until it was cut off"
+        )
         assert serving.stats()["buffer_used_bytes"] <= 2 * len(payload)
-        serving.until(stalled=1, buffer_used_bytes=0)
+        serving.until(closed_connections_stalled=1, buffer_used_bytes=0)
         assert slow.ended()
         assert writer.healthy()
 
@@ -247,7 +249,7 @@ def test_puts_wait_for_room_each_on_its_own_connection(backend: DictTier) -> Non
         try:
             for number, client in enumerate(clients):
                 client.put(f"m@1@0@{number}0@half", bytes([number]) * 50_000)
-            serving.until(puts=8)
+            serving.until(requests_put=8)
             time.sleep(0.2)
             assert backend.writes == 1
             with serving.client() as other:
@@ -272,7 +274,7 @@ def test_a_get_without_room_waits_for_its_turn(backend: DictTier) -> None:
         writer.send(half_sent[:20_000])
         serving.until(buffer_used_bytes=40_000)
         reader.send(header(GET, KEY))
-        serving.until(gets=1)
+        serving.until(requests_get=1)
         writer.send(half_sent[20_000:])
         assert reader.reply()[:2] == (200, 50_000)
         assert reader.receive(50_000) == b"y" * 50_000
@@ -288,7 +290,7 @@ def test_a_fault_of_a_tier_ends_one_connection(
         backend.error = None
         other.put(KEY, b"x")
         assert other.get(KEY) == b"x"
-    serving.until(buffer_used_bytes=0, errors=1)
+    serving.until(buffer_used_bytes=0, closed_connections_error=1)
     assert "a fault" in caplog.text
 
 
@@ -318,7 +320,7 @@ def test_stopping_finishes_what_has_begun(backend: DictTier) -> None:
         assert idle.ended()
         backend.open.set()
         stopper.join()
-        serving.until(stored=1)
+        serving.until(puts_stored=1)
         assert client.ended()
         with pytest.raises(ConnectionRefusedError):
             serving.client()
@@ -349,7 +351,7 @@ def test_slow_clients_beside_others(memory: bool) -> None:
     ):
         for number, client in enumerate(slow):
             client.send(put(key(number), bytes(MIB))[: 186 + number])
-        serving.until(puts=32)
+        serving.until(requests_put=32)
         for number in range(20):
             for client in slow:
                 client.send(b"x" * 1000)
@@ -357,7 +359,12 @@ def test_slow_clients_beside_others(memory: bool) -> None:
             good.put(KEY, payload)
             assert good.exists(KEY)
             assert good.get(KEY) == payload
-        serving.until(buffer_used_bytes=32 * MIB, open_connections=33, stalled=0, abandoned=0)
+        serving.until(
+            buffer_used_bytes=32 * MIB,
+            open_connections=33,
+            closed_connections_stalled=0,
+            closed_connections_abandoned=0,
+        )
 
 
 @pytest.mark.parametrize("how", ["writers", "readers"])
@@ -379,7 +386,7 @@ def test_slow_clients_that_hold_all_room_lose_it(how: str) -> None:
         serving.until(buffer_used_bytes=64 * MIB)
         good.put(key(9), payload)
         assert good.get(key(9)) == payload
-        assert 1 <= serving.stats()["stalled"] <= 4
+        assert 1 <= serving.stats()["closed_connections_stalled"] <= 4
 
 
 def test_a_list_is_not_cut_short(backend: DictTier, monkeypatch: pytest.MonkeyPatch) -> None:

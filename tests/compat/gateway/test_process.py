@@ -82,7 +82,10 @@ def test_it_serves_until_it_is_told_to_end(number: int) -> None:
             status, said = process.end(number)
             assert client.ended()
         assert status == 0
-        assert "stopped: connections 1, puts 1, gets 1, lists 1, stored 1, hits 1" in said
+        assert (
+            "stopped: connections 1, requests_put 1, requests_get 1, requests_list 1, "
+            "puts_stored 1, gets_hit 1, payload_bytes_in" in said
+        )
         assert "Traceback" not in said
 
 

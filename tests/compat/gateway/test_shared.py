@@ -7,18 +7,23 @@ import logging
 
 import pytest
 
-from lmcache_redis.compat.gateway.shared import COUNTERS, QuietLog, Room
+from lmcache_redis.compat.gateway import connection
+from lmcache_redis.compat.gateway.connection import QuietLog, Room
+from lmcache_redis.compat.gateway.server import COUNTERS, counter_name
 from tests.compat.gateway.serving import DictTier, Serving
 from tests.compat.gateway.wire import KEY
 
 
-def test_a_flood_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    log = QuietLog(logging.getLogger(__name__), silence_s=3600)
+def test_a_flood_is_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = QuietLog(logging.getLogger(__name__))
     for number in range(100):
         log.warning("a", "number %d", number)
     log.warning("b", "another kind")
     assert caplog.messages == ["number 0", "another kind"]
-    log = QuietLog(logging.getLogger(__name__), silence_s=0)
+    monkeypatch.setattr(connection, "_SILENCE_S", 0)
+    log = QuietLog(logging.getLogger(__name__))
     for _ in range(2):
         log.warning("a", "again %s", "%s")
     assert caplog.messages[2:] == ["again %s"] * 2
@@ -27,9 +32,10 @@ def test_a_flood_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_figures_have_names() -> None:
     with Serving(DictTier()) as serving:
         stats = serving.stats()
-    own = {"open_connections", "buffer_bytes", "buffer_used_bytes"}
-    assert set(stats) == {name for *_, values in COUNTERS for name in values.values()} | own
-    assert {"puts", "hits", "stalled", "payload_bytes_out"} <= set(stats)
+    own = {"open_connections", "buffer_used_bytes"}
+    names = {counter_name(name, value) for name, *_, values in COUNTERS for value in values}
+    assert set(stats) == names | own
+    assert {"connections", "requests_put", "gets_hit", "payload_bytes_out"} <= set(stats)
 
 
 def test_what_is_not_stored_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,7 +45,7 @@ def test_what_is_not_stored_is_counted_and_said_once(caplog: pytest.LogCaptureFi
         for _ in range(5):
             client.put(KEY, b"1234567")
         assert client.get(KEY) is None
-        assert serving.stats()["not_stored"] == 5
+        assert serving.stats()["puts_not_stored"] == 5
     (line,) = [message for message in caplog.messages if "is not stored" in message]
     assert "7 bytes" in line
 

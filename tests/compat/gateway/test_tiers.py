@@ -75,7 +75,7 @@ def test_many_clients_on_all_tiers(server: RedisServer) -> None:
         for thread in threads:
             thread.join()
         assert problems == []
-        assert serving.stats()["hits"] == 64
+        assert serving.stats()["gets_hit"] == 64
 
 
 def test_a_write_that_hangs_holds_up_no_client() -> None:
@@ -90,7 +90,7 @@ def test_a_write_that_hangs_holds_up_no_client() -> None:
         client.put("m@1@0@02@half", b"2" * 6000)
         assert not client.exists("m@1@0@03@half")
         assert client.get("m@1@0@01@half") == b"1" * 5000
-        serving.until(buffer_used_bytes=0, stored=2)
+        serving.until(buffer_used_bytes=0, puts_stored=2)
         assert serving.call(lambda: serving.pool.pinned) == 0
         tier.hangs = False
         tier.open.set()
@@ -105,7 +105,7 @@ def test_a_tier_that_cannot_deliver_is_passed_over() -> None:
         assert client.get(KEY) == b"x" * 5000
         lower.damaged = True
         assert client.get(KEY) is None
-        serving.until(hits=1, misses=1)
+        serving.until(gets_hit=1, gets_miss=1)
 
 
 def test_a_chunk_larger_than_the_memory_leaves_the_others_there() -> None:
@@ -125,7 +125,7 @@ def test_a_put_that_there_is_no_memory_for_is_dropped() -> None:
         serving.cache.reserve = lambda *_: None  # type: ignore[method-assign]
         client.put(KEY, bytes(500_000))
         assert client.get(KEY) is None
-        serving.until(not_stored=1, misses=1, buffer_used_bytes=0, open_connections=1)
+        serving.until(puts_not_stored=1, gets_miss=1, buffer_used_bytes=0, open_connections=1)
 
 
 def test_a_location_changes_nothing() -> None:
