@@ -4,7 +4,7 @@ The original pickles; nothing is pickled here. A wrapper is encoded as the plain
 handle, which are validated when decoded.
 
 Nothing of this package sends an `IPCCacheEngineKey`: engines send hashes (`messages`). Serialized,
-it is one MessagePack array of its fields.
+it is one MessagePack array of its nine fields.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
 import torch
 
-from lmcache_redis.chunks.keys import MAX_WORLD_SIZE, check_hash, model_name_bytes
+from lmcache_redis.chunks.keys import MAX_WORLD_SIZE, check_hash, model_name_bytes, token_array
 from lmcache_redis.chunks.metadata import MAX_SIZE, dtype_name, itemsize, torch_dtype
 from lmcache_redis.device import driver, export
 from lmcache_redis.device.handles import CudaHandle, check_exporter
@@ -33,7 +33,12 @@ __all__ = [
     "get_customized_encoder",
 ]
 
-_FIELDS = msgspec.msgpack.Decoder(tuple[str, int, int | None, bytes])
+MAX_KEY_TOKENS = 1 << 24
+MAX_SALT_BYTES = 4096
+
+_FIELDS = msgspec.msgpack.Decoder(
+    tuple[str, int, int | None, bytes | None, tuple[int, ...] | None, int, int, str | None, bytes]
+)
 # Extension types of msgpack.
 _DTYPE, _WRAPPER = 1, 3
 
@@ -182,23 +187,44 @@ KVCache = list[CudaIPCWrapper]
 
 @dataclass(frozen=True, order=True)
 class IPCCacheEngineKey:
-    """The name of a worker's chunk, or of the chunks of all workers.
+    """The name that an engine sends: a chunk hash, or tokens `start` to `end` of `token_ids`.
 
-    chunk_hash: 1 to 63 bytes. worker_id: below world_size (1 to 255), or None: all workers. Raises
-    FormatError for anything else.
+    Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set; start and
+    end are 0 with a hash. worker_id is below world_size (1 to 255), or None: all workers.
+    request_id identifies a request in logs and sessions; ==, hash and order ignore it. salt (0 to
+    4,096 bytes) stands for everything else that the KV of the tokens depends on; it is empty with a
+    chunk_hash, which covers it. Raises FormatError for anything else.
     """
 
     model_name: str
     world_size: int
     worker_id: int | None
-    chunk_hash: bytes
+    chunk_hash: bytes | None = None
+    token_ids: tuple[int, ...] | None = None
+    start: int = 0
+    end: int = 0
+    request_id: str | None = field(default=None, compare=False)
+    salt: bytes = b""
 
     def __post_init__(self) -> None:
         model_name_bytes(self.model_name)
         check_int("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         if self.worker_id is not None:
             check_int("worker_id", self.worker_id, 0, self.world_size - 1)
-        check_hash(self.chunk_hash)
+        if (self.chunk_hash is None) == (self.token_ids is None):
+            raise FormatError("a key has either a chunk_hash or token_ids, exactly one of them")
+        if self.token_ids is None:
+            check_hash(self.chunk_hash)
+        elif not isinstance(self.token_ids, tuple) or len(self.token_ids) > MAX_KEY_TOKENS:
+            raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
+        else:
+            token_array(self.token_ids)
+        if not isinstance(self.salt, bytes) or len(self.salt) > MAX_SALT_BYTES:
+            raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {self.salt!r:.80}")
+        if self.salt and self.token_ids is None:
+            raise FormatError("a chunk_hash covers the salt: only token_ids take one")
+        check_int("end", self.end, 0, len(self.token_ids or ()))
+        check_int("start", self.start, 0, self.end)
 
     def no_worker_id_version(self) -> IPCCacheEngineKey:
         """The same key for all workers, as a lookup uses it."""
@@ -206,10 +232,13 @@ class IPCCacheEngineKey:
 
     @staticmethod
     def Serialize(obj: IPCCacheEngineKey) -> bytes:
-        """Raises FormatError for what is no key."""
+        """Raises FormatError if a field has no encoding."""
         if not isinstance(obj, IPCCacheEngineKey):
             raise FormatError(f"an IPCCacheEngineKey is serialized, not a {type(obj).__name__}")
-        return msgspec.msgpack.encode(astuple(obj))
+        try:
+            return msgspec.msgpack.encode([getattr(obj, each.name) for each in fields(obj)])
+        except (TypeError, UnicodeEncodeError, OverflowError) as error:
+            raise FormatError(f"a key that cannot be encoded: {error}") from None
 
     @staticmethod
     def Deserialize(data: bytes) -> IPCCacheEngineKey:

@@ -45,15 +45,18 @@ class MemoryLayoutDesc:
 
 
 def ipc_keys_to_object_keys(ipc_keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey]:
-    """The chunks that keys name, in the order of the keys.
+    """The chunks that keys with a chunk hash name, in the order of the keys.
 
     A key with a worker id gives one ObjectKey; a key without gives one for each worker of its world
-    (`share_rank`). Raises FormatError for what is no key.
+    (`share_rank`). Raises FormatError for what is no key, and for a key with token ids, which names
+    no chunk until they are hashed (`hash_chunks`).
     """
     object_keys: list[ObjectKey] = []
     for key in ipc_keys:
         if not isinstance(key, IPCCacheEngineKey):
             raise FormatError(f"an IPCCacheEngineKey is converted, not {key!r:.80}")
+        if key.chunk_hash is None:
+            raise FormatError("a key with token_ids names no chunk until the tokens are hashed")
         for worker in range(key.world_size) if key.worker_id is None else (key.worker_id,):
             rank = share_rank(key.world_size, worker)
             object_keys.append(ObjectKey(key.chunk_hash, key.model_name, rank))

@@ -438,12 +438,16 @@ class TestWorkedExample:
         assert b"".join(hash_chunks([1, 2, 3, 4, 5], 2)) == documented("example token hashes")
 
     def test_engine_key(self) -> None:
-        key = IPCCacheEngineKey("org/model", 2, None, b"hash")
+        tokens = {"token_ids": (5, 300), "end": 2, "salt": b"salt"}
+        key = IPCCacheEngineKey("org/model", 2, None, request_id="r1", **tokens)  # type: ignore[arg-type]
         fields = (
-            "94",  # an array of four
+            "99",  # an array of nine
             "a96f72672f6d6f64656c",  # model_name
-            "02c0",  # world_size, all workers
-            "c40468617368",  # chunk_hash
+            "02c0c0",  # world_size, all workers, no hash
+            "9205cd012c",  # token_ids
+            "0002",  # start, end
+            "a27231",  # request_id
+            "c40473616c74",  # salt
         )
         assert IPCCacheEngineKey.Serialize(key) == bytes.fromhex("".join(fields))
 

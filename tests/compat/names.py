@@ -21,7 +21,10 @@ INTERFACES = (
             Name(
                 "IPCCacheEngineKey",
                 "(model_name, world_size, worker_id, chunk_hash)",
-                different="1 to 63 bytes of hash, 1 to 255 workers",
+                different=(
+                    "a hash or token ids; 1 to 63 bytes of hash, 1 to 255 workers; `salt` "
+                    "is what else the KV of token ids depends on"
+                ),
             ),
             Name("IPCCacheEngineKey.no_worker_id_version", "()"),
             Name("IPCCacheEngineKey.Serialize", "(obj)"),

@@ -59,6 +59,7 @@ VALUES = [
     torch.Size([]),
     KEY,
     KEY.no_worker_id_version(),
+    IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), end=2, request_id="r", salt=b"s"),
     OBJECT_KEY,
 ]
 

@@ -65,6 +65,12 @@ def test_worlds_of_more_than_eight_workers() -> None:
     assert ranks == [ObjectKey.ComputeKVRank(16, w, 16, w) for w in range(16)]
 
 
+def test_a_key_with_token_ids_is_refused() -> None:
+    key = IPCCacheEngineKey("m", 1, 0, token_ids=(1, 2), end=2)
+    with pytest.raises(FormatError, match="until the tokens are hashed"):
+        ipc_keys_to_object_keys(ipc_keys=[key])
+
+
 def test_what_is_no_key_is_refused() -> None:
     for value in (ObjectKey(b"a", "m", 1), "key", None):
         with pytest.raises(FormatError, match="an IPCCacheEngineKey is converted, not"):

@@ -20,16 +20,28 @@ from tests.chunks.test_keys import HASHES, MODELS
 @st.composite
 def ipc_keys(draw: st.DrawFn) -> IPCCacheEngineKey:
     world_size = draw(st.integers(1, 255))
+    chunk_hash = draw(st.none() | HASHES)
+    token_ids = None
+    start = end = 0
+    if chunk_hash is None:
+        token_ids = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=20)))
+        end = draw(st.integers(0, len(token_ids)))
+        start = draw(st.integers(0, end))
     return IPCCacheEngineKey(
         model_name=draw(MODELS),
         world_size=world_size,
         worker_id=draw(st.none() | st.integers(0, world_size - 1)),
-        chunk_hash=draw(HASHES),
+        chunk_hash=chunk_hash,
+        token_ids=token_ids,
+        start=start,
+        end=end,
+        request_id=draw(st.none() | st.text()),
+        salt=b"" if token_ids is None else draw(st.binary(max_size=20)),
     )
 
 
 def test_keys_are_copied_and_pickled() -> None:
-    key = IPCCacheEngineKey("m", 4, None, b"h")
+    key = IPCCacheEngineKey("m", 4, None, b"h", request_id="r")
     object_key = ObjectKey(b"h", "m", 1)
     for each in (key, object_key):
         assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
@@ -38,16 +50,31 @@ def test_keys_are_copied_and_pickled() -> None:
 
 class TestIPCCacheEngineKey:
     def test_fixed_vectors(self) -> None:
-        one = IPCCacheEngineKey("m", 2, 1, b"\x01\x02")
-        assert IPCCacheEngineKey.Serialize(one).hex() == "94a16d0201c4020102"
-        everyone = one.no_worker_id_version()
-        assert IPCCacheEngineKey.Serialize(everyone).hex() == "94a16d02c0c4020102"
+        by_hash = IPCCacheEngineKey("m", 2, 1, b"\x01\x02", request_id="r")
+        assert IPCCacheEngineKey.Serialize(by_hash).hex() == "99a16d0201c4020102c00000a172c400"
+        by_tokens = IPCCacheEngineKey("m", 2, None, token_ids=(5, 300), start=1, end=2)
+        assert IPCCacheEngineKey.Serialize(by_tokens).hex() == "99a16d02c0c09205cd012c0102c0c400"
 
     @given(ipc_keys())
     def test_serialize_round_trip(self, key: IPCCacheEngineKey) -> None:
+        again = IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(key))
+        assert again == key
+        assert again.request_id == key.request_id
         assert IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(key)) == key
 
-    def test_every_field_is_inside_identity(self) -> None:
+    def test_request_id_is_outside_identity(self) -> None:
+        one = IPCCacheEngineKey("m", 2, 1, b"h", request_id="a")
+        two = IPCCacheEngineKey("m", 2, 1, b"h", request_id="b")
+        assert one == two
+        assert (one != two) is False
+        assert hash(one) == hash(two)
+        assert len({one, two}) == 1
+        assert not one < two
+        assert not one > two
+        assert one <= two
+        assert one >= two
+
+    def test_every_other_field_is_inside_identity(self) -> None:
         keys = [
             IPCCacheEngineKey("m", 2, 1, b"h"),
             IPCCacheEngineKey("n", 2, 1, b"h"),
@@ -55,6 +82,11 @@ class TestIPCCacheEngineKey:
             IPCCacheEngineKey("m", 2, 0, b"h"),
             IPCCacheEngineKey("m", 2, None, b"h"),
             IPCCacheEngineKey("m", 2, 1, b"i"),
+            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=0, end=1),
+            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=1, end=1),
+            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=0, end=2),
+            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 3), start=0, end=1),
+            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 3), start=0, end=1, salt=b"s"),
         ]
         assert len(set(keys)) == len(keys)
         for one, two in itertools.combinations(keys, 2):
@@ -75,11 +107,12 @@ class TestIPCCacheEngineKey:
     def test_no_worker_id_version(self, key: IPCCacheEngineKey) -> None:
         everyone = key.no_worker_id_version()
         assert everyone.worker_id is None
+        assert everyone.request_id == key.request_id
         assert dataclasses.replace(everyone, worker_id=key.worker_id) == key
 
     def test_is_frozen(self) -> None:
         with pytest.raises(AttributeError):
-            IPCCacheEngineKey("m", 1, 0, b"h").worker_id = 1  # type: ignore[misc]
+            IPCCacheEngineKey("m", 1, 0, b"h").start = 1  # type: ignore[misc]
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -91,9 +124,15 @@ class TestIPCCacheEngineKey:
             ({"world_size": "2"}, "world_size is an int, not str"),
             ({"worker_id": 2}, "worker_id is 2, outside 0 to 1"),
             ({"worker_id": -1}, "worker_id is -1, outside 0 to 1"),
-            ({"chunk_hash": None}, "a chunk hash is"),
+            ({"chunk_hash": None}, "exactly one"),
+            ({"token_ids": (1,)}, "exactly one"),
             ({"chunk_hash": b""}, "a chunk hash is 1 to 63 bytes"),
             ({"chunk_hash": b"x" * 64}, "a chunk hash is 1 to 63 bytes"),
+            ({"end": 1}, "end is 1, outside 0 to 0"),
+            ({"start": 1}, "start is 1, outside 0 to 0"),
+            ({"salt": b"s"}, "a chunk_hash covers the salt"),
+            ({"salt": "s"}, "a salt is at most 4096 bytes"),
+            ({"chunk_hash": None, "token_ids": (), "salt": bytes(4097)}, "a salt is at most 4096"),
         ],
     )
     def test_a_field_out_of_range_is_refused(self, fields: dict[str, object], message: str) -> None:
@@ -101,18 +140,44 @@ class TestIPCCacheEngineKey:
         with pytest.raises(FormatError, match=message):
             IPCCacheEngineKey(**(good | fields))  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize(
+        ("token_ids", "start", "end", "message"),
+        [
+            ([1, 2], 0, 2, "token_ids is a tuple"),
+            ((1, -1), 0, 2, "a token id is 0 to"),
+            ((1, 2**32), 0, 2, "a token id is 0 to"),
+            ((1, "2"), 0, 2, "a token id is 0 to"),
+            ((1, 2), 0, 3, "end is 3, outside 0 to 2"),
+            ((1, 2), 2, 1, "start is 2, outside 0 to 1"),
+            ((1, 2), -1, 1, "start is -1, outside 0 to 1"),
+        ],
+    )
+    def test_tokens_out_of_range_are_refused(
+        self, token_ids: tuple[int, ...], start: int, end: int, message: str
+    ) -> None:
+        with pytest.raises(FormatError, match=message):
+            IPCCacheEngineKey("m", 1, 0, None, token_ids, start, end)
+
+    def test_a_request_id_without_utf8_cannot_be_serialized(self) -> None:
+        key = IPCCacheEngineKey("m", 1, 0, b"h", request_id="\ud800")
+        with pytest.raises(FormatError, match="cannot be encoded"):
+            IPCCacheEngineKey.Serialize(key)
+
     @given(st.binary(max_size=60))
     @example(b"")
-    @example(bytes.fromhex("94a1ff0100c40168"))
-    @example(bytes.fromhex("84a16d0100c40168"))
+    @example(bytes.fromhex("95a16d0100c0ddffffffff"))
+    @example(bytes.fromhex("95a16d0100c0dc000200"))
+    @example(bytes.fromhex("98a1ff0100c40168c00000c0"))
+    @example(bytes.fromhex("88a16d0100c40168c00000c0"))
     @example(b"\x91" * 5000)
     @example(msgspec.msgpack.encode({"model_name": "m", "world_size": 1, "worker_id": 0}))
     @example(msgspec.msgpack.encode(["m", 1, 0]))
-    @example(msgspec.msgpack.encode(["m", 1, 0, b"h", "extra"]))
+    @example(msgspec.msgpack.encode(["m", 1, 0, b"h", None, 0, 0, None, "extra"]))
     @example(msgspec.msgpack.encode(["m", 1, 0, "h"]))
+    @example(msgspec.msgpack.encode(["m", 1, 0, b"h", [1]]))
     @example(msgspec.msgpack.encode(["m", 1, 1, b"h"]))
     @example(msgspec.msgpack.encode(["m", 1.0, 0, b"h"]))
-    @example(msgspec.msgpack.encode(["m", 1, 0, None]))
+    @example(msgspec.msgpack.encode(["m", 1, 0, None, [2**32]]))
     @example(msgspec.msgpack.encode(["m", 2**70 // 2**10, 0, b"h"]))
     @example(msgspec.msgpack.encode(["m", 1, 0, b"h"]) + b"\0")
     def test_malformed_bytes_are_refused(self, data: bytes) -> None:
@@ -160,3 +225,7 @@ class TestIpcKeysToObjectKeys:
 
     def test_nothing_gives_nothing(self) -> None:
         assert ipc_keys_to_object_keys([]) == []
+
+    def test_tokens_must_be_hashed_first(self) -> None:
+        with pytest.raises(FormatError, match="until the tokens are hashed"):
+            ipc_keys_to_object_keys([IPCCacheEngineKey("m", 1, 0, token_ids=(1,), end=1)])

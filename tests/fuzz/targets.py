@@ -264,9 +264,13 @@ def _run_key(data: bytes, mutator: Mutator) -> str:
 
 
 _ENGINE_KEYS = (
-    IPCCacheEngineKey.Serialize(IPCCacheEngineKey("org/model", 2, None, _CHUNK_HASH)),
+    IPCCacheEngineKey.Serialize(
+        IPCCacheEngineKey("org/model", 2, None, None, (5, 300), 0, 2, "r1")
+    ),
     IPCCacheEngineKey.Serialize(IPCCacheEngineKey("org/model", 2, 1, _CHUNK_HASH)),
-    IPCCacheEngineKey.Serialize(IPCCacheEngineKey("m", 255, 254, b"\0")),
+    IPCCacheEngineKey.Serialize(
+        IPCCacheEngineKey("m", 255, 254, None, tuple(range(0, 1 << 32, 1 << 27)), 3, 9)
+    ),
 )
 _MSGPACK_TOKENS = (
     *(b"\xc0", b"\xc2", b"\x90", b"\x98", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"),
