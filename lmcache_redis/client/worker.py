@@ -46,8 +46,8 @@ class TransferOp:
 
     block_ids: ids of paged blocks in token order, equally many for each chunk: all of its blocks,
         or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
-    skip_first_n_tokens: a load does not write the first blocks, those of this many tokens, because
-        other requests may be reading them.
+    skip_blocks: a load does not write this many of the first, because other requests may be reading
+        them.
 
     Raises TypeError for hashes that are no bytes, ValueError for blocks that do not divide among
     the chunks.
@@ -55,7 +55,7 @@ class TransferOp:
 
     block_ids: Sequence[int]
     hashes: Sequence[bytes]
-    skip_first_n_tokens: int = 0
+    skip_blocks: int = 0
     group: int = 0
 
     def __post_init__(self) -> None:
@@ -134,12 +134,11 @@ class StoreTransfer(BlockTransfer):
 
 @dataclass(slots=True, eq=False)
 class RetrieveTransfer(BlockTransfer):
-    """The agent writes the blocks, except the first ``skip_blocks``.
+    """The agent writes the blocks, except those to skip.
 
     remapped: whether the agent has mapped the engine's memory again since the call.
     """
 
-    skip_blocks: int
     remapped: Callable[[], bool]
 
     @property
@@ -170,7 +169,7 @@ class RetrieveTransfer(BlockTransfer):
         return {
             self.op.block_ids[block]
             for index in self.failed_chunks
-            for block in range(max(self.skip_blocks, index * size), (index + 1) * size)
+            for block in range(max(self.op.skip_blocks, index * size), (index + 1) * size)
         }
 
 
@@ -396,21 +395,17 @@ class WorkerClient:
         calls = self._submit(
             [
                 m.Retrieve(
-                    0, name, tuple(op.hashes), tuple(op.block_ids), op.skip_first_n_tokens,
-                    lease_ns, after, op.group,
+                    0, name, tuple(op.hashes), tuple(op.block_ids),
+                    op.skip_blocks * self._block_tokens(op), lease_ns, after, op.group,
                 )
                 for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]
         )  # fmt: skip
         last = self._registration
         return [
-            RetrieveTransfer(
-                call, op, lease_ns, last,
-                skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
-                remapped=lambda: self._mapped > registrations,
-            )
+            RetrieveTransfer(call, op, lease_ns, last, lambda: self._mapped > registrations)
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
-        ]  # fmt: skip
+        ]
 
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory; whether it is certain that no agent accesses it any more."""

@@ -66,9 +66,7 @@ def test_blocks_of_a_retrieve(
     state: CallState, sent: bool, remapped: bool, ended: bool, released: bool, lease_passed: bool
 ) -> None:
     call, agent = played(state, sent, ended)
-    retrieve = RetrieveTransfer(
-        call, OP, lease(lease_passed), agent, skip_blocks=0, remapped=lambda: remapped
-    )
+    retrieve = RetrieveTransfer(call, OP, lease(lease_passed), agent, lambda: remapped)
     assert retrieve.over is released
 
 
@@ -88,8 +86,8 @@ def test_the_end_of_an_invisible_agent_is_never_known() -> None:
 @pytest.mark.parametrize("answer", [m.RetrieveResult(0, (1, 9)), m.Failure(0, "FAILED", "?"), None])
 def test_failed_blocks_are_those_of_the_operation(answer: m.Answer | None) -> None:
     call: Any = SimpleNamespace(state=A if answer else L, sent=True, answer=answer)
-    op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 16)
-    load = RetrieveTransfer(call, op, lease(False), None, skip_blocks=1, remapped=lambda: False)
+    op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 1)
+    load = RetrieveTransfer(call, op, lease(False), None, lambda: False)
     chosen = isinstance(answer, m.RetrieveResult)
     assert load.failed_blocks == ({12, 13} if chosen else set(range(11, 16)))
 

@@ -93,10 +93,10 @@ def test_hashes_are_cut_to_whole_chunks(blocks: int, kept: int) -> None:
     assert whole.hashes == hashes[3:kept:4]
 
 
-@pytest.mark.parametrize(("skip", "left"), [(16, 0), (48, 0), (80, 32)])
+@pytest.mark.parametrize(("skip", "left"), [(16, 0), (48, 0), (80, 2)])
 def test_what_is_skipped_counts_from_the_first_whole_chunk(skip: int, left: int) -> None:
     op = LoadStoreOp(range(7), range(200), None, 16, 128, skip_first_n_tokens=skip)
-    assert op.whole_chunks(4, 16).skip_first_n_tokens == left
+    assert op.whole_chunks(4, 16).skip_blocks == left
 
 
 def test_chunks_of_unknown_size_are_none() -> None:

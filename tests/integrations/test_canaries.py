@@ -13,9 +13,9 @@ from vllm.v1.core.block_pool import BlockPool
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import FIRST_CANARY_TOKENS
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import StepMetadata
 from tests.integrations.test_scheduler import (
     BLOCK,

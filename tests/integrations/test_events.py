@@ -28,10 +28,10 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import Announcer
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from tests.integrations.test_guard import Broken, config, manager_of
 from tests.integrations.test_scheduler import (
     BLOCK,

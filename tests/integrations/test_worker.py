@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from lmcache_redis.client.worker import NEVER, TransferOp
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
-from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.setup import SetUp
+from lmcache_redis.integrations.vllm.support import layer_groups
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,

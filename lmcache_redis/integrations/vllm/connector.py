@@ -8,7 +8,6 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -303,8 +302,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         metadata = self._step()
         self._awaited.update(metadata.lost_loads)
         for load in metadata.loads:
-            written = [self._set_up.groups[op.group].written_by(op) for op in load.ops]
-            self._awaited[load.request_id] = [*itertools.chain(*written)]
+            written = [block_id for op in load.ops for block_id in op.block_ids[op.skip_blocks :]]
+            self._awaited[load.request_id] = written
         if self._worker is not None:
             self._worker.begin_loads(metadata)
 

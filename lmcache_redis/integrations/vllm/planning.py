@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.worker import TransferOp
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.requests import Tracked
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class StepPlanner:
                 TransferOp(
                     block_ids=list(ids[begin:stop]),
                     hashes=names[first_chunk:],
-                    skip_first_n_tokens=(first - begin) * block_tokens,
+                    skip_blocks=first - begin,
                     group=place,
                 )
             )

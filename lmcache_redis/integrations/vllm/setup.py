@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,6 @@ from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.integrations.vllm.engine import Engine, recompute_failed_loads
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import (
-    LayerGroup,
-    block_strides,
-    common_block_tokens,
-    left_out_groups,
-    shard_of_rank,
-)
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_id,
@@ -31,9 +25,16 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.requests import CachePolicy, MediaNames, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import MediaNames, may_load, supported_groups
+from lmcache_redis.integrations.vllm.support import (
+    LayerGroup,
+    block_strides,
+    left_out_groups,
+    may_load,
+    shard_of_rank,
+    supported_groups,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,7 +85,7 @@ class SetUp:
             "endpoint": self.config.endpoint,
             "model_name": model_name(self.vllm_config),
             "world_size": self.vllm_config.parallel_config.world_size,
-            "block_size_tokens": common_block_tokens(self.groups),
+            "block_size_tokens": math.lcm(*(group.block_size_tokens for group in self.groups)),
             "engine_id": self.engine_id,
             "agent_dead_after_s": self.config.agent_dead_after_s,
         }

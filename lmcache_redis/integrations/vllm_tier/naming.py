@@ -21,14 +21,14 @@ import torch
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import Unsupported
-from lmcache_redis.integrations.vllm.groups import block_strides
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_identity,
     model_name,
 )
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
-from lmcache_redis.integrations.vllm.support import MediaNames, unfit_settings
+from lmcache_redis.integrations.vllm.requests import MediaNames
+from lmcache_redis.integrations.vllm.support import block_strides, unfit_settings
 from lmcache_redis.regions import DoorSettings, form_of
 
 if TYPE_CHECKING:

@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.metrics import PREFIX, SECONDS, Declared
 
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lmcache_redis.integrations.vllm.reports.events import Announcer
+    from lmcache_redis.integrations.vllm.support import LayerGroup
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
