@@ -9,8 +9,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -138,7 +137,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._scheduler = self._set_up.scheduler(
             adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
-        watch_resets(pool, lambda: self._during_reset(engine, references))
+        watch_resets(pool, lambda: self._before_reset(engine), references.given_back)
         listen(self)
 
     @guarded(lambda self, *_: (0, False))
@@ -221,15 +220,9 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     # What happens to the engine: `engine` notices it, `epoch` says what it means for names
 
-    @contextmanager
-    def _during_reset(self, engine: Engine, references: BlockReferences) -> Iterator[None]:
-        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
-        self._before_reset(engine)
-        with references.given_back():
-            yield
-
     @guarded(nothing)
     def _before_reset(self, engine: Engine) -> None:
+        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
         if self._scheduler is not None:
             for request in self._scheduler.give_up_loads():
                 engine.give_up_load(request)
