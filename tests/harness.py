@@ -212,7 +212,7 @@ class Engine:
         for worker in self.workers:
             op = self.op(hashes, block_ids)
             (check,) = worker.begin_stores([request_id], [op], worker.signal(), compare=True)
-            wait_until(lambda check=check: check.answered, what="a comparison")
+            wait_until(lambda check=check: check.call.done, what="a comparison")
 
     def lookup(
         self,

@@ -6,7 +6,7 @@ answers to calls. Other threads submit messages and get an ``AgentCall``; they w
     OFFLINE (HELLO every 0.2 s) ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
          └──FAILURE, no answer of ours──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
-When the agent is lost, every pending call ends at once, as ``CallState.LOST``.
+When the agent is lost, every pending call ends at once, without an answer.
 """
 
 from __future__ import annotations
@@ -43,35 +43,26 @@ class LinkState(Enum):
     OFFLINE = "offline"
     ONLINE = "online"
     REFUSED = "refused"
-    CLOSED = "closed"
-
-
-class CallState(Enum):
-    """PENDING until the answer arrives or the agent is lost."""
-
-    PENDING = "pending"
-    ANSWERED = "answered"
-    LOST = "lost"
 
 
 @dataclass(slots=True, eq=False)
 class AgentCall:
-    """One message to the agent, from its submission to its answer.
+    """One message to the agent, from its submission until it is done: answered or lost.
 
     changed: notified when the call ends. listener: called with it then, on the thread that ends it.
-    sent: whether the agent may have received the message.
+    sent: whether the agent may have received the message. answer: None also if the call is lost.
     """
 
     call_id: int
     changed: threading.Condition
     listener: Callable[[AgentCall], None] | None
-    state: CallState = CallState.PENDING
+    done: bool = False
     answer: m.Answer | None = None
     sent: bool = False
 
     @property
-    def done(self) -> bool:
-        return self.state is not CallState.PENDING
+    def lost(self) -> bool:
+        return self.done and self.answer is None
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for at most ``timeout_s``; returns ``done``."""
@@ -81,10 +72,10 @@ class AgentCall:
         return self.done
 
     def end(self, answer: m.Answer | None) -> None:
-        """Ends the call: ANSWERED with an answer, LOST with None. Only the link does this."""
+        """Ends the call, as lost without an answer. Only the link does this."""
         with self.changed:
             self.answer = answer
-            self.state = CallState.LOST if answer is None else CallState.ANSWERED
+            self.done = True  # last: threads read both without the lock
         try:
             if self.listener is not None:
                 self.listener(self)
@@ -142,7 +133,7 @@ class AgentCalls:
 
 
 def lose(calls: Sequence[AgentCall]) -> None:
-    """Ends those of the calls that have not ended, as LOST."""
+    """Ends those of the calls that have not ended, as lost."""
     for call in calls:
         if not call.done:
             call.end(None)
@@ -191,7 +182,7 @@ class AgentLink:
         listener: Callable[[AgentCall], None] | None = None,
         **fields: Any,
     ) -> AgentCall:
-        """Sends ``kind(**fields)``. The call is LOST at once if no agent is online."""
+        """Sends ``kind(**fields)``. The call is lost at once if no agent is online."""
         return self.submit_all([kind(call_id=0, **fields)], listener)[0]
 
     def submit_all(
@@ -208,7 +199,7 @@ class AgentLink:
         return calls
 
     def lost(self, count: int) -> list[AgentCall]:
-        """Calls that are LOST and were never sent."""
+        """Calls that are lost and were never sent."""
         calls = self._calls.new(count, None)
         lose(calls)
         return calls
@@ -224,7 +215,7 @@ class AgentLink:
         self._socket.wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the thread and closes the connection; pending calls are LOST."""
+        """Ends the thread and closes the connection; pending calls are lost."""
         self._stop = True
         self._socket.wake()
         self._thread.join(timeout_s)
@@ -242,7 +233,7 @@ class AgentLink:
             )
         finally:
             was_online = self.online
-            self._set_state(LinkState.CLOSED)
+            self._set_state(LinkState.OFFLINE)
             self._calls.lose_all()
             said_goodbye = was_online and self._send(m.Goodbye(0))
             self._socket.close(_GOODBYE_S if said_goodbye else 0.0)

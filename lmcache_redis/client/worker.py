@@ -1,7 +1,7 @@
 """The worker's client: registers its paged KV cache once, then sends only block ids.
 
 The engine may reuse the blocks of a store or a retrieve when that is ``over``. The docstring of
-`messages` gives the reasons (Leases). A call that never reached the agent (LOST, not ``sent``)
+`messages` gives the reasons (Leases). A call that never reached the agent (lost, not ``sent``)
 holds no blocks.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import engine_chunk_tokens
-from lmcache_redis.client.link import AgentCall, AgentLink, CallState
+from lmcache_redis.client.link import AgentCall, AgentLink
 from lmcache_redis.client.registering import CacheGroup, ExportedMemory, SentRegistration
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.device import export
@@ -104,16 +104,11 @@ class BlockTransfer:
         return len(self.op.hashes)
 
     @property
-    def answered(self) -> bool:
-        return self.call.state is CallState.ANSWERED
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether the call is lost and no agent can be executing it."""
-        if self.call.state is not CallState.LOST:
-            return False
-        registration = self.registration
-        return not self.call.sent or (registration is not None and registration.agent_has_ended())
+    def ended(self) -> bool:
+        """Whether it is answered, or lost and no agent can be executing it."""
+        if not self.call.lost or not self.call.sent:
+            return self.call.done
+        return self.registration is not None and self.registration.agent_has_ended()
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +118,7 @@ class StoreTransfer(BlockTransfer):
     @property
     def over(self) -> bool:
         """Whether the agent no longer needs the blocks."""
-        return self.answered or time.monotonic_ns() > self.lease_ns or self.abandoned
+        return time.monotonic_ns() > self.lease_ns or self.ended
 
     @property
     def result(self) -> m.StoreResult:
@@ -144,15 +139,13 @@ class RetrieveTransfer(BlockTransfer):
     @property
     def over(self) -> bool:
         """Whether the agent can no longer write to the blocks."""
-        lost_mapping = self.call.state is CallState.LOST and self.remapped()
-        return self.answered or lost_mapping or self.abandoned
+        return self.ended or (self.call.lost and self.remapped())
 
     @property
     def given_up(self) -> bool:
         """Whether the load counts as failed, although its blocks may still be written."""
-        if self.call.state is CallState.PENDING:
-            return time.monotonic_ns() > self.lease_ns
-        return self.call.state is CallState.LOST
+        is_late = not self.call.done and time.monotonic_ns() > self.lease_ns
+        return is_late or self.call.lost
 
     @property
     def failed_chunks(self) -> Sequence[int]:
@@ -380,9 +373,9 @@ class WorkerClient:
                 for name, op in zip(request_ids, ops, strict=True)
             ]
         )
-        last = self._registration
         return [
-            StoreTransfer(call, op, lease_ns, last) for call, op in zip(calls, ops, strict=True)
+            StoreTransfer(call, op, lease_ns, self._registration)
+            for call, op in zip(calls, ops, strict=True)
         ]
 
     def begin_retrieves(
@@ -414,7 +407,7 @@ class WorkerClient:
             # The groups stay: transfers in flight ask for their block sizes.
             self._memory = ExportedMemory(former.groups, signals=former.signals)
             call = self._unregistering
-            if (call is None or call.state is CallState.LOST) and self.link.online:
+            if (call is None or call.lost) and self.link.online:
                 call = self._unregistering = self.link.submit(m.UnregisterKVCache)
         closed = call is not None and call.wait(wait_s) and isinstance(call.answer, m.Done)
         export.withdraw(former.storages)

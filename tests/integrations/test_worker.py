@@ -257,7 +257,7 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     """A worker's connector, as vLLM calls it, over a stream on which ``queued`` is."""
     client: Any = CudaClient(queued)
     connector = object.__new__(LMCacheRedisConnector)
-    connector._connector_metadata = connector._closing = None
+    connector._connector_metadata = None
     connector._awaited, connector._failed_blocks = {}, set()
     connector._worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)
     return connector, client

@@ -79,7 +79,6 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         # `ConnectorScheduler` or `ConnectorWorker` has failed.
         self._awaited: dict[str, Sequence[int]] = {}
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
-        self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._start()
 
@@ -104,12 +103,11 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._scheduler = self._worker = None
         if self._announcer is not None:
             self._announcer.forget()
-        adapter, self._adapter = self._adapter, None
-        if isinstance(adapter, WorkerClient):
-            self._closing = adapter
-            adapter.unregister()
-        elif adapter is not None:
-            adapter.shutdown()
+        if isinstance(self._adapter, WorkerClient):
+            self._adapter.unregister()  # `build_connector_worker_meta` tells how that goes on
+        elif self._adapter is not None:
+            self._adapter.shutdown()
+            self._adapter = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -254,7 +252,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Exports the paged KV cache and registers it with this and every later agent."""
-        if not isinstance(self._adapter, WorkerClient):
+        if self._worker is None or not isinstance(self._adapter, WorkerClient):
             return
         self._kv_caches = kv_caches
         try:
@@ -350,18 +348,19 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Reports ended transfers, or the failure of this worker, to the scheduler."""
-        if self._closing is not None:
-            rank = self._vllm_config.parallel_config.rank
-            return WorkerReport({}, broken={rank: self._closing.unregister()})
-        return None if self._worker is None else self._worker.report(self._step().number)
+        if self._worker is not None:
+            return self._worker.report(self._step().number)
+        if not isinstance(self._adapter, WorkerClient):
+            return None
+        rank = self._vllm_config.parallel_config.rank
+        return WorkerReport({}, broken={rank: self._adapter.unregister()})
 
     # Both roles
 
     @guarded(nothing)
     def shutdown(self) -> None:
-        adapter = self._adapter or self._closing
-        if adapter is not None:
-            adapter.shutdown()
+        if self._adapter is not None:
+            self._adapter.shutdown()
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

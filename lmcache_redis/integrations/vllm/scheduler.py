@@ -239,14 +239,10 @@ class ConnectorScheduler:
         if report.dropped:
             self._planner.recent.clear()
         for request_id in report.failed:
-            self._load_failed(request_id)
-
-    def _load_failed(self, request_id: str) -> None:
-        """The request's load failed on some rank: its other tokens are computed."""
-        tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.loading:
-            tracked.computes = True
-            self._planner.recent.clear()  # some of these chunks may not be cached
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.loading:
+                tracked.computes = True
+                self._planner.recent.clear()  # some of these chunks may not be cached
 
     def load_ended(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)

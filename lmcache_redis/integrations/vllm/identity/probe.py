@@ -78,10 +78,10 @@ def kv_identity(
             "cannot be probed: %s",
             "; ".join(unknown.values()),
         )
-    return {"kv_packing": _digest(digests), "kv_scales": _digest(scales)}
+    return {"kv_packing": digest_of(digests), "kv_scales": digest_of(scales)}
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
