@@ -196,8 +196,8 @@ def test_of_a_window_only_what_is_pinned_is_compared(
     adapter: ScriptedAdapter, pool: BlockPool, steps: int
 ) -> None:
     groups = [
-        LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec"),
-        LayerGroup(1, (), BLOCK, Reach("window", CHUNK + 1), "SlidingWindowSpec"),
+        LayerGroup(0, (), BLOCK, FULL_REACH),
+        LayerGroup(1, (), BLOCK, Reach("window", CHUNK + 1)),
     ]
     ids = [BLOCK_IDS, [64 + n for n in BLOCK_IDS]]
     scheduler = make_scheduler(

@@ -43,10 +43,10 @@ from tests.integrations.test_scheduler import (
 )
 
 HASH = 16
-FULL = LayerGroup(0, (), HASH, FULL_REACH, "FullAttentionSpec")
-WIDE = LayerGroup(1, (), 2 * HASH, FULL_REACH, "FullAttentionSpec")
-WINDOW = LayerGroup(1, (), HASH, Reach("window", 20), "SlidingWindowSpec")
-STATE = LayerGroup(1, (), 2 * HASH, Reach("state"), "MambaSpec")
+FULL = LayerGroup(0, (), HASH, FULL_REACH)
+WIDE = LayerGroup(1, (), 2 * HASH, FULL_REACH)
+WINDOW = LayerGroup(1, (), HASH, Reach("window", 20))
+STATE = LayerGroup(1, (), 2 * HASH, Reach("state"))
 
 
 def told(lost: bool, *changes: m.Change) -> m.Changes:

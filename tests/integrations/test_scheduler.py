@@ -164,7 +164,7 @@ def make_scheduler(
     recorder: Recorder | None = None,
     **options: Any,
 ) -> ConnectorScheduler:
-    groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")])
+    groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH)])
     hash_tokens = options.pop("hash_tokens", BLOCK)
     names = RequestNames(Epochs(None, None, bytes), pool, options.pop("media", None))
     announcer = options.pop("announcer", None)
@@ -394,7 +394,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
 ) -> None:
     """As a sliding window leaves them: the block table changes behind the request's back."""
     table = [0] * 6 + list(range(7, 18))
-    window = LayerGroup(0, (), BLOCK, Reach("window", 10 * BLOCK + 1), "SlidingWindowSpec")
+    window = LayerGroup(0, (), BLOCK, Reach("window", 10 * BLOCK + 1))
     scheduler = make_scheduler(
         adapter, pool, references, groups=[window], block_ids=lambda request_id: (table,)
     )

@@ -114,9 +114,6 @@ class Engine:
         """None before the scheduler has made it."""
         return getattr(self._scheduler(), "kv_cache_manager", None)
 
-    def block_pool(self) -> BlockPool | None:
-        return getattr(self.kv_cache_manager(), "block_pool", None)
-
     def parameters(self) -> bytes | None:
         """A digest of the parameters of all ranks, read now; None if they cannot be read."""
         core = self._core()

@@ -48,7 +48,6 @@ class LayerGroup:
     layers: tuple[str, ...]
     block_size_tokens: int
     reach: Reach
-    kind: str
 
     @property
     def is_state(self) -> bool:
@@ -89,7 +88,7 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
         # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
         if group.is_state and group.block_size_tokens != step:
             every = f"every {group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
-            yield f"KV cache group {group.number} ({group.kind}) keeps states {every}"
+            yield f"KV cache group {group.number} keeps states {every}"
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
@@ -204,7 +203,7 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
         (reach,) = reaches
         assert isinstance(reach, Reach)
         layers = tuple(getattr(group, "layer_names", ()))
-        groups.append(LayerGroup(number, layers, int(spec.block_size), reach, names))
+        groups.append(LayerGroup(number, layers, int(spec.block_size), reach))
     return groups
 
 
@@ -215,12 +214,13 @@ def left_out_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
         spec = group.kv_cache_spec
         if not _is_part_of_prefixes(spec):
             first, *_ = _inner_specs(spec)
-            kind, reach = type(first).__name__, _reach(first)
+            reach = _reach(first)
             # A circular buffer is one block, however many tokens pass through it.
-            block_size = sys.maxsize if kind == "CircularBufferSpec" else spec.block_size
+            is_buffer = type(first).__name__ == "CircularBufferSpec"
+            block_size = sys.maxsize if is_buffer else spec.block_size
             if not isinstance(reach, Reach):
                 reach = FULL_REACH
-            groups.append(LayerGroup(number, tuple(group.layer_names), block_size, reach, kind))
+            groups.append(LayerGroup(number, tuple(group.layer_names), block_size, reach))
     return groups
 
 

@@ -240,7 +240,8 @@ class _NamedChunks(AsyncLookupManager):
     def begin_request(self, request_id: str) -> None:
         if not self._watches_resets:  # the scheduler had no block pool when it made the tier
             self._watches_resets = True
-            if (pool := self._engine.block_pool()) is not None:
+            manager = self._engine.kv_cache_manager()
+            if (pool := getattr(manager, "block_pool", None)) is not None:
                 why = "the parameters in memory have changed"
                 watch_resets(pool, partial(self.change_epoch, Epochs.check_parameters, why))
             else:
