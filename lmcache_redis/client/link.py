@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from msgspec.structs import replace
@@ -35,14 +34,6 @@ _REFUSED_TICK_S = 5.0
 _GOODBYE_S = 0.5
 # To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
 _MAPPING_S = 10.0
-
-
-class LinkState(Enum):
-    """State of a link; the module's docstring has the transitions."""
-
-    OFFLINE = "offline"
-    ONLINE = "online"
-    REFUSED = "refused"
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +133,7 @@ def lose(calls: Sequence[AgentCall]) -> None:
 class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
+    online: an agent has accepted this link and is alive. refusal: why the agent cannot be used.
     on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
     registers its memory there) and must not block.
     """
@@ -154,9 +146,9 @@ class AgentLink:
         dead_after_s: float = 1.5,
         on_welcome: Callable[[m.Welcome], None] | None = None,
     ) -> None:
-        self.state = LinkState.OFFLINE
+        self.online = False
         self.welcome: m.Welcome | None = None
-        self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
+        self.refusal: str | None = None
         self._hello = self._greeting = hello  # and as it was sent last
         self._dead_after_s = dead_after_s
         self._is_mapping = False  # the agent maps memory, as it said last
@@ -170,11 +162,6 @@ class AgentLink:
     @property
     def endpoint(self) -> str:
         return self._socket.endpoint
-
-    @property
-    def online(self) -> bool:
-        """Whether an agent has accepted this link and is alive."""
-        return self.state is LinkState.ONLINE
 
     def submit(
         self,
@@ -233,7 +220,7 @@ class AgentLink:
             )
         finally:
             was_online = self.online
-            self._set_state(LinkState.OFFLINE)
+            self._set_online(False)
             self._calls.lose_all()
             said_goodbye = was_online and self._send(m.Goodbye(0))
             self._socket.close(_GOODBYE_S if said_goodbye else 0.0)
@@ -253,7 +240,7 @@ class AgentLink:
         now_s = time.monotonic()
         unsent_s = now_s - self._socket.sent_s
         if not self.online:
-            if unsent_s >= (_REFUSED_TICK_S if self.state is LinkState.REFUSED else _TICK_S):
+            if unsent_s >= (_TICK_S if self.refusal is None else _REFUSED_TICK_S):
                 self._greet()
         elif now_s - self._socket.heard_s > self._patience_s:
             self._reconnect(f"it has been silent for {self._patience_s:g} s")
@@ -323,7 +310,7 @@ class AgentLink:
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
         )  # fmt: skip
-        self._set_state(LinkState.ONLINE)
+        self._set_online(True)
         self._send(m.Ping(0))  # acknowledges the WELCOME
         if self._on_welcome is not None:
             self._on_welcome(welcome)
@@ -333,7 +320,7 @@ class AgentLink:
         if refusal != self.refusal:  # it is told once until the next WELCOME
             logger.error("%s", refusal)
         self.refusal = refusal
-        self._set_state(LinkState.REFUSED)
+        self._set_online(False)
         self._calls.lose_all()
 
     def _go_offline(self, why: str) -> None:
@@ -342,11 +329,10 @@ class AgentLink:
                 "lost the agent at %s: %s; computing without the cache until it is back",
                 self.endpoint, why,
             )  # fmt: skip
-        if self.state is not LinkState.REFUSED:
-            self._set_state(LinkState.OFFLINE)
+        self._set_online(False)
         self._calls.lose_all()
 
-    def _set_state(self, state: LinkState) -> None:
+    def _set_online(self, online: bool) -> None:
         with self._calls.changed:
-            self.state = state
+            self.online = online
             self._calls.changed.notify_all()

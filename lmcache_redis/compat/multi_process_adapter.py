@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.client.link import AgentLink, LinkState
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import TransferOp, WorkerClient
@@ -111,7 +111,7 @@ class AdapterOfEngine:
         """Returns when an agent has accepted the link. Raises AgentUnreachable, and closes it."""
         link = self.link
         try:
-            link.wait_for(lambda: link.online or link.state is LinkState.REFUSED, self._timeout_s)
+            link.wait_for(lambda: link.online or link.refusal is not None, self._timeout_s)
             if not link.online:
                 raise AgentUnreachable(
                     link.refusal
