@@ -283,10 +283,7 @@ class AgentLink:
             answer = transport.decode_answer(frames)
         except WireError as error:
             self._refused(str(error))
-        else:
-            self._answered(answer)
-
-    def _answered(self, answer: m.Answer) -> None:
+            return
         if isinstance(answer, m.Welcome) and answer.call_id == self._greeting.call_id:
             self._welcomed(answer)
             return

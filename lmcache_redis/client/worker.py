@@ -48,26 +48,12 @@ class TransferOp:
         or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
     skip_blocks: a load does not write this many of the first, because other requests may be reading
         them.
-
-    Raises TypeError for hashes that are no bytes, ValueError for blocks that do not divide among
-    the chunks.
     """
 
     block_ids: Sequence[int]
     hashes: Sequence[bytes]
     skip_blocks: int = 0
     group: int = 0
-
-    def __post_init__(self) -> None:
-        # Only the first is checked: there may be thousands, and the agent checks each.
-        if len(self.hashes) and not isinstance(self.hashes[0], bytes):
-            raise TypeError(f"a chunk hash is bytes, not {type(self.hashes[0]).__name__}")
-        blocks, chunks = len(self.block_ids), len(self.hashes)
-        if blocks % chunks if chunks else blocks:
-            raise ValueError(f"{blocks} blocks do not divide among {chunks} chunks")
-
-    def __len__(self) -> int:
-        return len(self.block_ids)
 
     @property
     def blocks_per_part(self) -> int:
@@ -428,7 +414,7 @@ class WorkerClient:
 
     def _nbytes(self, op: TransferOp) -> int:
         layouts = self._memory.layouts
-        return layouts[op.group].block_bytes * len(op) if layouts else 0
+        return layouts[op.group].block_bytes * len(op.block_ids) if layouts else 0
 
     def _block_tokens(self, op: TransferOp) -> int:
         groups = self._memory.groups

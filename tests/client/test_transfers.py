@@ -108,11 +108,3 @@ def test_replicas_share_chunks_without_overlap(of: int) -> None:
     ]
     assert sorted(pairs) == sorted((name, 2 * n, 2 * n + 1) for n, name in enumerate(hashes))
     assert {share.group for share in shares} == {1}
-
-
-@pytest.mark.parametrize(("blocks", "chunks"), [(3, 2), (1, 0), (1, 2)])
-def test_blocks_that_do_not_divide(blocks: int, chunks: int) -> None:
-    with pytest.raises(ValueError, match=f"{blocks} blocks do not divide among {chunks} chunks"):
-        TransferOp(range(blocks), [b"h"] * chunks)
-    with pytest.raises(TypeError, match="a chunk hash is bytes, not int"):
-        TransferOp([1], [7])  # type: ignore[list-item]

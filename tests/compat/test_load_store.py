@@ -53,7 +53,7 @@ def test_the_defaults_of_token_mode_name_no_chunk() -> None:
     """As in the original, which stores and loads nothing then."""
     op = LoadStoreOp([7, 8], TOKENS)
     assert (op.start, op.end) == (0, 0)
-    assert len(op.whole_chunks(2, 16)) == 0
+    assert not op.whole_chunks(2, 16).block_ids
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_is_skipped_counts_from_the_first_whole_chunk(skip: int, left: int)
 
 
 def test_chunks_of_unknown_size_are_none() -> None:
-    assert len(LoadStoreOp([7, 8], None, HASHES).whole_chunks(0, 16)) == 0
+    assert not LoadStoreOp([7, 8], None, HASHES).whole_chunks(0, 16).block_ids
 
 
 def test_blocks_that_do_not_hold_the_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:

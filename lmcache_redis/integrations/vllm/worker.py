@@ -209,15 +209,12 @@ class ConnectorWorker:
             found = {"chunks": stored, "dropped_chunks": dropped}
             self._took("store_seconds", "store", store, found)
             self._ended.append(transfer_id)
-        places = {self._rank: self._client.place}
-        found_more = self._ended or self._next.failed
-        if not found_more and places == self._places and not step:
-            return None
         report, self._next = self._next, WorkerReport({self._rank: []})
-        report.places = {} if places == self._places else places
+        places = {self._rank: self._client.place}
+        if places != self._places:
+            report.places = self._places = places
         report.step = step
-        self._places = places
-        return report
+        return None if report == self._next else report
 
     @property
     def _ended(self) -> list[int]:
