@@ -50,7 +50,9 @@ def exporter() -> InMemorySpanExporter:
 def spans(exporter: InMemorySpanExporter) -> Iterator[Recorder]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    yield Recorder(traces=True, provider=provider)
+    recorder = Recorder(traces=True)
+    recorder._tracer = provider.get_tracer("lmcache_redis")
+    yield recorder
     provider.shutdown()
 
 

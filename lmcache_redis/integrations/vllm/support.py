@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
+from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.config import ClientConfig
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_redis")
 
 _HASHES = ("sha256", "sha256_cbor")
+# With it all processes make equal hashes: https://github.com/vllm-project/vllm/pull/51875.
+_SEED = "DEFAULT_NONE_HASH_SEED"
 _DEVICES = ("cpu", "cuda")
 # Settings that give some layers another number of KV heads.
 _KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
@@ -133,7 +136,7 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
         yield f"block hashes made with {algorithm}: set --prefix-caching-hash-algo sha256"
-    elif not _hashes_are_reproducible():
+    elif "PYTHONHASHSEED" not in os.environ and not hasattr(kv_cache_utils, _SEED):
         yield "block hashes differ between engines: give all of them the same PYTHONHASHSEED"
     block_size = cache.block_size or 0
     hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
@@ -171,15 +174,6 @@ def may_load(vllm_config: VllmConfig) -> bool:
         "has no experts"
     )
     return False
-
-
-def _hashes_are_reproducible() -> bool:
-    """Whether all processes make equal hashes: https://github.com/vllm-project/vllm/pull/51875."""
-    if "PYTHONHASHSEED" in os.environ:
-        return True
-    from vllm.v1.core import kv_cache_utils
-
-    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:

@@ -37,7 +37,6 @@ from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.metrics import PREFIX, SECONDS, Declared
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
@@ -113,11 +112,10 @@ class ConnectorStats(KVConnectorStats):
 class Recorder:
     """What one process has counted since the last `take`, and the spans of its requests.
 
-    traces: whether to make spans; vLLM has checked that OpenTelemetry is there. provider: None: the
-    process's, which vLLM may set later.
+    traces: whether to make spans; vLLM has checked that OpenTelemetry is there.
     """
 
-    def __init__(self, *, traces: bool = False, provider: TracerProvider | None = None) -> None:
+    def __init__(self, *, traces: bool = False) -> None:
         self._data: dict[str, dict[str, Any]] = {}
         self._gauges: dict[tuple[str, str], float] = {}
         self._failed_reports: set[str] = set()
@@ -126,7 +124,7 @@ class Recorder:
             from opentelemetry import trace
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-            self._tracer = trace.get_tracer("lmcache_redis", tracer_provider=provider)
+            self._tracer = trace.get_tracer("lmcache_redis")  # vLLM may set its provider later
             self._propagator = TraceContextTextMapPropagator()
 
     def count(self, name: str, n: int, label: str = "") -> None:
