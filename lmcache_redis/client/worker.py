@@ -369,8 +369,6 @@ class WorkerClient:
     ) -> list[RetrieveTransfer]:
         """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks."""
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
-        before = self._registration
-        registrations = 0 if before is None else before.number
         calls = self._submit(
             [
                 m.Retrieve(
@@ -381,8 +379,9 @@ class WorkerClient:
             ]
         )  # fmt: skip
         last = self._registration
+        number = 0 if last is None else last.number
         return [
-            RetrieveTransfer(call, op, lease_ns, last, lambda: self._mapped > registrations)
+            RetrieveTransfer(call, op, lease_ns, last, lambda: self._mapped > number)
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]
 

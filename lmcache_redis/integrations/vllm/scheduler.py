@@ -124,18 +124,17 @@ class ConnectorScheduler:
                 # vLLM computes the last token again. What is before a window, or a state before
                 # its last token, would then be missing.
                 limit_tokens = min(limit_tokens, request.num_tokens - 1)
-            if limit_tokens < (local_tokens // chunk_tokens + 1) * chunk_tokens:
+            chunks = range(local_tokens // chunk_tokens, limit_tokens // chunk_tokens)
+            if not chunks:
                 return 0
             if not self._client.ranks.known():
                 return None  # only for the first requests: vLLM steps, and the workers report
-            first_chunk = local_tokens // chunk_tokens
-            end_chunk = limit_tokens // chunk_tokens
-            tracked.lookup = RequestLookup(first_chunk, time.monotonic())
-            self._announce(tracked, range(first_chunk, end_chunk))
+            tracked.lookup = RequestLookup(chunks.start, time.monotonic())
+            self._announce(tracked, chunks)
             self._client.begin_lookup(
                 request.request_id,
-                tracked.chunk_names()[first_chunk:end_chunk],
-                first_chunk=first_chunk,
+                tracked.chunk_names()[chunks.start : chunks.stop],
+                first_chunk=chunks.start,
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
         began_s = time.monotonic()
