@@ -196,9 +196,9 @@ class AgentLink:
         with self._calls.changed:
             return self._calls.changed.wait_for(condition, timeout_s)
 
-    def rename(self, engine_id: str) -> None:
+    def rename(self, suffix: str) -> None:
         """Connects again, as another engine."""
-        self._hello = replace(self._hello, engine_id=engine_id)
+        self._hello = replace(self._hello, engine_id=f"{self._hello.engine_id}/{suffix}")
         self._socket.wake()
 
     def close(self, timeout_s: float = 2.0) -> None:

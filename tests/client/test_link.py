@@ -151,7 +151,7 @@ def test_a_renamed_link_connects_again(agent: Agent, link: AgentLink) -> None:
     waiting = link.submit(m.EndSession, request_id="r")
     agent.receive()
     former = agent.peer
-    link.rename("e/copy")
+    link.rename("copy")
     assert waiting.wait(WAIT_S)
     assert waiting.lost
     assert agent.receive() == [m.Goodbye(0)]

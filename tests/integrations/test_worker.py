@@ -227,7 +227,7 @@ def test_memory_of_left_out_groups_is_not_registered(
     client: Any = SimpleNamespace(register_groups=register_groups)
     caches = {layer: torch.zeros(4, 1, 16, 32) for layer in layers}
     groups_of = layer_groups(kv_cache_config)
-    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of, "engine")
+    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of)
     set_up.register(client, caches)
     assert found == registered
 

@@ -245,7 +245,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def renamed(self, suffix: str) -> None:
         """This engine is a copy of another, restored from a snapshot (either role)."""
         if self._adapter is not None:
-            self._adapter.link.rename(f"{self._set_up.engine_id}/{suffix}")
+            self._adapter.link.rename(suffix)
 
     # Worker
 

@@ -49,14 +49,13 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 @dataclass(frozen=True)
 class SetUp:
-    """beside_others: in a MultiConnector. engine_id: at the start; vLLM may change it later."""
+    """What is found out at the start. beside_others: in a MultiConnector."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
     config: ClientConfig
     beside_others: bool
     groups: Sequence[LayerGroup]
-    engine_id: str
 
     @classmethod
     def of(cls, connector: KVConnectorBase_V1, *, takes_failed_loads: bool) -> SetUp:
@@ -68,9 +67,7 @@ class SetUp:
         groups = supported_groups(
             vllm_config, kv_cache_config, takes_failed_loads=takes_failed_loads
         )
-        return cls(
-            vllm_config, kv_cache_config, config, beside_others, groups, engine_id(vllm_config)
-        )
+        return cls(vllm_config, kv_cache_config, config, beside_others, groups)
 
     def scheduler_client(self) -> SchedulerClient:
         return SchedulerClient(**self._client_settings())
@@ -86,7 +83,7 @@ class SetUp:
             "model_name": model_name(self.vllm_config),
             "world_size": self.vllm_config.parallel_config.world_size,
             "block_size_tokens": math.lcm(*(group.block_size_tokens for group in self.groups)),
-            "engine_id": self.engine_id,
+            "engine_id": engine_id(self.vllm_config),
             "agent_dead_after_s": self.config.agent_dead_after_s,
         }
 
