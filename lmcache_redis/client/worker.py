@@ -388,9 +388,7 @@ class WorkerClient:
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory; whether it is certain that no agent accesses it any more."""
         with self._sending:
-            former = self._memory
-            # The groups stay: transfers in flight ask for their block sizes.
-            self._memory = ExportedMemory(former.groups, signals=former.signals)
+            former, self._memory = self._memory, ExportedMemory()
             call = self._unregistering
             if (call is None or call.lost) and self.link.online:
                 call = self._unregistering = self.link.submit(m.UnregisterKVCache)
