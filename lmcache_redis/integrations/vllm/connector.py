@@ -183,12 +183,10 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
                     self._references.rank_stopped(rank)
         if report.broken:
             self.turn_off()
-        scheduler = self._scheduler
-        if scheduler is None:
-            return
-        scheduler.reported(report)
-        for request_id in connector_output.finished_recving or ():
-            scheduler.load_ended(request_id)
+        if self._scheduler is not None:
+            self._scheduler.reported(report)
+            for request_id in connector_output.finished_recving or ():
+                self._scheduler.load_ended(request_id)
 
     @guarded(lambda self, *_: (False, None))
     def request_finished(

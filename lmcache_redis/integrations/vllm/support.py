@@ -184,18 +184,16 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
         if not _is_part_of_prefixes(spec):
             continue
         inner = _inner_specs(spec)
-        reaches = {_reach(each) for each in inner}
-        names = " and ".join(sorted({type(each).__name__ for each in inner}))
-        wrong = sorted(each for each in reaches if isinstance(each, str))
+        # Reasons come first.
+        reach, *others = sorted({*map(_reach, inner)}, key=lambda each: isinstance(each, Reach))
         host_resident = getattr(group, "host_resident", False)
         if host_resident or not getattr(group, "enable_kv_transfer", True):
-            wrong = ["vLLM does not let connectors load it"]
-        elif len(reaches) > 1 and not wrong:
-            wrong = ["its layers need different blocks"]
-        if wrong:
-            raise Unsupported(f"KV cache group {number} ({names}): {', '.join(wrong)}")
-        (reach,) = reaches
-        assert isinstance(reach, Reach)
+            reach = "vLLM does not let connectors load it"
+        elif others and isinstance(reach, Reach):
+            reach = "its layers need different blocks"
+        if isinstance(reach, str):
+            names = " and ".join(sorted({type(each).__name__ for each in inner}))
+            raise Unsupported(f"KV cache group {number} ({names}): {reach}")
         layers = tuple(getattr(group, "layer_names", ()))
         groups.append(LayerGroup(number, layers, int(spec.block_size), reach))
     return groups
