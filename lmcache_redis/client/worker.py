@@ -158,8 +158,7 @@ class WorkerClient:
     endpoint, model_name, world_size, engine_id, unnamed: as for `SchedulerClient`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
-    on_registered: called on the link's thread when an agent has mapped the memory: its process,
-        the tokens of a chunk, and the place; must not block.
+    on_registered: called on the link's thread when an agent has mapped the memory; must not block.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class WorkerClient:
         engine_id: str,
         unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
-        on_registered: Callable[[int, int, RankPlace], None] | None = None,
+        on_registered: Callable[[SentRegistration], None] | None = None,
     ) -> None:
         self._when_registered = on_registered
         self._world_size = world_size
@@ -272,15 +271,14 @@ class WorkerClient:
                 self._send_registration(self.link.welcome)
 
     def _send_registration(self, welcome: m.Welcome) -> None:
-        number = 1 + (0 if self._registration is None else self._registration.number)
-        memory = self._memory
-        groups = memory.named(self._worker_id, self._world_size, self._chunk_tokens(welcome))
+        memory, chunk_tokens = self._memory, self._chunk_tokens(welcome)
+        groups = memory.named(self._worker_id, self._world_size, chunk_tokens)
         parts = tuple(
             m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
             for group in groups
         )
         place = RankPlace(welcome.agent_id, parts)
-        registration = SentRegistration(number, memory, welcome, place)
+        registration = SentRegistration(memory, welcome, place, chunk_tokens)
         self._registration = registration  # before it is sent: what follows it is of this agent
         if not registration.agent_is_visible:
             registration.refuse(
@@ -304,9 +302,7 @@ class WorkerClient:
             self._mapped = registration.number
             registration.is_mapped = True
             if self._when_registered is not None:
-                welcome = registration.welcome
-                chunk_tokens = self._chunk_tokens(welcome)
-                self._when_registered(welcome.agent_pid, chunk_tokens, registration.place)
+                self._when_registered(registration)
         elif isinstance(call.answer, m.Failure):
             refusal = f"the agent refused the KV cache: {call.answer.reason}"
             if call.answer.code == m.UNKNOWN_PEER:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.chunks.metadata import dtype_name
-from lmcache_redis.client.registering import CacheGroup
-from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
+from lmcache_redis.client.registering import CacheGroup, SentRegistration
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import DeviceError
@@ -87,16 +87,16 @@ class SetUp:
             "agent_dead_after_s": self.config.agent_dead_after_s,
         }
 
-    def _registered(self, agent_pid: int, chunk_tokens: int, place: RankPlace) -> None:
+    def _registered(self, registration: SentRegistration) -> None:
         """On the link's thread. Says in vLLM's log that the cache works."""
         logger.info(
             "the cache is on: model %s, rank %d, layout %s, chunks of %d tokens, the agent is "
             "process %d at %s",
             model_name(self.vllm_config),
             self.vllm_config.parallel_config.rank,
-            " and ".join(part.fingerprint.hex()[:16] for part in place.parts),
-            chunk_tokens,
-            agent_pid,
+            " and ".join(part.fingerprint.hex()[:16] for part in registration.place.parts),
+            registration.chunk_tokens,
+            registration.welcome.agent_pid,
             self.config.endpoint,
         )
 
