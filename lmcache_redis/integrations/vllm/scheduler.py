@@ -148,9 +148,7 @@ class ConnectorScheduler:
         if lookup.asked_s is not None:
             self._recorder.observe("lookup_seconds", now_s - lookup.asked_s)
             found = {"local_tokens": local_tokens, "hit_tokens": max(0, tokens - local_tokens)}
-            self._recorder.span(
-                "lookup", request.request_id, tracked.trace_headers, lookup.asked_s, found
-            )
+            self._recorder.span("lookup", request, lookup.asked_s, found)
             lookup.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
@@ -251,8 +249,7 @@ class ConnectorScheduler:
         if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
-            headers = tracked.trace_headers
-            self._recorder.span("load", request_id, headers, lookup.load_began_s, found)
+            self._recorder.span("load", tracked.request, lookup.load_began_s, found)
         if tracked.request.is_finished():
             del self._tracked[request_id]
 

@@ -181,11 +181,10 @@ class ConnectorWorker:
             if not load.is_over and not given_up:
                 continue
             load.is_told = True
-            ended[load.planned.request_id] = set().union(
-                *(each.failed_blocks for each in load.transfers)
-            )
-            if ended[load.planned.request_id]:
-                self._next.failed |= {load.planned.request_id}
+            request_id = load.planned.request_id
+            ended[request_id] = set().union(*(each.failed_blocks for each in load.transfers))
+            if ended[request_id]:
+                self._next.failed |= {request_id}
             failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
             self._recorder.count("failed_chunks", failed_chunks, self._label)
@@ -224,7 +223,4 @@ class ConnectorWorker:
     def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
-        planned, attributes = begun.planned, {"rank": self._rank, **found}
-        self._recorder.span(
-            span, planned.request_id, planned.trace_headers, begun.begun_s, attributes
-        )
+        self._recorder.span(span, begun.planned, begun.begun_s, {"rank": self._rank, **found})

@@ -147,22 +147,18 @@ class Recorder:
         return ConnectorStats(data) if data else None
 
     @guarded(nothing, "spans")
-    def span(
-        self,
-        name: str,
-        request_id: str,
-        headers: Mapping[str, str] | None,
-        began_s: float,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers."""
-        if self._traces and headers:
+    def span(self, name: str, of: Any, began_s: float, attributes: Mapping[str, Any]) -> None:
+        """Makes a span that ends now, if ``of``, which has a request's id, has its trace headers.
+
+        began_s: `time.monotonic()`.
+        """
+        if self._traces and (headers := getattr(of, "trace_headers", None)):
             found = {f"lmcache_redis.{key}": value for key, value in attributes.items()}
             now_ns = time.time_ns()
             self._tracer.start_span(
                 f"lmcache_redis.{name}",
                 context=self._propagator.extract(headers),
-                attributes={"gen_ai.request.id": request_id, **found},  # as in ``llm_request``
+                attributes={"gen_ai.request.id": of.request_id, **found},  # as in ``llm_request``
                 start_time=now_ns - int((time.monotonic() - began_s) * 1e9),
             ).end(now_ns)
 
