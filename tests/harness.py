@@ -196,7 +196,8 @@ class Engine:
     def op(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
     ) -> TransferOp:
-        return TransferOp([*block_ids], self.chunks(hashes), skip_first_n_tokens)
+        skip_blocks = skip_first_n_tokens // self.block_size_tokens
+        return TransferOp([*block_ids], self.chunks(hashes), skip_blocks)
 
     def store(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Stores, and waits until no block is read any more."""
@@ -211,7 +212,7 @@ class Engine:
         for worker in self.workers:
             op = self.op(hashes, block_ids)
             (check,) = worker.begin_stores([request_id], [op], worker.signal(), compare=True)
-            wait_until(lambda check=check: check.answered, what="a comparison")
+            wait_until(lambda check=check: check.call.done, what="a comparison")
 
     def lookup(
         self,

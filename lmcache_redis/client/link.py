@@ -6,7 +6,7 @@ answers to calls. Other threads submit messages and get an ``AgentCall``; they w
     OFFLINE (HELLO every 0.2 s) ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
          └──FAILURE, no answer of ours──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
-When the agent is lost, every pending call ends at once, as ``CallState.LOST``.
+When the agent is lost, every pending call ends at once, without an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,41 +36,24 @@ _GOODBYE_S = 0.5
 _MAPPING_S = 10.0
 
 
-class LinkState(Enum):
-    """State of a link; the module's docstring has the transitions."""
-
-    OFFLINE = "offline"
-    ONLINE = "online"
-    REFUSED = "refused"
-    CLOSED = "closed"
-
-
-class CallState(Enum):
-    """PENDING until the answer arrives or the agent is lost."""
-
-    PENDING = "pending"
-    ANSWERED = "answered"
-    LOST = "lost"
-
-
 @dataclass(slots=True, eq=False)
 class AgentCall:
-    """One message to the agent, from its submission to its answer.
+    """One message to the agent, from its submission until it is done: answered or lost.
 
     changed: notified when the call ends. listener: called with it then, on the thread that ends it.
-    sent: whether the agent may have received the message.
+    sent: whether the agent may have received the message. answer: None also if the call is lost.
     """
 
     call_id: int
     changed: threading.Condition
     listener: Callable[[AgentCall], None] | None
-    state: CallState = CallState.PENDING
+    done: bool = False
     answer: m.Answer | None = None
     sent: bool = False
 
     @property
-    def done(self) -> bool:
-        return self.state is not CallState.PENDING
+    def lost(self) -> bool:
+        return self.done and self.answer is None
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for at most ``timeout_s``; returns ``done``."""
@@ -81,10 +63,10 @@ class AgentCall:
         return self.done
 
     def end(self, answer: m.Answer | None) -> None:
-        """Ends the call: ANSWERED with an answer, LOST with None. Only the link does this."""
+        """Ends the call, as lost without an answer. Only the link does this."""
         with self.changed:
             self.answer = answer
-            self.state = CallState.LOST if answer is None else CallState.ANSWERED
+            self.done = True  # last: threads read both without the lock
         try:
             if self.listener is not None:
                 self.listener(self)
@@ -142,7 +124,7 @@ class AgentCalls:
 
 
 def lose(calls: Sequence[AgentCall]) -> None:
-    """Ends those of the calls that have not ended, as LOST."""
+    """Ends those of the calls that have not ended, as lost."""
     for call in calls:
         if not call.done:
             call.end(None)
@@ -151,6 +133,7 @@ def lose(calls: Sequence[AgentCall]) -> None:
 class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
+    online: an agent has accepted this link and is alive. refusal: why the agent cannot be used.
     on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
     registers its memory there) and must not block.
     """
@@ -163,9 +146,9 @@ class AgentLink:
         dead_after_s: float = 1.5,
         on_welcome: Callable[[m.Welcome], None] | None = None,
     ) -> None:
-        self.state = LinkState.OFFLINE
+        self.online = False
         self.welcome: m.Welcome | None = None
-        self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
+        self.refusal: str | None = None
         self._hello = self._greeting = hello  # and as it was sent last
         self._dead_after_s = dead_after_s
         self._is_mapping = False  # the agent maps memory, as it said last
@@ -180,18 +163,13 @@ class AgentLink:
     def endpoint(self) -> str:
         return self._socket.endpoint
 
-    @property
-    def online(self) -> bool:
-        """Whether an agent has accepted this link and is alive."""
-        return self.state is LinkState.ONLINE
-
     def submit(
         self,
         kind: type[m.Message],
         listener: Callable[[AgentCall], None] | None = None,
         **fields: Any,
     ) -> AgentCall:
-        """Sends ``kind(**fields)``. The call is LOST at once if no agent is online."""
+        """Sends ``kind(**fields)``. The call is lost at once if no agent is online."""
         return self.submit_all([kind(call_id=0, **fields)], listener)[0]
 
     def submit_all(
@@ -208,7 +186,7 @@ class AgentLink:
         return calls
 
     def lost(self, count: int) -> list[AgentCall]:
-        """Calls that are LOST and were never sent."""
+        """Calls that are lost and were never sent."""
         calls = self._calls.new(count, None)
         lose(calls)
         return calls
@@ -218,13 +196,13 @@ class AgentLink:
         with self._calls.changed:
             return self._calls.changed.wait_for(condition, timeout_s)
 
-    def rename(self, engine_id: str) -> None:
+    def rename(self, suffix: str) -> None:
         """Connects again, as another engine."""
-        self._hello = replace(self._hello, engine_id=engine_id)
+        self._hello = replace(self._hello, engine_id=f"{self._hello.engine_id}/{suffix}")
         self._socket.wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the thread and closes the connection; pending calls are LOST."""
+        """Ends the thread and closes the connection; pending calls are lost."""
         self._stop = True
         self._socket.wake()
         self._thread.join(timeout_s)
@@ -242,7 +220,7 @@ class AgentLink:
             )
         finally:
             was_online = self.online
-            self._set_state(LinkState.CLOSED)
+            self._set_online(False)
             self._calls.lose_all()
             said_goodbye = was_online and self._send(m.Goodbye(0))
             self._socket.close(_GOODBYE_S if said_goodbye else 0.0)
@@ -262,7 +240,7 @@ class AgentLink:
         now_s = time.monotonic()
         unsent_s = now_s - self._socket.sent_s
         if not self.online:
-            if unsent_s >= (_REFUSED_TICK_S if self.state is LinkState.REFUSED else _TICK_S):
+            if unsent_s >= (_TICK_S if self.refusal is None else _REFUSED_TICK_S):
                 self._greet()
         elif now_s - self._socket.heard_s > self._patience_s:
             self._reconnect(f"it has been silent for {self._patience_s:g} s")
@@ -305,10 +283,7 @@ class AgentLink:
             answer = transport.decode_answer(frames)
         except WireError as error:
             self._refused(str(error))
-        else:
-            self._answered(answer)
-
-    def _answered(self, answer: m.Answer) -> None:
+            return
         if isinstance(answer, m.Welcome) and answer.call_id == self._greeting.call_id:
             self._welcomed(answer)
             return
@@ -332,7 +307,7 @@ class AgentLink:
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
         )  # fmt: skip
-        self._set_state(LinkState.ONLINE)
+        self._set_online(True)
         self._send(m.Ping(0))  # acknowledges the WELCOME
         if self._on_welcome is not None:
             self._on_welcome(welcome)
@@ -342,7 +317,7 @@ class AgentLink:
         if refusal != self.refusal:  # it is told once until the next WELCOME
             logger.error("%s", refusal)
         self.refusal = refusal
-        self._set_state(LinkState.REFUSED)
+        self._set_online(False)
         self._calls.lose_all()
 
     def _go_offline(self, why: str) -> None:
@@ -351,11 +326,10 @@ class AgentLink:
                 "lost the agent at %s: %s; computing without the cache until it is back",
                 self.endpoint, why,
             )  # fmt: skip
-        if self.state is not LinkState.REFUSED:
-            self._set_state(LinkState.OFFLINE)
+        self._set_online(False)
         self._calls.lose_all()
 
-    def _set_state(self, state: LinkState) -> None:
+    def _set_online(self, online: bool) -> None:
         with self._calls.changed:
-            self.state = state
+            self.online = online
             self._calls.changed.notify_all()

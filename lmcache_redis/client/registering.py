@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,17 +94,19 @@ class ExportedMemory:
 
 @dataclass(eq=False)
 class SentRegistration:
-    """A registration of a worker's memory, the worker's ``number``-th, with the agent of a WELCOME.
+    """A registration of a worker's memory with the agent of a WELCOME, in chunks of so many tokens.
 
+    number: a later registration of this process has a higher one.
     is_mapped: the agent has mapped the memory. refusal: why the memory cannot be used.
     agent_is_visible: whether ``/proc`` shows the agent's process, while it is certainly alive. One
         in another PID namespace is not visible, so its absence proves nothing.
     """
 
-    number: int
     memory: ExportedMemory
     welcome: m.Welcome
     place: RankPlace
+    chunk_tokens: int
+    number: int = field(default_factory=itertools.count(1).__next__)
     is_mapped: bool = False
     refusal: str | None = None
 

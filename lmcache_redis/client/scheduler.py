@@ -264,7 +264,6 @@ class ChunkWatch:
         self._welcome: m.Welcome | None = None
         self._parts: tuple[m.RemoteParts, ...] = ()
         self._call: AgentCall | None = None
-        self._refused_by: m.Welcome | None = None
 
     @property
     def has_news(self) -> bool:
@@ -281,17 +280,13 @@ class ChunkWatch:
             return _LOST
         if self._call is None or not self._call.done:
             return None
-        answer = self._call.answer
-        if not isinstance(answer, m.Changes):
-            if isinstance(answer, m.Failure):
-                logger.warning("the agent reports no changes of chunks: %s", answer.reason)
-                self._refused_by = welcome
-            self._welcome = None  # asks again in the next call
-            return _LOST
-        self._ask()
-        return answer
+        answer, self._call = self._call.answer, None
+        if isinstance(answer, m.Failure):
+            logger.warning("the agent reports no changes of chunks: %s", answer.reason)
+        else:
+            self._ask()
+        return answer if isinstance(answer, m.Changes) else _LOST
 
     def _ask(self) -> None:
-        self._call = None
-        if self._parts and self._refused_by is not self._welcome:
-            self._call = self._link.submit(m.Watch, parts=self._parts)
+        parts = self._parts
+        self._call = self._link.submit(m.Watch, parts=parts) if parts else None

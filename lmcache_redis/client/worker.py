@@ -1,7 +1,7 @@
 """The worker's client: registers its paged KV cache once, then sends only block ids.
 
 The engine may reuse the blocks of a store or a retrieve when that is ``over``. The docstring of
-`messages` gives the reasons (Leases). A call that never reached the agent (LOST, not ``sent``)
+`messages` gives the reasons (Leases). A call that never reached the agent (lost, not ``sent``)
 holds no blocks.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import engine_chunk_tokens
-from lmcache_redis.client.link import AgentCall, AgentLink, CallState
+from lmcache_redis.client.link import AgentCall, AgentLink
 from lmcache_redis.client.registering import CacheGroup, ExportedMemory, SentRegistration
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.device import export
@@ -46,28 +46,14 @@ class TransferOp:
 
     block_ids: ids of paged blocks in token order, equally many for each chunk: all of its blocks,
         or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
-    skip_first_n_tokens: a load does not write the first blocks, those of this many tokens, because
-        other requests may be reading them.
-
-    Raises TypeError for hashes that are no bytes, ValueError for blocks that do not divide among
-    the chunks.
+    skip_blocks: a load does not write this many of the first, because other requests may be reading
+        them.
     """
 
     block_ids: Sequence[int]
     hashes: Sequence[bytes]
-    skip_first_n_tokens: int = 0
+    skip_blocks: int = 0
     group: int = 0
-
-    def __post_init__(self) -> None:
-        # Only the first is checked: there may be thousands, and the agent checks each.
-        if len(self.hashes) and not isinstance(self.hashes[0], bytes):
-            raise TypeError(f"a chunk hash is bytes, not {type(self.hashes[0]).__name__}")
-        blocks, chunks = len(self.block_ids), len(self.hashes)
-        if blocks % chunks if chunks else blocks:
-            raise ValueError(f"{blocks} blocks do not divide among {chunks} chunks")
-
-    def __len__(self) -> int:
-        return len(self.block_ids)
 
     @property
     def blocks_per_part(self) -> int:
@@ -104,16 +90,11 @@ class BlockTransfer:
         return len(self.op.hashes)
 
     @property
-    def answered(self) -> bool:
-        return self.call.state is CallState.ANSWERED
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether the call is lost and no agent can be executing it."""
-        if self.call.state is not CallState.LOST:
-            return False
-        registration = self.registration
-        return not self.call.sent or (registration is not None and registration.agent_has_ended())
+    def ended(self) -> bool:
+        """Whether it is answered, or lost and no agent can be executing it."""
+        if not self.call.lost or not self.call.sent:
+            return self.call.done
+        return self.registration is not None and self.registration.agent_has_ended()
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +104,7 @@ class StoreTransfer(BlockTransfer):
     @property
     def over(self) -> bool:
         """Whether the agent no longer needs the blocks."""
-        return self.answered or time.monotonic_ns() > self.lease_ns or self.abandoned
+        return time.monotonic_ns() > self.lease_ns or self.ended
 
     @property
     def result(self) -> m.StoreResult:
@@ -134,26 +115,23 @@ class StoreTransfer(BlockTransfer):
 
 @dataclass(slots=True, eq=False)
 class RetrieveTransfer(BlockTransfer):
-    """The agent writes the blocks, except the first ``skip_blocks``.
+    """The agent writes the blocks, except those to skip.
 
     remapped: whether the agent has mapped the engine's memory again since the call.
     """
 
-    skip_blocks: int
     remapped: Callable[[], bool]
 
     @property
     def over(self) -> bool:
         """Whether the agent can no longer write to the blocks."""
-        lost_mapping = self.call.state is CallState.LOST and self.remapped()
-        return self.answered or lost_mapping or self.abandoned
+        return self.ended or (self.call.lost and self.remapped())
 
     @property
     def given_up(self) -> bool:
         """Whether the load counts as failed, although its blocks may still be written."""
-        if self.call.state is CallState.PENDING:
-            return time.monotonic_ns() > self.lease_ns
-        return self.call.state is CallState.LOST
+        is_late = not self.call.done and time.monotonic_ns() > self.lease_ns
+        return is_late or self.call.lost
 
     @property
     def failed_chunks(self) -> Sequence[int]:
@@ -170,7 +148,7 @@ class RetrieveTransfer(BlockTransfer):
         return {
             self.op.block_ids[block]
             for index in self.failed_chunks
-            for block in range(max(self.skip_blocks, index * size), (index + 1) * size)
+            for block in range(max(self.op.skip_blocks, index * size), (index + 1) * size)
         }
 
 
@@ -180,8 +158,7 @@ class WorkerClient:
     endpoint, model_name, world_size, engine_id, unnamed: as for `SchedulerClient`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
-    on_registered: called on the link's thread when an agent has mapped the memory: its process,
-        the tokens of a chunk, and the place; must not block.
+    on_registered: called on the link's thread when an agent has mapped the memory; must not block.
     """
 
     def __init__(
@@ -195,7 +172,7 @@ class WorkerClient:
         engine_id: str,
         unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
-        on_registered: Callable[[int, int, RankPlace], None] | None = None,
+        on_registered: Callable[[SentRegistration], None] | None = None,
     ) -> None:
         self._when_registered = on_registered
         self._world_size = world_size
@@ -279,15 +256,14 @@ class WorkerClient:
                 self._send_registration(self.link.welcome)
 
     def _send_registration(self, welcome: m.Welcome) -> None:
-        number = 1 + (0 if self._registration is None else self._registration.number)
-        memory = self._memory
-        groups = memory.named(self._worker_id, self._world_size, self._chunk_tokens(welcome))
+        memory, chunk_tokens = self._memory, self._chunk_tokens(welcome)
+        groups = memory.named(self._worker_id, self._world_size, chunk_tokens)
         parts = tuple(
             m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
             for group in groups
         )
         place = RankPlace(welcome.agent_id, parts)
-        registration = SentRegistration(number, memory, welcome, place)
+        registration = SentRegistration(memory, welcome, place, chunk_tokens)
         self._registration = registration  # before it is sent: what follows it is of this agent
         if not registration.agent_is_visible:
             registration.refuse(
@@ -311,9 +287,7 @@ class WorkerClient:
             self._mapped = registration.number
             registration.is_mapped = True
             if self._when_registered is not None:
-                welcome = registration.welcome
-                chunk_tokens = self._chunk_tokens(welcome)
-                self._when_registered(welcome.agent_pid, chunk_tokens, registration.place)
+                self._when_registered(registration)
         elif isinstance(call.answer, m.Failure):
             refusal = f"the agent refused the KV cache: {call.answer.reason}"
             if call.answer.code == m.UNKNOWN_PEER:
@@ -366,9 +340,9 @@ class WorkerClient:
                 for name, op in zip(request_ids, ops, strict=True)
             ]
         )
-        last = self._registration
         return [
-            StoreTransfer(call, op, lease_ns, last) for call, op in zip(calls, ops, strict=True)
+            StoreTransfer(call, op, lease_ns, self._registration)
+            for call, op in zip(calls, ops, strict=True)
         ]
 
     def begin_retrieves(
@@ -376,35 +350,28 @@ class WorkerClient:
     ) -> list[RetrieveTransfer]:
         """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks."""
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
-        before = self._registration
-        registrations = 0 if before is None else before.number
         calls = self._submit(
             [
                 m.Retrieve(
-                    0, name, tuple(op.hashes), tuple(op.block_ids), op.skip_first_n_tokens,
-                    lease_ns, after, op.group,
+                    0, name, tuple(op.hashes), tuple(op.block_ids),
+                    op.skip_blocks * self._block_tokens(op), lease_ns, after, op.group,
                 )
                 for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]
         )  # fmt: skip
         last = self._registration
+        number = 0 if last is None else last.number
         return [
-            RetrieveTransfer(
-                call, op, lease_ns, last,
-                skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
-                remapped=lambda: self._mapped > registrations,
-            )
+            RetrieveTransfer(call, op, lease_ns, last, lambda: self._mapped > number)
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
-        ]  # fmt: skip
+        ]
 
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory; whether it is certain that no agent accesses it any more."""
         with self._sending:
-            former = self._memory
-            # The groups stay: transfers in flight ask for their block sizes.
-            self._memory = ExportedMemory(former.groups, signals=former.signals)
+            former, self._memory = self._memory, ExportedMemory()
             call = self._unregistering
-            if (call is None or call.state is CallState.LOST) and self.link.online:
+            if (call is None or call.lost) and self.link.online:
                 call = self._unregistering = self.link.submit(m.UnregisterKVCache)
         closed = call is not None and call.wait(wait_s) and isinstance(call.answer, m.Done)
         export.withdraw(former.storages)
@@ -425,7 +392,7 @@ class WorkerClient:
 
     def _nbytes(self, op: TransferOp) -> int:
         layouts = self._memory.layouts
-        return layouts[op.group].block_bytes * len(op) if layouts else 0
+        return layouts[op.group].block_bytes * len(op.block_ids) if layouts else 0
 
     def _block_tokens(self, op: TransferOp) -> int:
         groups = self._memory.groups

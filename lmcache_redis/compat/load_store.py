@@ -71,10 +71,11 @@ class LoadStoreOp:
         nothing = TransferOp((), ())
         if not blocks_per_chunk:
             return nothing
+        skipped = self.skip_first_n_tokens // block_tokens
         if self.block_hashes is not None:
             hashes = chunk_hashes(blocks_per_chunk, self.block_hashes)
             kept = len(hashes) * blocks_per_chunk
-            return TransferOp(self.block_ids[:kept], hashes, self.skip_first_n_tokens)
+            return TransferOp(self.block_ids[:kept], hashes, skipped)
         assert self.token_ids is not None
         chunk_tokens = blocks_per_chunk * block_tokens
         start, end = -(-self.start // chunk_tokens), self.end // chunk_tokens
@@ -92,8 +93,7 @@ class LoadStoreOp:
             )  # fmt: skip
             return nothing
         hashes = token_hashes(chunk_tokens, self.token_ids[: end * chunk_tokens], cache_salt)
-        skipped = max(0, self.skip_first_n_tokens - first * block_tokens)
-        return TransferOp(self.block_ids[first:last], hashes[start:], skipped)
+        return TransferOp(self.block_ids[first:last], hashes[start:], max(0, skipped - first))
 
 
 def check_names(

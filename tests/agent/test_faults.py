@@ -17,7 +17,6 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client import worker as client_worker
-from lmcache_redis.client.link import LinkState
 from tests.agent.test_embedded import is_another
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, free_port
@@ -374,7 +373,7 @@ def test_the_agent_stops_cleanly_and_has_written_everything(
         engine.store("r1", HASHES, range(8))
         assert agent.terminate() == 0
         assert len({key[:-2] for key in keys_of(redis_server)}) == 2
-        wait_until(lambda: engine.scheduler.link.state is not LinkState.ONLINE)
+        wait_until(lambda: not engine.scheduler.link.online)
 
 
 def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,22 +10,24 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.link import CallState
+from lmcache_redis.client.link import AgentCall
 from lmcache_redis.client.registering import ExportedMemory, SentRegistration
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer, TransferOp
 
 OP = TransferOp([0], [b"hash"])
-P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST
+P, A, L = "pending", "answered", "lost"
 
 
 def lease(passed: bool) -> int:
     return time.monotonic_ns() + (-1 if passed else 10**12)
 
 
-def played(state: CallState, sent: bool, ended: bool) -> tuple[Any, Any]:
+def played(state: str, sent: bool, ended: bool) -> tuple[AgentCall, Any]:
     """A call, and the registration with its agent."""
-    call = SimpleNamespace(state=state, sent=sent)
+    call = AgentCall(1, threading.Condition(), None, sent=sent)
+    if state != P:
+        call.end(m.Done(1) if state == A else None)
     return call, SimpleNamespace(agent_has_ended=lambda: ended)
 
 
@@ -41,7 +44,7 @@ def played(state: CallState, sent: bool, ended: bool) -> tuple[Any, Any]:
     ],
 )
 def test_blocks_of_a_store(
-    state: CallState, sent: bool, lease_passed: bool, ended: bool, released: bool
+    state: str, sent: bool, lease_passed: bool, ended: bool, released: bool
 ) -> None:
     call, agent = played(state, sent, ended)
     assert StoreTransfer(call, OP, lease(lease_passed), agent).over is released
@@ -63,12 +66,10 @@ def test_blocks_of_a_store(
     ],
 )
 def test_blocks_of_a_retrieve(
-    state: CallState, sent: bool, remapped: bool, ended: bool, released: bool, lease_passed: bool
+    state: str, sent: bool, remapped: bool, ended: bool, released: bool, lease_passed: bool
 ) -> None:
     call, agent = played(state, sent, ended)
-    retrieve = RetrieveTransfer(
-        call, OP, lease(lease_passed), agent, skip_blocks=0, remapped=lambda: remapped
-    )
+    retrieve = RetrieveTransfer(call, OP, lease(lease_passed), agent, lambda: remapped)
     assert retrieve.over is released
 
 
@@ -80,16 +81,17 @@ def test_an_unknown_agent_is_not_known_to_have_ended() -> None:
 def test_the_end_of_an_invisible_agent_is_never_known() -> None:
     """It may run in another PID namespace: its absence proves nothing."""
     welcome = m.Welcome(0, "agent", 2**22 + 1, 1, 64, 1.0, "0")
-    gone = SentRegistration(1, ExportedMemory(), welcome, RankPlace("agent", ()))
+    gone = SentRegistration(ExportedMemory(), welcome, RankPlace("agent", ()), 64)
     assert not gone.agent_is_visible
     assert not gone.agent_has_ended()
 
 
 @pytest.mark.parametrize("answer", [m.RetrieveResult(0, (1, 9)), m.Failure(0, "FAILED", "?"), None])
 def test_failed_blocks_are_those_of_the_operation(answer: m.Answer | None) -> None:
-    call: Any = SimpleNamespace(state=A if answer else L, sent=True, answer=answer)
-    op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 16)
-    load = RetrieveTransfer(call, op, lease(False), None, skip_blocks=1, remapped=lambda: False)
+    call, _ = played(P, True, False)
+    call.end(answer)
+    op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 1)
+    load = RetrieveTransfer(call, op, lease(False), None, lambda: False)
     chosen = isinstance(answer, m.RetrieveResult)
     assert load.failed_blocks == ({12, 13} if chosen else set(range(11, 16)))
 
@@ -106,11 +108,3 @@ def test_replicas_share_chunks_without_overlap(of: int) -> None:
     ]
     assert sorted(pairs) == sorted((name, 2 * n, 2 * n + 1) for n, name in enumerate(hashes))
     assert {share.group for share in shares} == {1}
-
-
-@pytest.mark.parametrize(("blocks", "chunks"), [(3, 2), (1, 0), (1, 2)])
-def test_blocks_that_do_not_divide(blocks: int, chunks: int) -> None:
-    with pytest.raises(ValueError, match=f"{blocks} blocks do not divide among {chunks} chunks"):
-        TransferOp(range(blocks), [b"h"] * chunks)
-    with pytest.raises(TypeError, match="a chunk hash is bytes, not int"):
-        TransferOp([1], [7])  # type: ignore[list-item]

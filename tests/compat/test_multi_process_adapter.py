@@ -440,7 +440,7 @@ class TestFinished:
         op = LoadStoreOp(list(range(4)), None, HASHES[:4])
         pair.worker.submit_store_request("a", op, None)
         (store,) = pair.worker._requests.stores["a"]
-        wait_until(lambda: store.answered)
+        wait_until(lambda: store.call.done)
         assert pair.worker.get_finished(set()) == (set(), set())
         assert pair.worker.get_finished({"a"}) == ({"a"}, set())
 

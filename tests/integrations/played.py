@@ -35,7 +35,7 @@ from lmcache_redis.cache.pacing import PrefixNeeds
 from lmcache_redis.client.scheduler import Canaries, Ranks
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
-from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 MAX_TOKENS = 1024
@@ -50,7 +50,6 @@ class Agent:
         self.parts: dict[tuple[int, bytes], tuple[Any, ...]] = {}
         self.pinned: dict[str, set[tuple[int, bytes]]] = {}
         self._groups = groups
-        self._block_tokens = common_block_tokens(groups)
         self._chunk_tokens = chunk_tokens
         self._answers: dict[str, int] = {}
         self.canary_every = 0
@@ -356,7 +355,7 @@ class PlayedEngine:
             # Exactly the blocks that are neither null nor local, up to the end of the load.
             for name in op.hashes:
                 assert (op.group, name) in pinned, "a part that no lookup has pinned"
-            written = _written(op, group)
+            written = _written(op)
             size = group.block_size_tokens
             own = [
                 block_id
@@ -443,10 +442,8 @@ class PlayedEngine:
         """Writes the parts; False if one is gone. spoil: writes something else."""
         complete = True
         for op in load.ops:
-            group = self.groups[op.group]
             names = op.hashes
             per_part = len(op.block_ids) // len(names)
-            skip = op.skip_first_n_tokens // group.block_size_tokens
             for number, name in enumerate(names):
                 part = self.agent.parts.get((op.group, name))
                 if part is None:
@@ -455,7 +452,7 @@ class PlayedEngine:
                 loaded = self.counts.loaded_parts
                 loaded[op.group] = loaded.get(op.group, 0) + (not spoil)
                 for n, content in enumerate(part, start=number * per_part):
-                    if n >= skip:
+                    if n >= op.skip_blocks:
                         self._write(op.block_ids[n], "spoiled" if spoil else content)
         return complete
 
@@ -466,8 +463,8 @@ class PlayedEngine:
                 del self.agent.parts[part]
 
 
-def _written(op: TransferOp, group: LayerGroup) -> list[int]:
-    return list(op.block_ids[op.skip_first_n_tokens // group.block_size_tokens :])
+def _written(op: TransferOp) -> list[int]:
+    return list(op.block_ids[op.skip_blocks :])
 
 
 def _gcd(sizes: Sequence[int]) -> int:

@@ -13,9 +13,9 @@ from vllm.v1.core.block_pool import BlockPool
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import FIRST_CANARY_TOKENS
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import StepMetadata
 from tests.integrations.test_scheduler import (
     BLOCK,
@@ -196,8 +196,8 @@ def test_of_a_window_only_what_is_pinned_is_compared(
     adapter: ScriptedAdapter, pool: BlockPool, steps: int
 ) -> None:
     groups = [
-        LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec"),
-        LayerGroup(1, (), BLOCK, Reach("window", CHUNK + 1), "SlidingWindowSpec"),
+        LayerGroup(0, (), BLOCK, FULL_REACH),
+        LayerGroup(1, (), BLOCK, Reach("window", CHUNK + 1)),
     ]
     ids = [BLOCK_IDS, [64 + n for n in BLOCK_IDS]]
     scheduler = make_scheduler(

@@ -28,10 +28,10 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import Announcer
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from tests.integrations.test_guard import Broken, config, manager_of
 from tests.integrations.test_scheduler import (
     BLOCK,
@@ -43,10 +43,10 @@ from tests.integrations.test_scheduler import (
 )
 
 HASH = 16
-FULL = LayerGroup(0, (), HASH, FULL_REACH, "FullAttentionSpec")
-WIDE = LayerGroup(1, (), 2 * HASH, FULL_REACH, "FullAttentionSpec")
-WINDOW = LayerGroup(1, (), HASH, Reach("window", 20), "SlidingWindowSpec")
-STATE = LayerGroup(1, (), 2 * HASH, Reach("state"), "MambaSpec")
+FULL = LayerGroup(0, (), HASH, FULL_REACH)
+WIDE = LayerGroup(1, (), 2 * HASH, FULL_REACH)
+WINDOW = LayerGroup(1, (), HASH, Reach("window", 20))
+STATE = LayerGroup(1, (), 2 * HASH, Reach("state"))
 
 
 def told(lost: bool, *changes: m.Change) -> m.Changes:

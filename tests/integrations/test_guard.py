@@ -190,7 +190,7 @@ def test_an_error_in_a_worker_turns_the_cache_off(
     pool = scheduler._references.pool
     free = pool.get_num_free_blocks()
     transfer_id = scheduler._references.take([3, 4])
-    op = TransferOp(block_ids=[2, 3, 4], hashes=[bytes(32)], skip_first_n_tokens=BLOCK)
+    op = TransferOp(block_ids=[2, 3, 4], hashes=[bytes(32)], skip_blocks=1)
     step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", (op,))]))
     results = [step.results, steps_of(worker, StepMetadata()).results]
     assert [r.finished_recving for r in results].count({"r"}) == 1

@@ -28,9 +28,15 @@ def write_adapter(directory: Path, seed: bytes, *, alpha: int = 16) -> Path:
     return directory
 
 
+def digests_of(*, believed_s: float, deadline_s: float = 30.0) -> AdapterDigests:
+    digests = AdapterDigests()
+    digests.believed_s, digests.deadline_s = believed_s, deadline_s
+    return digests
+
+
 def digests_now() -> AdapterDigests:
     """Believes nothing, and waits for every look."""
-    return AdapterDigests(believed_s=0.0, deadline_s=30.0)
+    return digests_of(believed_s=0.0)
 
 
 def request(path: object, number: int = 1, **settings: Any) -> Any:
@@ -170,7 +176,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
 def test_files_that_hang_make_a_request_uncached(tmp_path: Path, files: Files) -> None:
     adapter = write_adapter(tmp_path / "hanging" / "adapter", b"1")
     other = write_adapter(tmp_path / "other", b"2")
-    digests = AdapterDigests(deadline_s=0.5)
+    digests = digests_of(believed_s=0.05, deadline_s=0.5)
     files.answers.clear()
     for number in range(500):  # the files are waited for once
         assert digests.digest(request(adapter)) is None
@@ -184,7 +190,7 @@ def test_files_that_begin_to_hang_are_believed_and_no_longer(
     tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = write_adapter(tmp_path / "hanging" / "adapter", b"1")
-    digests = AdapterDigests(believed_s=1000.0, deadline_s=30.0)
+    digests = digests_of(believed_s=1000.0)
     first = digests.digest(request(adapter))
     assert first is not None
     looks, elapsed_s, monotonic = len(files.threads), 0.0, time.monotonic
@@ -207,7 +213,7 @@ def test_files_that_begin_to_hang_are_believed_and_no_longer(
 
 def test_an_adapter_in_use_is_looked_at_in_time(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", b"1")
-    digests = AdapterDigests(believed_s=0.05, deadline_s=30.0)
+    digests = digests_of(believed_s=0.05)
     assert digests.digest(request(adapter)) is not None
     replace(adapter, by=write_adapter(tmp_path / "new", b"2"))
     wait_until(lambda: digests.digest(request(adapter)) is None)
@@ -215,7 +221,7 @@ def test_an_adapter_in_use_is_looked_at_in_time(tmp_path: Path) -> None:
 
 def test_nothing_is_believed_of_files_that_are_read_again(tmp_path: Path, files: Files) -> None:
     adapter = write_adapter(tmp_path / "hanging" / "adapter", b"1")
-    digests = AdapterDigests(believed_s=1000.0, deadline_s=0.01)
+    digests = digests_of(believed_s=1000.0, deadline_s=0.01)
     wait_until(lambda: digests.digest(request(adapter)) is not None)
     first = digests.digest(request(adapter))
     replace(adapter, by=write_adapter(tmp_path / "new", b"2"))
@@ -244,7 +250,7 @@ def test_an_earlier_look_says_nothing_of_files_read_again(
     monkeypatch.setattr(lora._Look, "run", held)
     elapsed_s, monotonic = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + elapsed_s)
-    digests = AdapterDigests(believed_s=1000.0, deadline_s=0.01)
+    digests = digests_of(believed_s=1000.0, deadline_s=0.01)
     wait_until(lambda: digests.digest(request(adapter)) is not None)
     first = digests.digest(request(adapter))
     elapsed_s = 600.0

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from lmcache_redis.integrations.vllm.planning import BlockReferences
-from lmcache_redis.integrations.vllm.support import MediaNames
+from lmcache_redis.integrations.vllm.requests import MediaNames
 from tests.integrations.test_scheduler import BLOCK, CHUNK, ScriptedAdapter, make_scheduler, step
 
 RED, BLUE = (Image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))

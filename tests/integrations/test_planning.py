@@ -11,13 +11,13 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from lmcache_redis.integrations.vllm.groups import layer_groups, left_out_groups
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.requests import (
     RequestLookup,
     RequestOptions,
     Tracked,
 )
+from lmcache_redis.integrations.vllm.support import layer_groups, left_out_groups
 from tests.integrations.test_groups import BLOCK, full, groups, replayed, ring, state, window
 from tests.integrations.test_scheduler import CHUNK, FakeRequest
 

@@ -22,12 +22,12 @@ from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm import planning
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 
 BLOCK, CHUNK = 16, 64
@@ -164,7 +164,7 @@ def make_scheduler(
     recorder: Recorder | None = None,
     **options: Any,
 ) -> ConnectorScheduler:
-    groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")])
+    groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH)])
     hash_tokens = options.pop("hash_tokens", BLOCK)
     names = RequestNames(Epochs(None, None, bytes), pool, options.pop("media", None))
     announcer = options.pop("announcer", None)
@@ -237,7 +237,7 @@ def test_only_what_is_not_computed_locally_is_loaded(
     ((_, _, (op,), *_),) = metadata.loads
     assert list(op.block_ids) == list(range(104, 116))
     assert list(op.hashes) == request.block_hashes[7:16:4]
-    assert op.skip_first_n_tokens == 2 * BLOCK
+    assert op.skip_blocks == 2
     assert metadata.idle
     assert scheduler.build_metadata(step()).loads == []
 
@@ -394,7 +394,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
 ) -> None:
     """As a sliding window leaves them: the block table changes behind the request's back."""
     table = [0] * 6 + list(range(7, 18))
-    window = LayerGroup(0, (), BLOCK, Reach("window", 10 * BLOCK + 1), "SlidingWindowSpec")
+    window = LayerGroup(0, (), BLOCK, Reach("window", 10 * BLOCK + 1))
     scheduler = make_scheduler(
         adapter, pool, references, groups=[window], block_ids=lambda request_id: (table,)
     )
@@ -406,7 +406,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     # The first chunk is not loaded at all, of the second chunk the last two blocks.
     assert list(op.block_ids) == table[4:16]
     assert list(op.hashes) == request.block_hashes[7:16:4]
-    assert op.skip_first_n_tokens == 2 * BLOCK
+    assert op.skip_blocks == 2
     assert pool.blocks[0].ref_cnt == 0
     assert [pool.blocks[n].ref_cnt for n in range(1, 17)] == [0] * 6 + [1] * 10
 

@@ -50,7 +50,9 @@ def exporter() -> InMemorySpanExporter:
 def spans(exporter: InMemorySpanExporter) -> Iterator[Recorder]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    yield Recorder(traces=True, provider=provider)
+    recorder = Recorder(traces=True)
+    recorder._tracer = provider.get_tracer("lmcache_redis")
+    yield recorder
     provider.shutdown()
 
 
@@ -67,6 +69,10 @@ def check_parent(span: ReadableSpan) -> None:
     assert f"{span.parent.span_id:016x}" == PARENT_ID
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert (span.start_time or 0) <= (span.end_time or 0) != 0
+
+
+def traced(headers: Any) -> Any:
+    return SimpleNamespace(request_id="r", trace_headers=headers)
 
 
 def traced_request() -> Any:
@@ -129,9 +135,9 @@ def test_a_request_without_headers_has_no_span(
     spans: Recorder, exporter: InMemorySpanExporter
 ) -> None:
     for headers in (None, {}):
-        spans.span("lookup", "r", headers, 0.0, {})
+        spans.span("lookup", traced(headers), 0.0, {})
     unsampled = {"traceparent": HEADERS["traceparent"][:-2] + "00"}
-    spans.span("lookup", "r", unsampled, 0.0, {})
+    spans.span("lookup", traced(unsampled), 0.0, {})
     assert exporter.get_finished_spans() == ()
 
 
@@ -152,7 +158,7 @@ def test_a_tracer_that_fails_is_logged_once(
 ) -> None:
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
         for _ in range(2):
-            spans.span("lookup", "r", HEADERS, float("nan"), {})
+            spans.span("lookup", traced(HEADERS), float("nan"), {})
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         "span failed: the connector no longer reports spans, and caches as before"
     ]

@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from lmcache_redis.client.worker import NEVER, TransferOp
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
-from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.setup import SetUp
+from lmcache_redis.integrations.vllm.support import layer_groups
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
@@ -227,7 +227,7 @@ def test_memory_of_left_out_groups_is_not_registered(
     client: Any = SimpleNamespace(register_groups=register_groups)
     caches = {layer: torch.zeros(4, 1, 16, 32) for layer in layers}
     groups_of = layer_groups(kv_cache_config)
-    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of, "engine")
+    set_up = SetUp(vllm_config, kv_cache_config, ClientConfig(), False, groups_of)
     set_up.register(client, caches)
     assert found == registered
 
@@ -257,7 +257,7 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     """A worker's connector, as vLLM calls it, over a stream on which ``queued`` is."""
     client: Any = CudaClient(queued)
     connector = object.__new__(LMCacheRedisConnector)
-    connector._connector_metadata = connector._closing = None
+    connector._connector_metadata = None
     connector._awaited, connector._failed_blocks = {}, set()
     connector._worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)
     return connector, client

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator
 
-from lmcache_redis.integrations.vllm import support
+from lmcache_redis.integrations.vllm import requests, support
 from lmcache_redis.integrations.vllm.identity import engine_identity
 
-support.MediaNames.are_of_content = lambda self, request: True
+requests.MediaNames.are_of_content = lambda self, request: True
 engine_identity._DIGESTS.remove("lora")
-support._simulated_experts = lambda: ""
+support.envs = None  # sees no simulation
 
 _simulate = RoutingSimulator.simulate_routing
 

@@ -9,8 +9,7 @@ requests        requests: their options, names and lookups
 planning        the blocks of loads and stores, references to them, and whether there is room
 worker          loads and stores of a worker, from their start to their end
 setup           makes these parts, and registers a worker's KV cache
-groups          which blocks of each kind of layer a prefix needs
-support         which engines, and which of their requests, can be cached
+support         which engines can be cached, and the groups of their layers
 identity        what decides the bytes of the KV cache, besides its layout
 engine          what the connector needs of vLLM's engine beyond its interface: updates of weights,
                 pauses, resets; `parameters` tells whether the weights in memory have changed

@@ -8,10 +8,8 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -81,7 +79,6 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         # `ConnectorScheduler` or `ConnectorWorker` has failed.
         self._awaited: dict[str, Sequence[int]] = {}
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
-        self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._start()
 
@@ -106,12 +103,11 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._scheduler = self._worker = None
         if self._announcer is not None:
             self._announcer.forget()
-        adapter, self._adapter = self._adapter, None
-        if isinstance(adapter, WorkerClient):
-            self._closing = adapter
-            adapter.unregister()
-        elif adapter is not None:
-            adapter.shutdown()
+        if isinstance(self._adapter, WorkerClient):
+            self._adapter.unregister()  # `build_connector_worker_meta` tells how that goes on
+        elif self._adapter is not None:
+            self._adapter.shutdown()
+            self._adapter = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -139,7 +135,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._scheduler = self._set_up.scheduler(
             adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
-        watch_resets(pool, lambda: self._during_reset(engine, references))
+        watch_resets(pool, lambda: self._before_reset(engine), references.given_back)
         listen(self)
 
     @guarded(lambda self, *_: (0, False))
@@ -187,12 +183,10 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
                     self._references.rank_stopped(rank)
         if report.broken:
             self.turn_off()
-        scheduler = self._scheduler
-        if scheduler is None:
-            return
-        scheduler.reported(report)
-        for request_id in connector_output.finished_recving or ():
-            scheduler.load_ended(request_id)
+        if self._scheduler is not None:
+            self._scheduler.reported(report)
+            for request_id in connector_output.finished_recving or ():
+                self._scheduler.load_ended(request_id)
 
     @guarded(lambda self, *_: (False, None))
     def request_finished(
@@ -222,15 +216,9 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     # What happens to the engine: `engine` notices it, `epoch` says what it means for names
 
-    @contextmanager
-    def _during_reset(self, engine: Engine, references: BlockReferences) -> Iterator[None]:
-        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
-        self._before_reset(engine)
-        with references.given_back():
-            yield
-
     @guarded(nothing)
     def _before_reset(self, engine: Engine) -> None:
+        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
         if self._scheduler is not None:
             for request in self._scheduler.give_up_loads():
                 engine.give_up_load(request)
@@ -255,14 +243,14 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def renamed(self, suffix: str) -> None:
         """This engine is a copy of another, restored from a snapshot (either role)."""
         if self._adapter is not None:
-            self._adapter.link.rename(f"{self._set_up.engine_id}/{suffix}")
+            self._adapter.link.rename(suffix)
 
     # Worker
 
     @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Exports the paged KV cache and registers it with this and every later agent."""
-        if not isinstance(self._adapter, WorkerClient):
+        if self._worker is None or not isinstance(self._adapter, WorkerClient):
             return
         self._kv_caches = kv_caches
         try:
@@ -303,8 +291,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         metadata = self._step()
         self._awaited.update(metadata.lost_loads)
         for load in metadata.loads:
-            written = [self._set_up.groups[op.group].written_by(op) for op in load.ops]
-            self._awaited[load.request_id] = [*itertools.chain(*written)]
+            written = [block_id for op in load.ops for block_id in op.block_ids[op.skip_blocks :]]
+            self._awaited[load.request_id] = written
         if self._worker is not None:
             self._worker.begin_loads(metadata)
 
@@ -358,18 +346,19 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Reports ended transfers, or the failure of this worker, to the scheduler."""
-        if self._closing is not None:
-            rank = self._vllm_config.parallel_config.rank
-            return WorkerReport({}, broken={rank: self._closing.unregister()})
-        return None if self._worker is None else self._worker.report(self._step().number)
+        if self._worker is not None:
+            return self._worker.report(self._step().number)
+        if not isinstance(self._adapter, WorkerClient):
+            return None
+        rank = self._vllm_config.parallel_config.rank
+        return WorkerReport({}, broken={rank: self._adapter.unregister()})
 
     # Both roles
 
     @guarded(nothing)
     def shutdown(self) -> None:
-        adapter = self._adapter or self._closing
-        if adapter is not None:
-            adapter.shutdown()
+        if self._adapter is not None:
+            self._adapter.shutdown()
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

@@ -18,7 +18,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -114,9 +114,6 @@ class Engine:
         """None before the scheduler has made it."""
         return getattr(self._scheduler(), "kv_cache_manager", None)
 
-    def block_pool(self) -> BlockPool | None:
-        return getattr(self.kv_cache_manager(), "block_pool", None)
-
     def parameters(self) -> bytes | None:
         """A digest of the parameters of all ranks, read now; None if they cannot be read."""
         core = self._core()
@@ -161,13 +158,18 @@ def recompute_failed_loads(connector: KVConnectorBase_V1) -> bool:
     return bool(parents)
 
 
-def watch_resets(pool: BlockPool, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Runs every reset of vLLM's prefix cache inside ``around()``."""
+def watch_resets(
+    pool: BlockPool,
+    before: Callable[[], None],
+    during: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Calls ``before()`` at every reset of vLLM's prefix cache, which runs inside ``during()``."""
     reset = pool.reset_prefix_cache
 
     @functools.wraps(reset)
     def watched() -> bool:
-        with around():
+        before()
+        with during():
             return bool(reset())
 
     pool.reset_prefix_cache = watched

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.worker import TransferOp
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.requests import Tracked
+from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned
 
 if TYPE_CHECKING:
@@ -203,7 +203,6 @@ class StepPlanner:
         request_id, end = tracked.request.request_id, local_tokens + external_tokens
         names = tracked.chunk_names()[: end // tracked.chunk_tokens]
         ops: list[TransferOp] = []
-        written: list[int] = []
         for place, group in enumerate(self._groups):
             chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
             ids, stop = block_ids[group.number], end // block_tokens
@@ -221,18 +220,12 @@ class StepPlanner:
             begin = parts[0].start
             if first < begin or not are_adjacent:
                 raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
-            self.recent.add(group.number, names[first_chunk:])
-            written += ids[first:stop]
-            ops.append(
-                TransferOp(
-                    block_ids=list(ids[begin:stop]),
-                    hashes=names[first_chunk:],
-                    skip_first_n_tokens=(first - begin) * block_tokens,
-                    group=place,
-                )
-            )
+            hashes = names[first_chunk:]
+            self.recent.add(group.number, hashes)
+            ops.append(TransferOp(ids[begin:stop], hashes, skip_blocks=first - begin, group=place))
         tracked.loading = True
         self.missing_blocks[request_id] = self._missing(tracked, end)
+        written = (block_id for op in ops for block_id in op.block_ids[op.skip_blocks :])
         transfer_id = self.references.take(written)
         self._loads.append(Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers))
 

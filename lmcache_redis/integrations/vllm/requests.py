@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +12,16 @@ import msgspec
 
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.support import MediaNames
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
+# What vLLM's hashers of media return: blake3, sha256 and sha512.
+_DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
 # Steps with fewer prompt tokens say nothing about prefill speed.
 _LEAST_TOKENS = 64
 # Weight of earlier steps in the average.
@@ -168,7 +171,7 @@ class RequestNames:
         if self._stale_blocks and self._stale_blocks is self._pool.cached_block_hash_to_block:
             return None
         self._stale_blocks = None
-        if self._media and request.mm_features and not self._media.are_of_content(request):
+        if self._media and not self._media.are_of_content(request):
             return None
         if request.lora_request is None:
             return self.epochs.current
@@ -178,6 +181,37 @@ class RequestNames:
     def begin_epoch(self) -> None:
         """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
         self._stale_blocks = self._pool.cached_block_hash_to_block
+
+
+class MediaNames:
+    """Whether the images and other media of an engine's requests are named by their content.
+
+    A block hash covers a medium by its identifier: a digest of its content, unless vLLM counts them
+    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        media = getattr(vllm_config.model_config, "multimodal_config", None)
+        self.are_counted = (
+            media is not None
+            and media.mm_processor_cache_gb == 0
+            and not vllm_config.cache_config.enable_prefix_caching
+        )
+        self._has_warned = False
+
+    def are_of_content(self, request: Request) -> bool:
+        """True also for a request without media."""
+        # An adapter's name may stand before the digest, with a colon.
+        digests = [each.identifier.rpartition(":")[2] for each in request.mm_features]
+        if not digests or (not self.are_counted and all(map(_DIGEST.fullmatch, digests))):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "media are cached if their names are digests, but not by a client's uuid, nor by "
+                "vLLM's number without --enable-prefix-caching and --mm-processor-cache-gb"
+            )
+        return False
 
 
 class PrefillRate:

@@ -124,18 +124,17 @@ class ConnectorScheduler:
                 # vLLM computes the last token again. What is before a window, or a state before
                 # its last token, would then be missing.
                 limit_tokens = min(limit_tokens, request.num_tokens - 1)
-            if limit_tokens < (local_tokens // chunk_tokens + 1) * chunk_tokens:
+            chunks = range(local_tokens // chunk_tokens, limit_tokens // chunk_tokens)
+            if not chunks:
                 return 0
             if not self._client.ranks.known():
                 return None  # only for the first requests: vLLM steps, and the workers report
-            first_chunk = local_tokens // chunk_tokens
-            end_chunk = limit_tokens // chunk_tokens
-            tracked.lookup = RequestLookup(first_chunk, time.monotonic())
-            self._announce(tracked, range(first_chunk, end_chunk))
+            tracked.lookup = RequestLookup(chunks.start, time.monotonic())
+            self._announce(tracked, chunks)
             self._client.begin_lookup(
                 request.request_id,
-                tracked.chunk_names()[first_chunk:end_chunk],
-                first_chunk=first_chunk,
+                tracked.chunk_names()[chunks.start : chunks.stop],
+                first_chunk=chunks.start,
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
         began_s = time.monotonic()
@@ -149,9 +148,7 @@ class ConnectorScheduler:
         if lookup.asked_s is not None:
             self._recorder.observe("lookup_seconds", now_s - lookup.asked_s)
             found = {"local_tokens": local_tokens, "hit_tokens": max(0, tokens - local_tokens)}
-            self._recorder.span(
-                "lookup", request.request_id, tracked.trace_headers, lookup.asked_s, found
-            )
+            self._recorder.span("lookup", request, lookup.asked_s, found)
             lookup.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
@@ -239,14 +236,10 @@ class ConnectorScheduler:
         if report.dropped:
             self._planner.recent.clear()
         for request_id in report.failed:
-            self._load_failed(request_id)
-
-    def _load_failed(self, request_id: str) -> None:
-        """The request's load failed on some rank: its other tokens are computed."""
-        tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.loading:
-            tracked.computes = True
-            self._planner.recent.clear()  # some of these chunks may not be cached
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.loading:
+                tracked.computes = True
+                self._planner.recent.clear()  # some of these chunks may not be cached
 
     def load_ended(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)
@@ -256,8 +249,7 @@ class ConnectorScheduler:
         if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
-            headers = tracked.trace_headers
-            self._recorder.span("load", request_id, headers, lookup.load_began_s, found)
+            self._recorder.span("load", tracked.request, lookup.load_began_s, found)
         if tracked.request.is_finished():
             del self._tracked[request_id]
 

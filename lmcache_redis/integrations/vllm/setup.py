@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.chunks.metadata import dtype_name
-from lmcache_redis.client.registering import CacheGroup
-from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
+from lmcache_redis.client.registering import CacheGroup, SentRegistration
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.integrations.vllm.engine import Engine, recompute_failed_loads
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import (
-    LayerGroup,
-    block_strides,
-    common_block_tokens,
-    left_out_groups,
-    shard_of_rank,
-)
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_id,
@@ -31,9 +25,16 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
+from lmcache_redis.integrations.vllm.requests import CachePolicy, MediaNames, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import MediaNames, may_load, supported_groups
+from lmcache_redis.integrations.vllm.support import (
+    LayerGroup,
+    block_strides,
+    left_out_groups,
+    may_load,
+    shard_of_rank,
+    supported_groups,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,14 +49,13 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 @dataclass(frozen=True)
 class SetUp:
-    """beside_others: in a MultiConnector. engine_id: at the start; vLLM may change it later."""
+    """What is found out at the start. beside_others: in a MultiConnector."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
     config: ClientConfig
     beside_others: bool
     groups: Sequence[LayerGroup]
-    engine_id: str
 
     @classmethod
     def of(cls, connector: KVConnectorBase_V1, *, takes_failed_loads: bool) -> SetUp:
@@ -67,9 +67,7 @@ class SetUp:
         groups = supported_groups(
             vllm_config, kv_cache_config, takes_failed_loads=takes_failed_loads
         )
-        return cls(
-            vllm_config, kv_cache_config, config, beside_others, groups, engine_id(vllm_config)
-        )
+        return cls(vllm_config, kv_cache_config, config, beside_others, groups)
 
     def scheduler_client(self) -> SchedulerClient:
         return SchedulerClient(**self._client_settings())
@@ -84,21 +82,21 @@ class SetUp:
             "endpoint": self.config.endpoint,
             "model_name": model_name(self.vllm_config),
             "world_size": self.vllm_config.parallel_config.world_size,
-            "block_size_tokens": common_block_tokens(self.groups),
-            "engine_id": self.engine_id,
+            "block_size_tokens": math.lcm(*(group.block_size_tokens for group in self.groups)),
+            "engine_id": engine_id(self.vllm_config),
             "agent_dead_after_s": self.config.agent_dead_after_s,
         }
 
-    def _registered(self, agent_pid: int, chunk_tokens: int, place: RankPlace) -> None:
+    def _registered(self, registration: SentRegistration) -> None:
         """On the link's thread. Says in vLLM's log that the cache works."""
         logger.info(
             "the cache is on: model %s, rank %d, layout %s, chunks of %d tokens, the agent is "
             "process %d at %s",
             model_name(self.vllm_config),
             self.vllm_config.parallel_config.rank,
-            " and ".join(part.fingerprint.hex()[:16] for part in place.parts),
-            chunk_tokens,
-            agent_pid,
+            " and ".join(part.fingerprint.hex()[:16] for part in registration.place.parts),
+            registration.chunk_tokens,
+            registration.welcome.agent_pid,
             self.config.endpoint,
         )
 

@@ -1,37 +1,67 @@
-"""Which engines can be cached, decided at startup from their settings, and which of their requests.
+"""Which engines can be cached, decided at startup by their settings and the kinds of their layers.
 
 A reason against it is one sentence. vLLM versions differ in the settings that they have, hence the
-defaults.
+defaults; specs of layers are told apart by the names of their classes. vLLM groups layers that
+share block ids: full attention needs every block of a prefix, a sliding window the last ones, a
+recurrent layer one state.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
+from vllm.v1.core import kv_cache_utils
 
-from lmcache_redis.chunks.names import FULL_REACH
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError, Unsupported
 from lmcache_redis.integrations.vllm.engine import is_asked_by
-from lmcache_redis.integrations.vllm.groups import LayerGroup, layer_groups
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
 _HASHES = ("sha256", "sha256_cbor")
+# With it all processes make equal hashes: https://github.com/vllm-project/vllm/pull/51875.
+_SEED = "DEFAULT_NONE_HASH_SEED"
 _DEVICES = ("cpu", "cuda")
-# What vLLM's hashers of media return: blake3, sha256 and sha512.
-_DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
+# Settings that give some layers another number of KV heads.
+_KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
+_WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_CACHED_STATES = ("align", "all")
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """One of vLLM's KV cache groups. number: vLLM's; the agent counts those that are cached."""
+
+    number: int
+    layers: tuple[str, ...]
+    block_size_tokens: int
+    reach: Reach
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block holds the state after its last token instead of its tokens' KV."""
+        return self.reach.kind == "state"
+
+    def part(self, chunk: int, chunk_tokens: int) -> slice:
+        """Which of a request's blocks the part of chunk number ``chunk`` holds."""
+        blocks = chunk_tokens // self.block_size_tokens
+        end = (chunk + 1) * blocks
+        return slice(end - self.reach.blocks_per_part(blocks, self.block_size_tokens), end)
 
 
 def supported_groups(
@@ -61,7 +91,7 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
         # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
         if group.is_state and group.block_size_tokens != step:
             every = f"every {group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
-            yield f"KV cache group {group.number} ({group.kind}) keeps states {every}"
+            yield f"KV cache group {group.number} keeps states {every}"
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
@@ -106,7 +136,7 @@ def unfit_settings(vllm_config: VllmConfig) -> Iterator[str]:
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
         yield f"block hashes made with {algorithm}: set --prefix-caching-hash-algo sha256"
-    elif not _hashes_are_reproducible():
+    elif "PYTHONHASHSEED" not in os.environ and not hasattr(kv_cache_utils, _SEED):
         yield "block hashes differ between engines: give all of them the same PYTHONHASHSEED"
     block_size = cache.block_size or 0
     hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
@@ -146,45 +176,111 @@ def may_load(vllm_config: VllmConfig) -> bool:
     return False
 
 
-class MediaNames:
-    """Whether the images and other media of an engine's requests are named by their content.
+def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
+    """The groups that are cached. Raises `Unsupported` for one that cannot be."""
+    groups = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if not _is_part_of_prefixes(spec):
+            continue
+        inner = _inner_specs(spec)
+        # Reasons come first.
+        reach, *others = sorted({*map(_reach, inner)}, key=lambda each: isinstance(each, Reach))
+        host_resident = getattr(group, "host_resident", False)
+        if host_resident or not getattr(group, "enable_kv_transfer", True):
+            reach = "vLLM does not let connectors load it"
+        elif others and isinstance(reach, Reach):
+            reach = "its layers need different blocks"
+        if isinstance(reach, str):
+            names = " and ".join(sorted({type(each).__name__ for each in inner}))
+            raise Unsupported(f"KV cache group {number} ({names}): {reach}")
+        layers = tuple(getattr(group, "layer_names", ()))
+        groups.append(LayerGroup(number, layers, int(spec.block_size), reach))
+    return groups
 
-    A block hash covers a medium by its identifier: a digest of its content, unless vLLM counts them
-    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md.
+
+def left_out_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
+    """The groups that vLLM computes again: windows that are replayed, and buffers of a request."""
+    groups = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if not _is_part_of_prefixes(spec):
+            first, *_ = _inner_specs(spec)
+            reach = _reach(first)
+            # A circular buffer is one block, however many tokens pass through it.
+            is_buffer = type(first).__name__ == "CircularBufferSpec"
+            block_size = sys.maxsize if is_buffer else spec.block_size
+            if not isinstance(reach, Reach):
+                reach = FULL_REACH
+            groups.append(LayerGroup(number, tuple(group.layer_names), block_size, reach))
+    return groups
+
+
+def shard_of_rank(vllm_config: VllmConfig, spec: KVCacheSpec) -> tuple[int, int, int]:
+    """``(shard, shards, replicas)`` of this rank's bytes of a group.
+
+    Ranks whose shards are equal hold the same bytes; there are ``replicas`` of them, with
+    consecutive numbers. Under tensor parallelism every rank holds the whole latent of MLA, and a
+    model with fewer KV heads than ranks gives each head to several ranks.
     """
+    parallel = vllm_config.parallel_config
+    size = parallel.tensor_parallel_size
+    heads = _total_kv_heads(vllm_config.model_config)
+    replicas = math.gcd(*(_replicas(each, size, heads) for each in _inner_specs(spec)))
+    return parallel.rank // replicas, parallel.world_size // replicas, replicas
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        media = getattr(vllm_config.model_config, "multimodal_config", None)
-        self.are_counted = (
-            media is not None
-            and media.mm_processor_cache_gb == 0
-            and not vllm_config.cache_config.enable_prefix_caching
+
+def _replicas(spec: Any, size: int, total_kv_heads: int | None) -> int:
+    kind = type(spec).__name__
+    if kind == "MambaSpec":
+        return size if getattr(spec, "tp_replicated", False) else 1
+    shards = getattr(spec, "max_tp_shards", None)
+    if shards is None and "MLA" in kind:
+        shards = 1
+    elif shards is None and getattr(spec, "num_kv_heads", None) == 1:
+        shards = total_kv_heads
+    return size // shards if shards and size % shards == 0 else 1
+
+
+def _total_kv_heads(model: ModelConfig) -> int | None:
+    """KV heads of every layer, over all ranks; None if layers may differ."""
+    config = model.hf_text_config.to_dict()
+    counts = [value for name, value in config.items() if _KV_HEADS.search(name)]
+    total = model.get_total_num_kv_heads()
+    return total if all(count in (None, total) for count in counts) else None
+
+
+def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Bytes between blocks, by layer; empty if this vLLM leaves them to the tensors' strides."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
+        return {}
+    return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
+
+
+def _reach(spec: Any) -> Reach | str:
+    """The reach of a layer's spec, or why the layer cannot be cached."""
+    kind = type(spec).__name__
+    if kind in _FULL:
+        return FULL_REACH
+    if kind in _WINDOWS:
+        return Reach("window", spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+    if kind == "ChunkedLocalAttentionSpec":
+        return Reach("local", spec.attention_chunk_size)
+    if kind == "MambaSpec":
+        if spec.mamba_cache_mode in _CACHED_STATES:
+            return Reach("state")
+        return (
+            f"states are not kept (mamba_cache_mode is {spec.mamba_cache_mode!r}): start vLLM with "
+            "--enable-prefix-caching --mamba-cache-mode align"
         )
-        self._has_warned = False
-
-    def are_of_content(self, request: Request) -> bool:
-        """True also for a request without media."""
-        named = all(_is_digest(each.identifier) for each in request.mm_features)
-        if named and not (self.are_counted and request.mm_features):
-            return True
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "media are cached if their names are digests, but not by a client's uuid, nor by "
-                "vLLM's number without --enable-prefix-caching and --mm-processor-cache-gb"
-            )
-        return False
+    return "this version does not handle this kind"
 
 
-def _hashes_are_reproducible() -> bool:
-    """Whether all processes make equal hashes: https://github.com/vllm-project/vllm/pull/51875."""
-    if "PYTHONHASHSEED" in os.environ:
-        return True
-    from vllm.v1.core import kv_cache_utils
-
-    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+def _inner_specs(spec: Any) -> Sequence[Any]:
+    """The specs of a group's layers, where they may differ."""
+    return [*getattr(spec, "kv_cache_specs", {}).values()] or [spec]
 
 
-def _is_digest(identifier: str) -> bool:
-    """An adapter's name may stand before the digest, with a colon."""
-    return _DIGEST.fullmatch(identifier.rpartition(":")[2]) is not None
+def _is_part_of_prefixes(spec: Any) -> bool:
+    return bool(getattr(spec, "prefix_cacheable", True))

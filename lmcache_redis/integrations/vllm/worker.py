@@ -181,11 +181,10 @@ class ConnectorWorker:
             if not load.is_over and not given_up:
                 continue
             load.is_told = True
-            ended[load.planned.request_id] = set().union(
-                *(each.failed_blocks for each in load.transfers)
-            )
-            if ended[load.planned.request_id]:
-                self._next.failed |= {load.planned.request_id}
+            request_id = load.planned.request_id
+            ended[request_id] = set().union(*(each.failed_blocks for each in load.transfers))
+            if ended[request_id]:
+                self._next.failed |= {request_id}
             failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
             self._recorder.count("failed_chunks", failed_chunks, self._label)
@@ -209,15 +208,12 @@ class ConnectorWorker:
             found = {"chunks": stored, "dropped_chunks": dropped}
             self._took("store_seconds", "store", store, found)
             self._ended.append(transfer_id)
-        places = {self._rank: self._client.place}
-        found_more = self._ended or self._next.failed
-        if not found_more and places == self._places and not step:
-            return None
         report, self._next = self._next, WorkerReport({self._rank: []})
-        report.places = {} if places == self._places else places
+        places = {self._rank: self._client.place}
+        if places != self._places:
+            report.places = self._places = places
         report.step = step
-        self._places = places
-        return report
+        return None if report == self._next else report
 
     @property
     def _ended(self) -> list[int]:
@@ -227,7 +223,4 @@ class ConnectorWorker:
     def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
         self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
-        planned, attributes = begun.planned, {"rank": self._rank, **found}
-        self._recorder.span(
-            span, planned.request_id, planned.trace_headers, begun.begun_s, attributes
-        )
+        self._recorder.span(span, begun.planned, begun.begun_s, {"rank": self._rank, **found})

@@ -11,7 +11,6 @@ tensor-parallel sizes share chunks.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,14 +20,14 @@ import torch
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import Unsupported
-from lmcache_redis.integrations.vllm.groups import block_strides
 from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_identity,
     model_name,
 )
-from lmcache_redis.integrations.vllm.identity.probe import kv_identity
-from lmcache_redis.integrations.vllm.support import MediaNames, unfit_settings
+from lmcache_redis.integrations.vllm.identity.probe import digest_of, kv_identity
+from lmcache_redis.integrations.vllm.requests import MediaNames
+from lmcache_redis.integrations.vllm.support import block_strides, unfit_settings
 from lmcache_redis.regions import DoorSettings, form_of
 
 if TYPE_CHECKING:
@@ -64,8 +63,8 @@ def chunk_form(
         described = [json.loads(each) for each in dict.fromkeys(map(json.dumps, described))]
     identity |= {
         "door": "vllm tier",
-        "workers": _digest(described),
-        "groups": _digest([[each.tokens_per_block, each.layer_names] for each in config.groups]),
+        "workers": digest_of(described),
+        "groups": digest_of([[each.tokens_per_block, each.layer_names] for each in config.groups]),
         "chunk": f"{config.cache.blocks_per_chunk} blocks, {config.cache.tokens_per_hash} tokens",
         "ranks": _ranks(spec),
     }
@@ -143,7 +142,3 @@ def _ranks(spec: TieringOffloadingSpec) -> str:
     sizes = (parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size)
     copies = "one copy" if spec.replicated_layout else "each rank"
     return f"{layout}, {copies} of {sizes}, dcp {parallel.dcp_size}"
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -241,8 +240,10 @@ class _NamedChunks(AsyncLookupManager):
     def begin_request(self, request_id: str) -> None:
         if not self._watches_resets:  # the scheduler had no block pool when it made the tier
             self._watches_resets = True
-            if (pool := self._engine.block_pool()) is not None:
-                watch_resets(pool, self._around_reset)
+            manager = self._engine.kv_cache_manager()
+            if (pool := getattr(manager, "block_pool", None)) is not None:
+                why = "the parameters in memory have changed"
+                watch_resets(pool, partial(self.change_epoch, Epochs.check_parameters, why))
             else:
                 logger.warning("this scheduler is unknown: restart engines with new weights")
         self._epochs.is_used = True
@@ -255,11 +256,6 @@ class _NamedChunks(AsyncLookupManager):
     def cleanup(self, req_id: str) -> None:
         super().cleanup(req_id)
         self._requests.pop(req_id, None)
-
-    @contextmanager
-    def _around_reset(self) -> Iterator[None]:
-        self.change_epoch(Epochs.check_parameters, "the parameters in memory have changed")
-        yield
 
     def renamed(self, suffix: str) -> None:
         """Names of chunks do not depend on the engine's."""

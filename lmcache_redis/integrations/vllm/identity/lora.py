@@ -30,10 +30,6 @@ logger = logging.getLogger("vllm.lmcache_redis")
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _EXTRA = ("new_embeddings.safetensors", "new_embeddings.bin", "new_embeddings.pt")
-# The scheduler waits so long for files, once while they do not answer.
-_DEADLINE_S = 0.2
-# No longer than a step: vLLM may drop an adapter for others, and read its files again.
-_BELIEVED_S = 0.05
 
 # Per possible file: device, inode, size, mtime and ctime; None if it does not exist.
 _State = tuple[tuple[int, ...] | None, ...]
@@ -70,14 +66,15 @@ class _Look(threading.Thread):
 
 
 class AdapterDigests:
-    """The digests of an engine's adapters. Not thread-safe.
+    """The digests of an engine's adapters. Not thread-safe."""
 
-    believed_s: files are unchanged if they were so long ago. deadline_s: of a wait for files.
-    """
+    # The scheduler waits so long for files, once while they do not answer.
+    deadline_s = 0.2
+    # Files are unchanged if they were so long ago, no longer than a step: vLLM may drop an adapter
+    # for others, and read its files again.
+    believed_s = 0.05
 
-    def __init__(self, *, believed_s: float = _BELIEVED_S, deadline_s: float = _DEADLINE_S) -> None:
-        self._believed_s = believed_s
-        self._deadline_s = deadline_s
+    def __init__(self) -> None:
         self._seen: dict[int, _Look] = {}  # that have ended
         self._looks: dict[int, _Look] = {}  # in progress
 
@@ -94,14 +91,14 @@ class AdapterDigests:
             self._seen.pop(number, None)
             self._looks.pop(number, None)
         while (seen := self._seen.get(number)) is None or not (
-            seen.path == path and seen.since_s >= now_s - self._believed_s
+            seen.path == path and seen.since_s >= now_s - self.believed_s
         ):
             look = self._look(lora_request)
-            look.join(max(0.0, look.since_s + self._deadline_s - time.monotonic()))
+            look.join(max(0.0, look.since_s + self.deadline_s - time.monotonic()))
             if look.is_alive():
                 return None
             self._seen[number] = self._looks.pop(number)
-        if seen.since_s < now_s - self._believed_s / 2:
+        if seen.since_s < now_s - self.believed_s / 2:
             look = self._look(lora_request)
             if not look.is_alive():
                 self._seen[number] = self._looks.pop(number)

@@ -61,7 +61,9 @@ def kv_identity(
             continue  # it reads the KV of another layer
         try:
             scales.append(_scales(layer))
-            cache = _layer_cache(layer, tensor)
+            # A kernel's blocks may be parts of the engine's blocks.
+            bound = getattr(layer, "kv_cache", None)
+            cache = bound if isinstance(bound, torch.Tensor) and bound.numel() else tensor
             kind = _kind(layer, cache)
             if kind not in found:
                 stride = block_strides.get(name)
@@ -78,10 +80,10 @@ def kv_identity(
             "cannot be probed: %s",
             "; ".join(unknown.values()),
         )
-    return {"kv_packing": _digest(digests), "kv_scales": _digest(scales)}
+    return {"kv_packing": digest_of(digests), "kv_scales": digest_of(scales)}
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
@@ -90,14 +92,6 @@ def _scales(layer: Any) -> list[list[float] | None]:
         each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
         for each in (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     ]
-
-
-def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
-    """The cache that the layer writes. A kernel's blocks may be parts of the engine's blocks."""
-    bound = getattr(layer, "kv_cache", None)
-    if isinstance(bound, torch.Tensor) and bound.numel():
-        return bound
-    return registered
 
 
 def _kind(layer: Any, cache: torch.Tensor) -> str:

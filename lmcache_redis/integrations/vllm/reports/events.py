@@ -23,13 +23,14 @@ from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.client.scheduler import ChunkWatch
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockStored, KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from lmcache_redis.integrations.vllm.support import LayerGroup
 
 # A chunk of 256 tokens takes 2 KB here, with 16 hashes.
 MAX_CHUNKS = 1 << 15

@@ -33,17 +33,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from lmcache_redis.client.scheduler import ChunkWatch, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
 from lmcache_redis.metrics import PREFIX, SECONDS, Declared
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
     from lmcache_redis.integrations.vllm.reports.events import Announcer
+    from lmcache_redis.integrations.vllm.support import LayerGroup
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
@@ -113,11 +112,10 @@ class ConnectorStats(KVConnectorStats):
 class Recorder:
     """What one process has counted since the last `take`, and the spans of its requests.
 
-    traces: whether to make spans; vLLM has checked that OpenTelemetry is there. provider: None: the
-    process's, which vLLM may set later.
+    traces: whether to make spans; vLLM has checked that OpenTelemetry is there.
     """
 
-    def __init__(self, *, traces: bool = False, provider: TracerProvider | None = None) -> None:
+    def __init__(self, *, traces: bool = False) -> None:
         self._data: dict[str, dict[str, Any]] = {}
         self._gauges: dict[tuple[str, str], float] = {}
         self._failed_reports: set[str] = set()
@@ -126,7 +124,7 @@ class Recorder:
             from opentelemetry import trace
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-            self._tracer = trace.get_tracer("lmcache_redis", tracer_provider=provider)
+            self._tracer = trace.get_tracer("lmcache_redis")  # vLLM may set its provider later
             self._propagator = TraceContextTextMapPropagator()
 
     def count(self, name: str, n: int, label: str = "") -> None:
@@ -149,22 +147,18 @@ class Recorder:
         return ConnectorStats(data) if data else None
 
     @guarded(nothing, "spans")
-    def span(
-        self,
-        name: str,
-        request_id: str,
-        headers: Mapping[str, str] | None,
-        began_s: float,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        """Makes a span that ends now. began_s: `time.monotonic()`. Nothing without headers."""
-        if self._traces and headers:
+    def span(self, name: str, of: Any, began_s: float, attributes: Mapping[str, Any]) -> None:
+        """Makes a span that ends now, if ``of``, which has a request's id, has its trace headers.
+
+        began_s: `time.monotonic()`.
+        """
+        if self._traces and (headers := getattr(of, "trace_headers", None)):
             found = {f"lmcache_redis.{key}": value for key, value in attributes.items()}
             now_ns = time.time_ns()
             self._tracer.start_span(
                 f"lmcache_redis.{name}",
                 context=self._propagator.extract(headers),
-                attributes={"gen_ai.request.id": request_id, **found},  # as in ``llm_request``
+                attributes={"gen_ai.request.id": of.request_id, **found},  # as in ``llm_request``
                 start_time=now_ns - int((time.monotonic() - began_s) * 1e9),
             ).end(now_ns)
 
