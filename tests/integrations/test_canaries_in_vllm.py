@@ -73,10 +73,16 @@ def start(
 
 def ask(engine: ForkedEngine, agent: AgentServer, *questions: list[int], **of: Any) -> Any:
     """Answers with an empty prefix cache, after which everything is stored and compared."""
+
+    def handled() -> int:
+        counters = agent.counters()
+        return sum(counters[f"{how}_chunks"] for how in ("stored", "compared", "uncompared"))
+
     empty(engine)
+    expected = handled() + sum(len(question) // CHUNK for question in questions)
     answer = engine.generate(list(questions), 4, **of)
+    wait_until(lambda: handled() == expected, what="all stores and comparisons")
     agent.wait_idle()
-    wait_until(lambda: not agent.status()["queues"]["jobs"], what="all comparisons")
     return answer
 
 

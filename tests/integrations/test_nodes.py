@@ -84,8 +84,8 @@ def test_each_rank_loads_at_the_agent_of_its_node(
         cold = engine.generate(questions, 2)
         assert cold.details["cached_tokens"] == [0, 0]
         for agent in agents:
+            wait_until(lambda agent=agent: agent.counter("gathered_chunks") == 4, "both stores")
             agent.wait_idle()
-        assert [agent.counter("gathered_chunks") for agent in agents] == [4, 4]
 
     for agent in agents:
         agent.restart()

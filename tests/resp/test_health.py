@@ -308,12 +308,12 @@ def test_a_heartbeat_has_the_time_that_operations_have(
         return [b"PONG"]
 
     monkeypatch.setattr(Connection, "call", call)
-    for op_timeout_s in (0.3, 1.0, 8.0):
+    for op_timeout_s in (0.45, 1.0, 8.0):
         prober = Prober(probed, op_timeout_s=op_timeout_s)
         prober.step()
         prober.step()
         close(prober)
-    expected_s = [0.3, 0.3, 1.0, 0.5, 8.0, 2.0]  # of a probe, and of a heartbeat after it
+    expected_s = [0.45, 0.45, 1.0, 0.5, 8.0, 2.0]  # of a probe, and of a heartbeat after it
     for given, expected in zip(given_s, expected_s, strict=True):
         assert expected - 0.2 < given <= expected
 
