@@ -48,7 +48,7 @@ class CompareJob(StoreJob):
         self._gather([*self._cached])
 
     def _take(self, chunk: int) -> Entry | None:
-        return self._cache.pool.reserve(None, self._cache.units(self._form))
+        return self._cache.reserve(self._form, self._hashes[chunk], is_hidden=True)
 
     def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:
@@ -66,9 +66,7 @@ class CompareJob(StoreJob):
     def _compare(self, entries: Mapping[int, Entry]) -> CopyOutcome:
         # On a copy thread.
         for chunk, entry in entries.items():
-            cached, computed = (
-                self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
-            )
+            cached, computed = map(self._cache.views, (self._cached[chunk], entry))
             self._distances[chunk] = part_distance(
                 self._layout, self._blocks_per_part, cached, computed
             )

@@ -154,7 +154,7 @@ class CopyJob(ABC):
             first = chunk * per_chunk
             block_ids = question.block_ids[first : first + per_chunk]
             skip_blocks = min(max(0, self._skip_blocks - first), per_chunk)
-            copies.append(ChunkCopy(block_ids, self._cache.views(self._form, entry), skip_blocks))
+            copies.append(ChunkCopy(block_ids, self._cache.views(entry), skip_blocks))
         stripe_bytes, lease_ns = self._form.stripe_payload_bytes, question.lease_ns
         call = CopyCall(copies, stripe_bytes, question.group, question.after, lease_ns)
         self._agent.copies.put(
@@ -220,7 +220,7 @@ class StoreJob(CopyJob):
                 continue
             self._already += 1
             if entry.state is EntryState.READY:
-                self._write_behind(chunk, entry)
+                self._write_behind(entry)
                 self._cache.pool.seen(None, (entry.key,))
         self._gather(wanted)
 
@@ -279,11 +279,11 @@ class StoreJob(CopyJob):
         use.gathered_bytes += self._form.chunk_bytes
         if self._cache.publish(entry):
             self._stored += 1
-            self._write_behind(chunk, entry)
+            self._write_behind(entry)
 
-    def _write_behind(self, chunk: int, entry: Entry) -> None:
+    def _write_behind(self, entry: Entry) -> None:
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
-        self._cache.write_behind(self._form, self._hashes[chunk], entry, delay_s)
+        self._cache.write_behind(entry, delay_s)
 
     def _dropped(self, counter: str, reason: str) -> None:
         self._cache.metrics.count(counter)

@@ -414,5 +414,5 @@ class PrefixLookup:
             self._cache.owner.post(self._keep)
 
     def _keep(self) -> None:
-        if chunks := self.parts.pooled(self._cache.refreshed_before_s):
-            self._cache.keep(chunks)
+        if entries := self.parts.pooled(self._cache.refreshed_before_s):
+            self._cache.keep(entries)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.native import numa
 from lmcache_redis.native.madvise import (
     HUGE_PAGE_BYTES,
@@ -160,7 +161,7 @@ class Entry:
         position: its number in the prompt that it was stored for.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
-        tag: for the caller that reserved the entry.
+        form, chunk_hash: of the chunk; whoever reserves the entry sets them.
     """
 
     key: bytes
@@ -172,7 +173,8 @@ class Entry:
     position: int = 0
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
-    tag: object = None
+    form: ChunkForm = field(init=False)
+    chunk_hash: bytes = field(init=False)
 
     def __repr__(self) -> str:
         return f"Entry({self.key.hex()}, {self.state.value}, units={self.units}, pins={self.pins})"

@@ -21,6 +21,7 @@ entry is discarded before it begins is skipped.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,6 @@ from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
 from lmcache_redis.cache.threads import OneTimer, Owner
-from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     Backing,
@@ -51,9 +51,6 @@ WRITE_DEADLINE_S = 30.0
 _MOST_DISTRUSTED = 4096
 # That a tier is told to keep at a time.
 _BATCH_CHUNKS = 256
-
-# A chunk in the host pool, with what it takes to write it: its form, its hash, its entry.
-PooledChunk = tuple[ChunkForm, bytes, Entry]
 
 
 @dataclass(slots=True, eq=False)
@@ -103,49 +100,43 @@ class WriteBehind:
         if len(self._distrusted) > _MOST_DISTRUSTED:
             del self._distrusted[next(iter(self._distrusted))]
 
-    def enqueue(self, chunk: PooledChunk, delay_s: float = 0.0) -> None:
+    def enqueue(self, entry: Entry, delay_s: float = 0.0) -> None:
         """Pins a READY entry to be written, unless the index has it or the queue is full."""
-        entry = chunk[-1]
         if entry in self._writes:
             return
         if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
             return
-        if self._has_room(chunk[0].chunk_bytes, entry):
-            write = self._add(chunk, WRITE_DEADLINE_S)
+        if self._has_room(entry.form.chunk_bytes, entry.position):
+            write = self._add(entry, WRITE_DEADLINE_S)
             write.due_s = time.monotonic() + delay_s
             self.schedule.add(write)
             self._timer.fire_by(write.due_s)
 
-    def keep(self, chunks: Sequence[PooledChunk]) -> None:
+    def keep(self, entries: Sequence[Entry]) -> None:
         """Tells the tier to keep what the host pool serves, and enqueues what it lacks."""
-        some, others = chunks[:_BATCH_CHUNKS], chunks[_BATCH_CHUNKS:]
+        some, others = entries[:_BATCH_CHUNKS], entries[_BATCH_CHUNKS:]
         if some and self._backing.tier.state.up:
             self._backing.tier.refresh(
-                [(entry.key, form.stripe_count) for form, _, entry in some],
+                [(entry.key, entry.form.stripe_count) for entry in some],
                 time.monotonic() + self._backing.ask_timeout_s,
                 lambda result: self._owner.post(partial(self._kept, some, others, result)),
             )
 
-    def _kept(
-        self, some: Sequence[PooledChunk], others: Sequence[PooledChunk], result: ExistsResult
-    ) -> None:
+    def _kept(self, some: Sequence[Entry], others: Sequence[Entry], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            for chunk, present in zip(some, result.present, strict=True):
-                entry = chunk[-1]
+            for entry, present in zip(some, result.present, strict=True):
                 self._pool.seen(self._index, (entry.key,), there=present)
                 if not present and entry.state is EntryState.READY:
-                    self.enqueue(chunk)
+                    self.enqueue(entry)
         self.keep(others)
 
-    def write(
-        self, chunk: PooledChunk, timeout_s: float, done: Callable[[WriteOutcome], None]
-    ) -> None:
+    def write(self, entry: Entry, timeout_s: float, done: Callable[[WriteOutcome], None]) -> None:
         """Writes a READY entry at once, in place of what the tier has under its key.
 
         done: called once, while the entry is still pinned. UNAVAILABLE: also if it is dropped.
         """
-        if self._has_room(chunk[0].chunk_bytes):
-            write = self._add(chunk, timeout_s)
+        if self._has_room(entry.form.chunk_bytes):
+            write = self._add(entry, timeout_s)
             write.done = done
             self._write([write])
         else:
@@ -334,14 +325,14 @@ class WriteBehind:
 
     # ---------------------------------------------------------------- the queue
 
-    def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
-        """Whether there is room, for an ``entry`` also in place of what would be written later."""
+    def _has_room(self, nbytes: int, position: float = math.inf) -> bool:
+        """Whether there is room, also in place of what is queued behind the ``position``."""
         counters = self._backing.counters
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
         lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
-        later = iter(()) if entry is None else self.schedule.after(entry.position)
+        later = self.schedule.after(position)
         dropped = []
         while lacking > 0:
             write = next(later, None)
@@ -355,9 +346,9 @@ class WriteBehind:
             self._drop(write)
         return True
 
-    def _add(self, chunk: PooledChunk, timeout_s: float) -> PendingWrite:
-        form, chunk_hash, entry = chunk
-        memory, frame = self._pool.memory, form.frame(chunk_hash)
+    def _add(self, entry: Entry, timeout_s: float) -> PendingWrite:
+        form, memory = entry.form, self._pool.memory
+        frame = form.frame(entry.chunk_hash)
         views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
         write = PendingWrite(entry.key, frame, views, time.monotonic() + timeout_s, entry=entry)
         self._pool.pin(entry)

@@ -137,7 +137,7 @@ def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None
     assert sorted(held) == [(chunk, 0) for chunk in range(4)]
     for (chunk, _), entry in held.items():
         assert (entry.state, entry.pins >= 1) == (EntryState.READY, True)
-        content = b"".join(tiers.cache.views(FORM, entry))
+        content = b"".join(tiers.cache.views(entry))
         assert content == HASHES[chunk][:1] * FORM.chunk_bytes
     assert tiers.counted() == {
         "miss_absent": 1,
