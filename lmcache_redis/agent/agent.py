@@ -69,7 +69,7 @@ class Agent:
             disk = DiskTier(
                 config.disk_path,
                 config.disk_size,
-                read_patience_s=patience_s,
+                patience_s=patience_s,
                 in_background=True,
             )
             backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
@@ -120,7 +120,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "used_slots": pool.used,
             "pinned_slots": pool.pinned,
             "chunks": len(pool),
-            "evictions": pool.evictions,
+            "evictions": counters["evictions"],
             "locked_bytes": agent.pinning.pinned_bytes,
             "lock_failure": agent.pinning.failure,
         },

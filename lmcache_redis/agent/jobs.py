@@ -50,6 +50,7 @@ class CopyJob(ABC):
     """
 
     _kind: ClassVar[Kind] = "gather"
+    _skip_blocks = 0  # the first blocks of the question, which are not written
 
     def __init__(
         self,
@@ -88,11 +89,6 @@ class CopyJob(ABC):
     @abstractmethod
     def _finish(self) -> None:
         """Every chunk has ended."""
-
-    @property
-    def _skip_blocks(self) -> int:
-        """The first blocks of the question that are not written."""
-        return 0
 
     @property
     def _blocks_per_part(self) -> int:
@@ -218,6 +214,7 @@ class StoreJob(CopyJob):
             if entry is None:
                 wanted.append(chunk)
                 continue
+            self._cache.pool.touch_all((entry.key,))
             self._already += 1
             if entry.state is EntryState.READY:
                 self._write_behind(entry)
@@ -330,12 +327,9 @@ class RetrieveJob(CopyJob):
     _entries: dict[int, Entry]  # pinned, until their copies take over the pins
     _missing: list[int]  # chunks that are not in memory, and are not being loaded
 
-    @property
-    def _skip_blocks(self) -> int:
-        layout = self._registration.device.layouts[self._question.group]
-        return self._question.skip_first_n_tokens // layout.block_size_tokens
-
     def start(self) -> None:
+        layout = self._registration.device.layouts[self._question.group]
+        self._skip_blocks = self._question.skip_first_n_tokens // layout.block_size_tokens
         self._load = self._session.load if self._hashes else None
         if self._load is not None:
             self._load.begun(self._started_s)
@@ -354,7 +348,7 @@ class RetrieveJob(CopyJob):
         piece, self._missing = self._missing[:count], self._missing[count:]
 
         def loaded(found: PrefixLookup) -> None:
-            held = found.take()
+            held = found.parts.take()
             self._entries.update((piece[index], entry) for (index, _), entry in held.items())
             self._reasons |= found.end.reasons
             self._begin_calls(piece)

@@ -53,11 +53,6 @@ _SUMMARY_S = 60.0
 # While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
 _HIT_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.01
-_JOBS: Mapping[type, type[CopyJob]] = {
-    m.Store: StoreJob,
-    m.Compare: CompareJob,
-    m.Retrieve: RetrieveJob,
-}
 
 
 class Service:
@@ -276,9 +271,9 @@ class Handlers:
             m.UnregisterKVCache: self._registering.unregister_when_mapped,
             m.Lookup: self._lookup,
             m.Watch: self._watch,
-            m.Store: self._copy,
-            m.Compare: self._copy,
-            m.Retrieve: self._copy,
+            m.Store: partial(self._copy, StoreJob),
+            m.Compare: partial(self._copy, CompareJob),
+            m.Retrieve: partial(self._copy, RetrieveJob),
             m.ReleaseLocks: self._release,
             m.EndSession: self._end_session,
             m.Goodbye: lambda peer, question, reply: self.forget(peer, "it said goodbye"),
@@ -323,7 +318,9 @@ class Handlers:
     def _watch(self, peer: Peer, question: m.Watch, reply: Reply) -> None:
         self._watches.watch(peer, question.parts, self._names(peer, question.parts), reply)
 
-    def _copy(self, peer: Peer, question: m.Retrieve | m.Store, reply: Reply) -> None:
+    def _copy(
+        self, job: type[CopyJob], peer: Peer, question: m.Retrieve | m.Store, reply: Reply
+    ) -> None:
         registration, hashes = peer.registration, question.hashes
         if registration is None:
             raise DeviceError("no KV cache is registered on this connection")
@@ -347,7 +344,7 @@ class Handlers:
         keys = [(engine, question.request_id) for engine in self._agent.peers.engines_of(peer)]
         key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
         session = sessions.open(key, time.monotonic(), for_lookup=False)
-        _JOBS[type(question)](self._agent, session, registration, question, reply).start()
+        job(self._agent, session, registration, question, reply).start()
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
         session = self._agent.sessions.get((peer.engine_id, question.request_id))

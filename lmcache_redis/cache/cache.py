@@ -248,7 +248,7 @@ class Cache:
 
     def remove(self, key: bytes) -> None:
         """A chunk is wrong: it leaves the pool, and in the background the tiers, if they answer."""
-        entry = self.pool.peek(key)
+        entry = self.pool.get(key)
         if entry is not None:
             self.pool.cancel(entry)
             self._discard(entry)

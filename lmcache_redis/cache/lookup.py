@@ -38,9 +38,9 @@ from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pacing import Bet, Part, TransferRate, WorthLoading
+from lmcache_redis.cache.pacing import Bet, TransferRate, WorthLoading
 from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
-from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.pool import EntryState
 from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
@@ -68,8 +68,8 @@ class PrefixEnd:
 class PrefixLookup:
     """One lookup. Owned by the cache's owner thread.
 
-    done: called once, unless the lookup is cancelled. It may call `take` to keep the pins;
-    otherwise they are released after it.
+    done: called once, unless the lookup is cancelled. It may call `LookupParts.take` to keep the
+    pins; otherwise they are released after it.
 
     Attributes:
         bound: the length of the prefix in chunks. end: why it is not longer.
@@ -115,10 +115,6 @@ class PrefixLookup:
             self._wake.cancel()
         self.parts.release_all()
         self._cache.waiting.leave(self)
-
-    def take(self) -> dict[Part, Entry]:
-        """The entries that the prefix needs, whose pins now belong to the caller."""
-        return self.parts.take()
 
     @property
     def bet(self) -> Bet | None:
@@ -341,9 +337,8 @@ class PrefixLookup:
             self._check()
 
     def _no_room(self, chunks: int) -> None:
-        self._cache.metrics.count("miss_pool_full", chunks)
         self.end.reasons.add("the host pool was full")
-        self._shrink(self.bound - chunks, "miss_pool_full")
+        self._ends_at(self.bound - chunks, "miss_pool_full")
 
     def _filled(self, part: PartState) -> None:
         if part.entry is None or part.entry.state is not EntryState.READY:

@@ -114,7 +114,7 @@ class LookupParts:
         return sorted(found, key=lambda state: state.part)
 
     def take(self) -> dict[Part, Entry]:
-        """The entries held, whose pins now belong to the caller."""
+        """The entries that the prefix needs, whose pins now belong to the caller."""
         self._is_taken = True
         held = {part: s.entry for part, s in self._states.items() if s.entry is not None}
         return self._pooled | held if held else self._pooled
@@ -255,7 +255,7 @@ class LookupParts:
             return state.watcher is None
         if state.form is None:
             return state.level is not None
-        entry = self._cache.pool.peek(state.key)
+        entry = self._cache.pool.get(state.key)
         return entry is not None and entry.state is EntryState.READY
 
     # ------------------------------------------------------------ the tiers

@@ -186,8 +186,8 @@ Change = Callable[[bytes, "int | None", bool], None]
 class HostPool:
     """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
 
-    `get` and the release of the last pin make an entry the most recently used. Misuse raises
-    RuntimeError and changes nothing: it is a bug of the caller.
+    The release of its last pin makes an entry the most recently used. Misuse raises RuntimeError
+    and changes nothing: it is a bug of the caller.
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
 
@@ -201,7 +201,6 @@ class HostPool:
     def __init__(self, memory: PoolMemory, idle_limit: int | None = None) -> None:
         self.memory = memory
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
-        self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None
         self.on_change: Change | None = None
@@ -234,12 +233,6 @@ class HostPool:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._index.values())
 
-    def get(self, key: bytes) -> Entry | None:
-        """The entry of a key, FILLING or READY, or None. A READY one becomes most recently used."""
-        if (entry := self._index.get(key)) is not None and entry.pins == 0:
-            self._idle.move_to_end(key)
-        return entry
-
     def touch_all(self, keys: Iterable[bytes]) -> None:
         """Each becomes the most recently used in turn, if it has no pins."""
         idle = self._idle
@@ -247,7 +240,7 @@ class HostPool:
             if key in idle:
                 idle.move_to_end(key)
 
-    def peek(self, key: bytes) -> Entry | None:
+    def get(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. Does not count as a use."""
         return self._index.get(key)
 
@@ -408,7 +401,6 @@ class HostPool:
 
     def _evict(self) -> None:
         self.discard(next(iter(self._idle.values())))  # the least recently used
-        self.evictions += 1
         self.on_evicted()
 
     def _give_back(self, entry: Entry) -> None:

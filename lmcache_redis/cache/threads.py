@@ -105,17 +105,12 @@ class OneTimer:
         self._due_s = math.inf
         self._timer: Timer | None = None
 
-    def fire_at(self, due_s: float) -> None:
-        """Run the action at that time (`time.monotonic()`) and not before. Infinity: do not."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due_s = due_s
-        self._timer = self._owner.at(due_s, self._fire) if due_s < math.inf else None
-
     def fire_by(self, due_s: float) -> None:
-        """Run the action at that time, or earlier if it is set so."""
+        """Run the action at that time (`time.monotonic()`), or earlier if it is set so."""
         if due_s < self._due_s:
-            self.fire_at(due_s)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._due_s, self._timer = due_s, self._owner.at(due_s, self._fire)
 
     def _fire(self) -> None:
         self._due_s, self._timer = math.inf, None

@@ -175,7 +175,7 @@ class WriteBehind:
         for write in self.schedule.expired(now_s):
             self._drop(write)
         writes = self.schedule.begin(now_s)
-        self._timer.fire_at(self.schedule.next_s(now_s))
+        self._timer.fire_by(self.schedule.next_s(now_s))
         self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
         self._ask([each for each in writes if each.key not in self._distrusted])
         self._write([each for each in writes if each.key in self._distrusted])
@@ -332,15 +332,15 @@ class WriteBehind:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
         lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
-        later = self.schedule.after(position)
         dropped = []
-        while lacking > 0:
-            write = next(later, None)
-            if write is None:
-                self._metrics.count(counters.queue_full)
-                return False
+        for write in self.schedule.after(position):
+            if lacking <= 0:
+                break
             dropped.append(write)
             lacking -= write.nbytes
+        if lacking > 0:
+            self._metrics.count(counters.queue_full)
+            return False
         for write in dropped:
             self.schedule.remove(write)
             self._drop(write)

@@ -298,7 +298,7 @@ class ObjectCache:
     def contains(self, key: ObjectKey, deadline: float, done: Done[bool], first: int = 0) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
-        entry, level = self._pool.peek(chunk_key), self._level_of(chunk_key, first)
+        entry, level = self._pool.get(chunk_key), self._level_of(chunk_key, first)
         if entry is not None and entry.state is EntryState.READY:
             done(True)
             return
@@ -322,7 +322,7 @@ class ObjectCache:
         Also False if it was not in memory and no tier answered in time: it may still exist then.
         """
         chunk_key = self._names.chunk_key(key)
-        entry = self._pool.peek(chunk_key)
+        entry = self._pool.get(chunk_key)
         was_there = entry is not None and entry.state is EntryState.READY
         self._supersede(chunk_key)
         if entry is not None:
@@ -333,7 +333,7 @@ class ObjectCache:
 
     def _supersede(self, chunk_key: bytes) -> None:
         """Cancels a load of the key: it may bring the previous chunk."""
-        entry = self._pool.peek(chunk_key)
+        entry = self._pool.get(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)
 

@@ -39,7 +39,7 @@ class Both(World):
 
         def done(lookup: PrefixLookup) -> None:
             found.append({"all": lookup.bound, **loaded_from(lookup)})
-            for (chunk, _), entry in lookup.take().items():
+            for (chunk, _), entry in lookup.parts.take().items():
                 payload = b"".join(self.cache.views(entry))
                 assert payload == HASHES[chunk][:1] * FORM.chunk_bytes
                 self.cache.pool.unpin(entry)

@@ -139,7 +139,7 @@ class Model(World):
     def begin(self, *, first_chunk: int = 0, chunks: int = 16) -> PrefixLookup:
         def done(found: PrefixLookup) -> None:
             needs = PrefixNeeds(self.reaches, first_chunk, CHUNK)
-            held, later = found.take(), later_parts(found)
+            held, later = found.parts.take(), later_parts(found)
             assert sorted([*held, *later]) == sorted(needs.parts(found.bound)), "and no more"
             assert not later or len(held) + len(later) > self.cache.pool.capacity
             for (chunk, _), entry in held.items():
@@ -668,7 +668,7 @@ class Served(World):
         found: list[tuple[int, dict[str, int]]] = []
 
         def done(lookup: PrefixLookup) -> None:
-            for (chunk, _), entry in lookup.take().items():
+            for (chunk, _), entry in lookup.parts.take().items():
                 payload = b"".join(self.cache.views(entry))
                 assert payload == HASHES[chunk][:1] * PART_BYTES
                 self.cache.pool.unpin(entry)

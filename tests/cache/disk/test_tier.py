@@ -113,7 +113,7 @@ disk_hangs = pytest.mark.parametrize("patience_s", [1.0])
 
 @pytest.fixture
 def tier(directory: Path, patience_s: float) -> Iterator[DiskTier]:
-    tier = DiskTier(directory, 1 << 20, read_patience_s=patience_s, write_patience_s=patience_s)
+    tier = DiskTier(directory, 1 << 20, patience_s=patience_s)
     yield tier
     tier.close(10)
 
