@@ -20,6 +20,7 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.jobs import StoreJob
 from lmcache_redis.agent.peers import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.device.distance import Distance, far_apart, part_distance
 from lmcache_redis.device.layout import KVLayout
 
@@ -55,13 +56,9 @@ class CompareJob(StoreJob):
             super()._copied(entries, outcome)
             return
         # Behind the gathers that are queued: engines wait for these.
-        ended = super()._copied
-        self._agent.copies.put(
-            "gather",
-            self._registration.place,
-            partial(self._compare, entries),
-            lambda outcome: self._cache.owner.post(partial(ended, entries, outcome)),
-        )
+        ended = posting(self._cache.owner, partial(super()._copied, entries))
+        compare = partial(self._compare, entries)
+        self._agent.copies.put("gather", self._registration.place, compare, ended)
 
     def _compare(self, entries: Mapping[int, Entry]) -> CopyOutcome:
         # On a copy thread.

@@ -26,6 +26,7 @@ import msgspec
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Registration, Reply
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import DESCRIPTIONS, ChunkNames, PartNames, opaque_pages
@@ -72,14 +73,13 @@ class Explanations:
             reply(_json(report))
             return
 
-        deadline_s, post = time.monotonic() + _ANSWER_S, self._agent.loop.post
+        deadline_s = time.monotonic() + _ANSWER_S
 
         def look_for(described: Sequence[PartNames]) -> None:
             names = {_identity(each): each for each in [*described, *self._registered()]}
             keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
-            self._agent.plane.exists(
-                [*keys], deadline_s + _ANSWER_S, lambda result: post(partial(answer, keys, result))
-            )
+            done = posting(self._agent.loop, partial(answer, keys))
+            self._agent.plane.exists([*keys], deadline_s + _ANSWER_S, done)
 
         def answer(keys: Mapping[bytes, PartNames], result: ExistsResult) -> None:
             """Says where the missed chunk is now, by layout."""
@@ -167,11 +167,8 @@ class Explanations:
                     found.append(PartNames(names, key.model_name, key.kv_rank))
             done(found)
 
-        post = self._agent.loop.post
-        self._agent.plane.list_keys(
-            self._names.common, deadline_s, lambda result: post(partial(listed, result)),
-            MOST_LAYOUTS,
-        )  # fmt: skip
+        done_listing = posting(self._agent.loop, listed)
+        self._agent.plane.list_keys(self._names.common, deadline_s, done_listing, MOST_LAYOUTS)
 
     def read(
         self,
@@ -183,7 +180,7 @@ class Explanations:
 
         Asks for the size of each first.
         """
-        plane, post = self._agent.plane, self._agent.loop.post
+        plane, loop = self._agent.plane, self._agent.loop
         stems = {each.names.fingerprint: each for each in names}
         keys = [
             self._names.chunk_key(ObjectKey(fingerprint, each.model_name, each.kv_rank))
@@ -202,7 +199,7 @@ class Explanations:
                 ):
                     waiting.add(_io(key, frame, bytes(frame.chunk_bytes), deadline_s))
             if waiting:
-                plane.load_all([*waiting], lambda job, outcome: post(partial(read, job, outcome)))
+                plane.load_all([*waiting], posting(loop, read))
             else:
                 done(found)
 
@@ -214,10 +211,7 @@ class Explanations:
             if not waiting:
                 done(found)
 
-        if keys:
-            plane.describe(keys, deadline_s, lambda result: post(partial(framed, result)))
-        else:
-            done(found)
+        plane.describe(keys, deadline_s, posting(loop, framed))
 
 
 def _identity(names: PartNames) -> tuple[bytes, str, int]:

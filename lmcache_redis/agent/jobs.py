@@ -24,6 +24,7 @@ from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.errors import DeviceError, GpuLost
@@ -157,7 +158,7 @@ class CopyJob(ABC):
             self._kind,
             self._registration.place,
             partial(self._copy, tuple(entries), call),
-            lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
+            posting(self._cache.owner, partial(self._copied, entries)),
             lease_ns,
         )
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
-from lmcache_redis.cache.threads import Owner
+from lmcache_redis.cache.threads import Owner, posting
 from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
@@ -176,10 +176,10 @@ class Cache:
             load.begun_s = now_s
             self.rates[level].begun(load.frame.chunk_bytes, now_s)
         try:
-            self.tiers[level].load_all(loads, self._done)
+            self.tiers[level].load_all(loads, posting(self.owner, self._loaded))
         except BaseException:
             # Our own bug. The tier may have taken some of the jobs: their slots stay pinned until
-            # `done`.
+            # it is done.
             for load in loads:
                 self._measure(load, arrived=False)
                 self.pool.pin(load.entry)
@@ -196,11 +196,6 @@ class Cache:
             self.metrics.count("probes")
             self.pool.watch(load.entry, lambda: None)  # it is not abandoned
             self.begin_loads((load,))
-
-    def _done(self, job: ChunkIO, outcome: ReadOutcome) -> None:
-        """On a thread of the tier."""
-        assert isinstance(job, Load)
-        self.owner.post(partial(self._loaded, job, outcome))
 
     def _loaded(self, load: Load, outcome: ReadOutcome) -> None:
         """A read has ended: the entry becomes READY, is read from the next tier, or is dropped."""
@@ -296,6 +291,4 @@ class Cache:
                     "chunks of an old epoch stay in %s: %s", tier.name, result.outcome.value
                 )
 
-        tier.clear(
-            prefixes[0], deadline_s, lambda result: self.owner.post(partial(cleared, result))
-        )
+        tier.clear(prefixes[0], deadline_s, posting(self.owner, cleared))

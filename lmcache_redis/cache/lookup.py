@@ -41,7 +41,7 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pacing import Bet, TransferRate, WorthLoading
 from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
 from lmcache_redis.cache.pool import EntryState
-from lmcache_redis.cache.threads import Action, Timer
+from lmcache_redis.cache.threads import Action, Timer, posting
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
 _PROBE_POLL_S = 0.01
@@ -150,11 +150,8 @@ class PrefixLookup:
             # The owner has just started, and does not know yet whether the server is up.
             owner.at(now_s + _PROBE_POLL_S, partial(self._scan, wanted))
             return
-        tier.scan(
-            [each.key for each in wanted],
-            self._request.deadline_s,
-            lambda result: owner.post(partial(self._scanned, wanted, now_s, result)),
-        )
+        done = posting(owner, partial(self._scanned, wanted, now_s))
+        tier.scan([each.key for each in wanted], self._request.deadline_s, done)
 
     def _scanned(self, wanted: list[PartState], asked_s: float, result: ScanResult) -> None:
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
@@ -306,7 +303,7 @@ class PrefixLookup:
 
     def _ask(self, unknown: list[PartState]) -> None:
         """Asks the last tier, if it has no index; see the module."""
-        tiers, owner, parts = self._cache.tiers, self._cache.owner, self.parts
+        tiers, parts = self._cache.tiers, self.parts
         if not tiers or tiers[-1].lookup(unknown[0].key) is not None:
             self._questions = 2
             return
@@ -318,11 +315,8 @@ class PrefixLookup:
         every = parts.needs.parts_of_any(self.bound)
         also = {parts.state(part) for part in every if not parts.is_found(part)}
         wanted = sorted(also.union(unknown), key=lambda each: each.part)
-        tiers[-1].exists(
-            [each.key for each in wanted],
-            self._request.deadline_s,
-            lambda result: owner.post(partial(self._answered, wanted, result)),
-        )
+        done = posting(self._cache.owner, partial(self._answered, wanted))
+        tiers[-1].exists([each.key for each in wanted], self._request.deadline_s, done)
 
     def _answered(self, wanted: list[PartState], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:

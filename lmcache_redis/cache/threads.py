@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ class Owner(Protocol):
 
     def at(self, due_s: float, action: Action) -> Timer:
         """Run ``action`` at ``due_s`` (`time.monotonic()`). From the owner's thread."""
+
+
+def posting(owner: Owner, action: Callable[..., None]) -> Callable[..., None]:
+    """What may be called on any thread: the owner runs ``action`` soon, with its arguments."""
+    return lambda *told: owner.post(partial(action, *told))
 
 
 class _LoopTimer:

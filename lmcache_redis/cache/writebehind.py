@@ -32,12 +32,11 @@ from itertools import chain
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
-from lmcache_redis.cache.threads import OneTimer, Owner
+from lmcache_redis.cache.threads import OneTimer, Owner, posting
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     Backing,
     CallOutcome,
-    ChunkIO,
     Done,
     ExistsResult,
     RemoveResult,
@@ -119,7 +118,7 @@ class WriteBehind:
             self._backing.tier.refresh(
                 [(entry.key, entry.form.stripe_count) for entry in some],
                 time.monotonic() + self._backing.ask_timeout_s,
-                lambda result: self._owner.post(partial(self._kept, some, others, result)),
+                posting(self._owner, partial(self._kept, some, others)),
             )
 
     def _kept(self, some: Sequence[Entry], others: Sequence[Entry], result: ExistsResult) -> None:
@@ -193,7 +192,7 @@ class WriteBehind:
             tier.refresh(
                 [(each.key, each.frame.stripe_count) for each in writes],
                 time.monotonic() + self._backing.ask_timeout_s,
-                lambda result: self._owner.post(partial(self._asked, writes, result)),
+                posting(self._owner, partial(self._asked, writes)),
             )
 
     def _asked(self, writes: Sequence[PendingWrite], result: ExistsResult) -> None:
@@ -224,14 +223,12 @@ class WriteBehind:
         for each in writes:
             self.schedule.rate.begun(each.nbytes, now_s)
         with self._ended_on_error(writes):
-            self._backing.tier.store_all(writes, self._done)
+            self._backing.tier.store_all(writes, posting(self._owner, self._written))
 
     def _begin_removal(self, key: bytes, removal: _Removal) -> None:
         end = partial(self._removed, key, removal)
         try:
-            self._backing.tier.remove(
-                key, removal.deadline, lambda result: self._owner.post(partial(end, result))
-            )
+            self._backing.tier.remove(key, removal.deadline, posting(self._owner, end))
         except Exception:
             end(RemoveResult(CallOutcome.UNAVAILABLE))
             raise  # our own bug; the owner logs it
@@ -279,11 +276,6 @@ class WriteBehind:
                 if self._writes.get(each.entry) is each:
                     self._written(each, WriteOutcome.UNAVAILABLE)
             raise
-
-    def _done(self, job: ChunkIO, outcome: WriteOutcome) -> None:
-        """On a thread of the tier."""
-        assert isinstance(job, PendingWrite)
-        self._owner.post(partial(self._written, job, outcome))
 
     def _written(self, write: PendingWrite, outcome: WriteOutcome) -> None:
         if self._writes.get(write.entry) is not write:
