@@ -57,7 +57,7 @@ class Explanations:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
-        agent.loop.after(_EVERY_S, self._write_again)
+        agent.loop.every(_EVERY_S, lambda: self.write(agent.peers.registered))
 
     def why(self, question: m.Why, reply: Reply) -> None:
         history = self._agent.sessions.history
@@ -76,7 +76,7 @@ class Explanations:
         deadline_s = time.monotonic() + _ANSWER_S
 
         def look_for(described: Sequence[PartNames]) -> None:
-            names = {_identity(each): each for each in [*described, *self._registered()]}
+            names = {_description(each): each for each in [*described, *self._registered()]}
             keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
             done = posting(self._agent.loop, partial(answer, keys))
             self._agent.plane.exists([*keys], deadline_s + _ANSWER_S, done)
@@ -112,11 +112,11 @@ class Explanations:
                 rows.append(_row(form) | where)
                 if (name := rows[-1]["layout"]).startswith(wanted):
                     canonical[name] = layout.canonical(each.chunk_tokens)
-        here = {_identity(each) for each in self._registered()}
+        here = {_description(each) for each in self._registered()}
         deadline_s = time.monotonic() + _ANSWER_S
 
         def listed(described: Sequence[PartNames]) -> None:
-            others = [each for each in described if _identity(each) not in here]
+            others = [each for each in described if _description(each) not in here]
             rows.extend(map(_row, others))
             chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
             self.read(chosen, answer, deadline_s + _ANSWER_S)
@@ -133,12 +133,11 @@ class Explanations:
 
     def write(self, registrations: Sequence[Registration]) -> None:
         """Writes those of the layouts of these workers, in the background. May fail."""
-        described: dict[ObjectKey, bytes] = {}
-        for each in registrations:
-            for form, layout in zip(each.forms, each.device.layouts, strict=True):
-                key = ObjectKey(form.fingerprint, form.model_name, form.kv_rank)
-                if key not in described:
-                    described[key] = layout.canonical(each.chunk_tokens)
+        described = {
+            _description(form): layout.canonical(each.chunk_tokens)
+            for each in registrations
+            for form, layout in zip(each.forms, each.device.layouts, strict=True)
+        }
         deadline_s, slot_bytes = time.monotonic() + _WRITE_S, self._agent.config.slot_bytes
         jobs = []
         for key, canonical in described.items():
@@ -148,10 +147,6 @@ class Explanations:
                 jobs.append(_io(self._names.chunk_key(key), frame, canonical, deadline_s))
         if jobs:
             self._agent.plane.store_all(jobs, lambda job, outcome: None)
-
-    def _write_again(self) -> None:
-        self._agent.loop.after(_EVERY_S, self._write_again)
-        self.write(self._agent.peers.registered)
 
     def names(self, done: Callable[[Sequence[PartNames]], None], deadline_s: float) -> None:
         """Of all layouts that are described in Redis, how their parts are named.
@@ -181,17 +176,13 @@ class Explanations:
         Asks for the size of each first.
         """
         plane, loop = self._agent.plane, self._agent.loop
-        stems = {each.names.fingerprint: each for each in names}
-        keys = [
-            self._names.chunk_key(ObjectKey(fingerprint, each.model_name, each.kv_rank))
-            for fingerprint, each in stems.items()
-        ]
+        keys = {each.names.fingerprint: self._names.chunk_key(_description(each)) for each in names}
         found: dict[bytes, bytes] = {}
         waiting: set[ChunkIO] = set()
 
         def framed(result: FramesResult) -> None:
             # Without frames if Redis does not answer.
-            for fingerprint, key, frame in zip(stems, keys, result.frames, strict=False):
+            for (fingerprint, key), frame in zip(keys.items(), result.frames, strict=False):
                 if (
                     frame is not None
                     and (frame.fingerprint, frame.chunk_hash) == (DESCRIPTIONS, fingerprint)
@@ -211,11 +202,12 @@ class Explanations:
             if not waiting:
                 done(found)
 
-        plane.describe(keys, deadline_s, posting(loop, framed))
+        plane.describe([*keys.values()], deadline_s, posting(loop, framed))
 
 
-def _identity(names: PartNames) -> tuple[bytes, str, int]:
-    return names.names.fingerprint, names.model_name, names.kv_rank
+def _description(names: PartNames) -> ObjectKey:
+    """The name of what describes their layout."""
+    return ObjectKey(names.names.fingerprint, names.model_name, names.kv_rank)
 
 
 def _row(names: PartNames) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class Service:
         self._stopping = False
         self._stop_now = False
         self._summarised = agent.cache.metrics.snapshot()
-        agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
-        agent.loop.after(_SUMMARY_S, self._summarise)
+        agent.loop.every(_HOUSEKEEPING_S, self._housekeeping)
+        agent.loop.every(_SUMMARY_S, self._log_summary)
 
     def stop(self) -> None:
         """Ends `serve`, and if called again `drain`. From any thread or a signal handler."""
@@ -208,10 +208,6 @@ class Service:
         except zmq.ZMQError as error:
             logger.debug("an answer could not be delivered: %s", error)
 
-    def _summarise(self) -> None:
-        self._agent.loop.after(_SUMMARY_S, self._summarise)
-        self._log_summary()
-
     def _log_summary(self) -> None:
         before, self._summarised = self._summarised, self._agent.cache.metrics.snapshot()
         line = summary(before, self._summarised)
@@ -219,7 +215,6 @@ class Service:
             logger.log(*line)
 
     def _housekeeping(self) -> None:
-        self._agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
         self._admission.check()
         now = time.monotonic()
         for peer in self._agent.peers:

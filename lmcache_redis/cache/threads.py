@@ -78,6 +78,15 @@ class OwnerLoop:
     def after(self, delay_s: float, action: Action) -> Timer:
         return self.at(time.monotonic() + delay_s, action)
 
+    def every(self, pause_s: float, action: Action) -> None:
+        """Run ``action`` again and again, with that pause before each time."""
+
+        def run() -> None:
+            self.after(pause_s, run)
+            action()
+
+        self.after(pause_s, run)
+
     def run_posted(self) -> None:
         """Run the actions posted so far; those that they post wait for the next call."""
         for _ in range(len(self._posted)):
