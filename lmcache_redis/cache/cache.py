@@ -248,12 +248,8 @@ class Cache:
             self.pool.cancel(entry)
             self._discard(entry)
         deadline_s = time.monotonic() + WRITE_DEADLINE_S
-        for level, queue in enumerate(self.queues):
-            queue.remove(key, deadline_s, partial(self._removed, level, key))
-
-    def _removed(self, level: int, key: bytes, result: RemoveResult) -> None:
-        if result.outcome is CallOutcome.DONE:
-            self.pool.seen(level, (key,), there=False)
+        for queue in self.queues:
+            queue.remove(key, deadline_s, lambda result: None)
 
     def _discard(self, entry: Entry) -> None:
         self.pool.discard(entry)

@@ -235,6 +235,8 @@ class WriteBehind:
 
     def _removed(self, key: bytes, removal: _Removal, result: RemoveResult) -> None:
         self._begin_next(key)
+        if result.outcome is CallOutcome.DONE:
+            self._pool.seen(self._index, (key,), there=False)
         removal.done(result)
 
     # ----------------------------------------------------- the changes of a key
