@@ -42,7 +42,7 @@ class PendingWrite(ChunkIO):
 
     entry: Entry
     due_s: float = 0.0
-    done: Callable[[WriteOutcome], None] | None = None
+    done: Callable[[WriteOutcome], None] = lambda outcome: None
     rank: tuple[int, int] = (0, 0)
 
     @property

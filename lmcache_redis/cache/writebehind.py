@@ -25,14 +25,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
-from lmcache_redis.cache.threads import OneTimer, Owner, posting
+from lmcache_redis.cache.threads import Action, OneTimer, Owner, posting
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     Backing,
@@ -52,15 +51,8 @@ _MOST_DISTRUSTED = 4096
 _BATCH_CHUNKS = 256
 
 
-@dataclass(slots=True, eq=False)
-class _Removal:
-    """A removal of a key. done: told the result."""
-
-    deadline: float
-    done: Done[RemoveResult]
-
-
-_Change = PendingWrite | _Removal
+# Of what is under a key: a write, or what begins a removal.
+_Change = PendingWrite | Action
 
 
 class WriteBehind:
@@ -91,7 +83,7 @@ class WriteBehind:
     def __len__(self) -> int:
         """Writes and removals that have not ended."""
         changes = chain.from_iterable(self._changes.values())
-        return len(self._writes) + sum(isinstance(each, _Removal) for each in changes)
+        return len(self._writes) + sum(not isinstance(each, PendingWrite) for each in changes)
 
     def distrust(self, key: bytes) -> None:
         """What the tier has under the key is doubtful: the next write of it does not ask."""
@@ -146,13 +138,13 @@ class WriteBehind:
         first = self._changes.get(key, [None])[0]
         if isinstance(first, PendingWrite):
             self._backing.tier.cancel(first)
-        removal = _Removal(deadline_s, done)
-        if self._is_first(key, removal):
-            self._begin_removal(key, removal)
+        begin = partial(self._begin_removal, key, deadline_s, done)
+        if self._is_first(key, begin):
+            begin()
 
     def is_removing(self, key: bytes) -> bool:
         """Whether a removal is in flight: the tier may still find the chunk."""
-        return any(isinstance(each, _Removal) for each in self._changes.get(key, ()))
+        return any(not isinstance(each, PendingWrite) for each in self._changes.get(key, ()))
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
@@ -225,19 +217,19 @@ class WriteBehind:
         with self._ended_on_error(writes):
             self._backing.tier.store_all(writes, posting(self._owner, self._written))
 
-    def _begin_removal(self, key: bytes, removal: _Removal) -> None:
-        end = partial(self._removed, key, removal)
+    def _begin_removal(self, key: bytes, deadline_s: float, done: Done[RemoveResult]) -> None:
+        end = partial(self._removed, key, done)
         try:
-            self._backing.tier.remove(key, removal.deadline, posting(self._owner, end))
+            self._backing.tier.remove(key, deadline_s, posting(self._owner, end))
         except Exception:
             end(RemoveResult(CallOutcome.UNAVAILABLE))
             raise  # our own bug; the owner logs it
 
-    def _removed(self, key: bytes, removal: _Removal, result: RemoveResult) -> None:
+    def _removed(self, key: bytes, done: Done[RemoveResult], result: RemoveResult) -> None:
         self._begin_next(key)
         if result.outcome is CallOutcome.DONE:
             self._pool.seen(self._index, (key,), there=False)
-        removal.done(result)
+        done(result)
 
     # ----------------------------------------------------- the changes of a key
 
@@ -258,8 +250,8 @@ class WriteBehind:
             del self._changes[key]
 
     def _begin_waiting(self, key: bytes, change: _Change) -> None:
-        if isinstance(change, _Removal):
-            self._begin_removal(key, change)
+        if not isinstance(change, PendingWrite):
+            change()
         elif change.entry.state is EntryState.DISCARDED:
             self._begin_next(key)
             self._end(change, WriteOutcome.CANCELLED)
@@ -312,8 +304,7 @@ class WriteBehind:
                     outcome.value,
                 )
         try:
-            if write.done is not None:
-                write.done(outcome)
+            write.done(outcome)
         finally:
             self._release(write)
 
