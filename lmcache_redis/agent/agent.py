@@ -167,7 +167,7 @@ def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
     tokens; below 0, loads have taken longer than computing would have.
     """
     asked, saved = counters["lookup_chunks"], counters["saved_tokens"]
-    untimed = sum(use.saved_untimed_tokens for use in peers.models.values())
+    untimed = counters["saved_untimed_tokens"]
     is_known = not saved or untimed < saved
     return {
         "hit_rate": {
