@@ -14,7 +14,7 @@ from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
+from lmcache_redis.cache.disk.tier import PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm
@@ -65,11 +65,11 @@ class Agent:
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
-            patience_s = min(DEFAULT_PATIENCE_S, config.lookup_deadline_s / 2)
+            patience_s = min(PATIENCE_S, config.lookup_deadline_s / 2)
             disk = DiskTier(
                 config.disk_path,
                 config.disk_size,
-                patience_s=patience_s,
+                read_patience_s=patience_s,
                 in_background=True,
             )
             backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))

@@ -52,7 +52,7 @@ _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 T = TypeVar("T")
 
-DEFAULT_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
 _JOIN_S = 0.25
 # A larger buffer is not kept.
 _KEPT_BUFFER_BYTES = 64 << 20
@@ -64,9 +64,9 @@ _Read: TypeAlias = tuple[ReadOutcome, memoryview]
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
-    limit_bytes: see `store`. patience_s: how long a call may be in flight. write_nice: see
-    `nice(2)`. in_background: the files that are there are read on a thread, and the tier is down
-    until that has ended.
+    limit_bytes: see `store`. read_patience_s: how long a read may be in flight; other calls may for
+    `PATIENCE_S`. write_nice: see `nice(2)`. in_background: the files that are there are read on a
+    thread, and the tier is down until that has ended.
 
     Raises ConfigError if a value is invalid, or the directory cannot be used or is in use.
     """
@@ -78,7 +78,7 @@ class DiskTier:
         directory: str | os.PathLike[str],
         limit_bytes: int,
         *,
-        patience_s: float = DEFAULT_PATIENCE_S,
+        read_patience_s: float = PATIENCE_S,
         read_threads: int = 2,
         write_threads: int = 1,
         write_nice: int = 10,
@@ -87,7 +87,7 @@ class DiskTier:
         path = Path(directory)
         self.directory = os.fspath(path)
         self.store = DiskStore(ChunkFiles(path), limit_bytes)
-        self._patience_s = patience_s
+        self._read_patience_s = read_patience_s
         self._lock_fd = lock_directory(path)
         self._unread = "its files are being read"  # why the index is not complete
         # Jobs that have not ended, with what answers them with the outcome of a name. Whoever takes
@@ -216,7 +216,8 @@ class DiskTier:
 
     def _load(self, io: ChunkIO) -> _Read | None:
         buffer = self._buffer(io.frame.chunk_bytes)
-        outcome = self._call("a read", partial(self.store.load, io.key, io.frame, buffer))
+        load = partial(self.store.load, io.key, io.frame, buffer)
+        outcome = self._detector.run(load, "a read", self._read_patience_s)
         return None if outcome is None else (outcome, buffer)
 
     def _store(self, io: ChunkIO) -> WriteOutcome | None:
@@ -228,8 +229,8 @@ class DiskTier:
         return self._call("a write", write)
 
     def _call(self, what: str, call: Callable[[], T]) -> T | None:
-        """Makes a blocking call to the store; None: another hangs, or the tier is closed."""
-        return self._detector.run(call, what, self._patience_s)
+        """Changes the store; None: another call hangs, or the tier is closed."""
+        return self._detector.run(call, what, PATIENCE_S)
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Memory of this thread until its next job."""

@@ -39,7 +39,7 @@ class HungGet:
 def test_layers_above_and_below_go_on(
     directory: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "DiskTier", partial(DiskTier, patience_s=0.2))
+    monkeypatch.setattr(storage, "DiskTier", partial(DiskTier, read_patience_s=0.2))
     redis = in_redis(server.url)
     lower = ChunkBackend([redis])
     disk = on_disk(directory, 1 << 20)
