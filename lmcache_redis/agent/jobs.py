@@ -66,6 +66,7 @@ class CopyJob(ABC):
         self._session, self._registration = session, registration
         self._question, self._reply = question, reply
         self._hashes = question.hashes
+        self._blocks_per_part = len(question.block_ids) // max(1, len(question.hashes))
         self._form = registration.forms[question.group]
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
@@ -90,10 +91,6 @@ class CopyJob(ABC):
     @abstractmethod
     def _finish(self) -> None:
         """Every chunk has ended."""
-
-    @property
-    def _blocks_per_part(self) -> int:
-        return len(self._question.block_ids) // len(self._hashes)
 
     def _pinned(self) -> dict[int, Entry]:
         """The chunks in the host pool, each with the pin of the request's lookup or a new one."""

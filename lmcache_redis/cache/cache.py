@@ -186,9 +186,9 @@ class Cache:
                 self.pool.end(load.entry, is_filled=False)
             raise
 
-    def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
+    def probe(self, form: ChunkForm, chunk_hash: bytes, level: int) -> None:
         """Loads a chunk that no lookup waits for, now and then, to learn a slow tier's rate."""
-        now_s = time.monotonic()
+        now_s, key = time.monotonic(), form.key(chunk_hash)
         if key in self.pool or len(self.waiting) or not self.rates[level].may_probe(now_s):
             return
         load = self.prepare_load(form, chunk_hash, level, now_s + _PROBE_DEADLINE_S)

@@ -368,8 +368,7 @@ class LookupParts:
     def probe(self, state: PartState, level: int) -> None:
         """Begins the load of one part, which no lookup waits for, if that shows a rate."""
         chunk, row = state.part
-        form, chunk_hash = self._request.forms[row], self._request.hashes[chunk]
-        self._cache.probe(form, state.key, chunk_hash, level)
+        self._cache.probe(self._request.forms[row], self._request.hashes[chunk], level)
 
     def begin_some(self) -> None:
         """Begins to load some of what is to be loaded."""

@@ -45,8 +45,7 @@ class PoolMemory(Protocol):
     capacity: in units.
     """
 
-    @property
-    def capacity(self) -> int: ...
+    capacity: int
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
         """The units that a chunk takes if it is split into stripes of that size."""
@@ -200,6 +199,7 @@ class HostPool:
 
     def __init__(self, memory: PoolMemory, idle_limit: int | None = None) -> None:
         self.memory = memory
+        self.capacity = memory.capacity
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
         self.on_room: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None
@@ -209,10 +209,6 @@ class HostPool:
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # READY, unpinned; oldest first
         self.idle = 0
         self._outside: set[Entry] = set()  # pinned: DISCARDED, or FILLING without a key
-
-    @property
-    def capacity(self) -> int:
-        return self.memory.capacity
 
     @property
     def used(self) -> int:
