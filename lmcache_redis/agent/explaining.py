@@ -85,7 +85,7 @@ class Explanations:
             """Says where the missed chunk is now, by layout."""
             in_redis = result.present or [False] * len(keys)
             there = {
-                each.names.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
+                each.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
                 if is_there or key in self._agent.cache.pool
             }
@@ -118,7 +118,7 @@ class Explanations:
         def listed(described: Sequence[PartNames]) -> None:
             others = [each for each in described if _description(each) not in here]
             rows.extend(map(_row, others))
-            chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
+            chosen = [each for each in others if each.fingerprint.hex().startswith(wanted)]
             self.read(chosen, answer, deadline_s + _ANSWER_S)
 
         def answer(described: Mapping[bytes, bytes]) -> None:
@@ -176,7 +176,7 @@ class Explanations:
         Asks for the size of each first.
         """
         plane, loop = self._agent.plane, self._agent.loop
-        keys = {each.names.fingerprint: self._names.chunk_key(_description(each)) for each in names}
+        keys = {each.fingerprint: self._names.chunk_key(_description(each)) for each in names}
         found: dict[bytes, bytes] = {}
         waiting: set[ChunkIO] = set()
 
@@ -207,13 +207,13 @@ class Explanations:
 
 def _description(names: PartNames) -> ObjectKey:
     """The name of what describes their layout."""
-    return ObjectKey(names.names.fingerprint, names.model_name, names.kv_rank)
+    return ObjectKey(names.fingerprint, names.model_name, names.kv_rank)
 
 
 def _row(names: PartNames) -> dict[str, Any]:
     """A layout for JSON. engine_id: None if no engine with it is registered here."""
     return {
-        "layout": names.names.fingerprint.hex(),
+        "layout": names.fingerprint.hex(),
         "model": names.model_name,
         "kv_rank": names.kv_rank,
         "engine_id": None,
