@@ -162,9 +162,8 @@ class Service:
             return
         reply = partial(self._reply, identity, question.call_id)
         if isinstance(question, m.Hello):
-            if self._handlers.is_stopping:
-                return  # it is repeated, and the next agent answers it
-            self._greet(identity, question, reply)
+            if not self._handlers.is_stopping:  # else it is repeated, and the next agent answers it
+                self._greet(identity, question, reply)
             return
         peer = self._agent.peers.get(identity)
         if peer is not None:
