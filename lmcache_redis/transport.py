@@ -252,10 +252,8 @@ class Wakeup:
 
     def clear(self) -> None:
         """Makes ``fd`` unreadable until the next ``set``."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return
 
     def close(self) -> None:
         with self._lock:

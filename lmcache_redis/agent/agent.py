@@ -14,7 +14,7 @@ from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import LayoutTrust, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
+from lmcache_redis.cache.disk.tier import PATIENCE_S, DiskTier
 from lmcache_redis.cache.pool import Arena
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.chunks.names import ChunkForm
@@ -65,7 +65,7 @@ class Agent:
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
-            patience_s = min(DEFAULT_PATIENCE_S, config.lookup_deadline_s / 2)
+            patience_s = min(PATIENCE_S, config.lookup_deadline_s / 2)
             disk = DiskTier(
                 config.disk_path,
                 config.disk_size,
@@ -120,7 +120,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "used_slots": pool.used,
             "pinned_slots": pool.pinned,
             "chunks": len(pool),
-            "evictions": pool.evictions,
+            "evictions": counters["evictions"],
             "locked_bytes": agent.pinning.pinned_bytes,
             "lock_failure": agent.pinning.failure,
         },
@@ -167,7 +167,7 @@ def _worth(peers: Peers, counters: Mapping[str, float]) -> dict[str, Any]:
     tokens; below 0, loads have taken longer than computing would have.
     """
     asked, saved = counters["lookup_chunks"], counters["saved_tokens"]
-    untimed = sum(use.saved_untimed_tokens for use in peers.models.values())
+    untimed = counters["saved_untimed_tokens"]
     is_known = not saved or untimed < saved
     return {
         "hit_rate": {

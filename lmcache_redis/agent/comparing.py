@@ -20,6 +20,7 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.jobs import StoreJob
 from lmcache_redis.agent.peers import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.device.distance import Distance, far_apart, part_distance
 from lmcache_redis.device.layout import KVLayout
 
@@ -48,27 +49,21 @@ class CompareJob(StoreJob):
         self._gather([*self._cached])
 
     def _take(self, chunk: int) -> Entry | None:
-        return self._cache.pool.reserve(None, self._cache.units(self._form))
+        return self._cache.reserve(self._form, self._hashes[chunk], is_hidden=True)
 
     def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:
             super()._copied(entries, outcome)
             return
         # Behind the gathers that are queued: engines wait for these.
-        ended = super()._copied
-        self._agent.copies.put(
-            "gather",
-            self._registration.place,
-            partial(self._compare, entries),
-            lambda outcome: self._cache.owner.post(partial(ended, entries, outcome)),
-        )
+        ended = posting(self._cache.owner, partial(super()._copied, entries))
+        compare = partial(self._compare, entries)
+        self._agent.copies.put("gather", self._registration.place, compare, ended)
 
     def _compare(self, entries: Mapping[int, Entry]) -> CopyOutcome:
         # On a copy thread.
         for chunk, entry in entries.items():
-            cached, computed = (
-                self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
-            )
+            cached, computed = map(self._cache.views, (self._cached[chunk], entry))
             self._distances[chunk] = part_distance(
                 self._layout, self._blocks_per_part, cached, computed
             )

@@ -26,6 +26,7 @@ import msgspec
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Registration, Reply
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.names import DESCRIPTIONS, ChunkNames, PartNames, opaque_pages
@@ -56,7 +57,7 @@ class Explanations:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._names = ChunkNames(DESCRIPTIONS, agent.config.key_prefix)
-        agent.loop.after(_EVERY_S, self._write_again)
+        agent.loop.every(_EVERY_S, lambda: self.write(agent.peers.registered))
 
     def why(self, question: m.Why, reply: Reply) -> None:
         history = self._agent.sessions.history
@@ -72,20 +73,19 @@ class Explanations:
             reply(_json(report))
             return
 
-        deadline_s, post = time.monotonic() + _ANSWER_S, self._agent.loop.post
+        deadline_s = time.monotonic() + _ANSWER_S
 
         def look_for(described: Sequence[PartNames]) -> None:
-            names = {_identity(each): each for each in [*described, *self._registered()]}
+            names = {_description(each): each for each in [*described, *self._registered()]}
             keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
-            self._agent.plane.exists(
-                [*keys], deadline_s + _ANSWER_S, lambda result: post(partial(answer, keys, result))
-            )
+            done = posting(self._agent.loop, partial(answer, keys))
+            self._agent.plane.exists([*keys], deadline_s + _ANSWER_S, done)
 
         def answer(keys: Mapping[bytes, PartNames], result: ExistsResult) -> None:
             """Says where the missed chunk is now, by layout."""
             in_redis = result.present or [False] * len(keys)
             there = {
-                each.names.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
+                each.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
                 if is_there or key in self._agent.cache.pool
             }
@@ -112,13 +112,13 @@ class Explanations:
                 rows.append(_row(form) | where)
                 if (name := rows[-1]["layout"]).startswith(wanted):
                     canonical[name] = layout.canonical(each.chunk_tokens)
-        here = {_identity(each) for each in self._registered()}
+        here = {_description(each) for each in self._registered()}
         deadline_s = time.monotonic() + _ANSWER_S
 
         def listed(described: Sequence[PartNames]) -> None:
-            others = [each for each in described if _identity(each) not in here]
+            others = [each for each in described if _description(each) not in here]
             rows.extend(map(_row, others))
-            chosen = [each for each in others if each.names.fingerprint.hex().startswith(wanted)]
+            chosen = [each for each in others if each.fingerprint.hex().startswith(wanted)]
             self.read(chosen, answer, deadline_s + _ANSWER_S)
 
         def answer(described: Mapping[bytes, bytes]) -> None:
@@ -133,12 +133,11 @@ class Explanations:
 
     def write(self, registrations: Sequence[Registration]) -> None:
         """Writes those of the layouts of these workers, in the background. May fail."""
-        described: dict[ObjectKey, bytes] = {}
-        for each in registrations:
-            for form, layout in zip(each.forms, each.device.layouts, strict=True):
-                key = ObjectKey(form.fingerprint, form.model_name, form.kv_rank)
-                if key not in described:
-                    described[key] = layout.canonical(each.chunk_tokens)
+        described = {
+            _description(form): layout.canonical(each.chunk_tokens)
+            for each in registrations
+            for form, layout in zip(each.forms, each.device.layouts, strict=True)
+        }
         deadline_s, slot_bytes = time.monotonic() + _WRITE_S, self._agent.config.slot_bytes
         jobs = []
         for key, canonical in described.items():
@@ -148,10 +147,6 @@ class Explanations:
                 jobs.append(_io(self._names.chunk_key(key), frame, canonical, deadline_s))
         if jobs:
             self._agent.plane.store_all(jobs, lambda job, outcome: None)
-
-    def _write_again(self) -> None:
-        self._agent.loop.after(_EVERY_S, self._write_again)
-        self.write(self._agent.peers.registered)
 
     def names(self, done: Callable[[Sequence[PartNames]], None], deadline_s: float) -> None:
         """Of all layouts that are described in Redis, how their parts are named.
@@ -167,11 +162,8 @@ class Explanations:
                     found.append(PartNames(names, key.model_name, key.kv_rank))
             done(found)
 
-        post = self._agent.loop.post
-        self._agent.plane.list_keys(
-            self._names.common, deadline_s, lambda result: post(partial(listed, result)),
-            MOST_LAYOUTS,
-        )  # fmt: skip
+        done_listing = posting(self._agent.loop, listed)
+        self._agent.plane.list_keys(self._names.common, deadline_s, done_listing, MOST_LAYOUTS)
 
     def read(
         self,
@@ -183,18 +175,14 @@ class Explanations:
 
         Asks for the size of each first.
         """
-        plane, post = self._agent.plane, self._agent.loop.post
-        stems = {each.names.fingerprint: each for each in names}
-        keys = [
-            self._names.chunk_key(ObjectKey(fingerprint, each.model_name, each.kv_rank))
-            for fingerprint, each in stems.items()
-        ]
+        plane, loop = self._agent.plane, self._agent.loop
+        keys = {each.fingerprint: self._names.chunk_key(_description(each)) for each in names}
         found: dict[bytes, bytes] = {}
         waiting: set[ChunkIO] = set()
 
         def framed(result: FramesResult) -> None:
             # Without frames if Redis does not answer.
-            for fingerprint, key, frame in zip(stems, keys, result.frames, strict=False):
+            for (fingerprint, key), frame in zip(keys.items(), result.frames, strict=False):
                 if (
                     frame is not None
                     and (frame.fingerprint, frame.chunk_hash) == (DESCRIPTIONS, fingerprint)
@@ -202,7 +190,7 @@ class Explanations:
                 ):
                     waiting.add(_io(key, frame, bytes(frame.chunk_bytes), deadline_s))
             if waiting:
-                plane.load_all([*waiting], lambda job, outcome: post(partial(read, job, outcome)))
+                plane.load_all([*waiting], posting(loop, read))
             else:
                 done(found)
 
@@ -214,20 +202,18 @@ class Explanations:
             if not waiting:
                 done(found)
 
-        if keys:
-            plane.describe(keys, deadline_s, lambda result: post(partial(framed, result)))
-        else:
-            done(found)
+        plane.describe([*keys.values()], deadline_s, posting(loop, framed))
 
 
-def _identity(names: PartNames) -> tuple[bytes, str, int]:
-    return names.names.fingerprint, names.model_name, names.kv_rank
+def _description(names: PartNames) -> ObjectKey:
+    """The name of what describes their layout."""
+    return ObjectKey(names.fingerprint, names.model_name, names.kv_rank)
 
 
 def _row(names: PartNames) -> dict[str, Any]:
     """A layout for JSON. engine_id: None if no engine with it is registered here."""
     return {
-        "layout": names.names.fingerprint.hex(),
+        "layout": names.fingerprint.hex(),
         "model": names.model_name,
         "kv_rank": names.kv_rank,
         "engine_id": None,

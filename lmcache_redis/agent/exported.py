@@ -16,21 +16,6 @@ from lmcache_redis.agent.page import HEADERS, page
 from lmcache_redis.agent.sessions import PastRequest
 from lmcache_redis.metrics.exporter import OwnerCollector, gauge, labelled, read_on
 
-_GAUGES: Final = {
-    "pool_size_bytes": "size of the host pool",
-    "pool_used_bytes": "slots of the host pool in use; a full pool is normal",
-    "pool_pinned_bytes": "slots that requests, loads or stores hold now",
-    "pool_locked_bytes": "bytes of the host pool that are page-locked for GPUs",
-    "queue_bytes": "chunks that wait to be written to Redis",
-    "queue_limit_bytes": "limit of the chunks that wait to be written to Redis",
-    "waiting_lookups": "lookups that wait for room in the host pool",
-    "sessions": "requests that the agent knows",
-    "redis_up": "1 if Redis answers, 0 while the breaker is open",
-    "distrusted_layouts": "layouts of which nothing is loaded, because canaries have found other "
-    "KV than was cached",
-    "disk_up": "1 if the disk tier answers",
-    "disk_used_bytes": "size of the disk tier's files",
-}
 # Fields of `ModelUse`.
 _OF_MODELS: Final = {
     "lookups": "lookups answered",
@@ -64,24 +49,36 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     """status: a STATUS document."""
     pool, disk, loads = status["pool"], status["disk"], status["loads"]
     slot_bytes = pool["slot_bytes"]
+    used_bytes, pinned_bytes = pool["used_slots"] * slot_bytes, pool["pinned_slots"] * slot_bytes
     gauges = partial(labelled, GaugeMetricFamily)
     yield gauges("info", "1; the version of the agent", ["version"], {(status["version"],): 1})
-    values = {
-        "pool_size_bytes": pool["slots"] * slot_bytes,
-        "pool_used_bytes": pool["used_slots"] * slot_bytes,
-        "pool_pinned_bytes": pool["pinned_slots"] * slot_bytes,
-        "pool_locked_bytes": pool["locked_bytes"],
-        "queue_bytes": status["queues"]["write_bytes"],
-        "queue_limit_bytes": status["write_queue_bytes"],
-        "waiting_lookups": loads["waiting"],
-        "sessions": status["sessions"],
-        "redis_up": status["redis"]["up"],
-        "distrusted_layouts": len(status["canaries"]["distrusted"]),
-    }
+    rows = [
+        ("pool_size_bytes", "size of the host pool", pool["slots"] * slot_bytes),
+        ("pool_used_bytes", "slots of the host pool in use; a full pool is normal", used_bytes),
+        ("pool_pinned_bytes", "slots that requests, loads or stores hold now", pinned_bytes),
+        (
+            "pool_locked_bytes", "bytes of the host pool that are page-locked for GPUs",
+            pool["locked_bytes"],
+        ),
+        ("queue_bytes", "chunks that wait to be written to Redis", status["queues"]["write_bytes"]),
+        (
+            "queue_limit_bytes", "limit of the chunks that wait to be written to Redis",
+            status["write_queue_bytes"],
+        ),
+        ("waiting_lookups", "lookups that wait for room in the host pool", loads["waiting"]),
+        ("sessions", "requests that the agent knows", status["sessions"]),
+        ("redis_up", "1 if Redis answers, 0 while the breaker is open", status["redis"]["up"]),
+        (
+            "distrusted_layouts",
+            "layouts of which nothing is loaded, because canaries have found other KV than was "
+            "cached", len(status["canaries"]["distrusted"]),
+        ),
+    ]  # fmt: skip
     if disk:
-        values |= {"disk_up": disk["up"], "disk_used_bytes": disk["used_bytes"]}
-    for name, value in values.items():
-        yield gauge(name, _GAUGES[name], value)
+        rows.append(("disk_up", "1 if the disk tier answers", disk["up"]))
+        rows.append(("disk_used_bytes", "size of the disk tier's files", disk["used_bytes"]))
+    for row in rows:
+        yield gauge(*row)
     tiers = {(name,): tier for name, tier in loads["tiers"].items()}
     yield gauges(
         "load_bytes_per_second",

@@ -24,6 +24,7 @@ from lmcache_redis.agent.sessions import MAX_CHUNKS, HitLoad, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.device.calls import ChunkCopy, CopyCall
 from lmcache_redis.errors import DeviceError, GpuLost
@@ -50,6 +51,7 @@ class CopyJob(ABC):
     """
 
     _kind: ClassVar[Kind] = "gather"
+    _skip_blocks = 0  # the first blocks of the question, which are not written
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class CopyJob(ABC):
         self._session, self._registration = session, registration
         self._question, self._reply = question, reply
         self._hashes = question.hashes
+        self._blocks_per_part = len(question.block_ids) // max(1, len(question.hashes))
         self._form = registration.forms[question.group]
         self._pending: set[int] = set()  # chunks that have not ended
         self._reasons: set[str] = set()  # why chunks were not copied
@@ -88,15 +91,6 @@ class CopyJob(ABC):
     @abstractmethod
     def _finish(self) -> None:
         """Every chunk has ended."""
-
-    @property
-    def _skip_blocks(self) -> int:
-        """The first blocks of the question that are not written."""
-        return 0
-
-    @property
-    def _blocks_per_part(self) -> int:
-        return len(self._question.block_ids) // len(self._hashes)
 
     def _pinned(self) -> dict[int, Entry]:
         """The chunks in the host pool, each with the pin of the request's lookup or a new one."""
@@ -154,14 +148,14 @@ class CopyJob(ABC):
             first = chunk * per_chunk
             block_ids = question.block_ids[first : first + per_chunk]
             skip_blocks = min(max(0, self._skip_blocks - first), per_chunk)
-            copies.append(ChunkCopy(block_ids, self._cache.views(self._form, entry), skip_blocks))
+            copies.append(ChunkCopy(block_ids, self._cache.views(entry), skip_blocks))
         stripe_bytes, lease_ns = self._form.stripe_payload_bytes, question.lease_ns
         call = CopyCall(copies, stripe_bytes, question.group, question.after, lease_ns)
         self._agent.copies.put(
             self._kind,
             self._registration.place,
             partial(self._copy, tuple(entries), call),
-            lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
+            posting(self._cache.owner, partial(self._copied, entries)),
             lease_ns,
         )
 
@@ -218,9 +212,10 @@ class StoreJob(CopyJob):
             if entry is None:
                 wanted.append(chunk)
                 continue
+            self._cache.pool.touch_all((entry.key,))
             self._already += 1
             if entry.state is EntryState.READY:
-                self._write_behind(chunk, entry)
+                self._write_behind(entry)
                 self._cache.pool.seen(None, (entry.key,))
         self._gather(wanted)
 
@@ -279,11 +274,11 @@ class StoreJob(CopyJob):
         use.gathered_bytes += self._form.chunk_bytes
         if self._cache.publish(entry):
             self._stored += 1
-            self._write_behind(chunk, entry)
+            self._write_behind(entry)
 
-    def _write_behind(self, chunk: int, entry: Entry) -> None:
+    def _write_behind(self, entry: Entry) -> None:
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
-        self._cache.write_behind(self._form, self._hashes[chunk], entry, delay_s)
+        self._cache.write_behind(entry, delay_s)
 
     def _dropped(self, counter: str, reason: str) -> None:
         self._cache.metrics.count(counter)
@@ -330,12 +325,9 @@ class RetrieveJob(CopyJob):
     _entries: dict[int, Entry]  # pinned, until their copies take over the pins
     _missing: list[int]  # chunks that are not in memory, and are not being loaded
 
-    @property
-    def _skip_blocks(self) -> int:
-        layout = self._registration.device.layouts[self._question.group]
-        return self._question.skip_first_n_tokens // layout.block_size_tokens
-
     def start(self) -> None:
+        layout = self._registration.device.layouts[self._question.group]
+        self._skip_blocks = self._question.skip_first_n_tokens // layout.block_size_tokens
         self._load = self._session.load if self._hashes else None
         if self._load is not None:
             self._load.begun(self._started_s)
@@ -354,7 +346,7 @@ class RetrieveJob(CopyJob):
         piece, self._missing = self._missing[:count], self._missing[count:]
 
         def loaded(found: PrefixLookup) -> None:
-            held = found.take()
+            held = found.parts.take()
             self._entries.update((piece[index], entry) for (index, _), entry in held.items())
             self._reasons |= found.end.reasons
             self._begin_calls(piece)

@@ -143,7 +143,7 @@ class LookupJob:
                 waited_s=took_s,
             )
         pool, hashes = self._agent.cache.pool, self._question.hashes
-        for (chunk, row), entry in found.take().items():
+        for (chunk, row), entry in found.parts.take().items():
             first, *others = users[row]
             for part in others:
                 pool.pin(entry)

@@ -112,7 +112,9 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
         _log_ready(config, plane, started_s)
         _prefault(stack, arena)
         agent.loop.post(lambda: manager.ready(status))
-        _feed_watchdog(agent, manager)
+        if manager.watchdog_s is not None:
+            # On the loop: a loop that does not turn is what the watchdog is for.
+            agent.loop.every(manager.watchdog_s / 3, manager.alive)
         try:
             service.serve()
         finally:
@@ -206,10 +208,9 @@ def _keep_reloading(
         if applied != now == before:
             reload()
         before = now
-        agent.loop.after(_LOOK_S, look)
 
     _on_signals(lambda: agent.loop.post(reload), signal.SIGHUP)
-    agent.loop.post(look)
+    agent.loop.every(_LOOK_S, look)
 
 
 def _reloaded(
@@ -239,19 +240,6 @@ def _reloaded(
         logger.info("reloaded: no setting has changed")
     root.setLevel(level)
     return running
-
-
-def _feed_watchdog(agent: Agent, manager: ServiceManager) -> None:
-    """On the loop: a loop that does not turn is what the watchdog is for."""
-    if manager.watchdog_s is None:
-        return
-    pause_s = manager.watchdog_s / 3
-
-    def feed() -> None:
-        manager.alive()
-        agent.loop.after(pause_s, feed)
-
-    agent.loop.post(feed)
 
 
 def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:

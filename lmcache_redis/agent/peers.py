@@ -46,11 +46,6 @@ class Registration:
     storages: tuple[m.StorageHandle, ...]
 
     @property
-    def names(self) -> tuple[tuple[int, bytes], ...]:
-        """What the names of its chunks' parts begin with: the same for equal layouts."""
-        return tuple((form.kv_rank, form.fingerprint) for form in self.forms)
-
-    @property
     def place(self) -> str:
         """Where its memory is; copies of different places do not wait for each other."""
         storage = self.storages[0]
@@ -224,8 +219,8 @@ class Peers:
     def layouts_differ(self, scheduler: Peer) -> bool:
         """Whether a worker of an unnamed engine may be one of several, with different layouts."""
         return scheduler.hello.unnamed and any(
-            len({registration.names for registration in each}) > 1
-            for each in self._registered(scheduler)
+            len({tuple((f.kv_rank, f.fingerprint) for f in each.forms) for each in found}) > 1
+            for found in self._registered(scheduler)
         )
 
     def engines_of(self, worker: Peer) -> list[str]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 import xxhash
@@ -32,18 +32,10 @@ from lmcache_redis.plan import records
 
 logger = logging.getLogger(__name__)
 
-# Of requests with some thousand chunks, whose hashes wait as they are.
+# Of requests with some thousand chunks.
 _QUEUE_LINES = 4096
 _CLOSE_S = 2.0
 _encode = msgspec.json.Encoder().encode
-
-
-class _Item(NamedTuple):
-    """A line without the names of its chunks, their hashes, and the layout of a lookup."""
-
-    line: records.Line
-    hashes: Sequence[bytes] = ()
-    layout: records.LayoutRecord | None = None
 
 
 class TraceRecorder:
@@ -51,7 +43,8 @@ class TraceRecorder:
 
     def __init__(self, agent: Agent, path: str, limit_bytes: int) -> None:
         self._agent = agent
-        self._queue: queue.Queue[_Item | None] = queue.Queue(_QUEUE_LINES)
+        # What belongs together: a lookup comes with its layout.
+        self._queue: queue.Queue[Sequence[records.Line] | None] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0  # since the last line that was taken
         self._has_failed = False
         self._path = Path(path)
@@ -89,12 +82,12 @@ class TraceRecorder:
                 asked_s,
                 request=_digest(question.request_id.encode()),
                 layout=layout.name,
-                chunks="",
+                chunks=_names(question.hashes),
                 first_chunk=question.first_chunk,
                 hits=result.tiers or "h" * result.hit_chunks,
                 token_s=question.token_s,
             )
-            self._put(_Item(line, question.hashes, layout))
+            self._put(layout, line)
 
         return answer
 
@@ -102,8 +95,8 @@ class TraceRecorder:
         if question.hashes:
             request = _digest(question.request_id.encode())
             part = _digest(form.stem(len(question.hashes[0])))
-            line = records.StoreRecord(time.time(), request=request, part=part, chunks="")
-            self._put(_Item(line, question.hashes))
+            chunks = _names(question.hashes)
+            self._put(records.StoreRecord(time.time(), request=request, part=part, chunks=chunks))
 
     def _layout(
         self, forms: Sequence[ChunkForm], hash_bytes: int, chunk_tokens: int
@@ -125,15 +118,15 @@ class TraceRecorder:
             rows=tuple(rows),
         )
 
-    def _put(self, item: _Item) -> None:
+    def _put(self, *lines: records.Line) -> None:
         try:
             if self._has_failed:
                 raise queue.Full
             if self._dropped:
                 lost = records.DroppedRecord(time.time(), lines=self._dropped)
-                self._queue.put_nowait(_Item(lost))
+                self._queue.put_nowait((lost,))
                 self._dropped = 0
-            self._queue.put_nowait(item)
+            self._queue.put_nowait(lines)
         except queue.Full:
             self._dropped += 1
             self._agent.cache.metrics.count("records_dropped")
@@ -142,8 +135,9 @@ class TraceRecorder:
 
     def _run(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
-                self._write(item)
+            while (lines := self._queue.get()) is not None:
+                for line in lines:
+                    self._write(line)
                 if self._queue.empty():
                     self._file.flush()
             self._file.close()
@@ -160,26 +154,25 @@ class TraceRecorder:
             file.write(_encode(line) + b"\n")
         return file
 
-    def _write(self, item: _Item) -> None:
-        line, layout = item.line, item.layout
-        if layout is not None and layout.name not in self._layouts:
-            self._append(layout)
-            self._layouts[layout.name] = layout
+    def _write(self, line: records.Line) -> None:
+        if isinstance(line, records.LayoutRecord) and line.name in self._layouts:
+            return
         if isinstance(line, records.StoreRecord) and not any(
             line.part == row.part for each in self._layouts.values() for row in each.rows
         ):
             return
-        if isinstance(line, (records.LookupRecord, records.StoreRecord)):
-            line = msgspec.structs.replace(line, chunks="".join(map(_digest, item.hashes)))
-        self._append(line)
-
-    def _append(self, line: records.Line) -> None:
         encoded = _encode(line) + b"\n"
         if self._file.tell() + len(encoded) > self._file_bytes:
             self._file.close()
             self._path.replace(f"{self._path}.1")
             self._file = self._open()
         self._file.write(encoded)
+        if isinstance(line, records.LayoutRecord):
+            self._layouts[line.name] = line
+
+
+def _names(hashes: Sequence[bytes]) -> str:
+    return "".join(map(_digest, hashes))
 
 
 def _digest(data: bytes) -> str:

@@ -15,6 +15,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.peers import Peer, Registration, Reply
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, engine_chunk_tokens
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import open_device
@@ -201,12 +202,8 @@ class Registering:
             registration.device.close()
             return CopyOutcome.DONE
 
-        self._copies.put(
-            "gather",
-            registration.place,
-            close,
-            lambda outcome: self._cache.owner.post(partial(self._closed, worker, outcome)),
-        )
+        closed = posting(self._cache.owner, partial(self._closed, worker))
+        self._copies.put("gather", registration.place, close, closed)
 
     def _closed(self, worker: _Worker, outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:

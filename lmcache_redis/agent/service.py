@@ -53,11 +53,6 @@ _SUMMARY_S = 60.0
 # While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
 _HIT_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.01
-_JOBS: Mapping[type, type[CopyJob]] = {
-    m.Store: StoreJob,
-    m.Compare: CompareJob,
-    m.Retrieve: RetrieveJob,
-}
 
 
 class Service:
@@ -89,8 +84,8 @@ class Service:
         self._stopping = False
         self._stop_now = False
         self._summarised = agent.cache.metrics.snapshot()
-        agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
-        agent.loop.after(_SUMMARY_S, self._summarise)
+        agent.loop.every(_HOUSEKEEPING_S, self._housekeeping)
+        agent.loop.every(_SUMMARY_S, self._log_summary)
 
     def stop(self) -> None:
         """Ends `serve`, and if called again `drain`. From any thread or a signal handler."""
@@ -167,9 +162,8 @@ class Service:
             return
         reply = partial(self._reply, identity, question.call_id)
         if isinstance(question, m.Hello):
-            if self._handlers.is_stopping:
-                return  # it is repeated, and the next agent answers it
-            self._greet(identity, question, reply)
+            if not self._handlers.is_stopping:  # else it is repeated, and the next agent answers it
+                self._greet(identity, question, reply)
             return
         peer = self._agent.peers.get(identity)
         if peer is not None:
@@ -213,10 +207,6 @@ class Service:
         except zmq.ZMQError as error:
             logger.debug("an answer could not be delivered: %s", error)
 
-    def _summarise(self) -> None:
-        self._agent.loop.after(_SUMMARY_S, self._summarise)
-        self._log_summary()
-
     def _log_summary(self) -> None:
         before, self._summarised = self._summarised, self._agent.cache.metrics.snapshot()
         line = summary(before, self._summarised)
@@ -224,7 +214,6 @@ class Service:
             logger.log(*line)
 
     def _housekeeping(self) -> None:
-        self._agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
         self._admission.check()
         now = time.monotonic()
         for peer in self._agent.peers:
@@ -276,9 +265,9 @@ class Handlers:
             m.UnregisterKVCache: self._registering.unregister_when_mapped,
             m.Lookup: self._lookup,
             m.Watch: self._watch,
-            m.Store: self._copy,
-            m.Compare: self._copy,
-            m.Retrieve: self._copy,
+            m.Store: partial(self._copy, StoreJob),
+            m.Compare: partial(self._copy, CompareJob),
+            m.Retrieve: partial(self._copy, RetrieveJob),
             m.ReleaseLocks: self._release,
             m.EndSession: self._end_session,
             m.Goodbye: lambda peer, question, reply: self.forget(peer, "it said goodbye"),
@@ -323,7 +312,9 @@ class Handlers:
     def _watch(self, peer: Peer, question: m.Watch, reply: Reply) -> None:
         self._watches.watch(peer, question.parts, self._names(peer, question.parts), reply)
 
-    def _copy(self, peer: Peer, question: m.Retrieve | m.Store, reply: Reply) -> None:
+    def _copy(
+        self, job: type[CopyJob], peer: Peer, question: m.Retrieve | m.Store, reply: Reply
+    ) -> None:
         registration, hashes = peer.registration, question.hashes
         if registration is None:
             raise DeviceError("no KV cache is registered on this connection")
@@ -347,7 +338,7 @@ class Handlers:
         keys = [(engine, question.request_id) for engine in self._agent.peers.engines_of(peer)]
         key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
         session = sessions.open(key, time.monotonic(), for_lookup=False)
-        _JOBS[type(question)](self._agent, session, registration, question, reply).start()
+        job(self._agent, session, registration, question, reply).start()
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
         session = self._agent.sessions.get((peer.engine_id, question.request_id))

@@ -21,6 +21,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.lookups import letters_of
 from lmcache_redis.agent.peers import Peer, Reply
+from lmcache_redis.cache.threads import posting
 from lmcache_redis.chunks.names import PartNames
 from lmcache_redis.tiers import CallOutcome, ExistsResult
 
@@ -166,11 +167,7 @@ class Watches:
             self._removed_from_redis([key for key, there in pairs if not there])
             self._ask_redis(rest)
 
-        self._plane.exists(
-            first,
-            time.monotonic() + _QUESTION_S,
-            lambda result: self._loop.post(partial(answered, result)),
-        )
+        self._plane.exists(first, time.monotonic() + _QUESTION_S, posting(self._loop, answered))
 
     def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
         letter = "h" if tier is None else self._letters[tier]

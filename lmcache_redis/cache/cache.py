@@ -11,8 +11,8 @@ from functools import partial
 
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
-from lmcache_redis.cache.threads import Owner
-from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, PooledChunk, WriteBehind
+from lmcache_redis.cache.threads import Owner, posting
+from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
@@ -36,7 +36,6 @@ class Load(ChunkIO):
     """A chunk that is being read into an entry, from tier ``level``. outcome: if a read failed."""
 
     entry: Entry
-    form: ChunkForm
     level: int
     begun_s: float = 0.0
     outcome: ReadOutcome | None = None
@@ -85,16 +84,26 @@ class Cache:
 
     # --------------------------------------------------------------- memory
 
-    def reserve(self, form: ChunkForm, chunk_hash: bytes) -> Entry | None:
-        """A pinned entry to fill, until `publish` or `abandon`; None if there is no room."""
-        return self.pool.reserve(form.key(chunk_hash), self.units(form))
+    def reserve(
+        self, form: ChunkForm, chunk_hash: bytes, *, is_hidden: bool = False
+    ) -> Entry | None:
+        """A pinned entry to fill, until `publish` or `abandon`; None if there is no room.
+
+        is_hidden: it is not in the index, see `HostPool.reserve`.
+        """
+        key = None if is_hidden else form.key(chunk_hash)
+        entry = self.pool.reserve(key, self.units(form))
+        if entry is not None:
+            entry.form, entry.chunk_hash = form, chunk_hash
+        return entry
 
     def units(self, form: ChunkForm) -> int:
         """The units of the pool's memory that a chunk takes."""
         return self.pool.memory.units(form.chunk_bytes, form.stripe_payload_bytes)
 
-    def views(self, form: ChunkForm, entry: Entry) -> list[memoryview]:
+    def views(self, entry: Entry) -> list[memoryview]:
         """The entry's memory as one view per stripe, each of exactly the stripe's bytes."""
+        form = entry.form
         return self.pool.memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
 
     def publish(self, entry: Entry) -> bool:
@@ -108,30 +117,23 @@ class Cache:
 
     # --------------------------------------------------------------- writes
 
-    def write_behind(
-        self,
-        form: ChunkForm,
-        chunk_hash: bytes,
-        entry: Entry,
-        delay_s: float = 0.0,
-        levels: int | None = None,
-    ) -> None:
+    def write_behind(self, entry: Entry, delay_s: float = 0.0, levels: int | None = None) -> None:
         """Enqueues a READY entry for each tier, or each of the first ``levels``, that lacks it."""
         for queue in self.queues[:levels]:
-            queue.enqueue((form, chunk_hash, entry), delay_s)
+            queue.enqueue(entry, delay_s)
 
     @property
     def refreshed_before_s(self) -> float:
         """Chunks in the pool that the tiers were told to keep before then are to be kept again."""
         return time.monotonic() - self._refresh_every_s
 
-    def keep(self, chunks: Sequence[PooledChunk]) -> None:
+    def keep(self, entries: Sequence[Entry]) -> None:
         """Tells the tiers to keep chunks that the pool has served. What one lacks is enqueued."""
         now_s = time.monotonic()
-        for _, _, entry in chunks:
+        for entry in entries:
             entry.refreshed_s = now_s
         for queue in self.queues:
-            queue.keep(chunks)
+            queue.keep(entries)
 
     @property
     def backlog(self) -> int:
@@ -154,14 +156,14 @@ class Cache:
         return None
 
     def prepare_load(
-        self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
+        self, form: ChunkForm, chunk_hash: bytes, level: int, deadline_s: float
     ) -> Load | None:
         """A job for `begin_loads`, which the entry's watchers await; None if there is no room."""
-        entry = self.pool.reserve(key, self.units(form))
+        entry = self.reserve(form, chunk_hash)
         if entry is None:
             return None
-        frame, views = form.frame(chunk_hash), self.views(form, entry)
-        load = Load(key, frame, views, deadline_s, entry=entry, form=form, level=level)
+        frame, views = form.frame(chunk_hash), self.views(entry)
+        load = Load(entry.key, frame, views, deadline_s, entry=entry, level=level)
         entry.cancel = lambda: self.tiers[load.level].cancel(load)
         return load
 
@@ -174,31 +176,26 @@ class Cache:
             load.begun_s = now_s
             self.rates[level].begun(load.frame.chunk_bytes, now_s)
         try:
-            self.tiers[level].load_all(loads, self._done)
+            self.tiers[level].load_all(loads, posting(self.owner, self._loaded))
         except BaseException:
             # Our own bug. The tier may have taken some of the jobs: their slots stay pinned until
-            # `done`.
+            # it is done.
             for load in loads:
                 self._measure(load, arrived=False)
                 self.pool.pin(load.entry)
                 self.pool.end(load.entry, is_filled=False)
             raise
 
-    def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
+    def probe(self, form: ChunkForm, chunk_hash: bytes, level: int) -> None:
         """Loads a chunk that no lookup waits for, now and then, to learn a slow tier's rate."""
-        now_s = time.monotonic()
+        now_s, key = time.monotonic(), form.key(chunk_hash)
         if key in self.pool or len(self.waiting) or not self.rates[level].may_probe(now_s):
             return
-        load = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
+        load = self.prepare_load(form, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
         if load is not None:
             self.metrics.count("probes")
             self.pool.watch(load.entry, lambda: None)  # it is not abandoned
             self.begin_loads((load,))
-
-    def _done(self, job: ChunkIO, outcome: ReadOutcome) -> None:
-        """On a thread of the tier."""
-        assert isinstance(job, Load)
-        self.owner.post(partial(self._loaded, job, outcome))
 
     def _loaded(self, load: Load, outcome: ReadOutcome) -> None:
         """A read has ended: the entry becomes READY, is read from the next tier, or is dropped."""
@@ -212,7 +209,7 @@ class Cache:
             self.metrics.count(counters.loaded_chunks)
             self.metrics.count(counters.loaded_bytes, load.frame.chunk_bytes)
             if self.publish(entry) and load.level:
-                self.write_behind(load.form, load.frame.chunk_hash, entry, levels=load.level)
+                self.write_behind(entry, levels=load.level)
             return
         self._missed(load, outcome)
         # What a closed tier did not load is not asked of the next one, which is closed too.
@@ -246,17 +243,13 @@ class Cache:
 
     def remove(self, key: bytes) -> None:
         """A chunk is wrong: it leaves the pool, and in the background the tiers, if they answer."""
-        entry = self.pool.peek(key)
+        entry = self.pool.get(key)
         if entry is not None:
             self.pool.cancel(entry)
             self._discard(entry)
         deadline_s = time.monotonic() + WRITE_DEADLINE_S
-        for level, queue in enumerate(self.queues):
-            queue.remove(key, deadline_s, partial(self._removed, level, key))
-
-    def _removed(self, level: int, key: bytes, result: RemoveResult) -> None:
-        if result.outcome is CallOutcome.DONE:
-            self.pool.seen(level, (key,), there=False)
+        for queue in self.queues:
+            queue.remove(key, deadline_s, lambda result: None)
 
     def _discard(self, entry: Entry) -> None:
         self.pool.discard(entry)
@@ -294,6 +287,4 @@ class Cache:
                     "chunks of an old epoch stay in %s: %s", tier.name, result.outcome.value
                 )
 
-        tier.clear(
-            prefixes[0], deadline_s, lambda result: self.owner.post(partial(cleared, result))
-        )
+        tier.clear(prefixes[0], deadline_s, posting(self.owner, cleared))

@@ -38,10 +38,10 @@ from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pacing import Bet, Part, TransferRate, WorthLoading
+from lmcache_redis.cache.pacing import Bet, TransferRate, WorthLoading
 from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
-from lmcache_redis.cache.pool import Entry, EntryState
-from lmcache_redis.cache.threads import Action, Timer
+from lmcache_redis.cache.pool import EntryState
+from lmcache_redis.cache.threads import Action, Timer, posting
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
 _PROBE_POLL_S = 0.01
@@ -68,8 +68,8 @@ class PrefixEnd:
 class PrefixLookup:
     """One lookup. Owned by the cache's owner thread.
 
-    done: called once, unless the lookup is cancelled. It may call `take` to keep the pins;
-    otherwise they are released after it.
+    done: called once, unless the lookup is cancelled. It may call `LookupParts.take` to keep the
+    pins; otherwise they are released after it.
 
     Attributes:
         bound: the length of the prefix in chunks. end: why it is not longer.
@@ -116,10 +116,6 @@ class PrefixLookup:
         self.parts.release_all()
         self._cache.waiting.leave(self)
 
-    def take(self) -> dict[Part, Entry]:
-        """The entries that the prefix needs, whose pins now belong to the caller."""
-        return self.parts.take()
-
     @property
     def bet(self) -> Bet | None:
         """What was expected of loading and of computing; None if they were not compared."""
@@ -154,11 +150,8 @@ class PrefixLookup:
             # The owner has just started, and does not know yet whether the server is up.
             owner.at(now_s + _PROBE_POLL_S, partial(self._scan, wanted))
             return
-        tier.scan(
-            [each.key for each in wanted],
-            self._request.deadline_s,
-            lambda result: owner.post(partial(self._scanned, wanted, now_s, result)),
-        )
+        done = posting(owner, partial(self._scanned, wanted, now_s))
+        tier.scan([each.key for each in wanted], self._request.deadline_s, done)
 
     def _scanned(self, wanted: list[PartState], asked_s: float, result: ScanResult) -> None:
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
@@ -310,7 +303,7 @@ class PrefixLookup:
 
     def _ask(self, unknown: list[PartState]) -> None:
         """Asks the last tier, if it has no index; see the module."""
-        tiers, owner, parts = self._cache.tiers, self._cache.owner, self.parts
+        tiers, parts = self._cache.tiers, self.parts
         if not tiers or tiers[-1].lookup(unknown[0].key) is not None:
             self._questions = 2
             return
@@ -322,11 +315,8 @@ class PrefixLookup:
         every = parts.needs.parts_of_any(self.bound)
         also = {parts.state(part) for part in every if not parts.is_found(part)}
         wanted = sorted(also.union(unknown), key=lambda each: each.part)
-        tiers[-1].exists(
-            [each.key for each in wanted],
-            self._request.deadline_s,
-            lambda result: owner.post(partial(self._answered, wanted, result)),
-        )
+        done = posting(self._cache.owner, partial(self._answered, wanted))
+        tiers[-1].exists([each.key for each in wanted], self._request.deadline_s, done)
 
     def _answered(self, wanted: list[PartState], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
@@ -341,9 +331,8 @@ class PrefixLookup:
             self._check()
 
     def _no_room(self, chunks: int) -> None:
-        self._cache.metrics.count("miss_pool_full", chunks)
         self.end.reasons.add("the host pool was full")
-        self._shrink(self.bound - chunks, "miss_pool_full")
+        self._ends_at(self.bound - chunks, "miss_pool_full")
 
     def _filled(self, part: PartState) -> None:
         if part.entry is None or part.entry.state is not EntryState.READY:
@@ -414,5 +403,5 @@ class PrefixLookup:
             self._cache.owner.post(self._keep)
 
     def _keep(self) -> None:
-        if chunks := self.parts.pooled(self._cache.refreshed_before_s):
-            self._cache.keep(chunks)
+        if entries := self.parts.pooled(self._cache.refreshed_before_s):
+            self._cache.keep(entries)

@@ -87,7 +87,12 @@ class TransferRate:
         """A load has ended. What did not arrive says nothing of the rate."""
         self.in_flight_bytes -= nbytes
         if arrived:
-            self._add(nbytes, now_s)
+            busy_s = now_s - self._since_s
+            busy_s = max(1e-6, busy_s - min(self._unpaid_s, _MOST_LATENCY * busy_s))
+            self._unpaid_s = 0.0
+            self._keep(0.5 ** (busy_s / _HALF_LIFE_S))
+            self._bytes += nbytes
+            self._busy_s += busy_s
         self._since_s = now_s
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -139,14 +144,6 @@ class TransferRate:
         """Whether a load that no lookup waits for would show what is not known, or not any more."""
         is_old = not self._busy_s or now_s >= self._since_s + _OLD_S
         return is_old and not self.in_flight_bytes
-
-    def _add(self, nbytes: int, now_s: float) -> None:
-        busy_s = now_s - self._since_s
-        busy_s = max(1e-6, busy_s - min(self._unpaid_s, _MOST_LATENCY * busy_s))
-        self._unpaid_s = 0.0
-        self._keep(0.5 ** (busy_s / _HALF_LIFE_S))
-        self._bytes += nbytes
-        self._busy_s += busy_s
 
     def _keep(self, share: float) -> None:
         """Older transfers count less; the rate is the same."""

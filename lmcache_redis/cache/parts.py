@@ -11,7 +11,6 @@ from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import Action
-from lmcache_redis.cache.writebehind import PooledChunk
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
@@ -115,27 +114,22 @@ class LookupParts:
         return sorted(found, key=lambda state: state.part)
 
     def take(self) -> dict[Part, Entry]:
-        """The entries held, whose pins now belong to the caller."""
+        """The entries that the prefix needs, whose pins now belong to the caller."""
         self._is_taken = True
         held = {part: s.entry for part, s in self._states.items() if s.entry is not None}
         return self._pooled | held if held else self._pooled
 
-    def pooled(self, before_s: float) -> list[PooledChunk]:
+    def pooled(self, before_s: float) -> list[Entry]:
         """What was taken from the host pool and the tiers were last told to keep before then.
 
         Of a prefix the end is used least: if the tiers were told of it since, so were they of all.
         """
-        forms, hashes = self._request.forms, self._request.hashes
         states = self._states.values()
         entries = self._pooled | {s.part: s.entry for s in states if s.entry and not s.load}
-        ends = [entries.get((self.length - 1, row)) for row in range(len(forms))]
+        ends = [entries.get((self.length - 1, row)) for row in range(len(self._request.forms))]
         if all(end is not None and end.refreshed_s > before_s for end in ends):
             return []
-        return [
-            (forms[row], hashes[chunk], entry)
-            for (chunk, row), entry in entries.items()
-            if entry.refreshed_s <= before_s
-        ]
+        return [entry for entry in entries.values() if entry.refreshed_s <= before_s]
 
     def levels(self) -> dict[int, int]:
         """The tiers of the chunks that were not in the host pool; of several of one, the last."""
@@ -261,7 +255,7 @@ class LookupParts:
             return state.watcher is None
         if state.form is None:
             return state.level is not None
-        entry = self._cache.pool.peek(state.key)
+        entry = self._cache.pool.get(state.key)
         return entry is not None and entry.state is EntryState.READY
 
     # ------------------------------------------------------------ the tiers
@@ -374,8 +368,7 @@ class LookupParts:
     def probe(self, state: PartState, level: int) -> None:
         """Begins the load of one part, which no lookup waits for, if that shows a rate."""
         chunk, row = state.part
-        form, chunk_hash = self._request.forms[row], self._request.hashes[chunk]
-        self._cache.probe(form, state.key, chunk_hash, level)
+        self._cache.probe(self._request.forms[row], self._request.hashes[chunk], level)
 
     def begin_some(self) -> None:
         """Begins to load some of what is to be loaded."""
@@ -399,7 +392,7 @@ class LookupParts:
         entry = pool.hold(state.key)
         if entry is None:
             form, chunk_hash = request.forms[row], request.hashes[chunk]
-            load = self._cache.prepare_load(form, state.key, chunk_hash, level, request.deadline_s)
+            load = self._cache.prepare_load(form, chunk_hash, level, request.deadline_s)
             if load is None:
                 self._on_filled(state)  # the room is gone
                 return

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.native import numa
 from lmcache_redis.native.madvise import (
     HUGE_PAGE_BYTES,
@@ -44,8 +45,7 @@ class PoolMemory(Protocol):
     capacity: in units.
     """
 
-    @property
-    def capacity(self) -> int: ...
+    capacity: int
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
         """The units that a chunk takes if it is split into stripes of that size."""
@@ -160,7 +160,7 @@ class Entry:
         position: its number in the prompt that it was stored for.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
-        tag: for the caller that reserved the entry.
+        form, chunk_hash: of the chunk; whoever reserves the entry sets them.
     """
 
     key: bytes
@@ -172,7 +172,8 @@ class Entry:
     position: int = 0
     watchers: list[Callable[[], None]] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
-    tag: object = None
+    form: ChunkForm = field(init=False)
+    chunk_hash: bytes = field(init=False)
 
     def __repr__(self) -> str:
         return f"Entry({self.key.hex()}, {self.state.value}, units={self.units}, pins={self.pins})"
@@ -184,8 +185,8 @@ Change = Callable[[bytes, "int | None", bool], None]
 class HostPool:
     """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
 
-    `get` and the release of the last pin make an entry the most recently used. Misuse raises
-    RuntimeError and changes nothing: it is a bug of the caller.
+    The release of its last pin makes an entry the most recently used. Misuse raises RuntimeError
+    and changes nothing: it is a bug of the caller.
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
 
@@ -198,8 +199,8 @@ class HostPool:
 
     def __init__(self, memory: PoolMemory, idle_limit: int | None = None) -> None:
         self.memory = memory
+        self.capacity = memory.capacity
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
-        self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None
         self.on_change: Change | None = None
@@ -208,10 +209,6 @@ class HostPool:
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # READY, unpinned; oldest first
         self.idle = 0
         self._outside: set[Entry] = set()  # pinned: DISCARDED, or FILLING without a key
-
-    @property
-    def capacity(self) -> int:
-        return self.memory.capacity
 
     @property
     def used(self) -> int:
@@ -232,12 +229,6 @@ class HostPool:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._index.values())
 
-    def get(self, key: bytes) -> Entry | None:
-        """The entry of a key, FILLING or READY, or None. A READY one becomes most recently used."""
-        if (entry := self._index.get(key)) is not None and entry.pins == 0:
-            self._idle.move_to_end(key)
-        return entry
-
     def touch_all(self, keys: Iterable[bytes]) -> None:
         """Each becomes the most recently used in turn, if it has no pins."""
         idle = self._idle
@@ -245,7 +236,7 @@ class HostPool:
             if key in idle:
                 idle.move_to_end(key)
 
-    def peek(self, key: bytes) -> Entry | None:
+    def get(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. Does not count as a use."""
         return self._index.get(key)
 
@@ -406,7 +397,6 @@ class HostPool:
 
     def _evict(self) -> None:
         self.discard(next(iter(self._idle.values())))  # the least recently used
-        self.evictions += 1
         self.on_evicted()
 
     def _give_back(self, entry: Entry) -> None:

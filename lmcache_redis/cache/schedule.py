@@ -42,7 +42,7 @@ class PendingWrite(ChunkIO):
 
     entry: Entry
     due_s: float = 0.0
-    done: Callable[[WriteOutcome], None] | None = None
+    done: Callable[[WriteOutcome], None] = lambda outcome: None
     rank: tuple[int, int] = (0, 0)
 
     @property
@@ -91,7 +91,7 @@ class WriteScheduler:
         del self._queue[bisect_left(self._queue, write.rank, key=_RANK)]
         return True
 
-    def after(self, position: int) -> Iterator[PendingWrite]:
+    def after(self, position: float) -> Iterator[PendingWrite]:
         """The writes of higher positions, the last first. None may be removed meanwhile."""
         return itertools.takewhile(lambda each: each.rank[0] > position, reversed(self._queue))
 

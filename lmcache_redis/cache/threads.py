@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ class Owner(Protocol):
 
     def at(self, due_s: float, action: Action) -> Timer:
         """Run ``action`` at ``due_s`` (`time.monotonic()`). From the owner's thread."""
+
+
+def posting(owner: Owner, action: Callable[..., None]) -> Callable[..., None]:
+    """What may be called on any thread: the owner runs ``action`` soon, with its arguments."""
+    return lambda *told: owner.post(partial(action, *told))
 
 
 class _LoopTimer:
@@ -71,6 +77,15 @@ class OwnerLoop:
 
     def after(self, delay_s: float, action: Action) -> Timer:
         return self.at(time.monotonic() + delay_s, action)
+
+    def every(self, pause_s: float, action: Action) -> None:
+        """Run ``action`` again and again, with that pause before each time."""
+
+        def run() -> None:
+            self.after(pause_s, run)
+            action()
+
+        self.after(pause_s, run)
 
     def run_posted(self) -> None:
         """Run the actions posted so far; those that they post wait for the next call."""
@@ -105,17 +120,12 @@ class OneTimer:
         self._due_s = math.inf
         self._timer: Timer | None = None
 
-    def fire_at(self, due_s: float) -> None:
-        """Run the action at that time (`time.monotonic()`) and not before. Infinity: do not."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due_s = due_s
-        self._timer = self._owner.at(due_s, self._fire) if due_s < math.inf else None
-
     def fire_by(self, due_s: float) -> None:
-        """Run the action at that time, or earlier if it is set so."""
+        """Run the action at that time (`time.monotonic()`), or earlier if it is set so."""
         if due_s < self._due_s:
-            self.fire_at(due_s)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._due_s, self._timer = due_s, self._owner.at(due_s, self._fire)
 
     def _fire(self) -> None:
         self._due_s, self._timer = math.inf, None

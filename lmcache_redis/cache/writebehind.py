@@ -21,23 +21,21 @@ entry is discarded before it begins is skipped.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
-from lmcache_redis.cache.threads import OneTimer, Owner
-from lmcache_redis.chunks.names import ChunkForm
+from lmcache_redis.cache.threads import Action, OneTimer, Owner, posting
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     Backing,
     CallOutcome,
-    ChunkIO,
     Done,
     ExistsResult,
     RemoveResult,
@@ -52,19 +50,9 @@ _MOST_DISTRUSTED = 4096
 # That a tier is told to keep at a time.
 _BATCH_CHUNKS = 256
 
-# A chunk in the host pool, with what it takes to write it: its form, its hash, its entry.
-PooledChunk = tuple[ChunkForm, bytes, Entry]
 
-
-@dataclass(slots=True, eq=False)
-class _Removal:
-    """A removal of a key. done: told the result."""
-
-    deadline: float
-    done: Done[RemoveResult]
-
-
-_Change = PendingWrite | _Removal
+# Of what is under a key: a write, or what begins a removal.
+_Change = PendingWrite | Action
 
 
 class WriteBehind:
@@ -95,7 +83,7 @@ class WriteBehind:
     def __len__(self) -> int:
         """Writes and removals that have not ended."""
         changes = chain.from_iterable(self._changes.values())
-        return len(self._writes) + sum(isinstance(each, _Removal) for each in changes)
+        return len(self._writes) + sum(not isinstance(each, PendingWrite) for each in changes)
 
     def distrust(self, key: bytes) -> None:
         """What the tier has under the key is doubtful: the next write of it does not ask."""
@@ -103,49 +91,43 @@ class WriteBehind:
         if len(self._distrusted) > _MOST_DISTRUSTED:
             del self._distrusted[next(iter(self._distrusted))]
 
-    def enqueue(self, chunk: PooledChunk, delay_s: float = 0.0) -> None:
+    def enqueue(self, entry: Entry, delay_s: float = 0.0) -> None:
         """Pins a READY entry to be written, unless the index has it or the queue is full."""
-        entry = chunk[-1]
         if entry in self._writes:
             return
         if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
             return
-        if self._has_room(chunk[0].chunk_bytes, entry):
-            write = self._add(chunk, WRITE_DEADLINE_S)
+        if self._has_room(entry.form.chunk_bytes, entry.position):
+            write = self._add(entry, WRITE_DEADLINE_S)
             write.due_s = time.monotonic() + delay_s
             self.schedule.add(write)
             self._timer.fire_by(write.due_s)
 
-    def keep(self, chunks: Sequence[PooledChunk]) -> None:
+    def keep(self, entries: Sequence[Entry]) -> None:
         """Tells the tier to keep what the host pool serves, and enqueues what it lacks."""
-        some, others = chunks[:_BATCH_CHUNKS], chunks[_BATCH_CHUNKS:]
+        some, others = entries[:_BATCH_CHUNKS], entries[_BATCH_CHUNKS:]
         if some and self._backing.tier.state.up:
             self._backing.tier.refresh(
-                [(entry.key, form.stripe_count) for form, _, entry in some],
+                [(entry.key, entry.form.stripe_count) for entry in some],
                 time.monotonic() + self._backing.ask_timeout_s,
-                lambda result: self._owner.post(partial(self._kept, some, others, result)),
+                posting(self._owner, partial(self._kept, some, others)),
             )
 
-    def _kept(
-        self, some: Sequence[PooledChunk], others: Sequence[PooledChunk], result: ExistsResult
-    ) -> None:
+    def _kept(self, some: Sequence[Entry], others: Sequence[Entry], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            for chunk, present in zip(some, result.present, strict=True):
-                entry = chunk[-1]
+            for entry, present in zip(some, result.present, strict=True):
                 self._pool.seen(self._index, (entry.key,), there=present)
                 if not present and entry.state is EntryState.READY:
-                    self.enqueue(chunk)
+                    self.enqueue(entry)
         self.keep(others)
 
-    def write(
-        self, chunk: PooledChunk, timeout_s: float, done: Callable[[WriteOutcome], None]
-    ) -> None:
+    def write(self, entry: Entry, timeout_s: float, done: Callable[[WriteOutcome], None]) -> None:
         """Writes a READY entry at once, in place of what the tier has under its key.
 
         done: called once, while the entry is still pinned. UNAVAILABLE: also if it is dropped.
         """
-        if self._has_room(chunk[0].chunk_bytes):
-            write = self._add(chunk, timeout_s)
+        if self._has_room(entry.form.chunk_bytes):
+            write = self._add(entry, timeout_s)
             write.done = done
             self._write([write])
         else:
@@ -156,13 +138,13 @@ class WriteBehind:
         first = self._changes.get(key, [None])[0]
         if isinstance(first, PendingWrite):
             self._backing.tier.cancel(first)
-        removal = _Removal(deadline_s, done)
-        if self._is_first(key, removal):
-            self._begin_removal(key, removal)
+        begin = partial(self._begin_removal, key, deadline_s, done)
+        if self._is_first(key, begin):
+            begin()
 
     def is_removing(self, key: bytes) -> bool:
         """Whether a removal is in flight: the tier may still find the chunk."""
-        return any(isinstance(each, _Removal) for each in self._changes.get(key, ()))
+        return any(not isinstance(each, PendingWrite) for each in self._changes.get(key, ()))
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
@@ -184,7 +166,7 @@ class WriteBehind:
         for write in self.schedule.expired(now_s):
             self._drop(write)
         writes = self.schedule.begin(now_s)
-        self._timer.fire_at(self.schedule.next_s(now_s))
+        self._timer.fire_by(self.schedule.next_s(now_s))
         self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
         self._ask([each for each in writes if each.key not in self._distrusted])
         self._write([each for each in writes if each.key in self._distrusted])
@@ -202,7 +184,7 @@ class WriteBehind:
             tier.refresh(
                 [(each.key, each.frame.stripe_count) for each in writes],
                 time.monotonic() + self._backing.ask_timeout_s,
-                lambda result: self._owner.post(partial(self._asked, writes, result)),
+                posting(self._owner, partial(self._asked, writes)),
             )
 
     def _asked(self, writes: Sequence[PendingWrite], result: ExistsResult) -> None:
@@ -233,21 +215,21 @@ class WriteBehind:
         for each in writes:
             self.schedule.rate.begun(each.nbytes, now_s)
         with self._ended_on_error(writes):
-            self._backing.tier.store_all(writes, self._done)
+            self._backing.tier.store_all(writes, posting(self._owner, self._written))
 
-    def _begin_removal(self, key: bytes, removal: _Removal) -> None:
-        end = partial(self._removed, key, removal)
+    def _begin_removal(self, key: bytes, deadline_s: float, done: Done[RemoveResult]) -> None:
+        end = partial(self._removed, key, done)
         try:
-            self._backing.tier.remove(
-                key, removal.deadline, lambda result: self._owner.post(partial(end, result))
-            )
+            self._backing.tier.remove(key, deadline_s, posting(self._owner, end))
         except Exception:
             end(RemoveResult(CallOutcome.UNAVAILABLE))
             raise  # our own bug; the owner logs it
 
-    def _removed(self, key: bytes, removal: _Removal, result: RemoveResult) -> None:
+    def _removed(self, key: bytes, done: Done[RemoveResult], result: RemoveResult) -> None:
         self._begin_next(key)
-        removal.done(result)
+        if result.outcome is CallOutcome.DONE:
+            self._pool.seen(self._index, (key,), there=False)
+        done(result)
 
     # ----------------------------------------------------- the changes of a key
 
@@ -268,8 +250,8 @@ class WriteBehind:
             del self._changes[key]
 
     def _begin_waiting(self, key: bytes, change: _Change) -> None:
-        if isinstance(change, _Removal):
-            self._begin_removal(key, change)
+        if not isinstance(change, PendingWrite):
+            change()
         elif change.entry.state is EntryState.DISCARDED:
             self._begin_next(key)
             self._end(change, WriteOutcome.CANCELLED)
@@ -288,11 +270,6 @@ class WriteBehind:
                 if self._writes.get(each.entry) is each:
                     self._written(each, WriteOutcome.UNAVAILABLE)
             raise
-
-    def _done(self, job: ChunkIO, outcome: WriteOutcome) -> None:
-        """On a thread of the tier."""
-        assert isinstance(job, PendingWrite)
-        self._owner.post(partial(self._written, job, outcome))
 
     def _written(self, write: PendingWrite, outcome: WriteOutcome) -> None:
         if self._writes.get(write.entry) is not write:
@@ -327,37 +304,36 @@ class WriteBehind:
                     outcome.value,
                 )
         try:
-            if write.done is not None:
-                write.done(outcome)
+            write.done(outcome)
         finally:
             self._release(write)
 
     # ---------------------------------------------------------------- the queue
 
-    def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
-        """Whether there is room, for an ``entry`` also in place of what would be written later."""
+    def _has_room(self, nbytes: int, position: float = math.inf) -> bool:
+        """Whether there is room, also in place of what is queued behind the ``position``."""
         counters = self._backing.counters
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
         lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
-        later = iter(()) if entry is None else self.schedule.after(entry.position)
         dropped = []
-        while lacking > 0:
-            write = next(later, None)
-            if write is None:
-                self._metrics.count(counters.queue_full)
-                return False
+        for write in self.schedule.after(position):
+            if lacking <= 0:
+                break
             dropped.append(write)
             lacking -= write.nbytes
+        if lacking > 0:
+            self._metrics.count(counters.queue_full)
+            return False
         for write in dropped:
             self.schedule.remove(write)
             self._drop(write)
         return True
 
-    def _add(self, chunk: PooledChunk, timeout_s: float) -> PendingWrite:
-        form, chunk_hash, entry = chunk
-        memory, frame = self._pool.memory, form.frame(chunk_hash)
+    def _add(self, entry: Entry, timeout_s: float) -> PendingWrite:
+        form, memory = entry.form, self._pool.memory
+        frame = form.frame(entry.chunk_hash)
         views = memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
         write = PendingWrite(entry.key, frame, views, time.monotonic() + timeout_s, entry=entry)
         self._pool.pin(entry)

@@ -130,11 +130,6 @@ class ChunkFrame:
         """Whether the metadata end before the seal: those of six groups do."""
         return not any(self._padded_metadata[-SEAL_BYTES:])
 
-    def payload_bytes(self, index: int) -> int:
-        """Payload bytes of stripe `index`. Raises FormatError if there is no such stripe."""
-        payload_bytes: int = _PLACE.unpack(self._place(index, 0))[3]
-        return payload_bytes
-
     def header(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytearray:
         """The header of stripe `index`, not sealed. checksum: of the payload.
 

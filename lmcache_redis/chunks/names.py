@@ -78,34 +78,31 @@ class ChunkNames:
     """Keys and frames of the chunks of one layout. Thread-safe.
 
     layout: the fingerprint of an engine's KV cache; None: tensors. prefix: the user's, of all keys.
+
+    Attributes:
+        common: the common prefix of all keys of the layout.
+        stem: by model name, rank and length of a hash: the common prefix of a worker's keys.
     """
 
     def __init__(self, layout: bytes | None = None, prefix: bytes = b"") -> None:
         self.fingerprint = TENSORS if layout is None else layout
         # Hex has no braces, which Redis Cluster would take for a hash tag.
         whole = self.fingerprint if layout is None else layout.hex().encode()
-        self._namespace = whole[:NAMESPACE_BYTES]
-        self._prefix = prefix
-        # By model name, rank and the length of a hash: the common prefix of a worker's keys.
+        namespace = whole[:NAMESPACE_BYTES]
+        self.common = prefix + KEY_MAGIC + namespace
         self.stem = functools.lru_cache(maxsize=256)(
-            functools.partial(key_stem, self._namespace, key_prefix=prefix)
+            functools.partial(key_stem, namespace, key_prefix=prefix)
         )
-
-    @property
-    def common(self) -> bytes:
-        """The common prefix of all keys of the layout."""
-        return self._prefix + KEY_MAGIC + self._namespace
 
     def chunk_key(self, key: ObjectKey) -> bytes:
         return self.stem(key.model_name, key.kv_rank, len(key.chunk_hash)) + key.chunk_hash
 
     def parse(self, chunk_key: bytes) -> ObjectKey | None:
         """The inverse of `chunk_key`; None if it names no chunk of this layout."""
-        common = self.common
-        if not chunk_key.startswith(common):
+        if not chunk_key.startswith(self.common):
             return None
         try:
-            return ObjectKey.from_bytes(chunk_key[len(common) :])
+            return ObjectKey.from_bytes(chunk_key[len(self.common) :])
         except FormatError:
             return None
 
@@ -176,6 +173,10 @@ class PartNames:
     kv_rank: int
     reach: Reach = field(default=FULL_REACH, kw_only=True)
 
+    @property
+    def fingerprint(self) -> bytes:
+        return self.names.fingerprint
+
     def key(self, chunk_hash: bytes) -> bytes:
         """The chunk key: the Redis keys of its stripes, without their index."""
         return self.stem(len(chunk_hash)) + chunk_hash
@@ -216,10 +217,6 @@ class ChunkForm(PartNames):
         form.frame(bytes(32))
         form.key(bytes(32))
         return form
-
-    @property
-    def fingerprint(self) -> bytes:
-        return self.names.fingerprint
 
     @property
     def stripe_count(self) -> int:

@@ -148,7 +148,7 @@ class ObjectCache:
         if entry is None or entry.state is not EntryState.READY:
             return None
         if entry.refreshed_s < self.cache.refreshed_before_s:
-            self.cache.keep([(_form_of(entry), key.chunk_hash, entry)])
+            self.cache.keep([entry])
         return self._held(entry)
 
     def get(self, key: ObjectKey, deadline: float, done: Done[HeldChunk | None]) -> None:
@@ -210,10 +210,10 @@ class ObjectCache:
         entry = self._pool.get(chunk_key)
         is_removing = self.cache.queues[level].is_removing(chunk_key)
         if entry is None and not is_removing and not self._is_closed:
-            job = self.cache.prepare_load(found.form, chunk_key, key.chunk_hash, level, deadline)
+            job = self.cache.prepare_load(found.form, key.chunk_hash, level, deadline)
             if job is not None:
                 entry = job.entry
-                entry.tag, entry.refreshed_s = found.form, time.monotonic()
+                entry.refreshed_s = time.monotonic()
         if entry is None or entry.state is EntryState.READY:
             done(None if entry is None else self._held(entry))
         else:
@@ -231,7 +231,7 @@ class ObjectCache:
     def _held(self, entry: Entry) -> HeldChunk:
         self._pool.pin(entry)
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
-        return HeldChunk(entry, parsed_metadata(_form_of(entry).metadata), payload.toreadonly())
+        return HeldChunk(entry, parsed_metadata(entry.form.metadata), payload.toreadonly())
 
     # ------------------------------------------------------------------ put
 
@@ -243,10 +243,9 @@ class ObjectCache:
         if not metadata.length:
             return None
         form = self._new_form(key.model_name, key.kv_rank, metadata)
-        entry = self._pool.reserve(None, metadata.length)
+        entry = self.cache.reserve(form, key.chunk_hash, is_hidden=True)
         if entry is None:
             return None
-        entry.tag = form
         (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
         return HeldChunk(entry, metadata, payload)
 
@@ -256,17 +255,17 @@ class ObjectCache:
         written: called when every tier has answered, with whether any of them, or memory, keeps the
         chunk.
         """
-        entry, form = held.entry, _form_of(held.entry)
-        chunk_key = form.key(key.chunk_hash)
+        entry = held.entry
+        chunk_key = entry.form.key(key.chunk_hash)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        entry.tag, entry.refreshed_s = form, time.monotonic()
+        entry.refreshed_s = time.monotonic()
         queues = self.cache.queues
         try:
             add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
             for queue in queues:
                 written_to = partial(self._written, queue, entry, add)
-                queue.write((form, key.chunk_hash, entry), self._write_s, written_to)
+                queue.write(entry, self._write_s, written_to)
         finally:
             self._pool.unpin(entry)
 
@@ -291,7 +290,7 @@ class ObjectCache:
     def contains(self, key: ObjectKey, deadline: float, done: Done[bool], first: int = 0) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
-        entry, level = self._pool.peek(chunk_key), self._level_of(chunk_key, first)
+        entry, level = self._pool.get(chunk_key), self._level_of(chunk_key, first)
         if entry is not None and entry.state is EntryState.READY:
             done(True)
             return
@@ -315,7 +314,7 @@ class ObjectCache:
         Also False if it was not in memory and no tier answered in time: it may still exist then.
         """
         chunk_key = self._names.chunk_key(key)
-        entry = self._pool.peek(chunk_key)
+        entry = self._pool.get(chunk_key)
         was_there = entry is not None and entry.state is EntryState.READY
         self._supersede(chunk_key)
         if entry is not None:
@@ -326,7 +325,7 @@ class ObjectCache:
 
     def _supersede(self, chunk_key: bytes) -> None:
         """Cancels a load of the key: it may bring the previous chunk."""
-        entry = self._pool.peek(chunk_key)
+        entry = self._pool.get(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self._pool.cancel(entry)
 
@@ -355,11 +354,6 @@ class ObjectCache:
 
     def _level_of(self, chunk_key: bytes, first: int) -> int | None:
         return None if self._is_closed else self.cache.level_of(chunk_key, first)
-
-
-def _form_of(entry: Entry) -> ChunkForm:
-    assert isinstance(entry.tag, ChunkForm)
-    return entry.tag
 
 
 def _any_of(first: bool, answers: int, done: Done[bool]) -> Done[bool]:

@@ -72,7 +72,8 @@ class Cached:
             PAYLOAD_BYTES,
             metadata.serialize(),
         )
-        payload = random.Random(self.number * 1000 + index).randbytes(frame.payload_bytes(index))
+        nbytes = min(PAYLOAD_BYTES, self.chunk_bytes - index * PAYLOAD_BYTES)
+        payload = random.Random(self.number * 1000 + index).randbytes(nbytes)
         store_id = self.store.to_bytes(16, "big")
         if self.sealed_with is not None:
             return self._sealed(self.sealed_with, frame, index, store_id, payload)

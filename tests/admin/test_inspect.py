@@ -186,7 +186,7 @@ def test_what_a_real_agent_would_write_is_ours(server: PrimaryServers, client: A
     frame = form.frame(bytes(32))
     header = frame.header(0, bytes(16), 0, STORED_UNIX_MS)
     key = form.key(bytes(32))
-    client.set(key + b"\0\0", bytes(header) + bytes(frame.payload_bytes(0)))
+    client.set(key + b"\0\0", bytes(header) + bytes(frame.chunk_bytes))
     report = report_on(server, key)
     assert (report.verdict, report.stripe_count) == (ChunkVerdict.COMPLETE, 1)
     assert report.name.layout == form.fingerprint.hex()[:16]

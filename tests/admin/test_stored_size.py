@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.sizes.sizing import stored_part
-from lmcache_redis.chunks.frame import HEADER_BYTES, stripe_payload_bytes
+from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header, stripe_payload_bytes
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames, stripe_key
@@ -31,7 +31,8 @@ def test_the_memory_of_a_part(redis_server: RedisServer, client: Any, part_bytes
     keys = [stripe_key(names.chunk_key(key), index) for index in range(frame.stripe_count)]
     for index, each in enumerate(keys):
         header = frame.header(index, bytes(16), 0, 0)
-        client.set(each, bytes(header) + bytes(frame.payload_bytes(index)))
+        payload = bytes(describe_header(header).payload_bytes)
+        client.set(each, bytes(header) + payload)
     assert len(keys) == expected.stripes
     assert sum(client.strlen(each) for each in keys) == expected.value_bytes
     told = sum(client.memory_usage(each) for each in keys)

@@ -16,7 +16,7 @@ from lmcache_redis.agent.sessions import Session, Sessions
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pool import Arena, Entry
 from lmcache_redis.cache.threads import OwnerLoop
-from lmcache_redis.chunks.names import FULL_REACH, ChunkForm, Reach
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.calls import CopyCall
 from lmcache_redis.metrics import Metrics
@@ -81,11 +81,11 @@ class PlayedCache(Cache):
         super().__init__(loop, Arena(slots * 4096, CHUNK_BYTES), [], Metrics())
         self.written_behind: list[bytes] = []
 
-    def views(self, form: ChunkForm, entry: Entry) -> Any:
+    def views(self, entry: Entry) -> Any:
         return [f"slot of {entry.key.decode()}"]
 
-    def write_behind(self, form: ChunkForm, chunk_hash: bytes, *_: Any, **__: Any) -> None:
-        self.written_behind.append(chunk_hash)
+    def write_behind(self, entry: Entry, *_: Any, **__: Any) -> None:
+        self.written_behind.append(entry.key)
 
 
 class Played:

@@ -134,12 +134,13 @@ def test_a_store_is_written_once_its_layout_is_known(tmp_path: Path) -> None:
     recorder = TraceRecorder(agent, str(path), 1 << 20)  # type: ignore[arg-type]
     for number in range(2):
         found = layout(f"stem {number}")
-        store = records.StoreRecord(1.0, request="r", part=found.rows[0].part, chunks="")
-        lookup = records.LookupRecord(1.0, request="r", layout=found.name, chunks="")
-        recorder._put(recording._Item(store, HASHES))
+        chunks = recording._names(HASHES)
+        store = records.StoreRecord(1.0, request="r", part=found.rows[0].part, chunks=chunks)
+        lookup = records.LookupRecord(1.0, request="r", layout=found.name, chunks=chunks)
+        recorder._put(store)
         for _ in range(2):
-            recorder._put(recording._Item(lookup, HASHES, found))
-            recorder._put(recording._Item(store, HASHES))
+            recorder._put(found, lookup)
+            recorder._put(store)
     recorder.close()
     types = [line["type"] for line in lines_of(path)]
     assert types == ["start"] + 2 * ["layout", "lookup", "store", "lookup", "store"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis import messages as m
 from lmcache_redis.agent.main import RELOADABLE
 from lmcache_redis.config import AgentConfig
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
@@ -61,6 +62,8 @@ def test_limits_and_the_level_of_the_log_change(agent: AgentServer, settings: Pa
         wait_until(lambda: agent.counter("drop_queue_full") == 2, what="a queue without room")
         assert engine.lookup("r2", HASHES) == 128
         wait_until(lambda: agent.counter("sessions_timed_out") == 1, what="a session's end")
+        # Only a worker registers. What is refused is a line for debugging.
+        engine.scheduler.link.submit(m.RegisterKVCache, groups=(), storages=()).wait(60)
         assert " DEBUG " in agent.log
         reload(
             agent,

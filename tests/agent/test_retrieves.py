@@ -12,7 +12,6 @@ from lmcache_redis import messages as m
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Arena, Entry
-from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import DeviceError, GpuLost
 from lmcache_redis.metrics import Metrics
@@ -79,10 +78,10 @@ def test_a_retrieve_that_breaks_as_it_begins_fails_alone(
     played.hold(*HASHES)
     views, calls = played.cache.views, iter(range(10))
 
-    def bug(form: ChunkForm, entry: Entry) -> Any:
+    def bug(entry: Entry) -> Any:
         if next(calls) == breaks_at:
             raise RuntimeError("a bug")
-        return views(form, entry)
+        return views(entry)
 
     monkeypatch.setattr(played.cache, "views", bug)
     played.retrieve().start()

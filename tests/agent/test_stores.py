@@ -129,11 +129,11 @@ def test_a_store_that_breaks_as_it_begins_is_answered_last(
     played = Played(device)
     views, calls = played.cache.views, []
 
-    def bug_in_the_second_call(form: Any, entry: Any) -> Any:
+    def bug_in_the_second_call(entry: Any) -> Any:
         calls.append(entry)
         if len(calls) == 3:
             raise RuntimeError("a bug")
-        return views(form, entry)
+        return views(entry)
 
     monkeypatch.setattr(played.cache, "views", bug_in_the_second_call)
     played.store().start()

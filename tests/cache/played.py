@@ -156,7 +156,7 @@ class World:
         """A READY chunk in the host pool, whose bytes its hash decides."""
         entry = self.cache.reserve(form, chunk_hash)
         assert entry is not None
-        for view in self.cache.views(form, entry):
+        for view in self.cache.views(entry):
             view[:] = chunk_hash[:1] * len(view)
         assert self.cache.publish(entry)
         return entry

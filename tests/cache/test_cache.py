@@ -30,7 +30,7 @@ class Both(World):
 
     def store(self) -> None:
         for name in HASHES:
-            self.cache.write_behind(FORM, name, self.hold(name))
+            self.cache.write_behind(self.hold(name))
         self.run(lambda: not self.cache.backlog)
 
     def look_up(self) -> dict[str, int]:
@@ -39,8 +39,8 @@ class Both(World):
 
         def done(lookup: PrefixLookup) -> None:
             found.append({"all": lookup.bound, **loaded_from(lookup)})
-            for (chunk, _), entry in lookup.take().items():
-                payload = b"".join(self.cache.views(FORM, entry))
+            for (chunk, _), entry in lookup.parts.take().items():
+                payload = b"".join(self.cache.views(entry))
                 assert payload == HASHES[chunk][:1] * FORM.chunk_bytes
                 self.cache.pool.unpin(entry)
 

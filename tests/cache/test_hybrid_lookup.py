@@ -139,12 +139,12 @@ class Model(World):
     def begin(self, *, first_chunk: int = 0, chunks: int = 16) -> PrefixLookup:
         def done(found: PrefixLookup) -> None:
             needs = PrefixNeeds(self.reaches, first_chunk, CHUNK)
-            held, later = found.take(), later_parts(found)
+            held, later = found.parts.take(), later_parts(found)
             assert sorted([*held, *later]) == sorted(needs.parts(found.bound)), "and no more"
             assert not later or len(held) + len(later) > self.cache.pool.capacity
-            for (chunk, row), entry in held.items():
+            for (chunk, _), entry in held.items():
                 assert (entry.state, entry.pins > 0) == (EntryState.READY, True)
-                (view,) = self.cache.views(self.forms[row], entry)
+                (view,) = self.cache.views(entry)
                 assert bytes(view) == HASHES[chunk][:1] * 64
             self.answers.append((found.bound, held, loaded_from(found)))
 
@@ -652,7 +652,7 @@ class Served(World):
         """To the disk and Redis, or only to the disk (1)."""
         for chunk in chunks:
             entry = self.hold(HASHES[chunk], self.forms[row])
-            self.cache.write_behind(self.forms[row], HASHES[chunk], entry, levels=levels)
+            self.cache.write_behind(entry, levels=levels)
         self.run(lambda: not self.cache.backlog)
 
     def forget(self) -> None:
@@ -668,8 +668,8 @@ class Served(World):
         found: list[tuple[int, dict[str, int]]] = []
 
         def done(lookup: PrefixLookup) -> None:
-            for (chunk, row), entry in lookup.take().items():
-                payload = b"".join(self.cache.views(self.forms[row], entry))
+            for (chunk, _), entry in lookup.parts.take().items():
+                payload = b"".join(self.cache.views(entry))
                 assert payload == HASHES[chunk][:1] * PART_BYTES
                 self.cache.pool.unpin(entry)
             found.append((lookup.bound, loaded_from(lookup)))

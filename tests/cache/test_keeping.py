@@ -41,7 +41,7 @@ class Hot(World):
 
         def answer(lookup: PrefixLookup) -> None:
             asked.extend(len(tier.refreshed) for tier in (self.disk, self.redis))
-            self.held = lookup.take()
+            self.held = lookup.parts.take()
 
         PrefixLookup(self.cache, LookupRequest([FORM], HASHES, math.inf), answer).start()
         self.loop.run_posted()
@@ -131,7 +131,7 @@ def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     hot.disk.index = {key for key, _ in CHUNKS[1:]}
     held: list[Entry] = []
     request = LookupRequest([FORM], HASHES, math.inf)
-    PrefixLookup(hot.cache, request, lambda found: held.extend(found.take().values())).start()
+    PrefixLookup(hot.cache, request, lambda found: held.extend(found.parts.take().values())).start()
     (job,) = hot.redis.read
     hot.redis.read_done(job, ReadOutcome.LOADED)
     hot.run(lambda: held and hot.redis.refreshed)

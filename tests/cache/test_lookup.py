@@ -51,7 +51,7 @@ class Tiers(World):
     ) -> PrefixLookup:
         def done(lookup: PrefixLookup) -> None:
             self.found.append((lookup.bound, loaded_from(lookup)))
-            self.held.append(lookup.take())
+            self.held.append(lookup.parts.take())
 
         deadline_s = time.monotonic() + within_s
         request = LookupRequest(
@@ -137,7 +137,7 @@ def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None
     assert sorted(held) == [(chunk, 0) for chunk in range(4)]
     for (chunk, _), entry in held.items():
         assert (entry.state, entry.pins >= 1) == (EntryState.READY, True)
-        content = b"".join(tiers.cache.views(FORM, entry))
+        content = b"".join(tiers.cache.views(entry))
         assert content == HASHES[chunk][:1] * FORM.chunk_bytes
     assert tiers.counted() == {
         "miss_absent": 1,
@@ -509,7 +509,7 @@ def test_room_that_is_gone_before_the_last_slice_ends_the_prefix(
     assert len(tiers.redis.read) == 4
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found == [(4, {"disk": 0, "Redis": 4})]
-    tiers.cache.pool.unpin(tiers.cache.pool.peek(FORM.key(b"o" * 32)))  # type: ignore[arg-type]
+    tiers.cache.pool.unpin(tiers.cache.pool.get(FORM.key(b"o" * 32)))  # type: ignore[arg-type]
 
 
 def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:

@@ -43,3 +43,20 @@ def test_an_action_that_fails_fails_alone(caplog: pytest.LogCaptureFixture) -> N
     assert len(ran) == 3
     assert len(woken) == 4
     assert caplog.text.count("RuntimeError: a bug") == 2
+
+
+def test_what_runs_again_and_again_survives_its_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ran = OwnerLoop(lambda: None), []
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def bug() -> None:
+        ran.append(now)
+        raise RuntimeError("a bug")
+
+    loop.every(10, bug)
+    first = now
+    for passed in (0, 9, 10, 19, 20):
+        now = first + passed
+        loop.run_due()
+    assert ran == [first + 10, first + 20]

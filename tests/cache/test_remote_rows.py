@@ -67,7 +67,7 @@ class Nodes(World):
             remote=[names_of(form) for form in self.forms[self.local :]],
         )
         lookup = PrefixLookup(
-            self.cache, request, lambda found: answers.append((found.bound, found.take()))
+            self.cache, request, lambda found: answers.append((found.bound, found.parts.take()))
         )
         lookup.start()
         self.run(lambda: answers and not self.cache.backlog and not self.loop._posted)

@@ -157,7 +157,7 @@ class Serving:
 
         def done(found: PrefixLookup) -> None:
             request.loaded = found.bound
-            for entry in found.take().values():
+            for entry in found.parts.take().values():
                 self.world.cache.pool.unpin(entry)
             self._compute(request, COPY_S if found.bound else 0.0)
 

@@ -38,8 +38,8 @@ class Queue(World):
         return self.cache.queues[0]
 
     def enqueue(self, delay_s: float = 0.0) -> None:
-        for name, entry in zip(HASHES, self.entries, strict=True):
-            self.cache.write_behind(FORM, name, entry, delay_s)
+        for entry in self.entries:
+            self.cache.write_behind(entry, delay_s)
         self.loop.run_due()
 
     def answer(self, result: ExistsResult) -> None:
@@ -55,7 +55,7 @@ class Queue(World):
 
     def load(self, name: bytes, outcome: ReadOutcome = ReadOutcome.MISSING) -> None:
         """Loads a chunk that is not in the pool, in vain."""
-        job = self.cache.prepare_load(FORM, FORM.key(name), name, 0, math.inf)
+        job = self.cache.prepare_load(FORM, name, 0, math.inf)
         assert job is not None
         self.cache.begin_loads([job])
         self.tier.read_done(job, outcome)
@@ -189,12 +189,12 @@ def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None
     assert 0 < fits < 20
     extra = [bytes([number]) * 32 for number in range(20 - len(HASHES))]
     queue.entries += [queue.hold(name) for name in extra]
-    for name, entry in zip([*HASHES, *extra], queue.entries, strict=True):
-        queue.cache.write_behind(FORM, name, entry, 60)
+    for entry in queue.entries:
+        queue.cache.write_behind(entry, 60)
     assert queue.counted() == {"drop_queue_full": 20 - fits}
     assert queue.writes.queued_bytes == fits * FORM.chunk_bytes
     queue.tier.is_up = False
-    queue.cache.write_behind(FORM, extra[-1], queue.entries[-1])
+    queue.cache.write_behind(queue.entries[-1])
     assert queue.counted("drop_redis") == {"drop_redis_error": 1}
     queue.cache.begin_writes()
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
@@ -228,11 +228,11 @@ def test_a_full_queue_drops_what_would_be_written_last(queue: Queue) -> None:
     fits = 1000 // FORM.chunk_bytes
     names = block_hashes("other", fits + 1)
     entries = [queue.hold(name) for name in names]
-    for position, (name, entry) in enumerate(zip(names, entries, strict=True)):
+    for position, entry in enumerate(entries):
         entry.position = position
-        queue.cache.write_behind(FORM, name, entry, 60)
+        queue.cache.write_behind(entry, 60)
     assert [entry.pins for entry in entries] == [1] * fits + [0]
-    queue.cache.write_behind(FORM, HASHES[0], queue.entries[0], 60)
+    queue.cache.write_behind(queue.entries[0], 60)
     assert [entry.pins for entry in entries] == [1] * (fits - 1) + [0] * 2
     assert queue.counted("drop_") == {"drop_queue_full": 2}
     assert queue.writes.queued_bytes == fits * FORM.chunk_bytes
@@ -247,9 +247,9 @@ def test_each_chunk_that_a_full_queue_drops_is_counted(queue: Queue) -> None:
     for name in (names := block_hashes("small", fits)):
         entry = queue.hold(name, small)
         entry.position = 1
-        queue.cache.write_behind(small, name, entry, 60)
+        queue.cache.write_behind(entry, 60)
     assert queue.counted() == {}
-    queue.cache.write_behind(FORM, HASHES[0], queue.entries[0], 60)
+    queue.cache.write_behind(queue.entries[0], 60)
     dropped = queue.counted()["drop_queue_full"]
     assert dropped == 1 + len(names) - len(queue.writes) > 1
     queue.cache.begin_writes()
@@ -298,8 +298,8 @@ def test_a_failure_is_said_once_and_again_after_a_success(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = [WriteOutcome.FULL, WriteOutcome.FULL, WriteOutcome.STORED, WriteOutcome.FULL]
-    for name, entry, end in zip(HASHES, queue.entries, ends, strict=False):
-        queue.cache.write_behind(FORM, name, entry)
+    for entry, end in zip(queue.entries, ends, strict=False):
+        queue.cache.write_behind(entry)
         queue.loop.run_due()
         queue.answer(ExistsResult(CallOutcome.DONE, [False]))
         queue.tier.write_done(queue.tier.written.pop(), end)
@@ -324,7 +324,7 @@ def test_what_was_doubtful_is_written_without_asking(queue: Queue, outcome: Read
     queue.load(name, outcome)
     for is_marked in (outcome in DOUBTFUL, outcome in DOUBTFUL, False):
         entry = queue.cache.pool.get(FORM.key(name)) or queue.hold(name)
-        queue.cache.write_behind(FORM, name, entry)
+        queue.cache.write_behind(entry)
         queue.loop.run_due()
         assert len(queue.tier.refreshed) == (not is_marked)
         if not is_marked:
@@ -354,8 +354,8 @@ def test_what_an_index_has_is_written_if_it_is_doubtful() -> None:
     world = World([(disk, REDIS_COUNTERS)])
     world.cache.queues[0].distrust(FORM.key(HASHES[0]))
     entries = [world.hold(name) for name in HASHES]
-    for name, entry in zip(HASHES, entries, strict=True):
-        world.cache.write_behind(FORM, name, entry)
+    for entry in entries:
+        world.cache.write_behind(entry)
     world.loop.run_due()
     (job,) = disk.written
     assert job.entry is entries[0]
@@ -385,7 +385,7 @@ class Large(World):
         name = number.to_bytes(32, "big")
         entry = self.hold(name, self.form)
         entry.position = 100 - number % 100
-        self.cache.write_behind(self.form, name, entry)
+        self.cache.write_behind(entry)
 
     def end(self) -> None:
         """Ends what is written and begins what is next."""
@@ -446,8 +446,8 @@ def test_a_chunk_does_not_drop_its_equals(queue: Queue) -> None:
     queue.writes.schedule.limit_bytes = fits * FORM.chunk_bytes
     names = block_hashes("equal", fits + 1)
     entries = [queue.hold(name) for name in names]
-    for name, entry in zip(names, entries, strict=True):
-        queue.cache.write_behind(FORM, name, entry, 60)
+    for entry in entries:
+        queue.cache.write_behind(entry, 60)
     assert [entry.pins for entry in entries] == [1] * fits + [0]
     queue.cache.begin_writes()
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
@@ -460,14 +460,14 @@ def test_a_queue_takes_what_the_tier_writes_in_time(
     monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", FORM.chunk_bytes)
     monotonic, later_s = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
-    queue.cache.write_behind(FORM, HASHES[0], queue.entries[0])
+    queue.cache.write_behind(queue.entries[0])
     queue.loop.run_due()
     queue.answer(ExistsResult(CallOutcome.DONE, [False]))
     later_s = 20.0
     queue.end(WriteOutcome.STORED)
     queue.tier.written.clear()
     for number in (1, 2):
-        queue.cache.write_behind(FORM, HASHES[number], queue.entries[number], 60)
+        queue.cache.write_behind(queue.entries[number], 60)
     assert (len(queue.writes), queue.counted("drop_")) == (1, {"drop_queue_full": 1})
     assert [entry.pins for entry in queue.entries] == [0, 1, 0, 0, 0]
     queue.cache.begin_writes()
@@ -498,7 +498,7 @@ def test_a_waiting_write_is_skipped_if_discarded(
     ends: list[WriteOutcome] = []
     for _ in range(3):
         entry = queue.entries[0]
-        queue.writes.write((FORM, HASHES[0], entry), math.inf, ends.append)
+        queue.writes.write(entry, math.inf, ends.append)
         queue.cache.pool.discard(entry)
         queue.entries[0] = queue.hold(HASHES[0])
     assert len(queue.tier.written) == 1

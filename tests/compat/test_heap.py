@@ -183,7 +183,7 @@ class HeapMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def discard(self, key: bytes) -> None:
         entry = self.index.pop(key, None)
-        assert self.pool.peek(key) is entry
+        assert self.pool.get(key) is entry
         if entry is not None:
             self.pool.discard(entry)
             if entry in self.idle:

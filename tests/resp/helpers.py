@@ -70,8 +70,8 @@ class Chunk:
         self._guarded: list[bytearray] = []
         self.slots: list[memoryview] = []
         source = random.Random(seed if seed is not None else number)
-        for index in range(self.frame.stripe_count):
-            size = self.frame.payload_bytes(index)
+        for first in range(0, chunk_bytes, self.frame.stripe_payload_bytes):
+            size = min(self.frame.stripe_payload_bytes, chunk_bytes - first)
             filling = source.randbytes(size) if seed is not None else bytes(size)
             guarded = bytearray(GUARD + filling + GUARD)
             self._guarded.append(guarded)

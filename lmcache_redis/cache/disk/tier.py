@@ -52,10 +52,7 @@ _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 T = TypeVar("T")
 
-# Calls that may hang.
-READ, WRITE, REMOVAL = "a read", "a write", "a removal"
-
-DEFAULT_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
 _JOIN_S = 0.25
 # A larger buffer is not kept.
 _KEPT_BUFFER_BYTES = 64 << 20
@@ -67,9 +64,9 @@ _Read: TypeAlias = tuple[ReadOutcome, memoryview]
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses. Thread-safe.
 
-    limit_bytes: see `store`. read_patience_s: how long a read may be in flight; write_patience_s:
-    the same for a write or a removal. write_nice: see `nice(2)`. in_background: the files that are
-    there are read on a thread, and the tier is down until that has ended.
+    limit_bytes: see `store`. read_patience_s: how long a read may be in flight; other calls may for
+    `PATIENCE_S`. write_nice: see `nice(2)`. in_background: the files that are there are read on a
+    thread, and the tier is down until that has ended.
 
     Raises ConfigError if a value is invalid, or the directory cannot be used or is in use.
     """
@@ -81,8 +78,7 @@ class DiskTier:
         directory: str | os.PathLike[str],
         limit_bytes: int,
         *,
-        read_patience_s: float = DEFAULT_PATIENCE_S,
-        write_patience_s: float = DEFAULT_PATIENCE_S,
+        read_patience_s: float = PATIENCE_S,
         read_threads: int = 2,
         write_threads: int = 1,
         write_nice: int = 10,
@@ -91,8 +87,7 @@ class DiskTier:
         path = Path(directory)
         self.directory = os.fspath(path)
         self.store = DiskStore(ChunkFiles(path), limit_bytes)
-        writing_s = write_patience_s
-        self._patience_s = {READ: read_patience_s, WRITE: writing_s, REMOVAL: writing_s}
+        self._read_patience_s = read_patience_s
         self._lock_fd = lock_directory(path)
         self._unread = "its files are being read"  # why the index is not complete
         # Jobs that have not ended, with what answers them with the outcome of a name. Whoever takes
@@ -162,7 +157,7 @@ class DiskTier:
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         def remove() -> RemoveResult | None:
-            removed = self._call(REMOVAL, partial(self.store.remove, key))
+            removed = self._call("a removal", partial(self.store.remove, key))
             return None if removed is None else RemoveResult(CallOutcome.DONE, int(removed))
 
         self._begin(self._reads, object(), deadline, remove, done, _not_removed)
@@ -172,7 +167,7 @@ class DiskTier:
 
         def clear() -> RemoveResult:
             removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
-            removed = sum(self._call(REMOVAL, each) or False for each in removals)
+            removed = sum(self._call("a removal", each) or False for each in removals)
             return RemoveResult(self._answer_now, removed)
 
         self._begin(self._reads, object(), deadline, clear, done, _not_removed)
@@ -221,7 +216,8 @@ class DiskTier:
 
     def _load(self, io: ChunkIO) -> _Read | None:
         buffer = self._buffer(io.frame.chunk_bytes)
-        outcome = self._call(READ, partial(self.store.load, io.key, io.frame, buffer))
+        load = partial(self.store.load, io.key, io.frame, buffer)
+        outcome = self._detector.run(load, "a read", self._read_patience_s)
         return None if outcome is None else (outcome, buffer)
 
     def _store(self, io: ChunkIO) -> WriteOutcome | None:
@@ -230,11 +226,11 @@ class DiskTier:
             np.copyto(piece, slot)
         # If it ends while its slots are copied, they may change meanwhile: it is not visible then.
         write = partial(self.store.write, io.key, io.frame, buffer, lambda: io not in self._pending)
-        return self._call(WRITE, write)
+        return self._call("a write", write)
 
     def _call(self, what: str, call: Callable[[], T]) -> T | None:
-        """Makes a blocking call to the store; None: another hangs, or the tier is closed."""
-        return self._detector.run(call, what, self._patience_s[what])
+        """Changes the store; None: another call hangs, or the tier is closed."""
+        return self._detector.run(call, what, PATIENCE_S)
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Memory of this thread until its next job."""
