@@ -33,14 +33,15 @@ class LimitedLink:
         number = os.getpid() if number is None else number
         self._name = f"lmcr{number}"
         self._ends = f"lmcr{number}a"[-15:], f"lmcr{number}b"[-15:]
-        self._network = f"10.217.{number % 256}"
+        third, fourth = divmod(number % 16384, 64)
+        self._here, self._there = (f"10.217.{third}.{4 * fourth + end}" for end in (1, 2))
         self._directory = directory
         self._server: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """Of the server, for an agent."""
-        return f"redis://{self._network}.2:{PORT}"
+        return f"redis://{self._there}:{PORT}"
 
     def limit(self, mbit_per_s: float | None) -> None:
         """Limits both directions; None: no limit."""
@@ -65,15 +66,15 @@ class LimitedLink:
         try:
             _run("ip", "netns", "add", self._name)
             _run("ip", "link", "add", here, "type", "veth", "peer", there, "netns", self._name)
-            _run("ip", "addr", "add", f"{self._network}.1/30", "dev", here)
+            _run("ip", "addr", "add", f"{self._here}/30", "dev", here)
             _run("ip", "link", "set", here, "up")
-            _run("ip", "-n", self._name, "addr", "add", f"{self._network}.2/30", "dev", there)
+            _run("ip", "-n", self._name, "addr", "add", f"{self._there}/30", "dev", there)
             _run("ip", "-n", self._name, "link", "set", there, "up")
             with (self._directory / "redis.log").open("ab") as log:
                 self._server = subprocess.Popen(
                     [
                         "ip", "netns", "exec", self._name, "redis-server", "--port", str(PORT),
-                        "--bind", f"{self._network}.2", "--protected-mode", "no", "--save", "",
+                        "--bind", self._there, "--protected-mode", "no", "--save", "",
                         "--dir", str(self._directory),
                     ],
                     stdout=log, stderr=log,

@@ -25,7 +25,11 @@ from tests.resp.certificates import Authority
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls, wait_until
 from tests.topologies import Cluster, info, keys_on, running_cluster, running_sentinel
 
-pytestmark = pytest.mark.servers
+pytestmark = [
+    pytest.mark.servers,
+    # redis-py leaves a connection to the garbage collector if it cannot make a cluster's client.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+]
 
 
 @pytest.fixture(scope="module")
