@@ -221,7 +221,7 @@ class KeyQuestion(Job[CallOutcome]):
         self._result: Any = None
 
     def send_ahead(self, connection: Connection) -> None:
-        """Send the first commands, on a caller's thread; `take_step` sends the rest."""
+        """Begin: send the first commands, on a caller's thread; `take_step` sends the rest."""
         packed, replies = next(self._steps)
         requests = iter(packed)
         first = next(requests, b"")
@@ -263,6 +263,7 @@ class Controller:
         server works on them while the control thread wakes up. That saves 0.1 ms, a sixth of a
         lookup.
         """
+        # Held by `_step` when a question that has begun comes back for its next step.
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
                 connection = self._connection

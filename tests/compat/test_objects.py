@@ -416,9 +416,14 @@ def test_what_a_tier_lost_is_read_from_the_next_by_its_frame(make: Callable[...,
     disk.index = set()
     objects.end_read(disk, None)
     objects.end_read(below, b"abc")
+    check_loaded(objects, loaded, b"abc", disk)
+
+
+def check_loaded(objects: Objects, loaded: list[Any], payload: bytes, disk: PlayedTier) -> None:
+    """A chunk that was loaded from below is also written to the disk."""
     (held,) = loaded
     assert held is not None
-    assert held.payload == b"abc"
+    assert held.payload == payload
     objects.objects.release(held)
     objects.run(lambda: disk.written)
     objects.end_write(disk)
@@ -438,12 +443,7 @@ def test_a_chunk_of_another_size_in_the_next_tier_is_a_miss(make: Callable[..., 
     (found_below,) = objects._described(below, b"other")
     loaded = objects.load(A, found_below)
     objects.end_read(below, b"other")
-    (held,) = loaded
-    assert held is not None
-    assert held.payload == b"other"
-    objects.objects.release(held)
-    objects.run(lambda: disk.written)
-    objects.end_write(disk)
+    check_loaded(objects, loaded, b"other", disk)
 
 
 def test_a_load_without_room_is_a_miss(make: Callable[..., Objects]) -> None:
