@@ -227,10 +227,12 @@ class PlayedEngine:
         """Steps until all requests are answered and all transfers have ended."""
         for _ in range(_STEPS):
             transfers = (*self._loads, *self._stores, *self._ended)
-            if not self._requests and not transfers:
+            pending = transfers or self.connector.has_pending_push_work()
+            if not self._requests and not pending:
                 break
             self.step()
         else:
+            assert self._requests, "blocks that stay held"
             raise AssertionError(f"requests that do not end: {list(self._requests)}")
         self.step()
         self.step()

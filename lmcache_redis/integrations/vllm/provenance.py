@@ -94,8 +94,9 @@ class BlockProvenance:
         """How many of a request's first ``tokens`` are known, up to the end of a block."""
         known = tokens
         for group in self._groups:
-            size = group.block_size_tokens
-            for number, block in enumerate(blocks[group.number][: -(-known // size)]):
+            size, held = group.block_size_tokens, blocks[group.number]
+            known = min(known, len(held) * size)
+            for number, block in enumerate(held[: -(-known // size)]):
                 end = min((number + 1) * size, tokens)
                 if not block.is_null and not self._is_known(block, end, prefix):
                     known = min(known, number * size)
