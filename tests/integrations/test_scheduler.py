@@ -618,6 +618,8 @@ def asked_behind(
     """What is loaded and stored of four chunks of which vLLM has ``local`` tokens of its own."""
     request = FakeRequest(name, lora_request=lora)
     found = scheduler.matched_tokens(request, local)
+    if found is None:  # the step that was being scheduled may have known more
+        found = scheduler.matched_tokens(request, local)
     scheduler.allocated(request, [blocks], 0)
     rest = 4 * CHUNK + 1 - local
     metadata = run(scheduler, step(new=(name, blocks, local, rest)))

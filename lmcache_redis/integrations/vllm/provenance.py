@@ -87,8 +87,10 @@ class BlockProvenance:
             size = group.block_size_tokens
             numbers = range(tokens.start // size, -(-tokens.stop // size))
             for number, block in zip(numbers, blocks[group.number][numbers.start :], strict=False):
-                if not block.is_null:
-                    self._known[block.block_id] = prefix, min((number + 1) * size, tokens.stop)
+                end = min((number + 1) * size, tokens.stop)
+                # vLLM may compute tokens again that a block already has.
+                if not block.is_null and not self._is_known(block, end, prefix):
+                    self._known[block.block_id] = prefix, end
 
     def _known_tokens(self, blocks: Blocks, tokens: int, prefix: bytes) -> int:
         """How many of a request's first ``tokens`` are known, up to the end of a block."""

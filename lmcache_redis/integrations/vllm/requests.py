@@ -111,7 +111,8 @@ class Tracked:
     for which a store was planned or ruled out. local_tokens: vLLM had these in its own cache when
     it asked last. loaded_tokens: planned since. known_tokens: what lies behind them was not
     computed or loaded by this engine under ``prefix`` (`BlockProvenance`). filled_tokens: whose
-    blocks are known since it has begun. matched: vLLM knows the number of tokens to load, and has
+    blocks are known since it has begun. doubted: what vLLM has of its prefix is looked at once more
+    before nothing is loaded behind it. matched: vLLM knows the number of tokens to load, and has
     not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
     preemption. loading: its load has not ended. computes: the rest, without another lookup.
     """
@@ -127,6 +128,7 @@ class Tracked:
     loaded_tokens: int = 0
     known_tokens: int = sys.maxsize
     filled_tokens: int = 0
+    doubted: bool = False
     matched: bool = False
     started: bool = False
     loading: bool = False

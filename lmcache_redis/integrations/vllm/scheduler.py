@@ -120,9 +120,6 @@ class ConnectorScheduler:
             or tracked.prefix is None
             or not tracked.options.load
             or request.skip_reading_prefix_cache
-            # What vLLM has of its prefix was not made under the names that it has now: nothing is
-            # loaded behind that, because vLLM would compute from there.
-            or (local_tokens and not self._planner.provenance.ends_known(tracked, local_tokens))
         ):
             return 0
         lookup = tracked.lookup
@@ -166,9 +163,15 @@ class ConnectorScheduler:
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
         self._planner.missed(tracked.chunk_names()[first_miss:])
-        if self._is_canary(tracked, lookup, tokens):
+        if self._is_canary(tracked, lookup, tokens) or tokens <= local_tokens:
             return 0
-        return max(0, tokens - local_tokens)
+        if local_tokens and not self._planner.provenance.ends_known(tracked, local_tokens):
+            # What vLLM has of its prefix was not made under the names that it has now. Nothing is
+            # loaded behind that, because vLLM would compute from there. Or it is being computed in
+            # the step that vLLM is scheduling: then the next step knows.
+            tracked.doubted = not tracked.doubted
+            return None if tracked.doubted else 0
+        return tokens - local_tokens
 
     def _is_canary(self, tracked: Tracked, lookup: RequestLookup, tokens: int) -> bool:
         """Whether its hit is compared; decided once for each lookup.
@@ -409,15 +412,15 @@ class ConnectorScheduler:
 def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, bool, int]]:
     """Of each request: whether it begins or resumes, and its tokens before.
 
-    In vLLM's own order: those that begin may use blocks that the running ones fill in this step.
+    Those that begin may use blocks that others fill in this step: running ones, and those with
+    fewer tokens before.
     """
-    cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
-    rows = [*zip(cached.req_ids, cached.num_computed_tokens, strict=True)]
-    for request_id, tokens in rows:
-        if request_id not in cached.resumed_req_ids:
-            yield request_id, False, tokens
-    for each in new:
-        yield each.req_id, True, each.num_computed_tokens
-    for request_id, tokens in rows:
+    cached = output.scheduled_cached_reqs
+    begin = [(each.num_computed_tokens, each.req_id) for each in output.scheduled_new_reqs]
+    for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         if request_id in cached.resumed_req_ids:
-            yield request_id, True, tokens
+            begin.append((tokens, request_id))
+        else:
+            yield request_id, False, tokens
+    for tokens, request_id in sorted(begin):
+        yield request_id, True, tokens
