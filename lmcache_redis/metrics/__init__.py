@@ -97,6 +97,7 @@ _ALONE: Final = {
     "differing_chunks": "parts of chunks that were not what an engine has computed",
     "uncompared_chunks": "parts of canaries not compared: no longer in the host pool, not read "
     "in time, or without numbers",
+    "failed_removals": "attempts to remove a chunk from a tier that failed; others follow",
     # host pool and connections
     "evictions": "chunks evicted from the host pool to make room",
     "clears": "CLEAR requests carried out in the host pool",
