@@ -22,6 +22,7 @@ from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.resp.options import user_of
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.transport import Wakeup
@@ -229,6 +230,9 @@ def _redis(agent: Agent) -> dict[str, Any]:
     state, stats = agent.plane.state, agent.plane.stats()
     return {
         "server": agent.plane.deployment.url,
+        # Empty if only its credential provider knows it.
+        "user": user_of(agent.plane.deployment.server.credentials),
+        "commands": [each.name for each in agent.plane.commands],
         "key_prefix": agent.config.key_prefix.decode("utf-8", "backslashreplace"),
         "up": state.up,
         "reason": state.reason,

@@ -41,9 +41,10 @@ from lmcache_redis.resp.control import (
     walk_keys,
 )
 from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask
+from lmcache_redis.resp.net.commands import Command, Use, needed
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
-from lmcache_redis.resp.options import RedisOptions, parse_deployment
+from lmcache_redis.resp.options import RedisOptions, parse_deployment, uses_of
 from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -147,6 +148,12 @@ class RedisPlane:
     def state(self) -> PlaneState:
         """Up or down, and why. A cluster is up while any of its shards is."""
         return self._nodes.state
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        """Those that its user needs rights for, by the settings and by who listens now."""
+        routers = (Use.ROUTERS,) if self.removals.is_listening else ()
+        return needed((*uses_of(self.deployment, self.options.ttl_refresh), *routers))
 
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
