@@ -51,10 +51,11 @@ Canaries
 One request in ``canary_every`` (``WELCOME``) that hits without local tokens loads nothing. When the
 engine has computed the chunks of the hit, its workers send ``COMPARE`` in the place of ``STORE``:
 the agent compares the blocks with the parts that the lookup has pinned, by their distance. If they
-differ, it removes the parts from its tiers and distrusts their layout and epoch: until it trusts
-them again, ``LOOKUP_RESULT`` says ``compare_only``, so that the engine loads nothing and each hit
-is a canary, and each ``RETRIEVE`` fails. The agent trusts them again after a hundred canaries
-without a difference, or when a tool sends ``TRUST``. What has another epoch is another name.
+differ, it removes the parts from its tiers and, unless clients may have named them, distrusts their
+layout and epoch: until it trusts them again, ``LOOKUP_RESULT`` says ``compare_only``, so that the
+engine loads nothing and each hit is a canary, and each ``RETRIEVE`` fails. The agent trusts them
+again after a hundred canaries without a difference, or when a tool sends ``TRUST``. What has
+another epoch is another name.
 
 Engines of several nodes
 ------------------------
@@ -110,7 +111,7 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -234,7 +235,13 @@ class Store(Message, frozen=True, tag="STORE"):
 
 
 class Compare(Store, frozen=True, tag="COMPARE"):
-    """Compares blocks with what a lookup has pinned. All chunks are answered ``already_cached``."""
+    """Compares blocks with what a lookup has pinned. All chunks are answered ``already_cached``.
+
+    client_named: the last so many of the hashes cover names that clients may have given (of media).
+    If these differ, the layout stays trusted.
+    """
+
+    client_named: Number = 0
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):

@@ -7,6 +7,9 @@ finds no room, is read after the lease, or holds no numbers is not compared.
 It cannot be told which of two parts that differ is wrong, nor what else is. So the chunk leaves the
 pool and the tiers (`cache.doubted`), and the next store writes it anew. And its layout is
 distrusted in its epoch: nothing of it is loaded until it is trusted again (`peers.LayoutTrust`).
+
+Where a name covers a medium, a client may have given two contents one name. If such a chunk differs
+it is removed, and its layout stays trusted: no client turns off the cache of others.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _FARTHEST = 10.0
 class CompareJob(StoreJob):
     """Compares blocks with parts in the host pool. Stores nothing."""
 
+    _question: m.Compare
     _layout: KVLayout
     _limit: float
     _cached: dict[int, Entry]  # by chunk, each with a pin of this job
@@ -93,6 +97,15 @@ class CompareJob(StoreJob):
         chunk_hash, form = self._hashes[chunk], self._form
         self._cache.metrics.count("differing_chunks")
         self._cache.remove(form.key(chunk_hash), cached)
+        if chunk >= len(self._hashes) - self._question.client_named:
+            if self._agent.trust.differed_by_name(form.fingerprint):
+                logger.warning(
+                    "the cached KV of a prompt with media, of %s, is not what its engine has "
+                    "computed: layout %s, chunk %s. A client may have given two media one name, so "
+                    "only this chunk is removed (all such are counted, and the first is logged)",
+                    form.model_name, form.fingerprint.hex()[:16], chunk_hash.hex()[:16],
+                )  # fmt: skip
+            return
         if self._agent.trust.differed(form.fingerprint, chunk_hash):
             logger.error(
                 "the cached KV of %s is not what its engine has computed: layout %s, chunk %s, "

@@ -27,6 +27,7 @@ _JOIN_S = 2.0
 MAX_MODELS = 64
 OTHER_MODELS = "(others)"
 CANARIES_AGAIN = 100
+_MOST_SAID = 1024
 
 Reply = Callable[[m.Answer], None]
 
@@ -266,6 +267,7 @@ class LayoutTrust:
     def __init__(self) -> None:
         # By fingerprint and epoch, of those distrusted: canaries in a row without a difference.
         self._agreed: dict[tuple[bytes, bytes], int] = {}
+        self._said: set[bytes] = set()  # layouts of which chunks with media have differed
 
     def allows(self, fingerprints: Iterable[bytes], chunk_hash: bytes) -> bool:
         if not self._agreed:
@@ -279,6 +281,16 @@ class LayoutTrust:
         was_trusted = found not in self._agreed
         self._agreed[found] = 0
         return was_trusted
+
+    def differed_by_name(self, fingerprint: bytes) -> bool:
+        """A canary has found a difference under a name that clients may have given.
+
+        Returns whether it is the first of the layout.
+        """
+        is_first = fingerprint not in self._said and len(self._said) < _MOST_SAID
+        if is_first:
+            self._said.add(fingerprint)
+        return is_first
 
     def agreed(self, fingerprint: bytes, chunk_hash: bytes) -> bool:
         """A canary has found none. Returns whether the layout is trusted from now on."""
