@@ -26,13 +26,14 @@ _Values = dict[str | int, bytes | str | int]
 @dataclass(frozen=True, slots=True)
 class Rights:
     """user: who tried; empty if only a credential provider knows it. agent: the user of this node's
-    agent; empty if that is not known. refused: of those tried, on a server or a Sentinel.
+    agent; empty if that is not known. tried: names of commands. refused: those of them that were,
+    on a server or a Sentinel.
     """
 
     user: str
     agent: str
-    tried: tuple[Command, ...]
-    refused: tuple[Command, ...]
+    tried: tuple[str, ...]
+    refused: tuple[str, ...]
 
 
 def sent_by_agents(
@@ -65,8 +66,12 @@ def try_rights(
     for seed in deployment.seeds if of_sentinels else ():
         with contextlib.suppress(RedisError):  # of several, one may be down
             refused |= _refused(seed, of_sentinels, values)
-    found = tuple(each for each in tried if each in refused)
-    return Rights(user_of(node.endpoint.credentials), agent, tried, found)
+    return Rights(
+        user_of(node.endpoint.credentials),
+        agent,
+        tuple(each.name for each in tried),
+        tuple(each.name for each in tried if each in refused),
+    )
 
 
 def _refused(endpoint: Endpoint, wanted: Iterable[Command], values: _Values) -> set[Command]:

@@ -11,6 +11,7 @@ from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
+from lmcache_redis.resp.net.commands import COMMANDS
 from lmcache_redis.resp.net.endpoint import Transport
 
 OLDEST_VERSION = (6, 2)
@@ -183,7 +184,11 @@ def _rights(f: Facts) -> Iterator[Finding]:
     """Whether the user may send what agents send."""
     if f.rights is None:
         return
-    user, refused = f.rights.user or "the user of the credential provider", f.rights.refused
+    user = f.rights.user or "the user of the credential provider"
+    tried, refused = (
+        [each for each in COMMANDS if each.name in names]
+        for names in (f.rights.tried, f.rights.refused)
+    )
     if refused:
         is_vital = any(each.is_vital for each in refused)
         names = ", ".join(each.shown for each in refused)
@@ -193,7 +198,7 @@ def _rights(f: Facts) -> Iterator[Finding]:
         change = (f"ACL SETUSER {f.rights.user or 'USER'} {rules}",)
         yield Finding(CRITICAL if is_vital else WARNING, "rights", seen, why, change)
     else:
-        names = ", ".join(each.shown for each in f.rights.tried)
+        names = ", ".join(each.shown for each in tried)
         yield Finding(OK, "rights", f"{user} may send what agents send: {names}")
     if f.rights.agent and f.rights.user and f.rights.agent != f.rights.user:
         seen = f"tried as {user}, and this node's agent is the user {f.rights.agent}"

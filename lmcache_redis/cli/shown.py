@@ -212,6 +212,8 @@ def _canaries(report: Mapping[str, Any]) -> Text:
         what = f"OTHER KV was cached than is computed: {distrusted} layouts are not loaded"
         return Text(what, "bold red")
     often = f"one in {canaries['every']:,} hits" if canaries["every"] else "off"
+    if text := words.not_compared(canaries["every"], counters):
+        return Text(f"{often}; {text}")
     compared, differed = counters["compared_chunks"], counters["differing_chunks"]
     return Text(f"{often}, {compared:,} parts compared, {differed:,} differed")
 

@@ -138,6 +138,8 @@ def request_lines(report: Mapping[str, Any], now_s: float) -> Iterator[str]:
         yield from _lookup_lines(lookup, request["lookups"])
         yield from _miss_lines(lookup)
     yield from _part_lines(parts, lookup)
+    if parts["loaded"] and (canaries := report.get("canaries")):
+        yield _row("canaries", canaries)
 
 
 def _lookup_lines(lookup: Mapping[str, Any], times: int) -> Iterator[str]:

@@ -115,7 +115,7 @@ def test_a_name_that_a_client_gave_is_not_shared() -> None:
         assert not MediaNames(engine).are_of_content(request_with(name))
 
 
-def test_what_a_client_may_have_named_says_nothing_about_a_layout() -> None:
+def test_names_of_clients_say_nothing_about_a_layout() -> None:
     """A client's name of a digest's length cannot be told from vLLM's, nor can an image's EXIF."""
     adapter, tokens = ScriptedAdapter(), 4 * CHUNK + 1
     adapter.tokens, adapter.canary_every = 3 * CHUNK, 1
