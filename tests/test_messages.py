@@ -46,7 +46,7 @@ QUESTIONS: list[m.Message] = [
     m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Watch(5, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, 7),
-    m.Compare(6, "r", HASHES, (1, 2, 3, 4), 10**15, None, 1),
+    m.Compare(6, "r", HASHES, (1, 2, 3, 4), 10**15, None, 1, client_named=2),
     m.Retrieve(7, "r", HASHES, (1, 2, 3, 4), 32, 10**15),
     m.ReleaseLocks(8, "r", HASHES),
     m.EndSession(9, "r"),
@@ -92,7 +92,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x06",
+        b"LMCR-MP\x00\x07",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -176,6 +176,7 @@ SCHEMAS = {
     4: "ee3b37c67e1175b8",
     5: "a8ccd19ec9ce0491",
     6: "e65f263eb7909868",
+    7: "e4c922684cd334cf",
 }
 
 

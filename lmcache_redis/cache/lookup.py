@@ -113,7 +113,7 @@ class PrefixLookup:
         self._deadline.cancel()
         if self._wake is not None:
             self._wake.cancel()
-        self.parts.release_all()
+        self.parts.release_for_good()
         self._cache.waiting.leave(self)
 
     @property
@@ -151,7 +151,8 @@ class PrefixLookup:
             owner.at(now_s + _PROBE_POLL_S, partial(self._scan, wanted))
             return
         done = posting(owner, partial(self._scanned, wanted, now_s))
-        tier.scan([each.key for each in wanted], self._request.deadline_s, done)
+        asked = [each.key for each in self.parts.worth_asking(wanted)]
+        tier.scan(asked, self._request.deadline_s, done)
 
     def _scanned(self, wanted: list[PartState], asked_s: float, result: ScanResult) -> None:
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
@@ -320,7 +321,11 @@ class PrefixLookup:
 
     def _answered(self, wanted: list[PartState], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            level, answers = self.parts.last_level, [*zip(wanted, result.present, strict=True)]
+            level, is_removing = self.parts.last_level, self._cache.queues[-1].is_removing
+            answers = [
+                (each, is_there and not is_removing(each.key))
+                for each, is_there in zip(wanted, result.present, strict=True)
+            ]
             self.parts.found([each for each, is_there in answers if is_there], level)
             absent = [each.key for each, is_there in answers if not is_there]
             self._cache.pool.seen(level, absent, there=False)

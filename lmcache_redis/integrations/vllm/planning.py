@@ -270,6 +270,7 @@ class StepPlanner:
         for place, group in enumerate(self._groups):
             block_ids: list[int] = []
             hashes: list[bytes] = []
+            named = 0  # of a comparison, by clients perhaps
             pinned = group.reach.first_chunk(tracked.canary_chunks, tracked.chunk_tokens)
             some = range(max(pinned, chunks.start), chunks.stop) if compare else chunks
             for chunk, part in self._complete_parts(group, tracked, blocks[group.number], some):
@@ -279,8 +280,9 @@ class StepPlanner:
                     self.recent.add(group.number, names[chunk : chunk + 1])
                 block_ids += (block.block_id for block in part)
                 hashes.append(names[chunk])
+                named += compare and tracked.is_client_named(chunk)
             if block_ids:
-                ops.append(TransferOp(block_ids, hashes, group=place))
+                ops.append(TransferOp(block_ids, hashes, group=place, client_named=named))
         if not ops:
             return []
         transfer_id = self.references.take([n for op in ops for n in op.block_ids], for_store=True)

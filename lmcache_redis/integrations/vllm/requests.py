@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
-# What vLLM's hashers of media return: blake3, sha256 and sha512.
-_DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
+# What vLLM's hashers of media return: blake3 and sha256, or sha512.
+_DIGEST, _LONG_DIGEST = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{128}")
 # Steps with fewer prompt tokens say nothing about prefill speed.
 _LEAST_TOKENS = 64
 # Weight of earlier steps in the average.
@@ -152,6 +152,12 @@ class Tracked:
         hashes: Sequence[bytes] = self.request.block_hashes
         return hashes[stride - 1 :: stride]
 
+    def is_client_named(self, chunk: int) -> bool:
+        """Whether the name of a chunk covers a medium's name, which its client may have given."""
+        end = (chunk + 1) * self.chunk_tokens
+        features = getattr(self.request, "mm_features", ())
+        return any(each.mm_position.offset < end for each in features)
+
     def chunk_names(self) -> Sequence[bytes]:
         hashes = self.chunk_hashes()
         return [self.prefix + each for each in hashes] if self.prefix else hashes
@@ -179,7 +185,9 @@ class MediaNames:
     """Whether the images and other media of an engine's requests are named by their content.
 
     A block hash covers a medium by its identifier: a digest of its content, unless vLLM counts them
-    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md.
+    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md. A client's name
+    that is as long as a digest cannot be told from one here. So two contents may have one name, and
+    what canaries find of names with media says nothing about a layout (`Tracked.is_client_named`).
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -189,13 +197,15 @@ class MediaNames:
             and media.mm_processor_cache_gb == 0
             and not vllm_config.cache_config.enable_prefix_caching
         )
+        is_long = getattr(media, "mm_hasher_algorithm", None) == "sha512"
+        self._digest = _LONG_DIGEST if is_long else _DIGEST
         self._has_warned = False
 
     def are_of_content(self, request: Request) -> bool:
         """True also for a request without media."""
         # An adapter's name may stand before the digest, with a colon.
         digests = [each.identifier.rpartition(":")[2] for each in request.mm_features]
-        if not digests or (not self.are_counted and all(map(_DIGEST.fullmatch, digests))):
+        if not digests or (not self.are_counted and all(map(self._digest.fullmatch, digests))):
             return True
         if not self._has_warned:
             self._has_warned = True
