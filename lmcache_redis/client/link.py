@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
     online: an agent has accepted this link and is alive. refusal: why the agent cannot be used.
+    why_useless: may be set; the reason why an agent that has said WELCOME cannot be used, if any.
     on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
     registers its memory there) and must not block.
     """
@@ -149,7 +151,9 @@ class AgentLink:
         self.online = False
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None
-        self._hello = self._greeting = hello  # and as it was sent last
+        self.why_useless: Callable[[m.Welcome], str | None] = lambda welcome: None
+        # As it is to be sent, and as it was sent last.
+        self._hello = self._greeting = replace(hello, client_id=uuid.uuid4().hex)
         self._dead_after_s = dead_after_s
         self._is_mapping = False  # the agent maps memory, as it said last
         self._on_welcome = on_welcome
@@ -298,6 +302,10 @@ class AgentLink:
                 self._refused(answer.reason)
 
     def _welcomed(self, welcome: m.Welcome) -> None:
+        useless = self.why_useless(welcome)
+        if useless is not None:
+            self._refused(useless)
+            return
         self.welcome = welcome
         if self.online:
             return

@@ -346,10 +346,21 @@ class WorkerClient:
         ]
 
     def begin_retrieves(
-        self, request_ids: Sequence[str], ops: Sequence[TransferOp], after: int | None = None
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[TransferOp],
+        after: int | None = None,
+        *,
+        lease_ns: int | None = None,
     ) -> list[RetrieveTransfer]:
-        """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks."""
-        leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
+        """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks.
+
+        lease_ns: the end of the lease; None: by the bytes of each op.
+        """
+        leases = [
+            lease_ns or _lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE)
+            for op in ops
+        ]
         calls = self._submit(
             [
                 m.Retrieve(
