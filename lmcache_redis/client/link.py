@@ -135,9 +135,9 @@ class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
     online: an agent has accepted this link and is alive. refusal: why the agent cannot be used.
-    why_useless: may be set; the reason why an agent that has said WELCOME cannot be used, if any.
     on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
-    registers its memory there) and must not block.
+    registers its memory there) and must not block. It returns why the agent cannot be used, or
+    None.
     """
 
     def __init__(
@@ -146,12 +146,11 @@ class AgentLink:
         hello: m.Hello,
         *,
         dead_after_s: float = 1.5,
-        on_welcome: Callable[[m.Welcome], None] | None = None,
+        on_welcome: Callable[[m.Welcome], str | None] | None = None,
     ) -> None:
         self.online = False
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None
-        self.why_useless: Callable[[m.Welcome], str | None] = lambda welcome: None
         # As it is to be sent, and as it was sent last.
         self._hello = self._greeting = replace(hello, client_id=uuid.uuid4().hex)
         self._dead_after_s = dead_after_s
@@ -302,10 +301,6 @@ class AgentLink:
                 self._refused(answer.reason)
 
     def _welcomed(self, welcome: m.Welcome) -> None:
-        useless = self.why_useless(welcome)
-        if useless is not None:
-            self._refused(useless)
-            return
         self.welcome = welcome
         if self.online:
             return
@@ -317,8 +312,8 @@ class AgentLink:
         )  # fmt: skip
         self._set_online(True)
         self._send(m.Ping(0))  # acknowledges the WELCOME
-        if self._on_welcome is not None:
-            self._on_welcome(welcome)
+        if self._on_welcome is not None and (why := self._on_welcome(welcome)) is not None:
+            self._refused(why)
 
     def _refused(self, reason: str) -> None:
         refusal = f"the agent at {self.endpoint} cannot be used: {reason}"

@@ -189,7 +189,7 @@ class WorkerClient:
             endpoint,
             m.Hello(0, engine_id, model_name, world_size, worker_id, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
-            on_welcome=lambda welcome: self._register(),
+            on_welcome=self._welcomed,
         )
 
     # Registration
@@ -247,6 +247,10 @@ class WorkerClient:
     def _chunk_tokens(self, welcome: m.Welcome) -> int:
         sizes = [layout.block_size_tokens for layout in self._memory.layouts]
         return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
+
+    def _welcomed(self, welcome: m.Welcome) -> str | None:
+        self._register()
+        return None
 
     def _register(self) -> None:
         """Registers the memory with the agent that has said WELCOME last, once with each."""

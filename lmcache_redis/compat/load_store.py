@@ -141,7 +141,7 @@ class LoadErrorsNotTaken(LMCacheRedisError):
     """Blocks were not loaded, and the engine goes on without having asked which."""
 
 
-class Load:
+class BlockLoad:
     """The load of one operation: a retrieve, and if an agent is lost, another at the next one.
 
     place: where the engine's memory is registered. again: begins another retrieve, with the end of
@@ -189,7 +189,7 @@ class RequestTransfers:
 
     def __init__(self) -> None:
         self.stores: dict[str, list[StoreTransfer]] = {}
-        self._loads: dict[str, list[Load]] = {}
+        self._loads: dict[str, list[BlockLoad]] = {}
         self._held: set[str] = set()  # finished; the engine holds blocks for stores
         self._reported: set[str] = set()
         self._failed: dict[str, set[int]] = {}  # blocks that are not taken, by request
@@ -202,7 +202,7 @@ class RequestTransfers:
         self.stores.setdefault(request_id, []).append(store)
         self._reported.discard(request_id)
 
-    def add_load(self, request_id: str, load: Load) -> None:
+    def add_load(self, request_id: str, load: BlockLoad) -> None:
         self._loads.setdefault(request_id, []).append(load)
 
     def finished(self, finished_by_engine: Iterable[str]) -> tuple[set[str], set[str]]:
@@ -225,7 +225,7 @@ class RequestTransfers:
         stored = self._held - self.stores.keys()
         self._held -= stored
         self._reported |= stored
-        loaded = _pop_ended(self._loads, Load.ended)
+        loaded = _pop_ended(self._loads, BlockLoad.ended)
         for request_id, loads in loaded.items():
             failed: set[int] = set().union(*(load.failed_blocks for load in loads))
             if failed:

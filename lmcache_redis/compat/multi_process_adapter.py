@@ -35,7 +35,7 @@ from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
 from lmcache_redis.compat.load_store import (
-    Load,
+    BlockLoad,
     LoadStoreOp,
     RequestTransfers,
     check_names,
@@ -75,7 +75,7 @@ class AdapterOfEngine:
     model_name: str
     world_size: int
     worker_id: int
-    blocks_in_chunk: int  # of the agent at construction; another agent with other chunks is useless
+    blocks_in_chunk: int = 0  # of the first agent
     link: AgentLink
 
     def __init__(
@@ -118,11 +118,12 @@ class AdapterOfEngine:
         block = self._vllm_block_size
         return engine_chunk_tokens(welcome.chunk_size_tokens, [block]) // block
 
-    def _why_useless(self, welcome: m.Welcome) -> str | None:
-        """Callers keep the chunk size, as the originals do."""
+    def _welcomed(self, welcome: m.Welcome) -> str | None:
+        """An agent with other chunks is not used: callers keep the size, as the originals do."""
         blocks = self._blocks_in_chunk_of(welcome)
-        if blocks == self.blocks_in_chunk:
-            return None
+        if self.blocks_in_chunk in (0, blocks):
+            why: str | None = super()._welcomed(welcome)  # type: ignore[misc]
+            return why
         tokens, block = welcome.chunk_size_tokens, self._vllm_block_size
         return (
             f"it has chunks of {tokens} tokens ({blocks} blocks of {block}), and this adapter was "
@@ -143,7 +144,6 @@ class AdapterOfEngine:
                 )
             assert link.welcome is not None
             self.blocks_in_chunk = self._blocks_in_chunk_of(link.welcome)
-            link.why_useless = self._why_useless
         except BaseException:
             link.close()
             raise
@@ -326,7 +326,7 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
             ) -> RetrieveTransfer:
                 return self.begin_retrieves([request_id], [op], after, lease_ns=lease_ns)[0]
 
-            load = Load(retrieve, place, lambda: self.place, again, left_out)
+            load = BlockLoad(retrieve, place, lambda: self.place, again, left_out)
             self._requests.add_load(request_id, load)
 
     def _prepared(
