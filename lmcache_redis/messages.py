@@ -47,6 +47,11 @@ each rank have equal layouts: their chunks have equal names, so one registration
 layouts differ, lookups are misses. The transfers of such a worker belong to the session of the same
 ``request_id`` of such a scheduler.
 
+Several clients of one engine and rank
+--------------------------------------
+Ranks of tensor parallelism that hold equal bytes may register as one rank, and two engines may have
+one name. All of them are served, by the same rule: their layouts have to be equal.
+
 Canaries
 --------
 One request in ``canary_every`` (``WELCOME``) that hits without local tokens loads nothing. When the
@@ -150,6 +155,8 @@ class Hello(Message, frozen=True, tag="HELLO"):
     """Opens a connection. ``worker_id`` is None for the scheduler and for tools.
 
     ``unnamed``: ``engine_id`` was made up, and others of the engine may have made up another one.
+    ``client_id``: of this client, also when it connects again. A new connection replaces that of
+    the same client, engine and role, and no other.
     """
 
     engine_id: Name
@@ -158,6 +165,7 @@ class Hello(Message, frozen=True, tag="HELLO"):
     worker_id: int | None
     package_version: Name
     unnamed: bool = False
+    client_id: Name = ""
 
 
 class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):

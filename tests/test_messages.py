@@ -30,7 +30,7 @@ LAYOUT = KVLayout(
 )
 QUESTIONS: list[m.Message] = [
     m.Hello(1, "engine", "model", 2, None, "0.1.0"),
-    m.Hello(1, "engine", "model", 2, 1, "0.1.0", unnamed=True),
+    m.Hello(1, "engine", "model", 2, 1, "0.1.0", unnamed=True, client_id="1f"),
     m.GetChunkSize(2),
     m.RegisterKVCache(
         3, (m.KVGroup(7, LAYOUT, b"f" * 32),), (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)

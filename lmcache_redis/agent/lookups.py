@@ -96,9 +96,9 @@ class LookupJob:
             if not self._peer.warned:
                 self._peer.warned = True
                 logger.warning(
-                    "lookups of model %s miss: workers with different layouts are registered, and "
-                    "neither they nor the scheduler name their engines: give those of each engine "
-                    "one engine_id",
+                    "lookups of model %s miss: workers with different layouts are registered as "
+                    "one rank of its engine: give the scheduler and the workers of each engine one "
+                    "engine_id that no other engine has",
                     self._peer.hello.model_name,
                 )
         elif self._agent.peers.is_mapping(self._peer):

@@ -1,7 +1,7 @@
 """Whom the agent serves: its peers, the memory that workers have registered, and their trust.
 
 There is one peer for each connection. It is forgotten when it sends GOODBYE, when its process has
-ended, when a newer connection replaces it, or when it has been silent for too long.
+ended, when its client connects again, or when it has been silent for too long.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class Peer:
         """When its registration has ended, or is not waited for any more."""
         return max(self.greeted_s, self.mapping_from_s or 0.0) + _JOIN_S
 
+    @property
+    def place(self) -> tuple[str, int | None, str]:
+        """Engine, role and client."""
+        return self.engine_id, self.hello.worker_id, self.hello.client_id
+
     def is_same(self, hello: m.Hello) -> bool:
         return msgspec.structs.replace(hello, call_id=self.hello.call_id) == self.hello
 
@@ -150,18 +155,21 @@ class Peers:
         return self._by_identity.get(identity)
 
     def add(self, peer: Peer) -> list[Peer]:
-        """Adds a peer. Returns those it replaces: of the same connection, or engine and role."""
-        place = (peer.engine_id, peer.hello.worker_id)
+        """Adds a peer. Returns those it replaces: former connections of the same client."""
         replaced = [
             old
             for old in self
-            if old.identity == peer.identity
-            or (peer.engine_id and (old.engine_id, old.hello.worker_id) == place)
+            if old.identity == peer.identity or (peer.engine_id and old.place == peer.place)
         ]
         for old in replaced:
             self.remove(old)
         self._by_identity[peer.identity] = peer
         return replaced
+
+    def has_namesake(self, peer: Peer) -> bool:
+        """Whether another client has the same engine and role."""
+        own = peer.place
+        return any(each.place[:2] == own[:2] and each.place != own for each in self)
 
     def remove(self, peer: Peer) -> None:
         if self._by_identity.get(peer.identity) is peer:
@@ -234,8 +242,8 @@ class Peers:
         return [] if differ else [found[0] for found in self._registered(scheduler)]
 
     def layouts_differ(self, scheduler: Peer) -> bool:
-        """Whether a worker of an unnamed engine may be one of several, with different layouts."""
-        return scheduler.hello.unnamed and any(
+        """Whether a rank may be one of several workers, with different layouts."""
+        return any(
             len({tuple((f.kv_rank, f.fingerprint) for f in each.forms) for each in found}) > 1
             for found in self._registered(scheduler)
         )
@@ -264,7 +272,7 @@ class Peers:
             if rank is None:
                 continue
             if peer.engine_id == scheduler.engine_id:
-                own[rank] = [peer]
+                own.setdefault(rank, []).append(peer)
             elif peer.may_be_of(scheduler):
                 others.setdefault(rank, []).append(peer)
         return others | own

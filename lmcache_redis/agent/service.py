@@ -288,11 +288,14 @@ class Handlers:
             self._of_peers[type(question)](peer, question, reply)
 
     def forget(self, peer: Peer, why: str) -> None:
-        """Drops a peer and its registration; for a scheduler, also the sessions of its engine."""
+        """Drops a peer and its registration; for a scheduler, also the sessions of its engine.
+
+        If two engines have one name, the sessions of the first that leaves may be of the other.
+        """
         self._agent.peers.remove(peer)
         self._watches.forget(peer)
         self._registering.unregister(peer, why)
-        if peer.hello.worker_id is None:
+        if peer.hello.worker_id is None and not self._agent.peers.has_namesake(peer):
             for session in self._agent.sessions:
                 if session.key[0] == peer.engine_id:
                     self._agent.sessions.end(session)

@@ -24,6 +24,7 @@ INT_HASH_BYTES = 8
 CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 
 _HASH_PERSON = b"lmcr1.tokens"
+_LONG_HASH_PERSON = b"lmcr1.long-hash"
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 
 
@@ -31,8 +32,9 @@ _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 class ObjectKey:
     """The name of one worker's chunk: hashable, ordered, immutable.
 
-    chunk_hash has 1 to 63 bytes, model_name 1 to 1,024 bytes of UTF-8, kv_rank 32 bits
-    (`ComputeKVRank`). Raises FormatError for anything else.
+    chunk_hash: not empty; one of more than 63 bytes is replaced by its digest (`bounded_hash`).
+    model_name has 1 to 1,024 bytes of UTF-8, kv_rank 32 bits (`ComputeKVRank`). Raises FormatError
+    for anything else.
     """
 
     chunk_hash: bytes
@@ -40,7 +42,7 @@ class ObjectKey:
     kv_rank: int
 
     def __post_init__(self) -> None:
-        check_hash(self.chunk_hash)
+        object.__setattr__(self, "chunk_hash", bounded_hash(self.chunk_hash))
         model_name_bytes(self.model_name)
         check_int("kv_rank", self.kv_rank, 0, 0xFFFF_FFFF)
 
@@ -87,6 +89,7 @@ class ObjectKey:
         hash_at = fixed + name_length + 1
         if len(data) < hash_at or len(data) != hash_at + data[hash_at - 1]:
             raise FormatError(f"the lengths in an ObjectKey do not add up to {len(data)} bytes")
+        check_int("the length of a chunk hash", data[hash_at - 1], 1, MAX_HASH_BYTES)
         try:
             model_name = str(data[fixed : hash_at - 1], "utf-8")
         except UnicodeDecodeError as error:
@@ -156,9 +159,21 @@ def model_name_bytes(model_name: str) -> bytes:
     return name
 
 
+def bounded_hash(chunk_hash: bytes) -> bytes:
+    """The hash that a key holds for a chunk hash: itself, or a digest of one of over 63 bytes.
+
+    The digest is BLAKE2b (RFC 7693) of 32 bytes with the personalization b"lmcr1.long-hash". Raises
+    FormatError for what is not bytes, or empty.
+    """
+    check_hash(chunk_hash)
+    if len(chunk_hash) <= MAX_HASH_BYTES:
+        return chunk_hash
+    return blake2b(chunk_hash, digest_size=CHUNK_HASH_BYTES, person=_LONG_HASH_PERSON).digest()
+
+
 def check_hash(chunk_hash: bytes | None) -> None:
-    if not isinstance(chunk_hash, bytes) or not 1 <= len(chunk_hash) <= MAX_HASH_BYTES:
-        raise FormatError(f"a chunk hash is 1 to {MAX_HASH_BYTES} bytes, not {chunk_hash!r:.80}")
+    if not isinstance(chunk_hash, bytes) or not chunk_hash:
+        raise FormatError(f"a chunk hash is bytes, at least one, not {chunk_hash!r:.80}")
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:

@@ -10,7 +10,7 @@ bytes. LMCache's TCP protocol has an encoding of its own (`lmcache_redis.compat.
 
 A dtype is named as in torch, without the module, for instance ``"bfloat16"``. The meaning of a code
 never changes, because stored values contain codes. Dtype codes below 64 and formats below 16 are
-those of LMCache.
+those of LMCache; 0 is no dtype, which no stored chunk has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lmcache_redis.errors import FormatError, check_int, checked_shape
 
@@ -77,6 +77,7 @@ _CODE_AND_ITEMSIZE: dict[str, tuple[int, int]] = {
     "float8_e5m2fnuz": (73, 1),
     "float8_e8m0fnu": (74, 1),
 }
+NO_DTYPE = 0
 NAME_OF_CODE: dict[int, str] = {
     1: "float16",  # torch.half in LMCache: read, never written
     **{code: name for name, (code, _) in _CODE_AND_ITEMSIZE.items()},
@@ -120,14 +121,90 @@ def torch_dtype(name: torch.dtype | str) -> torch.dtype:
     return found
 
 
+class MetadataFields(NamedTuple):
+    """What the encoding can say of a chunk; `RemoteMetadata` is what can be true of one.
+
+    dtype_names: one for each shape; None for no dtype.
+    """
+
+    length: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype_names: tuple[str | None, ...]
+    fmt: MemoryFormat
+
+    @classmethod
+    def of(
+        cls,
+        length: int,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype | str | None],
+        fmt: MemoryFormat,
+    ) -> MetadataFields:
+        """Raises FormatError for what cannot be encoded."""
+        check_int("the length of a chunk", length, 0, MAX_SIZE)
+        if not isinstance(fmt, MemoryFormat):
+            raise FormatError(f"a memory format is a MemoryFormat, not {type(fmt).__name__}")
+        sizes = tuple(checked_shape(shape, MAX_SIZE) for shape in shapes)
+        dims = max(map(len, sizes), default=0)
+        if dims > MAX_DIMS:
+            raise FormatError(f"a shape of {dims} dimensions, at most {MAX_DIMS} can be encoded")
+        names = tuple(None if each is None else dtype_name(each) for each in dtypes)
+        if len(sizes) != len(names):
+            raise FormatError(f"{len(sizes)} shapes but {len(names)} dtypes: give one per group")
+        if len(sizes) > MAX_GROUPS:
+            raise FormatError(f"{len(sizes)} groups, at most {MAX_GROUPS} can be encoded")
+        fields = cls(length, sizes, names, fmt)
+        if len(encoded := fields.encoded()) > MAX_METADATA_BYTES:
+            raise FormatError(f"metadata of {len(encoded)} bytes, at most {MAX_METADATA_BYTES} fit")
+        return fields
+
+    def encoded(self) -> bytes:
+        """16 bytes, and 40 per group of at most 4 dimensions."""
+        encoded = _FIXED.pack(self.length, self.fmt.value, len(self.shapes))
+        for shape, name in zip(self.shapes, self.dtype_names, strict=True):
+            code = NO_DTYPE if name is None else _CODE_AND_ITEMSIZE[name][0]
+            padded = shape + (0,) * (_LEAST_SIZES - len(shape))
+            encoded += _GROUP.pack(code, len(shape)) + _SIZES[len(padded)].pack(*padded)
+        return encoded
+
+    @classmethod
+    def at_start_of(cls, data: bytes | bytearray | memoryview) -> MetadataFields:
+        """Those with whose encoding a buffer begins. Raises FormatError if there are none."""
+        raw = bytes(memoryview(data).cast("B")[:MAX_METADATA_BYTES])
+        if len(raw) < _FIXED.size:
+            raise FormatError(f"metadata has at least {_FIXED.size} bytes, not {len(raw)}")
+        length, fmt_value, group_count = _FIXED.unpack_from(raw)
+        try:
+            fmt = MemoryFormat(fmt_value)
+        except ValueError:
+            raise FormatError(f"unknown memory format {fmt_value}") from None
+        shapes: list[tuple[int, ...]] = []
+        names: list[str | None] = []
+        end = _FIXED.size
+        for _ in range(group_count):
+            try:
+                code, dims = _GROUP.unpack_from(raw, end)
+                encoding = _SIZES.get(max(dims, _LEAST_SIZES))
+                if encoding is None:
+                    raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
+                sizes = encoding.unpack_from(raw, end + _GROUP.size)
+            except struct.error:
+                raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
+            if any(sizes[dims:]):
+                raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
+            end += _GROUP.size + encoding.size
+            names.append(None if code == NO_DTYPE else dtype_from_code(code))
+            shapes.append(sizes[:dims])
+        return cls.of(length, shapes, names, fmt)
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class RemoteMetadata:
     """Length in bytes, shapes, dtypes and memory format of a chunk.
 
     One shape and one dtype for each group: at most 8 groups of at most 8 dimensions. An empty shape
     means that the shape is not given. If every shape is given, length must be the size that follows
-    from them, unless the format is BINARY or BINARY_BUFFER. Raises FormatError for anything that
-    cannot be encoded.
+    from them, unless the format is BINARY or BINARY_BUFFER. Raises FormatError for anything else.
     """
 
     length: int
@@ -142,18 +219,11 @@ class RemoteMetadata:
         dtypes: Sequence[torch.dtype | str],
         fmt: MemoryFormat,
     ) -> None:
-        check_int("the length of a chunk", length, 0, MAX_SIZE)
-        if not isinstance(fmt, MemoryFormat):
-            raise FormatError(f"a memory format is a MemoryFormat, not {type(fmt).__name__}")
-        sizes = tuple(checked_shape(shape, MAX_SIZE) for shape in shapes)
-        dims = max(map(len, sizes), default=0)
-        if dims > MAX_DIMS:
-            raise FormatError(f"a shape of {dims} dimensions, at most {MAX_DIMS} can be encoded")
-        names = tuple(map(dtype_name, dtypes))
-        if len(sizes) != len(names):
-            raise FormatError(f"{len(sizes)} shapes but {len(names)} dtypes: give one per group")
-        if len(sizes) > MAX_GROUPS:
-            raise FormatError(f"{len(sizes)} groups, at most {MAX_GROUPS} can be encoded")
+        fields = MetadataFields.of(length, shapes, dtypes, fmt)
+        names = tuple(name for name in fields.dtype_names if name is not None)
+        if len(names) < len(fields.shapes):
+            raise FormatError(f"a chunk has dtypes: unknown dtype code {NO_DTYPE}")
+        sizes = fields.shapes
         if sizes and () not in sizes and fmt not in ENCODED_FORMATS:
             needed = sum(
                 math.prod(shape) * itemsize(name) for shape, name in zip(sizes, names, strict=True)
@@ -162,11 +232,6 @@ class RemoteMetadata:
                 raise FormatError(
                     f"a chunk of {length} bytes whose shapes and dtypes need {needed}"
                 )
-        nbytes = _FIXED.size + sum(
-            _GROUP.size + _SIZES[max(len(shape), _LEAST_SIZES)].size for shape in sizes
-        )
-        if nbytes > MAX_METADATA_BYTES:
-            raise FormatError(f"metadata of {nbytes} bytes, at most {MAX_METADATA_BYTES} fit")
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "shapes", sizes)
         object.__setattr__(self, "dtype_names", names)
@@ -178,14 +243,8 @@ class RemoteMetadata:
         return tuple(map(torch_dtype, self.dtype_names))
 
     def serialize(self) -> bytes:
-        """The encoding: 16 bytes, and 40 per group of at most 4 dimensions."""
-        encoded = _FIXED.pack(self.length, self.fmt.value, len(self.shapes))
-        for shape, name in zip(self.shapes, self.dtype_names, strict=True):
-            padded = shape + (0,) * (_LEAST_SIZES - len(shape))
-            encoded += _GROUP.pack(_CODE_AND_ITEMSIZE[name][0], len(shape)) + _SIZES[
-                len(padded)
-            ].pack(*padded)
-        return encoded
+        """The encoding, as `MetadataFields.encoded`."""
+        return MetadataFields(self.length, self.shapes, self.dtype_names, self.fmt).encoded()
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> RemoteMetadata:
@@ -195,37 +254,8 @@ class RemoteMetadata:
             raise FormatError(
                 f"metadata has {_FIXED.size} to {MAX_METADATA_BYTES} bytes, not {len(raw)}"
             )
-        found = RemoteMetadata.at_start_of(raw)
+        length, shapes, names, fmt = MetadataFields.at_start_of(raw)
+        found = RemoteMetadata(length, shapes, cast("Sequence[str]", names), fmt)
         if any(raw[len(found.serialize()) :]):
             raise FormatError("metadata is followed by bytes that are not zero")
         return found
-
-    @staticmethod
-    def at_start_of(data: bytes | bytearray | memoryview) -> RemoteMetadata:
-        """Decodes the metadata with which a buffer begins. Raises FormatError if there are none."""
-        raw = bytes(memoryview(data).cast("B")[:MAX_METADATA_BYTES])
-        if len(raw) < _FIXED.size:
-            raise FormatError(f"metadata has at least {_FIXED.size} bytes, not {len(raw)}")
-        length, fmt_value, group_count = _FIXED.unpack_from(raw)
-        try:
-            fmt = MemoryFormat(fmt_value)
-        except ValueError:
-            raise FormatError(f"unknown memory format {fmt_value}") from None
-        shapes: list[tuple[int, ...]] = []
-        names: list[str] = []
-        end = _FIXED.size
-        for _ in range(group_count):
-            try:
-                code, dims = _GROUP.unpack_from(raw, end)
-                encoding = _SIZES.get(max(dims, _LEAST_SIZES))
-                if encoding is None:
-                    raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
-                sizes = encoding.unpack_from(raw, end + _GROUP.size)
-            except struct.error:
-                raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
-            if any(sizes[dims:]):
-                raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
-            end += _GROUP.size + encoding.size
-            names.append(dtype_from_code(code))
-            shapes.append(sizes[:dims])
-        return RemoteMetadata(length, shapes, names, fmt)

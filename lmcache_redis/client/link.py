@@ -21,6 +21,7 @@ import logging
 import random
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ class AgentLink:
 
     online: an agent has accepted this link and is alive. refusal: why the agent cannot be used.
     on_welcome: called on the link's thread after each WELCOME. It may ``submit`` (a worker
-    registers its memory there) and must not block.
+    registers its memory there) and must not block. It returns why the agent cannot be used, or
+    None.
     """
 
     def __init__(
@@ -173,12 +175,13 @@ class AgentLink:
         hello: m.Hello,
         *,
         dead_after_s: float = 1.5,
-        on_welcome: Callable[[m.Welcome], None] | None = None,
+        on_welcome: Callable[[m.Welcome], str | None] | None = None,
     ) -> None:
         self.online = False
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None
-        self._hello = self._greeting = hello  # and as it was sent last
+        # As it is to be sent, and as it was sent last.
+        self._hello = self._greeting = replace(hello, client_id=uuid.uuid4().hex)
         self._dead_after_s = dead_after_s
         self._is_mapping = False  # the agent maps memory, as it said last
         self._on_welcome = on_welcome
@@ -364,8 +367,8 @@ class AgentLink:
         )  # fmt: skip
         self._set_online(True)
         self._send(m.Ping(0))  # acknowledges the WELCOME
-        if self._on_welcome is not None:
-            self._on_welcome(welcome)
+        if self._on_welcome is not None and (why := self._on_welcome(welcome)) is not None:
+            self._refused(why)
 
     def _refused(self, reason: str) -> None:
         refusal = f"the agent at {self.endpoint} cannot be used: {reason}"

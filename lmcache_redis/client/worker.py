@@ -191,7 +191,7 @@ class WorkerClient:
             endpoint,
             m.Hello(0, engine_id, model_name, world_size, worker_id, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
-            on_welcome=lambda welcome: self._register(),
+            on_welcome=self._welcomed,
         )
 
     # Registration
@@ -249,6 +249,10 @@ class WorkerClient:
     def _chunk_tokens(self, welcome: m.Welcome) -> int:
         sizes = [layout.block_size_tokens for layout in self._memory.layouts]
         return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
+
+    def _welcomed(self, welcome: m.Welcome) -> str | None:
+        self._register()
+        return None
 
     def _register(self) -> None:
         """Registers the memory with the agent that has said WELCOME last, once with each."""
@@ -347,10 +351,21 @@ class WorkerClient:
         ]
 
     def begin_retrieves(
-        self, request_ids: Sequence[str], ops: Sequence[TransferOp], after: int | None = None
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[TransferOp],
+        after: int | None = None,
+        *,
+        lease_ns: int | None = None,
     ) -> list[RetrieveTransfer]:
-        """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks."""
-        leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
+        """As `begin_stores`: loads chunks that lookups have pinned into the ops' blocks.
+
+        lease_ns: the end of the lease; None: by the bytes of each op.
+        """
+        leases = [
+            lease_ns or _lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE)
+            for op in ops
+        ]
         calls = self._submit(
             [
                 m.Retrieve(

@@ -3,8 +3,9 @@
 The original pickles; nothing is pickled here. A wrapper is encoded as the plain fields of its
 handle, which are validated when decoded.
 
-Nothing of this package sends an `IPCCacheEngineKey`: engines send hashes (`messages`). Serialized,
-it is one MessagePack array of its nine fields.
+Nothing of this package sends an `IPCCacheEngineKey`: engines send hashes (`messages`). It has one
+encoding, LMCache's: msgpack of the dataclass, a map of its fields by name, alone or within other
+values.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import torch
 
-from lmcache_redis.chunks.keys import MAX_WORLD_SIZE, check_hash, model_name_bytes, token_array
+from lmcache_redis.chunks.keys import (
+    MAX_WORLD_SIZE,
+    ObjectKey,
+    check_hash,
+    model_name_bytes,
+    token_array,
+)
 from lmcache_redis.chunks.metadata import MAX_SIZE, dtype_name, itemsize, torch_dtype
 from lmcache_redis.device import driver, export
 from lmcache_redis.device.handles import CudaHandle, check_exporter
@@ -36,9 +44,6 @@ __all__ = [
 MAX_KEY_TOKENS = 1 << 24
 MAX_SALT_BYTES = 4096
 
-_FIELDS = msgspec.msgpack.Decoder(
-    tuple[str, int, int | None, bytes | None, tuple[int, ...] | None, int, int, str | None, bytes]
-)
 # Extension types of msgpack.
 _DTYPE, _WRAPPER = 1, 3
 
@@ -189,8 +194,8 @@ KVCache = list[CudaIPCWrapper]
 class IPCCacheEngineKey:
     """The name that an engine sends: a chunk hash, or tokens `start` to `end` of `token_ids`.
 
-    Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set; start and
-    end are 0 with a hash. worker_id is below world_size (1 to 255), or None: all workers.
+    Exactly one of chunk_hash (not empty) and token_ids (each below 2**32) is set; start and end are
+    0 with a hash. worker_id is below world_size (1 to 255), or None: all workers.
     request_id identifies a request in logs and sessions; ==, hash and order ignore it. salt (0 to
     4,096 bytes) stands for everything else that the KV of the tokens depends on; it is empty with a
     chunk_hash, which covers it. Raises FormatError for anything else.
@@ -230,22 +235,53 @@ class IPCCacheEngineKey:
         """The same key for all workers, as a lookup uses it."""
         return replace(self, worker_id=None)
 
+    @classmethod
+    def from_int_hash(
+        cls,
+        model_name: str,
+        world_size: int,
+        worker_id: int | None,
+        chunk_hash: int,
+        request_id: str | None = None,
+    ) -> IPCCacheEngineKey:
+        """A key with the eight bytes of an integer hash (`ObjectKey.IntHash2Bytes`)."""
+        name = ObjectKey.IntHash2Bytes(chunk_hash)
+        return cls(model_name, world_size, worker_id, name, request_id=request_id)
+
+    @classmethod
+    def from_token_ids(
+        cls,
+        model_name: str,
+        world_size: int,
+        worker_id: int | None,
+        token_ids: Iterable[int],
+        start: int = 0,
+        end: int = 0,
+        request_id: str = "",
+    ) -> IPCCacheEngineKey:
+        """A key of tokens ``start`` to ``end``."""
+        tokens = tuple(token_ids)
+        return cls(model_name, world_size, worker_id, None, tokens, start, end, request_id)
+
     @staticmethod
     def Serialize(obj: IPCCacheEngineKey) -> bytes:
-        """Raises FormatError if a field has no encoding."""
+        """What `get_customized_encoder` writes. Raises FormatError if a field has no encoding."""
         if not isinstance(obj, IPCCacheEngineKey):
             raise FormatError(f"an IPCCacheEngineKey is serialized, not a {type(obj).__name__}")
         try:
-            return msgspec.msgpack.encode([getattr(obj, each.name) for each in fields(obj)])
+            return msgspec.msgpack.encode(obj)
         except (TypeError, UnicodeEncodeError, OverflowError) as error:
             raise FormatError(f"a key that cannot be encoded: {error}") from None
 
     @staticmethod
     def Deserialize(data: bytes) -> IPCCacheEngineKey:
-        """The inverse of `Serialize`. Raises FormatError for any other bytes."""
+        """The inverse of `Serialize`; reads LMCache's keys too. Raises FormatError for other bytes.
+
+        A field that a key does not have is ignored, as in LMCache.
+        """
         try:
-            return IPCCacheEngineKey(*_FIELDS.decode(data))
-        except (msgspec.MsgspecError, UnicodeDecodeError, FormatError) as error:
+            return msgspec.msgpack.decode(data, type=IPCCacheEngineKey)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError(f"not an encoded key: {error}") from None
 
 

@@ -7,17 +7,20 @@ The agent takes the hashes of whole chunks (`TransferOp`). Callers ask for resul
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from lmcache_redis import messages as m
-from lmcache_redis.chunks.keys import hash_chunks
+from lmcache_redis.chunks.keys import bounded_hash, hash_chunks
+from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.worker import RetrieveTransfer, StoreTransfer, TransferOp
+from lmcache_redis.errors import LMCacheRedisError
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T", StoreTransfer, RetrieveTransfer)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,9 @@ class LoadStoreOp:
     ) -> TransferOp:
         """The operation without parts of chunks at its ends.
 
-        None of its blocks if the chunk size is not known yet (0), or if the number of blocks leaves
-        open which tokens they hold, which is logged.
+        None of its blocks if their number leaves open which tokens they hold, which is logged.
         """
         nothing = TransferOp((), ())
-        if not blocks_per_chunk:
-            return nothing
         skipped = self.skip_first_n_tokens // block_tokens
         if self.block_hashes is not None:
             hashes = chunk_hashes(blocks_per_chunk, self.block_hashes)
@@ -122,8 +122,11 @@ def check_names(
 
 
 def chunk_hashes(blocks_per_chunk: int, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
-    """The names of the whole chunks among blocks: the hash of a chunk's last block."""
-    return block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]
+    """The names of the whole chunks among blocks: the hash of a chunk's last block, or its digest.
+
+    Raises FormatError for an empty hash, and for what is not bytes.
+    """
+    return [bounded_hash(each) for each in block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]]
 
 
 def token_hashes(
@@ -134,34 +137,87 @@ def token_hashes(
     return hash_chunks(token_ids, chunk_tokens, salt=salt)
 
 
+class LoadErrorsNotTaken(LMCacheRedisError):
+    """Blocks were not loaded, and the engine goes on without having asked which."""
+
+
+class BlockLoad:
+    """The load of one operation: a retrieve, and if an agent is lost, another at the next one.
+
+    place: where the engine's memory is registered. again: begins another retrieve, with the end of
+    the first one's lease, beyond which there is none. left_out: blocks that the engine asked for
+    and that are in no whole chunk.
+    """
+
+    def __init__(
+        self,
+        begun: RetrieveTransfer,
+        begun_at: RankPlace | None,
+        place: Callable[[], RankPlace | None],
+        again: Callable[[int], RetrieveTransfer],
+        left_out: Collection[int],
+    ) -> None:
+        self._last, self._last_at = begun, begun_at
+        self._place, self._again = place, again
+        self._left_out = left_out
+
+    def ended(self) -> bool:
+        """Whether nothing more comes. Begins another retrieve if that is due."""
+        last = self._last
+        if not last.over:
+            return False
+        if isinstance(last.call.answer, m.RetrieveResult) or time.monotonic_ns() > last.lease_ns:
+            return True
+        place = self._place()
+        if place is not None and place is self._last_at:
+            return True  # the agent has refused it
+        if place is not None:
+            self._last, self._last_at = self._again(last.lease_ns), place
+        return False
+
+    @property
+    def failed_blocks(self) -> set[int]:
+        return self._last.failed_blocks.union(self._left_out)
+
+
 class RequestTransfers:
-    """Transfers in flight by request id, and results that are not reported yet."""
+    """Transfers in flight by request id, and results that are not reported yet.
+
+    may_store: False while an engine has not asked for the blocks of failed loads. Until then it may
+        compute with them, and whatever it computes may depend on them.
+    """
 
     def __init__(self) -> None:
         self.stores: dict[str, list[StoreTransfer]] = {}
-        self._retrieves: dict[str, list[RetrieveTransfer]] = {}
+        self._loads: dict[str, list[BlockLoad]] = {}
         self._held: set[str] = set()  # finished; the engine holds blocks for stores
         self._reported: set[str] = set()
-        self._left_out: dict[str, set[int]] = {}  # blocks to be loaded that are in no whole chunk
-        self._failed_blocks: set[int] = set()
+        self._failed: dict[str, set[int]] = {}  # blocks that are not taken, by request
+
+    @property
+    def may_store(self) -> bool:
+        return not self._failed
 
     def add_store(self, request_id: str, store: StoreTransfer) -> None:
         self.stores.setdefault(request_id, []).append(store)
         self._reported.discard(request_id)
 
-    def add_retrieve(
-        self, request_id: str, retrieve: RetrieveTransfer, left_out: Collection[int] = ()
-    ) -> None:
-        """left_out: blocks that the engine asked for and the retrieve does not fill."""
-        self._retrieves.setdefault(request_id, []).append(retrieve)
-        self._left_out.setdefault(request_id, set()).update(left_out)
+    def add_load(self, request_id: str, load: BlockLoad) -> None:
+        self._loads.setdefault(request_id, []).append(load)
 
     def finished(self, finished_by_engine: Iterable[str]) -> tuple[set[str], set[str]]:
         """See `LMCacheMPWorkerAdapter.get_finished`."""
+        if self._failed:
+            raise LoadErrorsNotTaken(
+                f"{len(set().union(*self._failed.values()))} blocks of requests "
+                f"{', '.join(sorted(map(str, self._failed)))} were not loaded and hold no valid "
+                "KV, and the engine goes on: call get_block_ids_with_load_errors after each "
+                "get_finished, and compute the tokens of these blocks again"
+            )
         finished = set(finished_by_engine)
         self._reported &= finished
         self._held |= finished - self._reported
-        for request_id, stores in _pop_ended(self.stores).items():
+        for request_id, stores in _pop_ended(self.stores, lambda store: store.over).items():
             for store in stores:
                 if isinstance(store.call.answer, m.Failure):
                     reason = store.call.answer.reason
@@ -169,26 +225,32 @@ class RequestTransfers:
         stored = self._held - self.stores.keys()
         self._held -= stored
         self._reported |= stored
-        loaded = _pop_ended(self._retrieves)
-        for request_id, retrieves in loaded.items():
-            failed = self._left_out.pop(request_id).union(*(r.failed_blocks for r in retrieves))
+        loaded = _pop_ended(self._loads, BlockLoad.ended)
+        for request_id, loads in loaded.items():
+            failed: set[int] = set().union(*(load.failed_blocks for load in loads))
             if failed:
+                self._failed[request_id] = failed
                 logger.error(
                     "request %s: %d blocks were not loaded and hold no valid KV",
                     request_id, len(failed),
                 )  # fmt: skip
-            self._failed_blocks |= failed
         return stored, set(loaded)
 
     def take_failed_blocks(self) -> set[int]:
         """Ids of blocks whose retrieve has failed since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        failed, self._failed = self._failed, {}
+        return set().union(*failed.values())
 
 
-def _pop_ended(transfers: dict[str, list[_T]]) -> dict[str, list[_T]]:
-    """Removes and returns the requests whose transfers have all ended."""
-    ended = {r: each for r, each in transfers.items() if all(t.over for t in each)}
+def _pop_ended(
+    transfers: dict[str, list[_T]], has_ended: Callable[[_T], bool]
+) -> dict[str, list[_T]]:
+    """Removes and returns the requests whose transfers have all ended; each of them is asked."""
+    ended = {
+        request_id: each
+        for request_id, each in transfers.items()
+        if not [transfer for transfer in each if not has_ended(transfer)]
+    }
     for request_id in ended:
         del transfers[request_id]
     return ended

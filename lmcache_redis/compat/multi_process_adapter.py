@@ -11,26 +11,31 @@ in what their chunks hold, so an engine has a name here: ``engine_id``, or
 `default_engine_id` says or, as in the originals, by model name and world size; then lookups miss
 while workers of different layouts are registered under these.
 
-A restarted agent is found again. Without an agent, lookups miss and stores are dropped.
+A restarted agent is found again. Without an agent, or with one of another chunk size than at first,
+lookups miss and stores are dropped.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from multiprocessing import parent_process
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.chunks.metadata import dtype_name
+from lmcache_redis.chunks.names import engine_chunk_tokens
 from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.worker import TransferOp, WorkerClient
+from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
 from lmcache_redis.compat.load_store import (
+    BlockLoad,
     LoadStoreOp,
     RequestTransfers,
     check_names,
@@ -46,6 +51,8 @@ if TYPE_CHECKING:
     import zmq
 
 __all__ = ["LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LoadStoreOp"]
+
+logger = logging.getLogger(__name__)
 
 ENGINE_ID_VARIABLE = "LMCACHE_REDIS_ENGINE_ID"
 TIMEOUT_S = 30.0
@@ -68,8 +75,8 @@ class AdapterOfEngine:
     model_name: str
     world_size: int
     worker_id: int
+    blocks_in_chunk: int = 0  # of the first agent
     link: AgentLink
-    num_blocks_per_chunk: Callable[[], int]
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class AdapterOfEngine:
         check_int("kv_rank", kv_rank, 0, world_size - 1)
         check_int("vllm_block_size", vllm_block_size, 1, (1 << 31) - 1)
         self.model_name, self.world_size, self.worker_id = model_name, world_size, kv_rank
-        self._timeout_s = timeout_s
+        self._vllm_block_size, self._timeout_s = vllm_block_size, timeout_s
         is_worker = isinstance(self, WorkerClient)
         given_id = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
         of_client: dict[str, Any] = {
@@ -103,10 +110,26 @@ class AdapterOfEngine:
         super().__init__(**of_client)
         self._await_agent()
 
-    @property
-    def blocks_in_chunk(self) -> int:
-        """Blocks of one chunk."""
-        return self.num_blocks_per_chunk()
+    def num_blocks_per_chunk(self) -> int:
+        """Paged blocks of one chunk."""
+        return self.blocks_in_chunk
+
+    def _blocks_in_chunk_of(self, welcome: m.Welcome) -> int:
+        block = self._vllm_block_size
+        return engine_chunk_tokens(welcome.chunk_size_tokens, [block]) // block
+
+    def _welcomed(self, welcome: m.Welcome) -> str | None:
+        """An agent with other chunks is not used: callers keep the size, as the originals do."""
+        blocks = self._blocks_in_chunk_of(welcome)
+        if self.blocks_in_chunk in (0, blocks):
+            why: str | None = super()._welcomed(welcome)  # type: ignore[misc]
+            return why
+        tokens, block = welcome.chunk_size_tokens, self._vllm_block_size
+        return (
+            f"it has chunks of {tokens} tokens ({blocks} blocks of {block}), and this adapter was "
+            f"made with chunks of {self.blocks_in_chunk} blocks: restart the engine, or the agent "
+            f"with --chunk-size-tokens {self.blocks_in_chunk * block}"
+        )
 
     def _await_agent(self) -> None:
         """Returns when an agent has accepted the link. Raises AgentUnreachable, and closes it."""
@@ -119,6 +142,8 @@ class AdapterOfEngine:
                     or f"no agent answers at {link.endpoint} within {self._timeout_s:g} s: start "
                     f"one with `lmcache-redis agent --endpoint {link.endpoint}`"
                 )
+            assert link.welcome is not None
+            self.blocks_in_chunk = self._blocks_in_chunk_of(link.welcome)
         except BaseException:
             link.close()
             raise
@@ -130,7 +155,7 @@ class LMCacheMPSchedulerAdapter(AdapterOfEngine, SchedulerClient):
     @property
     def chunk_size(self) -> int:
         """Tokens of one chunk."""
-        return self.chunk_size_tokens()
+        return self.blocks_in_chunk * self._vllm_block_size
 
     def maybe_submit_lookup_request(
         self,
@@ -151,9 +176,9 @@ class LMCacheMPSchedulerAdapter(AdapterOfEngine, SchedulerClient):
         if request_id in self._lookups:
             return
         hashes: Sequence[bytes] = ()
-        if block_hashes is not None and self.blocks_in_chunk:
+        if block_hashes is not None:
             hashes = chunk_hashes(self.blocks_in_chunk, block_hashes)
-        elif token_ids is not None and self.chunk_size:
+        elif token_ids is not None:
             hashes = token_hashes(self.chunk_size, token_ids, cache_salt)
         self.begin_lookup(request_id, hashes)
 
@@ -266,6 +291,12 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
         TypeError and ValueError, also for lists of different lengths, and starts nothing.
         """
         after, whole = self._prepared(request_ids, ops, event, cache_salts)
+        if not self._requests.may_store:
+            logger.error(
+                "requests %s are not stored: get_block_ids_with_load_errors was not called after a "
+                "load had failed", ", ".join(map(str, request_ids)),
+            )  # fmt: skip
+            whole = [TransferOp((), ()) for _ in ops]
         stores = self.begin_stores(request_ids, whole, after)
         for request_id, store in zip(request_ids, stores, strict=True):
             self._requests.add_store(request_id, store)
@@ -278,13 +309,25 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """As `batched_submit_store_requests`, for retrieves of chunks that lookups have pinned."""
+        """As `batched_submit_store_requests`, for retrieves of chunks that lookups have pinned.
+
+        If the agent is lost meanwhile, they are retrieved from the next one, by the time at which
+        they count as failed.
+        """
         after, whole = self._prepared(request_ids, ops, event, cache_salts)
+        place = self.place
         retrieves = self.begin_retrieves(request_ids, whole, after)
         for request_id, op, retrieve in zip(request_ids, ops, retrieves, strict=True):
             asked = op.block_ids[op.skip_first_n_tokens // self._block_size_tokens :]
             left_out = set(asked).difference(retrieve.op.block_ids)
-            self._requests.add_retrieve(request_id, retrieve, left_out)
+
+            def again(
+                lease_ns: int, request_id: str = request_id, op: TransferOp = retrieve.op
+            ) -> RetrieveTransfer:
+                return self.begin_retrieves([request_id], [op], after, lease_ns=lease_ns)[0]
+
+            load = BlockLoad(retrieve, place, lambda: self.place, again, left_out)
+            self._requests.add_load(request_id, load)
 
     def _prepared(
         self,
@@ -307,7 +350,8 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
         for op, salt in zip(ops, salts, strict=True):
             check_names(op.token_ids, op.block_hashes, salt)
             whole.append(op.whole_chunks(self.blocks_in_chunk, self._block_size_tokens, salt))
-        if event is not None and not (hasattr(event, "wait") and hasattr(event, "synchronize")):
+        # In CPU memory, vLLM passes a placeholder without `wait`.
+        if event is not None and not hasattr(event, "wait" if self.on_cuda else "synchronize"):
             raise TypeError(f"an event is a torch.cuda.Event, not {type(event).__name__}")
         if self.on_cuda and event is None:
             raise ValueError(
@@ -327,8 +371,11 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
         it holds for their stores; one without a store is reported at once. Only the stores of such
         requests are reported, and only once, although an engine with asynchronous scheduling may
         repeat an id in later calls. After a call without the id, it belongs to a new request.
-        Failed stores and retrieves are reported too, and logged; for retrieves see
-        ``get_block_ids_with_load_errors``.
+        Failed stores and retrieves are reported too, and logged. After each call, ask for the
+        blocks that were not loaded with ``get_block_ids_with_load_errors``, as vLLM does, and
+        compute their tokens. Until that call nothing is stored, because whatever the engine
+        computes may depend on these blocks; and the next `get_finished` raises LoadErrorsNotTaken,
+        which ends an engine that does not ask before it has answered.
         """
         return self._requests.finished(finished_req_ids_from_engine)
 

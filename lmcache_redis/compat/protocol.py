@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 
-from lmcache_redis.chunks import metadata as protocol
-from lmcache_redis.chunks.metadata import MAX_GROUPS, MemoryFormat, dtype_name, torch_dtype
+from lmcache_redis.chunks.metadata import (
+    MAX_GROUPS,
+    MemoryFormat,
+    MetadataFields,
+    dtype_name,
+    torch_dtype,
+)
 from lmcache_redis.compat import lm_wire
 from lmcache_redis.compat.cache_engine_key import (
     CacheEngineKey,
@@ -67,22 +72,23 @@ _Buffer = bytes | bytearray | memoryview
 class RemoteMetadata:
     """Length in bytes, memory format, and the shape and dtype of each group of a chunk.
 
-    At most 8 groups of at most 8 dimensions, and 336 bytes. The length is the size of the groups,
-    unless the format is BINARY or BINARY_BUFFER.
+    At most 8 groups of at most 8 dimensions, and 336 bytes. As in LMCache, the length is any: some
+    connectors count a header in it, and pad shapes with zeros. Raises FormatError for what cannot
+    be encoded.
     """
 
     length: int
     shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
+    dtypes: list[torch.dtype | None]
     fmt: MemoryFormat
 
     def __post_init__(self) -> None:
-        encoded = self._encoded()
-        self.shapes = [torch.Size(shape) for shape in encoded.shapes]
-        self.dtypes = [*encoded.dtypes]
+        fields = self._fields()
+        self.shapes = [torch.Size(shape) for shape in fields.shapes]
+        self.dtypes = [_torch_dtype(name) for name in fields.dtype_names]
 
     def serialize(self) -> bytes:
-        return self._encoded().serialize()
+        return self._fields().encoded()
 
     def serialize_into(self, buffer: bytearray | memoryview) -> int:
         """Writes the encoding to the start of a buffer; returns its length in bytes.
@@ -101,12 +107,16 @@ class RemoteMetadata:
 
         Raises FormatError for other bytes.
         """
-        found = protocol.RemoteMetadata.at_start_of(s)
-        shapes = [torch.Size(shape) for shape in found.shapes]
-        return RemoteMetadata(found.length, shapes, [*found.dtypes], found.fmt)
+        length, shapes, names, fmt = MetadataFields.at_start_of(s)
+        dtypes = [_torch_dtype(name) for name in names]
+        return RemoteMetadata(length, [torch.Size(shape) for shape in shapes], dtypes, fmt)
 
-    def _encoded(self) -> protocol.RemoteMetadata:
-        return protocol.RemoteMetadata(self.length, self.shapes, self.dtypes, self.fmt)
+    def _fields(self) -> MetadataFields:
+        return MetadataFields.of(self.length, self.shapes, self.dtypes, self.fmt)
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else torch_dtype(name)
 
 
 @dataclass
@@ -176,7 +186,7 @@ def _payload(message: ClientMetaMessage | ServerMetaMessage) -> PayloadFields:
 
 
 def _fields(payload: PayloadFields) -> tuple[Any, ...]:
-    dtype = None if payload.dtype_name is None else torch_dtype(payload.dtype_name)
+    dtype = _torch_dtype(payload.dtype_name)
     return payload.length, payload.fmt, dtype, payload.shape, payload.location
 
 
@@ -197,5 +207,5 @@ def get_remote_metadata_bytes() -> int:
     """
     if _group_count is None:
         raise RuntimeError("init_remote_metadata_info was not called yet")
-    shapes, names = [()] * _group_count, ["uint8"] * _group_count
-    return len(protocol.RemoteMetadata(0, shapes, names, MemoryFormat.UNDEFINED).serialize())
+    shapes, names = ((),) * _group_count, (None,) * _group_count
+    return len(MetadataFields(0, shapes, names, MemoryFormat.UNDEFINED).encoded())

@@ -31,10 +31,12 @@ class Played:
         unnamed: bool = True,
         model: str = "model",
         ago_s: float = 60.0,
+        client: str = "",
     ) -> Peer:
         """A peer of a world of two, registered if it has a layout."""
-        hello = m.Hello(1, engine_id, model, 2, worker_id, "0", unnamed)
-        peer = Peer(f"{engine_id} {worker_id}".encode(), hello, NOW_S, NOW_S - ago_s)
+        hello = m.Hello(1, engine_id, model, 2, worker_id, "0", unnamed, client)
+        identity = f"{engine_id} {worker_id} {client}".encode()
+        peer = Peer(identity, hello, NOW_S, NOW_S - ago_s)
         if layout is not None and worker_id is not None:
             form: Any = SimpleNamespace(kv_rank=worker_id, fingerprint=layout)
             device: Any = None
@@ -58,6 +60,34 @@ def test_a_newer_connection_replaces_the_old() -> None:
     assert [*played.peers] == [*others, new]
     again = Peer(b"reconnected", others[0].hello, NOW_S, NOW_S)  # the same connection
     assert played.peers.add(again) == [others[0], new]
+
+
+def test_another_client_of_the_same_engine_and_rank_stays() -> None:
+    played = Played()
+    one, other = (played.join("a", 0, client=each, layout=b"0") for each in "12")
+    schedulers = [played.join("a", None, client=each) for each in "34"]
+    assert [*played.peers] == [one, other, *schedulers]
+    again = Peer(b"reconnected", one.hello, NOW_S, NOW_S)
+    assert played.peers.add(again) == [one]
+    assert played.peers.has_namesake(again)
+    assert played.peers.has_namesake(schedulers[0])
+    played.peers.remove(schedulers[1])
+    assert not played.peers.has_namesake(schedulers[0])
+
+
+@pytest.mark.parametrize("unnamed", [False, True])
+@pytest.mark.parametrize("layout", [b"0", b"other"])
+def test_clients_of_one_engine_and_rank(unnamed: bool, layout: bytes) -> None:
+    played = Played()
+    scheduler = played.join("a", None, unnamed=unnamed)
+    played.join("a", 1, layout=b"1", unnamed=unnamed)
+    played.join("a", 0, layout=b"0", unnamed=unnamed, client="1")
+    assert played.ranks(scheduler) == ["a", "a"]
+    second = played.join("a", 0, layout=layout, unnamed=unnamed, client="2")
+    assert played.ranks(scheduler) == (["a", "a"] if layout == b"0" else None)
+    assert played.peers.layouts_differ(scheduler) == (layout != b"0")
+    played.peers.remove(second)
+    assert played.ranks(scheduler) == ["a", "a"]
 
 
 def test_workers_that_have_registered() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.chunks.keys import ObjectKey, share_rank
+from lmcache_redis.chunks.keys import ObjectKey, bounded_hash, share_rank
 from lmcache_redis.chunks.names import key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.errors import FormatError
 
@@ -70,10 +70,23 @@ class TestObjectKey:
             return
         assert key.to_bytes() == data
 
-    @pytest.mark.parametrize("chunk_hash", [b"", b"x" * 64, "text", None, 7, bytearray(b"x")])
-    def test_a_hash_out_of_range_is_refused(self, chunk_hash: bytes) -> None:
-        with pytest.raises(FormatError, match="a chunk hash is 1 to 63 bytes"):
+    @pytest.mark.parametrize("chunk_hash", [b"", "text", None, 7, bytearray(b"x")])
+    def test_what_is_no_hash_is_refused(self, chunk_hash: bytes) -> None:
+        with pytest.raises(FormatError, match="a chunk hash is bytes, at least one"):
             ObjectKey(chunk_hash, "m", 0)
+
+    def test_a_longer_hash_is_digested(self) -> None:
+        """64 bytes are a SHA-512."""
+        assert ObjectKey(b"x" * 63, "m", 0).chunk_hash == b"x" * 63
+        keys = [ObjectKey(b"x" * nbytes, "m", 0) for nbytes in (64, 65, 4096)]
+        assert {len(key.chunk_hash) for key in keys} == {32}
+        assert len({*keys}) == 3
+        for key in keys:
+            assert ObjectKey.from_bytes(key.to_bytes()) == key
+        # Stored chunks are found by it: it never changes.
+        assert bounded_hash(bytes(64)).hex() == (
+            "c26ea539b7272129b0114a412d03ddc56b694454696915b6b2a880fc1c64d13a"
+        )
 
     @pytest.mark.parametrize("name", ["", "x" * 1025, "é" * 513])
     def test_a_model_name_too_long_or_empty_is_refused(self, name: str) -> None:

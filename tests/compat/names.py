@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from tests.compat.originals import Interface, Name
 
-INTERNAL = "internal"
-LMCACHE = "As documented on 2026-02-09."
+STATE = "what LMCache's client keeps of its queue"
+HELPER = "helpers of LMCache's client, which makes keys"
+WORKERS = "threads of LMCache's backends, and what ends them"
+ITERATOR = (
+    "an iterator of all backends, with None for what is missing; the hybrid and the pipelined one "
+    "of LMCache return lists, the latter without what is missing"
+)
+FOUND = "says whether there was a chunk"
+DOCUMENTED = "As in LMCache {}, documented on 2026-02-09."
 
 INTERFACES = (
     Interface(
         "IPC types",
         "lmcache.v1.multiprocess.custom_types",
         "lmcache_redis.compat.custom_types",
-        LMCACHE,
+        DOCUMENTED.format("0.3.13"),
         (
             Name("CudaIPCWrapper", "(tensor)"),
             Name("CudaIPCWrapper.to_tensor", "()"),
@@ -22,9 +29,19 @@ INTERFACES = (
                 "IPCCacheEngineKey",
                 "(model_name, world_size, worker_id, chunk_hash)",
                 different=(
-                    "a hash or token ids; 1 to 63 bytes of hash, 1 to 255 workers; `salt` "
+                    "a hash or token ids; 1 to 255 workers, with `worker_id` among them; `salt` "
                     "is what else the KV of token ids depends on"
                 ),
+            ),
+            Name(
+                "IPCCacheEngineKey.from_int_hash",
+                "(model_name, world_size, worker_id, chunk_hash)",
+                different="eight bytes, as `ObjectKey.IntHash2Bytes`; undocumented",
+            ),
+            Name(
+                "IPCCacheEngineKey.from_token_ids",
+                ("(model_name, world_size, worker_id, token_ids, start=0, end=0, request_id='')"),
+                different="of 0.3.15; undocumented",
             ),
             Name("IPCCacheEngineKey.no_worker_id_version", "()"),
             Name("IPCCacheEngineKey.Serialize", "(obj)"),
@@ -38,23 +55,35 @@ INTERFACES = (
         "Distributed API",
         "lmcache.v1.distributed.api",
         "lmcache_redis.compat.distributed_api",
-        LMCACHE,
+        DOCUMENTED.format("0.3.15"),
         (
             Name(
-                "ObjectKey", "(chunk_hash, model_name, kv_rank)", different="1 to 63 bytes of hash"
+                "ObjectKey",
+                "(chunk_hash, model_name, kv_rank)",
+                different=(
+                    "a `chunk_hash` of 64 bytes or more is replaced by its digest of 32; ordered; "
+                    "without `__dict__`"
+                ),
             ),
             Name(
                 "ObjectKey.IntHash2Bytes",
                 "(chunk_hash)",
-                different="eight bytes, big-endian, where the original has four and truncates",
+                different=(
+                    "eight bytes, big-endian; the original has four, and OverflowError from "
+                    "2**32 on"
+                ),
             ),
-            Name("ObjectKey.Bytes2IntHash", "(chunk_hash)"),
+            Name(
+                "ObjectKey.Bytes2IntHash",
+                "(chunk_hash)",
+                different="one to eight bytes, where the original takes the last eight of any",
+            ),
             Name(
                 "ObjectKey.ComputeKVRank",
                 "(world_size, global_rank, local_world_size, local_rank)",
                 different="at most 255 workers; a node may have all of them",
             ),
-            Name("MemoryLayoutDesc", "(shapes, dtypes)"),
+            Name("MemoryLayoutDesc", "(shapes, dtypes)", different="has copies of both lists"),
             Name("ipc_keys_to_object_keys", "(ipc_keys)"),
         ),
     ),
@@ -63,9 +92,9 @@ INTERFACES = (
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.multi_process_adapter",
         "lmcache_redis.compat.multi_process_adapter",
         (
-            "From a copy of vLLM's documentation, older than 0.27.1: vLLM 0.27.1 to"
-            " 0.33 have a `parallel_strategy` in place of `world_size` and "
-            "`kv_rank`."
+            "As in vLLM 0.17.0; vLLM 0.27.1 to 0.33 have a `parallel_strategy` in place of "
+            "`world_size` and `kv_rank`. Callers that join a host and a port name the agent's "
+            "`ipc:///DIRECTORY/agent:5555` as host `ipc:///DIRECTORY/agent` and port 5555."
         ),
         (
             Name(
@@ -83,7 +112,8 @@ INTERFACES = (
                 ("(server_url, context, model_name, world_size, kv_rank, vllm_block_size)"),
                 different=(
                     "`ipc://` alone; `context` is not used; if engines of one model differ,"
-                    " name each (`engine_id`, `$LMCACHE_REDIS_ENGINE_ID`)"
+                    " name each (`engine_id`, `$LMCACHE_REDIS_ENGINE_ID`); an agent with "
+                    "other chunks than the first one counts as lost"
                 ),
             ),
             Name(
@@ -108,22 +138,25 @@ INTERFACES = (
             Name("LMCacheMPSchedulerAdapter.worker_id"),
             Name("LMCacheMPSchedulerAdapter.chunk_size"),
             Name("LMCacheMPSchedulerAdapter.blocks_in_chunk"),
-            Name("LMCacheMPSchedulerAdapter.mq_client", left_out=INTERNAL),
-            Name("LMCacheMPSchedulerAdapter.lookup_futures", left_out=INTERNAL),
+            Name("LMCacheMPSchedulerAdapter.mq_client", left_out=STATE),
+            Name("LMCacheMPSchedulerAdapter.lookup_futures", left_out=STATE),
             Name(
                 "LMCacheMPSchedulerAdapter._create_key",
                 "(token_ids, start=0, end=0, request_id=None)",
-                left_out=INTERNAL,
+                left_out=HELPER,
             ),
             Name(
                 "LMCacheMPSchedulerAdapter._create_hash_key",
                 "(chunk_hash, request_id=None)",
-                left_out=INTERNAL,
+                left_out=HELPER,
             ),
             Name(
                 "LMCacheMPWorkerAdapter",
                 ("(server_url, context, model_name, world_size, kv_rank, vllm_block_size)"),
-                different="`kv_rank` is the rank in `world_size`",
+                different=(
+                    "`kv_rank` is the rank in `world_size`; several workers have one rank if their "
+                    "KV is equal (MLA with tensor parallelism)"
+                ),
             ),
             Name(
                 "LMCacheMPWorkerAdapter.register_kv_caches",
@@ -153,7 +186,18 @@ INTERFACES = (
             Name(
                 "LMCacheMPWorkerAdapter.get_finished",
                 "(finished_req_ids_from_engine)",
-                different="an id that consecutive calls repeat is reported once",
+                different=(
+                    "an id that consecutive calls repeat is reported once; a request with several "
+                    "stores, when all have ended; LoadErrorsNotTaken if blocks that a load left "
+                    "out were not asked for, see below"
+                ),
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter.get_block_ids_with_load_errors",
+                different=(
+                    "not in the original; call it after each `get_finished`, as vLLM calls its "
+                    "connector's method of this name"
+                ),
             ),
             Name("LMCacheMPWorkerAdapter.num_blocks_per_chunk", "()"),
             Name("LMCacheMPWorkerAdapter.model_name"),
@@ -161,22 +205,25 @@ INTERFACES = (
             Name("LMCacheMPWorkerAdapter.worker_id"),
             Name("LMCacheMPWorkerAdapter.kv_caches"),
             Name("LMCacheMPWorkerAdapter.blocks_in_chunk"),
-            Name("LMCacheMPWorkerAdapter.mq_client", left_out=INTERNAL),
-            Name("LMCacheMPWorkerAdapter.instance_id", left_out=INTERNAL),
-            Name("LMCacheMPWorkerAdapter.store_futures", left_out=INTERNAL),
-            Name("LMCacheMPWorkerAdapter.retrieve_futures", left_out=INTERNAL),
-            Name("LMCacheMPWorkerAdapter.finished_stores", left_out=INTERNAL),
-            Name("LMCacheMPWorkerAdapter.previously_finished", left_out=INTERNAL),
-            Name("LMCacheMPWorkerAdapter._update_and_get_finished_store", "()", left_out=INTERNAL),
+            Name("LMCacheMPWorkerAdapter.mq_client", left_out=STATE),
+            Name(
+                "LMCacheMPWorkerAdapter.instance_id",
+                left_out="the agent knows a worker by its connection",
+            ),
+            Name("LMCacheMPWorkerAdapter.store_futures", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter.retrieve_futures", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter.finished_stores", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter.previously_finished", left_out=STATE),
+            Name("LMCacheMPWorkerAdapter._update_and_get_finished_store", "()", left_out=STATE),
             Name(
                 "LMCacheMPWorkerAdapter._create_key",
                 "(token_ids, start=0, end=0, request_id=None)",
-                left_out=INTERNAL,
+                left_out=HELPER,
             ),
             Name(
                 "LMCacheMPWorkerAdapter._create_hash_key",
                 "(chunk_hash, request_id=None)",
-                left_out=INTERNAL,
+                left_out=HELPER,
             ),
             Name("LMCacheMPWorkerAdapter.shutdown", "()"),
         ),
@@ -185,7 +232,7 @@ INTERFACES = (
         "V1 protocol",
         "lmcache.v1.protocol",
         "lmcache_redis.compat.protocol",
-        LMCACHE,
+        DOCUMENTED.format("0.3.13"),
         (
             Name("ClientCommand"),
             Name("ServerReturnCode"),
@@ -194,7 +241,7 @@ INTERFACES = (
                 "(length, shapes, dtypes, fmt)",
                 different=(
                     "[its own encoding](value-format.md#remotemetadata), a part of every "
-                    "value; 0 to 8 groups"
+                    "value, where its fields have to agree; 0 to 8 groups"
                 ),
             ),
             Name("RemoteMetadata.serialize", "()"),
@@ -256,13 +303,17 @@ INTERFACES = (
         "lmcache.storage_backend",
         "lmcache_redis.compat.storage_backend",
         (
-            "From an undated copy of LMCache's documentation; four modules of the "
-            "original (`abstract_backend`, `hybrid_backend`, `local_backend`, "
-            "`remote_backend`) are one here."
+            "As in LMCache 0.3.1; four modules of the original (`abstract_backend`, "
+            "`hybrid_backend`, `local_backend`, `remote_backend`) are one here. A hash of over 63 "
+            "bytes stands in the name of a chunk as its digest."
         ),
         (
-            Name("LMCBackendInterface", "(dst_device='cuda')", different="no keys with tags"),
-            Name("LMCBackendInterface.batched_get", "(keys)"),
+            Name(
+                "LMCBackendInterface",
+                "(dst_device='cuda')",
+                different="no keys with tags; ConfigError for a device that the machine has not",
+            ),
+            Name("LMCBackendInterface.batched_get", "(keys)", different=ITERATOR),
             Name("LMCBackendInterface.batched_put", "(keys_and_chunks, blocking=True)"),
             Name("LMCBackendInterface.close", "()"),
             Name("LMCBackendInterface.contains", "(key)"),
@@ -272,8 +323,12 @@ INTERFACES = (
                 "(key, kv_chunk, blocking=True)",
                 different="a server or disk that fails raises nothing",
             ),
-            Name("LMCHybridBackend", "(config, metadata, mpool_metadata, dst_device='cuda')"),
-            Name("LMCHybridBackend.batched_get", "(keys)"),
+            Name(
+                "LMCHybridBackend",
+                "(config, metadata, mpool_metadata, dst_device='cuda')",
+                different="memory gets a chunk of the server at its first `get`, not at the start",
+            ),
+            Name("LMCHybridBackend.batched_get", "(keys)", different=ITERATOR),
             Name("LMCHybridBackend.close", "()"),
             Name("LMCHybridBackend.contains", "(key)"),
             Name("LMCHybridBackend.get", "(key)"),
@@ -293,10 +348,10 @@ INTERFACES = (
             ),
             Name("LMCLocalBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalBackend.put_nonblocking", "(key, kv_chunk)"),
-            Name("LMCLocalBackend.put_worker", "()", left_out=INTERNAL),
-            Name("LMCLocalBackend.remove", "(key)"),
+            Name("LMCLocalBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCLocalBackend.remove", "(key)", different=FOUND),
             Name("LMCLocalDiskBackend", "(config, metadata, dst_device='cuda')"),
-            Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=INTERNAL),
+            Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=WORKERS),
             Name("LMCLocalDiskBackend.close", "()"),
             Name("LMCLocalDiskBackend.contains", "(key)"),
             Name("LMCLocalDiskBackend.get", "(key)"),
@@ -307,9 +362,9 @@ INTERFACES = (
             ),
             Name("LMCLocalDiskBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalDiskBackend.put_nonblocking", "(key, kv_chunk)"),
-            Name("LMCLocalDiskBackend.put_worker", "()", left_out=INTERNAL),
-            Name("LMCLocalDiskBackend.remove", "(key)"),
-            Name("LocalBackendEndSignal", "()", left_out=INTERNAL),
+            Name("LMCLocalDiskBackend.put_worker", "()", left_out=WORKERS),
+            Name("LMCLocalDiskBackend.remove", "(key)", different=FOUND),
+            Name("LocalBackendEndSignal", "()", left_out=WORKERS),
             Name(
                 "save_disk",
                 "(path, kv_chunk)",
@@ -332,13 +387,13 @@ INTERFACES = (
             Name("LMCRemoteBackend.list", "()"),
             Name("LMCRemoteBackend.put", "(key, kv_chunk, blocking=True)"),
             Name("LMCRemoteBackend.put_blocking", "(key, kv_chunk)"),
-            Name("LMCRemoteBackend.put_worker", "()", left_out=INTERNAL),
+            Name("LMCRemoteBackend.put_worker", "()", left_out=WORKERS),
             Name("LMCPipelinedRemoteBackend", "(config, metadata, dst_device='cuda')"),
-            Name("LMCPipelinedRemoteBackend.batched_get", "(keys)"),
+            Name("LMCPipelinedRemoteBackend.batched_get", "(keys)", different=ITERATOR),
             Name("LMCPipelinedRemoteBackend.close", "()"),
-            Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=INTERNAL),
-            Name("LMCPipelinedRemoteBackend.network_worker", "()", left_out=INTERNAL),
-            Name("RemoteBackendEndSignal", "()", left_out=INTERNAL),
+            Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=WORKERS),
+            Name("LMCPipelinedRemoteBackend.network_worker", "()", left_out=WORKERS),
+            Name("RemoteBackendEndSignal", "()", left_out=WORKERS),
         ),
     ),
     Interface(

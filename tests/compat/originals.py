@@ -75,10 +75,10 @@ class Interface:
         return "; ".join(filter(None, [f"`{', '.join(added)}`", each.different]))
 
     def section(self) -> str:
-        """Its section of the page: what is different, and what is left out for another reason."""
+        """Its section of the page: what is different, and what is left out."""
         texts: dict[str, list[str]] = {}
         for each in self.names:
-            left_out = f"left out: {each.left_out}" if each.left_out not in ("", "internal") else ""
+            left_out = f"left out: {each.left_out}" if each.left_out else ""
             if text := self.check(each) or left_out:
                 texts.setdefault(text, []).append(f"`{each.name}`")
         lines = [f"`{self.original}` is `{self.here}` here. {self.dated}".strip(), ""]

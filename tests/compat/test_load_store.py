@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.chunks.keys import hash_chunks
+from lmcache_redis.chunks.keys import bounded_hash, hash_chunks
 from lmcache_redis.compat.load_store import LoadStoreOp, check_names
 
 TOKENS = list(range(100, 164))
@@ -93,14 +93,19 @@ def test_hashes_are_cut_to_whole_chunks(blocks: int, kept: int) -> None:
     assert whole.hashes == hashes[3:kept:4]
 
 
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 300])
+def test_a_hash_that_no_key_holds_is_digested(nbytes: int) -> None:
+    hashes = [bytes([n]) * nbytes for n in range(4)]
+    names = LoadStoreOp(range(4), None, hashes).whole_chunks(2, 16).hashes
+    assert [len(each) for each in names] == [nbytes if nbytes < 64 else 32] * 2
+    assert names == [bounded_hash(hashes[1]), bounded_hash(hashes[3])]
+    assert len({*names}) == 2
+
+
 @pytest.mark.parametrize(("skip", "left"), [(16, 0), (48, 0), (80, 2)])
 def test_what_is_skipped_counts_from_the_first_whole_chunk(skip: int, left: int) -> None:
     op = LoadStoreOp(range(7), range(200), None, 16, 128, skip_first_n_tokens=skip)
     assert op.whole_chunks(4, 16).skip_blocks == left
-
-
-def test_chunks_of_unknown_size_are_none() -> None:
-    assert not LoadStoreOp([7, 8], None, HASHES).whole_chunks(0, 16).block_ids
 
 
 def test_blocks_that_do_not_hold_the_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -243,7 +243,11 @@ class TestEngineId:
         class Client:
             def __init__(self, **named: Any) -> None:
                 self.named = named["engine_id"], named["unnamed"]
-                self.link = SimpleNamespace(online=True, wait_for=lambda *_: True)
+                self.link = SimpleNamespace(
+                    online=True,
+                    wait_for=lambda *_: True,
+                    welcome=SimpleNamespace(chunk_size_tokens=CHUNK),
+                )
 
         class Adapter(adapters.AdapterOfEngine, Client):  # type: ignore[misc]
             pass
@@ -285,6 +289,82 @@ class TestEngineId:
             assert_moved(each, before, {n: 8 + n for n in range(4)})
             worker.shutdown()
         scheduler.shutdown()
+
+
+class TestNamesakes:
+    """Several live workers of one engine and rank."""
+
+    @pytest.mark.parametrize("name", ["engine 7", None], ids=["named", "unnamed"])
+    @pytest.mark.parametrize("schedulers", [1, 2])
+    def test_both_store_and_load(
+        self,
+        agent: AgentServer,
+        context: zmq.Context[Any],
+        name: str | None,
+        schedulers: int,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Tensor parallel ranks of an MLA model, which vLLM 0.17.0 makes rank 0 of a world of 1.
+
+        Or two engines of one model in one process, or of one name.
+        """
+        made = [
+            LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK, engine_id=name)
+            for _ in range(schedulers)
+        ]
+        workers = [
+            LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK, engine_id=name)
+            for _ in range(2)
+        ]
+        memory = [caches(), caches()]
+        for worker, each in zip(workers, memory, strict=True):
+            worker.register_kv_caches(each)
+        hashes = [block_hashes(f"worker {n}", 4) for n in range(2)]
+        for n, worker in enumerate(workers):
+            worker.submit_store_request(f"a{n}", LoadStoreOp(range(4), None, hashes[n]))
+            wait_until(lambda worker=worker, n=n: f"a{n}" in worker.get_finished({f"a{n}"})[0])
+        assert agent.counter("gathered_chunks") == 2
+        for n, scheduler in enumerate(made * (2 // schedulers)):
+            for number in range(2):
+                scheduler.maybe_submit_lookup_request(f"b{n}{number}", hashes[number])
+                assert looked_up(scheduler, f"b{n}{number}") == CHUNK
+        # Each request is loaded by both, as by the ranks of one engine.
+        for n, (worker, each) in enumerate(zip(workers, memory, strict=True)):
+            for number, source in enumerate(memory):
+                before = copied(each)
+                op = LoadStoreOp(range(8, 12), None, hashes[number])
+                worker.submit_retrieve_request(f"b{n}{number}", op)
+                finished_retrieves(worker, f"b{n}{number}")
+                assert worker.get_block_ids_with_load_errors() == set()
+                for layer, tensor in each.items():
+                    expected = before[layer].clone()
+                    expected[:, 8:12] = source[layer][:, :4]
+                    assert torch.equal(tensor, expected)
+        assert len(agent.status()["engines"]) == 2
+        assert "lost the agent" not in caplog.text
+        for each in (*workers, *made):
+            each.shutdown()
+
+    def test_layouts_that_differ_are_misses(
+        self, pair: Pair, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        pair.store("a", HASHES, range(8))
+        other = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        other.register_kv_caches(caches(), identity={"revision": "2"})
+        assert pair.lookup("b", block_hashes=HASHES) == 0
+        sentence = "workers with different layouts are registered as one rank"
+        wait_until(lambda: sentence in agent.log, "a warning")
+        other.shutdown()
+        assert pair.lookup("c", block_hashes=HASHES) == 2 * CHUNK
+
+    def test_a_worker_that_is_made_again(
+        self, pair: Pair, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        pair.store("a", HASHES, range(8))
+        pair.worker.shutdown()
+        pair.worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        pair.worker.register_kv_caches(caches())
+        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
 
 
 class TestRegistration:
@@ -376,6 +456,20 @@ class TestLookups:
         assert pair.lookup("b", block_hashes=HASHES[:4]) == 2 * CHUNK  # ignored
         pair.scheduler.cleanup_lookup_result("b")
         assert pair.lookup("b", block_hashes=HASHES[:4]) == CHUNK
+
+    def test_hashes_of_any_length(self, pair: Pair) -> None:
+        """A SHA-512 has 64 bytes."""
+        for number, nbytes in enumerate((1, 63, 64, 65, 128)):
+            hashes = [each.ljust(128, b"x")[:nbytes] for each in (b"%d" % n for n in range(4))]
+            hashes = [bytes([number * 4 + n]) + each[1:] for n, each in enumerate(hashes)]
+            pair.store(f"a{nbytes}", hashes, range(4))
+            assert pair.lookup(f"b{nbytes}", block_hashes=hashes) == CHUNK
+            before = copied(pair.caches)
+            op = LoadStoreOp(list(range(8, 12)), None, hashes)
+            pair.worker.submit_retrieve_request(f"b{nbytes}", op)
+            finished_retrieves(pair.worker, f"b{nbytes}")
+            assert_moved(pair.caches, before, {n: 8 + n for n in range(4)})
+            pair.caches["model.layers.0.attn"][:, 8:12] = 0.0
 
     def test_only_whole_chunks(self, pair: Pair) -> None:
         pair.store("a", HASHES[:4], range(4))
@@ -525,7 +619,8 @@ class TestFinished:
     def test_a_lookup_that_the_agent_refuses_is_logged(
         self, pair: Pair, caplog: pytest.LogCaptureFixture
     ) -> None:
-        assert pair.lookup("a", block_hashes=[b"h" * 64] * 4) == 0
+        hashes = [b"h" * n for n in range(1, 9)]  # a chunk's name has one length
+        assert pair.lookup("a", block_hashes=hashes) == 0
         assert "the lookup of request a failed: " in caplog.text
 
     def test_what_is_no_operation_starts_nothing(self, pair: Pair) -> None:
@@ -687,6 +782,15 @@ class TestBatches:
         wait_until(lambda: agent.counter("gathered_chunks") == 1)
         with pytest.raises(TypeError, match=r"an event is a torch.cuda.Event, not bytes"):
             pair.worker.submit_retrieve_request("b", op, b"e" * 64)  # type: ignore[arg-type]
+
+    def test_in_cpu_memory_an_event_need_not_wait(self, pair: Pair, agent: AgentServer) -> None:
+        """Such as vLLM's placeholder for torch.Event."""
+        waited: list[str] = []
+        event: Any = SimpleNamespace(record=None, synchronize=lambda: waited.append("stored"))
+        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        pair.worker.submit_store_request("a", op, event)
+        assert waited == ["stored"]
+        wait_until(lambda: agent.counter("gathered_chunks") == 1)
 
 
 class TestShutdown:

@@ -220,11 +220,48 @@ class TestRemoteMetadata:
         assert short == bytes(size - 1)
 
     @pytest.mark.parametrize(
+        ("length", "shapes", "dtypes"),
+        [
+            (4096, [torch.Size([2, 32, 256, 128])], [torch.float16]),  # of the documentation
+            (0, [torch.Size([2, 32, 256, 128])], [torch.float16]),
+            ((1 << 63) - 1, [torch.Size([1])], [torch.uint8]),
+            (100, [torch.Size([2, 256, 128, 0])], [torch.bfloat16]),  # padded
+            (100, [torch.Size([0, 0, 0, 0])], [None]),
+            (42, [torch.Size([7]), torch.Size([])], [None, torch.int8]),
+            (999, [torch.Size([1, 2, 3, 4])] * 8, [torch.float8_e5m2] * 8),
+            (3, [], []),
+        ],
+    )
+    @pytest.mark.parametrize("fmt", [MemoryFormat.KV_2LTD, MemoryFormat.BINARY])
+    def test_its_fields_need_not_agree(
+        self,
+        length: int,
+        shapes: list[torch.Size],
+        dtypes: list[torch.dtype | None],
+        fmt: MemoryFormat,
+    ) -> None:
+        """LMCache's connectors count a header in the length, and pad shapes."""
+        metadata = RemoteMetadata(length, shapes, dtypes, fmt)
+        buffer = bytearray(metadata.serialize())
+        assert RemoteMetadata.deserialize(buffer) == metadata
+        metadata.length += 176 if length < 1 << 62 else -176
+        metadata.serialize_into(buffer)
+        again = RemoteMetadata.deserialize(buffer + b"rest")
+        assert again == metadata
+        assert (again.length, again.shapes, again.dtypes) == (metadata.length, shapes, dtypes)
+
+    def test_stored_chunks_are_checked(self) -> None:
+        fmt = MemoryFormat.KV_2LTD
+        for fields in ((4096, [(2, 4)], [torch.half]), (0, [(2, 4)], [None]), (0, [()], [None])):
+            with pytest.raises(FormatError):
+                protocol.RemoteMetadata.deserialize(RemoteMetadata(*fields, fmt).serialize())
+
+    @pytest.mark.parametrize(
         "changes",
         [
-            {"length": 1}, {"shapes": []}, {"dtypes": [torch.int8]}, {"fmt": 1},
-            {"dtypes": [torch.complex64, torch.uint8]}, {"shapes": [(1,) * 5, (1,)]},
-            {"shapes": [1, 1]},
+            {"length": -1}, {"length": 1 << 63}, {"length": 1.5}, {"shapes": []},
+            {"dtypes": [torch.int8]}, {"fmt": 1}, {"dtypes": [torch.complex64, torch.uint8]},
+            {"shapes": [(1,) * 9, (1,)]}, {"shapes": [1, 1]}, {"shapes": [(-1,), (1,)]},
         ],
     )  # fmt: skip
     def test_what_has_no_encoding_is_refused(self, changes: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ import functools
 import math
 import re
 
-from lmcache_redis.chunks.keys import ObjectKey, share_rank
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES, ObjectKey, share_rank
 from lmcache_redis.chunks.metadata import ENCODED_FORMATS, MemoryFormat, RemoteMetadata, itemsize
 from lmcache_redis.compat.cache_engine_key import BYTES_HASH, KEY_TEXT
 from lmcache_redis.compat.lm_wire import (
@@ -71,8 +71,11 @@ def object_key_of(text: str) -> ObjectKey:
         )
     chunk_hash = match["chunk_hash"]
     is_bytes = BYTES_HASH.fullmatch(chunk_hash) is not None
+    packed = bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii")
+    if len(packed) > MAX_HASH_BYTES:  # a LIST could not say the text
+        raise FormatError(f"a hash of {len(packed)} bytes; a key text has {MAX_HASH_BYTES} at most")
     return ObjectKey(
-        bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
+        packed,
         _with_hash(match, "" if is_bytes else _TEXT_HASH),
         share_rank(int(match["world_size"]), int(match["worker_id"])),
     )
