@@ -110,7 +110,7 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -203,6 +203,8 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     ``first_chunk``: how many chunks the engine has before them. ``remote``: the parts of workers
     that are registered with other agents, which must be in Redis. ``token_s``: seconds in which the
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
+    ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
+    requests with lookups that it has begun since its last question.
     """
 
     request_id: Name
@@ -210,6 +212,8 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     first_chunk: Number = 0
     remote: AllRemoteParts = ()
     token_s: TokenSeconds = 0.0
+    busy_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
+    begun: tuple[Name, ...] = ()
 
 
 class Watch(Message, frozen=True, tag="WATCH"):

@@ -92,7 +92,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x06",
+        b"LMCR-MP\x00\x07",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -176,6 +176,7 @@ SCHEMAS = {
     4: "ee3b37c67e1175b8",
     5: "a8ccd19ec9ce0491",
     6: "e65f263eb7909868",
+    7: "fc687cbb921bc95d",
 }
 
 

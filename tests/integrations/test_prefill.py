@@ -21,6 +21,69 @@ def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
     assert rate.token_s == pytest.approx(0.002)
 
 
+def measured(*steps: tuple[int, float]) -> PrefillRate:
+    """A rate after steps of so many tokens, with their seconds per token."""
+    rate, now_s = PrefillRate(), 10.0
+    for tokens, token_s in steps:
+        step = rate.scheduled(tokens, now_s)
+        now_s += tokens * token_s
+        rate.ended(step, now_s)
+    return rate
+
+
+def test_single_steps_that_take_longer_make_no_difference() -> None:
+    """The first ones of a process do, and those beside other work of the machine."""
+    steps = [(2048, 0.003), *[(2048, 0.001)] * 2, (2048, 0.005), (2048, 0.001)]
+    for count in range(2, len(steps) + 1):
+        assert measured(*steps[:count]).token_s == pytest.approx(0.001)
+    assert measured(*steps, *[(2048, 0.002)] * 3).token_s == pytest.approx(0.002), "it is slower"
+
+
+def test_a_small_step_counts_beside_large_ones_if_it_is_faster() -> None:
+    small, large = (100, 0.004), (1000, 0.001)
+    assert measured(*[small] * 9).token_s == pytest.approx(0.004), "none else is known"
+    assert measured(*[small] * 9, large).token_s == pytest.approx(0.001)
+    assert measured(large, *[small] * 9).token_s == pytest.approx(0.001)
+    assert measured((1000, 0.009), *[small] * 3).token_s == pytest.approx(0.004)
+
+
+def test_an_engine_is_busy_with_steps_and_the_rest_of_prompts() -> None:
+    rate = PrefillRate()
+    first, second = begun(rate, "first", 500), begun(rate, "second", 1000)
+    assert rate.busy_s(0.0) == 0.0, "not measured"
+    rate.ended(rate.scheduled(1000, 0.0), 1.0)
+    assert rate.busy_s(1.5) == pytest.approx(1.5)
+    second.num_computed_tokens = 1000
+    step = rate.scheduled(1000, 2.0)
+    assert rate.busy_s(2.25) == pytest.approx(1.25)
+    first.num_computed_tokens = 500
+    rate.scheduled(500, 2.3)
+    assert rate.busy_s(2.5) == pytest.approx(1.0)
+    rate.ended(step, 3.0)
+    assert rate.busy_s(3.1) == pytest.approx(0.4)
+    assert rate.busy_s(9.0) == 0.0, "late"
+
+
+def begun(rate: PrefillRate, name: str, tokens: int) -> Any:
+    found = SimpleNamespace(request_id=name, num_prompt_tokens=tokens, num_computed_tokens=0)
+    rate.begun.begin(found)
+    return found
+
+
+def test_a_prompt_is_left_until_its_last_token_was_scheduled() -> None:
+    rate = PrefillRate()
+    first, second = begun(rate, "first", 1000), begun(rate, "second", 500)
+    assert rate.begun.left_tokens() == 1500
+    first.num_computed_tokens = 800
+    second.num_computed_tokens = 501  # and a token of its answer
+    assert rate.begun.left_tokens() == 200
+    second.num_computed_tokens = 0  # preempted: it asks again before it begins
+    assert rate.begun.left_tokens() == 200
+    rate.begun.end("first")
+    rate.begun.end("never begun")
+    assert rate.begun.left_tokens() == 0
+
+
 def test_small_steps_are_not_measured() -> None:
     rate = PrefillRate()
     assert rate.scheduled(63, 1.0) == 0

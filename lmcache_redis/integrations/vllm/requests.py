@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -24,8 +26,9 @@ logger = logging.getLogger("vllm.lmcache_redis")
 _DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
 # Steps with fewer prompt tokens say nothing about prefill speed.
 _LEAST_TOKENS = 64
-# Weight of earlier steps in the average.
-_KEPT = 0.75
+# Those with fewer take about as long as with so many: a GPU reads its weights in each step.
+_LARGE_TOKENS = 512
+_KEPT_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -214,23 +217,57 @@ class MediaNames:
         return False
 
 
+class BegunPrompts:
+    """The prompts that have blocks, until all their tokens have been scheduled."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+
+    def begin(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def end(self, request_id: str) -> None:
+        """The request has ended, or begins again."""
+        self._requests.pop(request_id, None)
+
+    def left_tokens(self) -> int:
+        """What no step was scheduled for yet."""
+        total = 0
+        for request_id, request in [*self._requests.items()]:
+            if (tokens := request.num_prompt_tokens - request.num_computed_tokens) > 0:
+                total += tokens
+            else:
+                del self._requests[request_id]
+        return total
+
+
 class PrefillRate:
     """Seconds per prompt token, of recent steps. Times are those of `time.monotonic()`.
 
-    Steps may overlap: one begins when the one before it has ended.
+    The median, because single steps take several times as long: the first ones of a process, and
+    those beside other work of its machine. Steps may overlap: one begins when the one before it has
+    ended.
+
+    Attributes:
+        token_s: the median; 0.0: not measured yet. begun: what is to be computed.
     """
 
     def __init__(self) -> None:
+        self.token_s = 0.0
+        self.begun = BegunPrompts()
         self._scheduled: dict[int, tuple[int, float]] = {}  # by step: prompt tokens, when
         self._steps = 0
         self._last_end_s = 0.0
-        self._tokens = 0.0
-        self._seconds = 0.0
+        self._token_s: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._has_large = False
 
-    @property
-    def token_s(self) -> float:
-        """Seconds per prompt token; 0.0: not measured yet."""
-        return self._seconds / self._tokens if self._tokens else 0.0
+    def busy_s(self, now_s: float) -> float:
+        """The time for the steps in flight, and for what is left of the prompts begun."""
+        scheduled = self._scheduled.values()
+        tokens = sum(count for count, _ in scheduled)
+        begun_s = max(min((at_s for _, at_s in scheduled), default=now_s), self._last_end_s)
+        in_flight_s = max(0.0, tokens * self.token_s - (now_s - begun_s))
+        return in_flight_s + self.begun.left_tokens() * self.token_s
 
     def scheduled(self, prompt_tokens: int, now_s: float) -> int:
         """A step is scheduled. Returns its number for `ended`, or 0 if it is not measured."""
@@ -244,8 +281,17 @@ class PrefillRate:
         """The step with this number has ended; 0: a step that is not measured."""
         tokens, scheduled_s = self._scheduled.pop(step, (0, now_s))
         if tokens:
-            self._tokens = self._tokens * _KEPT + tokens
-            self._seconds = self._seconds * _KEPT + now_s - max(scheduled_s, self._last_end_s)
+            self._measured(tokens, (now_s - max(scheduled_s, self._last_end_s)) / tokens)
             for earlier in [each for each in self._scheduled if each < step]:
                 del self._scheduled[earlier]
         self._last_end_s = now_s
+
+    def _measured(self, tokens: int, token_s: float) -> None:
+        is_large = tokens >= _LARGE_TOKENS
+        if is_large and not self._has_large:
+            self._has_large = True
+            self._token_s.clear()
+        # What a small step takes is a bound for large ones.
+        if is_large or not self._has_large or token_s < self.token_s:
+            self._token_s.append(token_s)
+            self.token_s = median_low(self._token_s)

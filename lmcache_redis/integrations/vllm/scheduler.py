@@ -131,11 +131,13 @@ class ConnectorScheduler:
                 return None  # only for the first requests: vLLM steps, and the workers report
             tracked.lookup = RequestLookup(chunks.start, time.monotonic())
             self._announce(tracked, chunks)
+            self._prefill.begun.end(request.request_id)  # it was preempted
             self._client.begin_lookup(
                 request.request_id,
                 tracked.chunk_names()[chunks.start : chunks.stop],
                 first_chunk=chunks.start,
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
+                busy_s=self._prefill.busy_s(time.monotonic()),
             )
         began_s = time.monotonic()
         tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)
@@ -178,6 +180,7 @@ class ConnectorScheduler:
         tracked = self._track(request)
         tracked.started = True
         tracked.matched = False
+        self._prefill.begun.begin(request)
         self._planner.forget_load(request.request_id)
         if external_tokens and (lookup := tracked.lookup) is not None:
             self._planner.load(tracked, block_ids, external_tokens)
@@ -256,6 +259,7 @@ class ConnectorScheduler:
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
         self._client.end_session(request.request_id)
+        self._prefill.begun.end(request.request_id)
         self._planner.forget_load(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
