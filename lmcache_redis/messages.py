@@ -204,7 +204,8 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     that are registered with other agents, which must be in Redis. ``token_s``: seconds in which the
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
     ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
-    requests with lookups that it has begun since its last question.
+    requests with lookups that it has begun since its last ``LOOKUP``. Those that were answered and
+    have neither begun nor ended count as prompts to be computed before this one.
     """
 
     request_id: Name

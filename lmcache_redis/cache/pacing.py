@@ -2,8 +2,8 @@
 
 What is worth loading (`WorthLoading`). A tier (`TransferRate`) and an engine (`Computing`) are two
 queues. A request whose prefix is loaded has its first token when both are through with what they
-had before, and the rest of the prompt is computed. For an engine that has not measured itself
-everything is loaded.
+had before, and the rest of the prompt is computed. What it had before, the engine itself says. For
+an engine that has not measured itself everything is loaded.
 
 Which parts a prefix needs (`PrefixNeeds`). A lookup has rows, one for each rank and group of
 layers; a chunk has one part in each row. How far back an engine still reads a row's tokens after a
