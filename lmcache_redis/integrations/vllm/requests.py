@@ -291,7 +291,8 @@ class PrefillRate:
         if is_large and not self._has_large:
             self._has_large = True
             self._token_s.clear()
-        # What a small step takes is a bound for large ones.
-        if is_large or not self._has_large or token_s < self.token_s:
+        if is_large or not self._has_large:
             self._token_s.append(token_s)
-            self.token_s = median_low(self._token_s)
+        else:  # a large step takes no longer for its tokens than a small one
+            self._token_s.extend([min(each, token_s) for each in self._token_s])
+        self.token_s = median_low(self._token_s)
