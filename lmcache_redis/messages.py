@@ -213,6 +213,9 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     ``first_chunk``: how many chunks the engine has before them. ``remote``: the parts of workers
     that are registered with other agents, which must be in Redis. ``token_s``: seconds in which the
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
+    ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
+    requests with lookups that it has begun since its last ``LOOKUP``. Those that were answered and
+    have neither begun nor ended count as prompts to be computed before this one.
     """
 
     request_id: Name
@@ -220,6 +223,8 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     first_chunk: Number = 0
     remote: AllRemoteParts = ()
     token_s: TokenSeconds = 0.0
+    busy_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
+    begun: tuple[Name, ...] = ()
 
 
 class Watch(Message, frozen=True, tag="WATCH"):

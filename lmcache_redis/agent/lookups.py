@@ -162,6 +162,9 @@ class LookupJob:
         tiers = tier_letters(found, letters_of(self._agent.cache))
         # First, because the engine is waiting.
         self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
+        loaded_chunks = 0 if self._compare_only else found.bound
+        tokens = (len(self._question.hashes) - loaded_chunks) * self._chunk_tokens
+        self._peer.computing.answered(self._question.request_id, tokens, time.monotonic())
         took_s = time.monotonic() - self._started_s
         self._count(found, tiers, took_s)
         self._note(found, tiers, took_s, [form.fingerprint.hex() for form in forms])

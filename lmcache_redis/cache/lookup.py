@@ -48,6 +48,9 @@ _PROBE_POLL_S = 0.01
 # A load is not given up before, whatever was expected of it.
 _SHORTEST_LOAD_S = 0.02
 _LONGEST_WAIT_S = 60.0
+# How often the rate of loads is looked at, and what makes a difference.
+_SHORTEST_LOOK_S = 0.005
+_SLOWER = 0.9
 
 
 class _Stage(Enum):
@@ -239,7 +242,8 @@ class PrefixLookup:
         self._state = _Stage.LOADING
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:
-            self._wake_in(1.25 * self._worth.expected_s, partial(self._recheck, self._worth))
+            rates = [rate.per_second() for rate in self._cache.rates]
+            self._watch(self._worth, time.monotonic() + 1.25 * self._worth.expected_s, rates)
         self._load_some()
 
     def _load_some(self) -> None:
@@ -378,8 +382,22 @@ class PrefixLookup:
         due_s = time.monotonic() + min(wait_s, _LONGEST_WAIT_S)
         self._wake = self._cache.owner.at(due_s, action)
 
+    def _watch(self, worth: WorthLoading, until_s: float, rates: list[float]) -> None:
+        """Checks again when the prefix should be loaded, or before if a tier is slower than then.
+
+        rates: of the tiers when that was expected. One load may have shown too high a rate: what a
+        network had saved up for it.
+        """
+        now_s, known = time.monotonic(), zip(self._cache.rates, rates, strict=True)
+        if now_s >= until_s or any(rate.per_second() < _SLOWER * was for rate, was in known):
+            self._recheck(worth)
+        else:
+            look_s = max(worth.expected_s / 8, _SHORTEST_LOOK_S)
+            again = partial(self._watch, worth, until_s, rates)
+            self._wake_in(min(look_s, until_s - now_s), again)
+
     def _recheck(self, worth: WorthLoading) -> None:
-        """The prefix should be loaded by now: ends it if computing the rest is faster."""
+        """Ends the prefix if computing the rest is faster."""
         now_s, left = time.monotonic(), self.parts.bytes_left()
         late = [(rate, n) for rate, n in zip(self._cache.rates, left, strict=True) if n]
         left_s = max((rate.seconds(n, now_s) for rate, n in late), default=0.0)
@@ -399,8 +417,6 @@ class PrefixLookup:
         if self._state is _Stage.SETTLING:
             self._settle()
         if self._state is _Stage.LOADING and not (self.parts.filling or self.parts.to_load):
-            if self._worth is not None:
-                self._worth.computes(self.bound, time.monotonic())
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
             self.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,6 +286,38 @@ def test_what_a_session_has_pinned_is_free_when_it_ends(joining: Callable[..., J
         assert here.agent.cache.pool.pinned == 2
     here.end_session(scheduler)
     assert here.agent.cache.pool.pinned == 0
+
+
+def test_the_engine_says_what_keeps_it_busy(joining: Callable[..., Joining]) -> None:
+    """Four chunks of 64 tokens are computed for each request that it has not begun."""
+    here = joining()
+    scheduler = here.engine()
+
+    def free_in_s() -> float:
+        return round(scheduler.computing.free_in_s(time.monotonic()))
+
+    here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=1000.0)
+    assert free_in_s() == 1000 + 4 * 64
+    here.end_session(scheduler)
+    assert free_in_s() == 1000, "it had not begun"
+    here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=500.0)
+    here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=300.0, begun=("r",))
+    assert free_in_s() == 300 + 4 * 64
+    here.look_up(scheduler, HASHES[:4], token_s=1.0, begun=("r",))
+    assert free_in_s() == 4 * 64, "it has computed what it has begun"
+
+
+@pytest.mark.parametrize("distrusted", [False, True])
+def test_what_is_only_compared_is_computed(
+    joining: Callable[..., Joining], distrusted: bool
+) -> None:
+    here = joining()
+    scheduler = here.engine()
+    here.hold_a_chunk()
+    if distrusted:
+        here.agent.trust.differed(LAYOUT.fingerprint(64), HASHES[3])
+    here.look_up(scheduler, token_s=1.0)
+    assert round(scheduler.computing.free_in_s(time.monotonic())) == (64 if distrusted else 0)
 
 
 @pytest.mark.parametrize("ended_by", ["another lookup", "the end"])

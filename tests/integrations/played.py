@@ -64,7 +64,12 @@ class Agent:
         return self._chunk_tokens
 
     def begin_lookup(
-        self, request_id: str, names: Sequence[bytes], first_chunk: int, token_s: float
+        self,
+        request_id: str,
+        names: Sequence[bytes],
+        first_chunk: int,
+        token_s: float,
+        busy_s: float,
     ) -> None:
         if request_id in self._answers:
             return

@@ -135,7 +135,7 @@ def test_names_of_clients_say_nothing_about_a_layout() -> None:
         image.mm_position = PlaceholderRange(offset or 0, BLOCK)
         features = [] if offset is None else [image]
         assert scheduler.matched_tokens(request_with(*features, tokens=tokens), 0) == 0
-        metadata = scheduler.build_metadata(step(new=("r", block_ids, 0, tokens)))
+        metadata = run(scheduler, step(new=("r", block_ids, 0, tokens)))
         compared, stored = metadata.stores
         assert (compared.compare, stored.compare) == (True, False)
         ((op,), (other,)) = compared.ops, stored.ops

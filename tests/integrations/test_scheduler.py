@@ -53,8 +53,10 @@ class ScriptedAdapter:
     def chunk_size_tokens(self) -> int:
         return self.chunk
 
-    def begin_lookup(self, request_id: str, hashes: Any, first_chunk: int, token_s: float) -> None:
-        self.token_s = token_s
+    def begin_lookup(
+        self, request_id: str, hashes: Any, first_chunk: int, token_s: float, busy_s: float
+    ) -> None:
+        self.token_s, self.busy_s = token_s, busy_s
         self.hashes = len(hashes)
         if request_id not in self.jobs:
             self.jobs.add(request_id)
@@ -89,6 +91,7 @@ class FakeRequest:
     lora_request: Any = None
     over: bool = False
     num_output_tokens: int = 0
+    num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -977,6 +980,38 @@ def test_lookups_say_what_the_engine_takes_to_compute_a_token(
     scheduler.output_taken(output)
     scheduler.matched_tokens(FakeRequest("second"), 0)
     assert adapter.token_s > 0.02 / (4 * CHUNK)
+
+
+def test_lookups_say_what_is_left_of_the_prompts_begun(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    def asked(name: str) -> int:
+        """What another request's lookup says, in tokens."""
+        scheduler.matched_tokens(FakeRequest(name), 0)
+        return round(adapter.busy_s / adapter.token_s)
+
+    first = FakeRequest("first", 9 * CHUNK)
+    scheduler.matched_tokens(first, 0)
+    assert adapter.busy_s == 0.0
+    scheduler.allocated(first, [[*range(1, 37)]], 0)
+    run(scheduler, step(new=("first", [*range(1, 37)], 0, 4 * CHUNK)))
+    first.num_computed_tokens = 4 * CHUNK  # as vLLM does behind each step
+    assert asked("second") == 5 * CHUNK
+    scheduler.allocated(FakeRequest("third", 2 * CHUNK), [[*range(40, 48)]], 0)
+    assert asked("fourth") == 7 * CHUNK
+    # One is preempted, and asks again before it begins again.
+    first.num_computed_tokens = 0
+    scheduler.build_metadata(step(preempted={"first"}))
+    assert asked("first") == 2 * CHUNK
+    scheduler.finished(FakeRequest("third", 2 * CHUNK))
+    assert asked("fifth") == 0
+
+
+def test_an_engine_that_loads_always_says_nothing_of_its_time(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    scheduler.matched_tokens(FakeRequest("first"), 0)
+    assert adapter.token_s == adapter.busy_s == 0.0
 
 
 def test_steps_of_tokens_after_the_prompt_are_not_measured(

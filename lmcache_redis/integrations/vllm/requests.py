@@ -22,10 +22,6 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 # What vLLM's hashers of media return: blake3 and sha256, or sha512.
 _DIGEST, _LONG_DIGEST = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{128}")
-# Steps with fewer prompt tokens say nothing about prefill speed.
-_LEAST_TOKENS = 64
-# Weight of earlier steps in the average.
-_KEPT = 0.75
 
 
 @dataclass(frozen=True)
@@ -214,27 +210,3 @@ class MediaNames:
                 "vLLM's number without --enable-prefix-caching and --mm-processor-cache-gb"
             )
         return False
-
-
-class PrefillRate:
-    """Seconds per prompt token, of recent steps. Times are those of `time.monotonic()`.
-
-    Steps may overlap: one begins when the one before it has ended.
-    """
-
-    def __init__(self) -> None:
-        self._last_end_s = 0.0
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per prompt token; 0.0: not measured yet."""
-        return self._seconds / self._tokens if self._tokens else 0.0
-
-    def ended(self, prompt_tokens: int, scheduled_s: float, now_s: float) -> None:
-        """A step with so many prompt tokens was scheduled then, and has ended now."""
-        if prompt_tokens >= _LEAST_TOKENS:
-            self._tokens = self._tokens * _KEPT + prompt_tokens
-            self._seconds = self._seconds * _KEPT + now_s - max(scheduled_s, self._last_end_s)
-        self._last_end_s = now_s

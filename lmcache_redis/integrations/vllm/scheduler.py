@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING
 from lmcache_redis.client.scheduler import Canaries, SchedulerClient
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner
+from lmcache_redis.integrations.vllm.prefill import PrefillRate
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import (
     CachePolicy,
-    PrefillRate,
     RequestLookup,
     RequestNames,
     RequestOptions,
@@ -141,11 +141,13 @@ class ConnectorScheduler:
                 return None  # only for the first requests: vLLM steps, and the workers report
             tracked.lookup = RequestLookup(chunks.start, time.monotonic())
             self._announce(tracked, chunks)
+            self._prefill.begun.end(request.request_id)  # it was preempted
             self._client.begin_lookup(
                 request.request_id,
                 tracked.chunk_names()[chunks.start : chunks.stop],
                 first_chunk=chunks.start,
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
+                busy_s=self._prefill.busy_s(time.monotonic()),
             )
         began_s = time.monotonic()
         tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)
@@ -194,6 +196,7 @@ class ConnectorScheduler:
         tracked = self._track(request)
         tracked.started = True
         tracked.matched = False
+        self._prefill.begun.begin(request)
         self._planner.forget_load(request.request_id)
         if external_tokens and (lookup := tracked.lookup) is not None:
             tracked.loaded_tokens = external_tokens
@@ -245,7 +248,8 @@ class ConnectorScheduler:
                 self._planner.provenance.begins(tracked, blocks, computed_tokens)
             filled += self._plan_store(tracked, computed_tokens + count)
         self._canaries.computed(prompt_tokens)
-        self._steps.scheduled(Step(output, time.monotonic(), prompt_tokens, filled))
+        self._prefill.scheduled(prompt_tokens, time.monotonic())
+        self._steps.scheduled(Step(output, filled))
         self._is_idle = idle
         self._wait_budget_s = _IDLE_WAIT_S if idle else _BUSY_WAIT_S
         return StepMetadata(loads, stores, unsure=unsure, idle=idle)
@@ -254,7 +258,7 @@ class ConnectorScheduler:
         """vLLM has taken the output of a step."""
         step, failed = self._steps.taken(output)
         if step is not None:
-            self._prefill.ended(step.prompt_tokens, step.scheduled_s, time.monotonic())
+            self._prefill.ended(time.monotonic())
             self._stores += step.stores
         if failed:
             self._steps_failed(failed)
@@ -264,6 +268,7 @@ class ConnectorScheduler:
         logger.warning("a step of this engine has failed: nothing that it computed is stored")
         for step in steps:
             self._planner.references.release(store.transfer_id for store in step.stores)
+        self._prefill.failed()
         self._planner.recent.clear()
         self._planner.provenance.forget()
         for tracked in self._tracked.values():
@@ -303,6 +308,7 @@ class ConnectorScheduler:
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
         self._client.end_session(request.request_id)
+        self._prefill.begun.end(request.request_id)
         self._planner.forget_load(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.

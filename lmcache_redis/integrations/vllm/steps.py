@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """stores: of what it fills. scheduled_s: `time.monotonic()`."""
+    """A step, and the stores of what it fills."""
 
     output: SchedulerOutput
-    scheduled_s: float
-    prompt_tokens: int
     stores: Sequence[Planned]
 
 
