@@ -23,6 +23,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     model_name,
 )
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
+from lmcache_redis.integrations.vllm.parameters import UNREAD
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import CachePolicy, MediaNames, RequestNames
@@ -114,7 +115,7 @@ class SetUp:
         epochs = Epochs(
             config.weights_id,
             config.weights_run,
-            engine.parameters if config.check_weights else bytes,
+            engine.parameters if config.check_weights else lambda: UNREAD,
         )
         planner = StepPlanner(
             references,
