@@ -73,7 +73,7 @@ def test_a_worker_without_a_model_raises() -> None:
         parameters_digest(SimpleNamespace())
 
 
-def test_what_a_model_derives_from_its_weights_counts_as_everything() -> None:
+def test_what_a_model_derives_from_its_weights_counts() -> None:
     """As MLA's ``W_UV``, which a trainer that only writes weights leaves as it was."""
     plain, derived = model(), model()
     derived[0].W_UV = torch.ones(3)

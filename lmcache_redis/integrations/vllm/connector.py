@@ -357,6 +357,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     @guarded(nothing)
     def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.end()
         if self._adapter is not None:
             self._adapter.shutdown()
 

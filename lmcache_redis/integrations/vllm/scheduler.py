@@ -48,6 +48,8 @@ logger = logging.getLogger("vllm.lmcache_redis")
 # Time that one step may wait for lookups: it helps an idle engine and stalls a busy one.
 _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
+# For the agent to take a message before the connection is closed.
+_LAST_WAIT_S = 0.5
 
 
 class ConnectorScheduler:
@@ -267,6 +269,13 @@ class ConnectorScheduler:
     def clear(self) -> None:
         """Begins an epoch of its own. Only chunks that no other engine shares are removed."""
         self.change_epoch(Epochs.begin_own, "the cache was cleared")
+
+    def end(self) -> None:
+        """The engine ends, and an epoch of its own with it."""
+        epochs = self._names.epochs
+        epochs.begin_own()
+        for ended in epochs.take_ended():
+            self._client.clear(ended, wait_s=_LAST_WAIT_S)
 
     def change_epoch(self, change: EpochChange, why: str) -> None:
         """In a new epoch, running requests are not cached, and waiting ones looked up again."""
