@@ -30,6 +30,7 @@ from lmcache_redis.integrations.vllm.requests import CachePolicy, MediaNames, Re
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     LayerGroup,
+    adapters_only,
     block_strides,
     left_out_groups,
     may_load,
@@ -129,6 +130,7 @@ class SetUp:
             loads=transfer.is_kv_consumer and may_load(self.vllm_config),
             stores=transfer.is_kv_producer,
             load_always=config.load_always,
+            adapters_only=adapters_only(self.vllm_config),
             beside_others=self.beside_others,
         )
         names = RequestNames(epochs, manager.block_pool, MediaNames(self.vllm_config))
