@@ -33,7 +33,7 @@ from lmcache_redis.cache.doubted import DoubtedChunks, Removal
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
-from lmcache_redis.cache.threads import OneTimer, Owner, posting
+from lmcache_redis.cache.threads import Action, OneTimer, Owner, posting
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     Backing,
@@ -176,6 +176,24 @@ class WriteBehind:
                 self._end(write, WriteOutcome.CANCELLED)
             else:
                 self._backing.tier.cancel(write)
+
+    def after_writes(self, entries: Sequence[Entry], action: Action) -> None:
+        """Runs ``action`` once no discarded entry is being written any longer: now, or later."""
+        left = {each for each in entries if each in self._writes}
+
+        def ended(
+            entry: Entry, done: Callable[[WriteOutcome], None], outcome: WriteOutcome
+        ) -> None:
+            left.remove(entry)
+            if not left:
+                self._owner.post(action)
+            done(outcome)
+
+        for each in left:
+            write = self._writes[each]
+            write.done = partial(ended, each, write.done)
+        if not left:
+            action()
 
     def begin_all(self) -> None:
         """Starts all writes now, because the owner is stopping."""

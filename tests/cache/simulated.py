@@ -16,7 +16,7 @@ from typing import Any
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.parts import LookupRequest
-from lmcache_redis.integrations.vllm.requests import PrefillRate
+from lmcache_redis.integrations.vllm.prefill import PrefillRate
 from lmcache_redis.tiers import (
     REDIS_COUNTERS,
     CallOutcome,
@@ -244,17 +244,17 @@ class SimulatedEngine:
             return
         for request, tokens in planned:
             request.num_computed_tokens += tokens
-        step = self._prefill.scheduled(prompt_tokens, now_s)
+        self._prefill.scheduled(prompt_tokens, now_s)
         self._in_step = True
         took_s = (STEP_S + prompt_tokens * self.token_s) * self.noise()
-        self.clock.after(took_s, lambda: self._ended(step, planned))
+        self.clock.after(took_s, lambda: self._ended(planned))
 
     def _loaded(self, request: Request) -> None:
         self._running.append(request)
         self._wake()
 
-    def _ended(self, step: int, planned: list[tuple[Request, int]]) -> None:
-        self._prefill.ended(step, self.clock.now_s)
+    def _ended(self, planned: list[tuple[Request, int]]) -> None:
+        self._prefill.ended(self.clock.now_s)
         self._in_step = False
         for request, _ in planned:
             if request.num_computed_tokens < request.num_prompt_tokens:

@@ -23,12 +23,14 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     model_name,
 )
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
+from lmcache_redis.integrations.vllm.parameters import UNREAD
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import CachePolicy, MediaNames, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     LayerGroup,
+    adapters_only,
     block_strides,
     left_out_groups,
     may_load,
@@ -114,7 +116,7 @@ class SetUp:
         epochs = Epochs(
             config.weights_id,
             config.weights_run,
-            engine.parameters if config.check_weights else bytes,
+            engine.parameters if config.check_weights else lambda: UNREAD,
         )
         planner = StepPlanner(
             references,
@@ -128,6 +130,7 @@ class SetUp:
             loads=transfer.is_kv_consumer and may_load(self.vllm_config),
             stores=transfer.is_kv_producer,
             load_always=config.load_always,
+            adapters_only=adapters_only(self.vllm_config),
             beside_others=self.beside_others,
         )
         names = RequestNames(epochs, MediaNames(self.vllm_config))
