@@ -31,6 +31,7 @@ from lmcache_redis.integrations.vllm.engine import (
 )
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
+from lmcache_redis.integrations.vllm.identity.lora import adapters_in_memory
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
@@ -80,6 +81,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._awaited: dict[str, Sequence[int]] = {}
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._engine: Engine | None = None  # in the scheduler
         self._start()
 
     @guarded(nothing)
@@ -136,6 +138,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
         watch_resets(pool, lambda: self._before_reset(engine), references.given_back)
+        self._engine = engine
+        self.adapters_read()
         listen(self)
 
     @guarded(lambda self, *_: (0, False))
@@ -240,6 +244,14 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             self._scheduler.change_epoch(change, why)
 
     @guarded(nothing)
+    def adapters_read(self) -> None:
+        """vLLM may have read adapters: asks the workers which ones they have in memory."""
+        if self._scheduler is None or self._engine is None or not self._vllm_config.lora_config:
+            return
+        found = self._engine.in_workers(adapters_in_memory)
+        self._scheduler.adapters_read(dict(enumerate(found)))
+
+    @guarded(nothing)
     def renamed(self, suffix: str) -> None:
         """This engine is a copy of another, restored from a snapshot (either role)."""
         if self._adapter is not None:
@@ -253,6 +265,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         if self._worker is None or not isinstance(self._adapter, WorkerClient):
             return
         self._kv_caches = kv_caches
+        if self._vllm_config.lora_config and self._worker.adapters is None:
+            self._worker.adapters = Engine.adapters()
         try:
             self._set_up.register(self._adapter, kv_caches)
         except LMCacheRedisError as error:

@@ -158,11 +158,17 @@ class RequestNames:
     weights computed, and are not cached.
     """
 
-    def __init__(self, epochs: Epochs, pool: BlockPool, media: MediaNames | None = None) -> None:
+    def __init__(
+        self,
+        epochs: Epochs,
+        pool: BlockPool,
+        media: MediaNames | None = None,
+        adapters: AdapterDigests | None = None,
+    ) -> None:
         self.epochs = epochs
+        self.adapters = adapters or AdapterDigests()
         self._pool = pool
         self._media = media
-        self._adapters = AdapterDigests()
         self._stale_blocks: Any = None  # what vLLM's cache had when the epoch began
 
     def prefix(self, request: Request) -> bytes | None:
@@ -175,8 +181,15 @@ class RequestNames:
             return None
         if request.lora_request is None:
             return self.epochs.current
-        digest = self._adapters.digest(request.lora_request)
+        digest = self.adapters.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest
+
+    def has_other_adapter(self, tracked: Tracked) -> bool:
+        """Whether vLLM has another adapter in memory than the names of a request's chunks say."""
+        if tracked.prefix is None or tracked.request.lora_request is None:
+            return False
+        held = self.adapters.in_memory(tracked.request.lora_request)
+        return held is not None and tracked.prefix != self.epochs.current + held
 
     def begin_epoch(self) -> None:
         """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""

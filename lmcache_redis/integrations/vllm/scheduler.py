@@ -233,6 +233,8 @@ class ConnectorScheduler:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
         self._prefill.ended(report.step, time.monotonic())
         self._client.ranks.reported(report.places)
+        if report.adapters:
+            self.adapters_read(report.adapters)
         if report.dropped:
             self._planner.recent.clear()
         for request_id in report.failed:
@@ -281,11 +283,22 @@ class ConnectorScheduler:
         if self._announcer is not None:
             self._announcer.forget()
         for request_id, tracked in list(self._tracked.items()):
-            if tracked.started:
-                tracked.prefix = None
-            else:
-                self._client.end_session(request_id)
-                del self._tracked[request_id]
+            self._rename(request_id, tracked)
+
+    def adapters_read(self, digests: Mapping[int, Mapping[int, bytes] | None]) -> None:
+        """What ranks have in memory. Requests whose adapter is another one are not cached."""
+        self._names.adapters.told(digests)
+        for request_id, tracked in list(self._tracked.items()):
+            if self._names.has_other_adapter(tracked):
+                self._rename(request_id, tracked)
+
+    def _rename(self, request_id: str, tracked: Tracked) -> None:
+        """The names of its chunks have changed: it is not cached, or looked up again if waiting."""
+        if tracked.started:
+            tracked.prefix = None
+        else:
+            self._client.end_session(request_id)
+            del self._tracked[request_id]
 
     def give_up_loads(self) -> list[Request]:
         """The requests that have blocks of a load and have not computed since: they start over.

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.worker import TransferOp, WorkerClient
+from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
@@ -66,6 +67,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     places: ranks that are now registered with another agent than before, or with none.
     step: the number of the step that has ended, if it has one.
+    adapters: of ranks where that has changed, the digests of the adapters in memory, by id.
     """
 
     ended: Mapping[int, list[int]]
@@ -74,6 +76,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     places: Mapping[int, RankPlace | None] = field(default_factory=dict)
     step: int = 0
     failed: Set[str] = frozenset()
+    adapters: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -84,6 +87,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**self.places, **other.places},
             max(self.step, other.step),
             self.failed | other.failed,
+            {**self.adapters, **other.adapters},
         )
 
 
@@ -123,6 +127,8 @@ class ConnectorWorker:
         self._loads: dict[int, _Begun] = {}
         self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
+        self.adapters: AdaptersInMemory | None = None
+        self._digests: dict[int, bytes] = {}  # as reported last
 
     def step_begins(self, metadata: StepMetadata) -> None:
         """Before the forward: loads wait for the steps before, and for the zeroing of new blocks.
@@ -212,6 +218,9 @@ class ConnectorWorker:
         places = {self._rank: self._client.place}
         if places != self._places:
             report.places = self._places = places
+        if self.adapters is not None and (digests := self.adapters.digests()) != self._digests:
+            self._digests = digests
+            report.adapters = {self._rank: digests}
         report.step = step
         return None if report == self._next else report
 

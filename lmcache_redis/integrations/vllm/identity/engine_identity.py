@@ -22,11 +22,16 @@ import vllm
 from vllm import envs
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm.identity import files
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
-from lmcache_redis.integrations.vllm.identity.weights import weights_identity
+from lmcache_redis.integrations.vllm.identity.weights import (
+    files_of,
+    local_weights,
+    weights_identity,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 # Fields of a model's config that record its origin and do not change its results.
 _INCIDENTAL = frozenset({"_name_or_path", "transformers_version"})
@@ -88,6 +93,22 @@ def attention_backend(vllm_config: VllmConfig) -> str:
     return "+".join(sorted(names))
 
 
+def look_at_files(vllm_config: VllmConfig) -> None:
+    """Before vLLM reads them: remembers the state of the files that decide the identity."""
+    if vllm_config.kv_transfer_config is None:
+        return
+    model = vllm_config.model_config
+    models = [(model, vllm_config.load_config)]
+    if (draft := _draft_model(vllm_config)) is not None:
+        models.append(draft)
+    for each, load in models:
+        if (root := local_weights(each, load)) is not None:
+            files.saw(root, files_of(root))
+    path = getattr(getattr(model, "multimodal_config", None), _FILE, None)
+    if path:
+        files.saw(Path(path), [Path(path)])
+
+
 def engine_identity(
     vllm_config: VllmConfig, *, rank: int, backend: str, weights_id: str | None = None
 ) -> dict[str, str]:
@@ -147,13 +168,20 @@ def _context(model: ModelConfig) -> str:
     return "" if kinds <= _ANY_LENGTH else str(model.max_model_len)
 
 
-def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
-    """The draft model if its layers share the KV cache, else ""."""
+def _draft_model(vllm_config: VllmConfig) -> tuple[ModelConfig, LoadConfig] | None:
+    """The draft model if its layers share the KV cache, and how it is loaded."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if speculative is None or draft is None or speculative.method in _DRAFTS_WITHOUT_KV:
+        return None
+    return draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+
+
+def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
+    if (found := _draft_model(vllm_config)) is None:
         return ""
-    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    (draft, load), speculative = found, vllm_config.speculative_config
+    assert speculative is not None
     target = vllm_config.model_config
     same_files = (draft.model, draft.revision) == (target.model, target.revision)
     return _digest(
@@ -222,4 +250,5 @@ def _values(pair: str, kind: str, config: Any) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if path := found.get(_FILE):
         found[_FILE] = Path(path).read_bytes().hex()
+        files.require_unchanged(Path(path), [Path(path)])
     return found
