@@ -1,4 +1,4 @@
-"""Files of a model and of adapters that change after vLLM has read them: what is in memory counts."""
+"""Files of models and adapters that change once vLLM has read them: what is in memory counts."""
 
 from __future__ import annotations
 
@@ -59,9 +59,11 @@ def test_an_adapter_is_what_vllm_has_read(
 
         # It is dropped for another, and read again.
         third, cached = ask(engine, another)
-        assert cached == 0 and third != first
+        assert cached == 0
+        assert third != first
         second, cached = ask(engine, tuned)
-        assert cached == 0 and second not in (first, third)
+        assert cached == 0
+        assert second not in (first, third)
         assert ask(engine, tuned) == (second, 2 * CHUNK)
 
         write_adapter(path, seed=1)
@@ -106,7 +108,8 @@ def test_model_files_that_change_while_an_engine_starts_are_not_known(
     ) as engine:
         wait_until(lambda: ready(agent), what="the engine at the agent")
         second, cached = ask(engine)
-        assert cached == 0 and second != first
+        assert cached == 0
+        assert second != first
         assert ask(engine) == (second, 2 * CHUNK)
 
 
@@ -124,4 +127,5 @@ def test_an_engine_that_wakes_keeps_the_name_of_its_weights(
         wait_until(lambda: ask(engine) == (first, 2 * CHUNK), what="a hit")
     with start(model, agent, tmp_path / "two.log", env=PATCH) as engine:
         second, cached = ask(engine)
-        assert cached == 0 and second != first
+        assert cached == 0
+        assert second != first

@@ -82,6 +82,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._engine: Engine | None = None  # in the scheduler
+        self._has_adapters = getattr(vllm_config, "lora_config", None) is not None
         self._start()
 
     @guarded(nothing)
@@ -246,10 +247,9 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def adapters_read(self) -> None:
         """vLLM may have read adapters: asks the workers which ones they have in memory."""
-        if self._scheduler is None or self._engine is None or not self._vllm_config.lora_config:
-            return
-        found = self._engine.in_workers(adapters_in_memory)
-        self._scheduler.adapters_read(dict(enumerate(found)))
+        if self._scheduler is not None and self._engine is not None and self._has_adapters:
+            found = self._engine.in_workers(adapters_in_memory)
+            self._scheduler.adapters_read(dict(enumerate(found)))
 
     @guarded(nothing)
     def renamed(self, suffix: str) -> None:
@@ -265,7 +265,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         if self._worker is None or not isinstance(self._adapter, WorkerClient):
             return
         self._kv_caches = kv_caches
-        if self._vllm_config.lora_config and self._worker.adapters is None:
+        if self._has_adapters and self._worker.adapters is None:
             self._worker.adapters = Engine.adapters()
         try:
             self._set_up.register(self._adapter, kv_caches)

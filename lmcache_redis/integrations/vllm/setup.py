@@ -22,6 +22,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     engine_id,
     engine_identity,
     model_name,
+    require_looks,
 )
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
@@ -137,7 +138,9 @@ class SetUp:
             beside_others=self.beside_others,
         )
         parallel = self.vllm_config.parallel_config
-        adapters = AdapterDigests(parallel.world_size, reads_again=parallel.data_parallel_size > 1)
+        adapters = AdapterDigests(
+            parallel.world_size, reads_again=getattr(parallel, "data_parallel_size", 1) > 1
+        )
         media = MediaNames(self.vllm_config)
         names = RequestNames(epochs, manager.block_pool, media, adapters)
         return ConnectorScheduler(client, planner, names, policy, recorder, announcer)
@@ -169,6 +172,8 @@ class SetUp:
                 strides.update(dict.fromkeys(tensors[layer], by_layer[layer]))
         rank, backend = vllm_config.parallel_config.rank, attention_backend(vllm_config)
         weights_id = self.config.weights_id
+        if weights_id is None:
+            require_looks(vllm_config)
         identify = partial(
             engine_identity, vllm_config, rank=rank, backend=backend, weights_id=weights_id
         )

@@ -11,8 +11,9 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,18 +96,33 @@ def attention_backend(vllm_config: VllmConfig) -> str:
 
 def look_at_files(vllm_config: VllmConfig) -> None:
     """Before vLLM reads them: remembers the state of the files that decide the identity."""
-    if vllm_config.kv_transfer_config is None:
-        return
+    if vllm_config.kv_transfer_config is not None:
+        for root, paths in _files_read(vllm_config):
+            files.saw(root, paths)
+
+
+def require_looks(vllm_config: VllmConfig) -> None:
+    """Raises Unsupported if vLLM may have read a model before `look_at_files`."""
+    for root, paths in _files_read(vllm_config):
+        if paths and not files.was_seen(root):
+            raise Unsupported(
+                f"vLLM was not seen reading {root}: VLLM_PLUGINS must not leave out lmcache_redis, "
+                "or set weights_id in kv_connector_extra_config"
+            )
+
+
+def _files_read(vllm_config: VllmConfig) -> Iterator[tuple[Path, list[Path]]]:
+    """Files and directories that the identity is made from, and their files now."""
     model = vllm_config.model_config
-    models = [(model, vllm_config.load_config)]
-    if (draft := _draft_model(vllm_config)) is not None:
-        models.append(draft)
-    for each, load in models:
-        if (root := local_weights(each, load)) is not None:
-            files.saw(root, files_of(root))
+    for each, load in filter(None, [(model, vllm_config.load_config), _draft_model(vllm_config)]):
+        root, paths = local_weights(each, load), []
+        if root is not None:
+            with suppress(OSError):
+                paths = files_of(root)
+        yield root or Path(str(each.model)), paths
     path = getattr(getattr(model, "multimodal_config", None), _FILE, None)
     if path:
-        files.saw(Path(path), [Path(path)])
+        yield Path(path), [Path(path)]
 
 
 def engine_identity(

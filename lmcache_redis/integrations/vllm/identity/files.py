@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -74,21 +73,24 @@ def _call_first(owner: type, name: str, first: Callable[..., None]) -> None:
 
 
 def saw(root: Path, files: Iterable[Path]) -> None:
-    """vLLM has not read ``files`` yet, which belong to ``root``. It may read what is not seen."""
-    _seen.pop(root, None)
-    with suppress(OSError):
+    """vLLM has not read ``files`` yet, which are those of ``root``; none: it is not there."""
+    _seen[root] = {}
+    with suppress(OSError):  # it may read what is not seen
         _seen[root] = {path: state_of(path) for path in files}
 
 
+def was_seen(root: Path) -> bool:
+    return root in _seen
+
+
 def require_unchanged(root: Path, files: Iterable[Path]) -> None:
-    """``files`` are now those of ``root``. Raises Unsupported if vLLM may have read others."""
-    seen = _seen.get(root)
-    if seen is None:
-        raise Unsupported(f"vLLM was not seen reading {root}")
-    now = {path: state_of(path) for path in files}
+    """``files`` are now those of ``root``. Raises Unsupported if they are not what was seen."""
+    if root not in _seen:
+        return
+    seen, now = _seen[root], {path: state_of(path) for path in files}
     changed = [path for path in {**seen, **now} if seen.get(path) != now.get(path)]
     if changed:
         raise Unsupported(
-            f"{os.fspath(changed[0])} has changed since this engine started, so that what it has "
-            "in memory is not known"
+            f"{changed[0]} has changed since this engine started, so that what it has in memory "
+            "is not known"
         )
