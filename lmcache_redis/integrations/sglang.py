@@ -88,8 +88,8 @@ class RedisHiCache(HiCacheStorage):
         self._is_off = not self._lora_id and _may_have_adapters()
         if self._is_off:
             logger.error(
-                "every page is a miss, and none is stored: SGLang's keys name a LoRA adapter by name "
-                "and path alone; set lora_id to a name that no other set of adapters has"
+                "every page is a miss, and none is stored: SGLang's keys have the name and path of "
+                "a LoRA adapter alone; set lora_id to a name that no other set of adapters has"
             )
         self._store = RegionStore(self._settings)
 

@@ -223,7 +223,7 @@ def test_workers_that_cannot_be_watched_have_no_digests(
     assert engine.digest(adapter) is not None
     engine.digests.told({1: None})
     assert engine.digest(adapter) is None
-    assert "it cannot be seen how this vLLM reads adapters" in caplog.text
+    assert "it is not known what this vLLM has in memory" in caplog.text
     assert AdapterDigests().digest(request(adapter)) is None  # nothing was told
     assert adapters_in_memory(SimpleNamespace(model_runner=SimpleNamespace())) is None
 

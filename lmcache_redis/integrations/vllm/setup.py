@@ -128,7 +128,7 @@ class SetUp:
             self.groups,
             left_out_groups(self.kv_cache_config),
             self.vllm_config.max_in_flight_tokens,
-            manager.get_block_ids,
+            lambda request_id: manager.get_blocks(request_id).blocks,
         )
         policy = CachePolicy(
             manager.block_pool.hash_block_size,
@@ -142,7 +142,7 @@ class SetUp:
             parallel.world_size, reads_again=getattr(parallel, "data_parallel_size", 1) > 1
         )
         media = MediaNames(self.vllm_config)
-        names = RequestNames(epochs, manager.block_pool, media, adapters)
+        names = RequestNames(epochs, media, adapters)
         return ConnectorScheduler(client, planner, names, policy, recorder, announcer)
 
     def _once(self, part: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:

@@ -92,17 +92,24 @@ class AdapterDigests:
         self._reads_again = reads_again
         self._told: dict[int, Mapping[int, bytes] | None] = {}  # by rank
         self._logged: set[int] = set()
+        self.are_forgotten = False
 
     def told(self, digests: Mapping[int, Mapping[int, bytes] | None]) -> None:
         """What ranks have in memory; None: it cannot be known."""
         self._told.update(digests)
+        self.are_forgotten = False
         for number in self._told.get(0) or ():
             self.looks.forget(number)
+
+    def forget(self) -> None:
+        """What ranks have told is lost. They tell it again if they are asked."""
+        self._told.clear()
+        self.are_forgotten = True
 
     def in_memory(self, lora_request: LoRARequest) -> bytes | None:
         """The digest of what all ranks have in memory; b"" if it is not known; None: nothing."""
         found = {(rank or {}).get(lora_request.lora_int_id) for rank in self._told.values()}
-        if found == {None}:
+        if not found - {None}:
             return None
         digest = found.pop()
         return digest if digest and not found else b""
@@ -127,7 +134,7 @@ class AdapterDigests:
     def _digest(self, lora_request: LoRARequest) -> tuple[bytes | None, str]:
         """Or why there is none."""
         if len(self._told) < self._ranks or None in self._told.values():
-            return None, "it cannot be seen how this vLLM reads adapters"
+            return None, "it is not known what this vLLM has in memory"
         held, asker = self.in_memory(lora_request), lora_request
         if held is not None and not _is_inplace(lora_request):
             if not self._reads_again:
