@@ -109,7 +109,7 @@ def test_files_that_decide_nothing_may_change(config: VllmConfig, tmp_path: Path
     assert identify(config) == before
 
 
-def test_a_directory_that_comes_for_a_name_on_the_hub_is_not_known(
+def test_a_directory_in_place_of_a_hub_name_is_not_known(
     config: VllmConfig, tmp_path: Path
 ) -> None:
     shutil.move(tmp_path / "model", tmp_path / "away")

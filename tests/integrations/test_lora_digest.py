@@ -158,7 +158,7 @@ def test_loading_in_place_reads_again(tmp_path: Path) -> None:
     assert second == engine.digest(adapter) not in (None, first)
 
 
-def test_workers_that_may_drop_an_adapter_unseen_are_believed_if_files_agree(
+def test_workers_of_data_parallelism_are_believed_if_files_agree(
     tmp_path: Path,
 ) -> None:
     engine = Engine(reads_again=True)

@@ -758,7 +758,7 @@ def test_an_adapter_that_is_read_as_another_than_it_was_named(
     assert adapter.lookups.count(("waiting", 0)) == (1 if stored else 2)
 
 
-def test_after_a_failed_step_the_workers_tell_again_what_they_have(
+def test_after_a_failed_step_workers_tell_their_adapters_again(
     scheduler: ConnectorScheduler,
 ) -> None:
     scheduler.adapters_read({0: {}})

@@ -88,7 +88,7 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
     return make_model(tmp_path / "v1" / "m", seed=1), make_model(tmp_path / "v2" / "m", seed=2)
 
 
-def test_model_files_that_change_while_an_engine_starts_are_not_known(
+def test_model_files_that_change_in_a_start_are_not_known(
     models: tuple[Path, Path], agent: AgentServer, tmp_path: Path, ask: Ask
 ) -> None:
     model, newer = models

@@ -117,7 +117,7 @@ def ended_transfers(worker: ConnectorWorker) -> list[int]:
     return [] if report is None else list(report.ended.get(0, []))
 
 
-def test_adapters_are_reported_when_they_change_or_when_they_are_asked_for() -> None:
+def test_adapters_are_reported_when_they_change_or_are_asked_for() -> None:
     worker, _ = begun()
     assert worker.report() is None
     memory: dict[int, bytes] = {}
