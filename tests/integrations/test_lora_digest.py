@@ -170,7 +170,7 @@ def test_workers_of_data_parallelism_are_believed_if_files_agree(
     assert engine.digest(adapter) is None
 
 
-@pytest.mark.parametrize("how", ["renamed", "rewritten", "config", "gone", "beside"])
+@pytest.mark.parametrize("how", ["renamed", "rewritten", "config", "gone", "beside", "back"])
 def test_files_that_change_while_vllm_reads_them_are_not_known(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +189,9 @@ def test_files_that_change_while_vllm_reads_them_are_not_known(
             (adapter / "adapter_config.json").write_text("{}")
         elif how == "gone":
             weights.unlink()
+        elif how == "back":  # vLLM may have read what lay there in between
+            replace(adapter, by=write_adapter(tmp_path / "new", b"2"))
+            replace(adapter, by=write_adapter(tmp_path / "newer", b"1"))
         else:
             (adapter / "adapter_model.bin").write_bytes(b"x")
 

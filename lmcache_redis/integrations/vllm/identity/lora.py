@@ -49,10 +49,10 @@ class AdaptersInMemory:
 
         @functools.wraps(load)
         def watched(lora_request: LoRARequest) -> Any:
-            before = _digest_of(lora_request)
+            before = _look(lora_request)
             adapter = load(lora_request)
-            after = _digest_of(lora_request)
-            self._read[lora_request.lora_int_id] = after if after == before else b""
+            after = _look(lora_request)
+            self._read[lora_request.lora_int_id] = after[1] if after == before else b""
             return adapter
 
         manager._load_adapter = watched
@@ -172,15 +172,16 @@ def _is_inplace(lora_request: LoRARequest) -> bool:
     return bool(getattr(lora_request, "load_inplace", False))
 
 
-def _digest_of(lora_request: LoRARequest) -> bytes:
+def _look(lora_request: LoRARequest) -> tuple[Any, bytes]:
+    """For a worker, which must not fail."""
     try:
-        return look(lora_request.lora_path, _is_3d(lora_request), {})[1]
+        return look(lora_request.lora_path, _is_3d(lora_request), {})
     except Exception:
         logger.exception(
             "requests with the adapter %s are not cached; please report this",
             lora_request.lora_path,
         )
-        return b""
+        return None, b""
 
 
 def _files(path: str) -> list[Path]:
