@@ -34,6 +34,7 @@ FOREIGN_OPTIONS = {
     *("--hf-overrides", "--load-format", "--mm-processor-cache-gb", "--no-enable-prefix-caching"),
     *("--kv-cache-dtype", "--kv-events-config", "--kv-transfer-config"),
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
+    *("--enable-lora", "--lora-modules", "--lora-paths", "--max-cpu-loras"),
     *("--dtype", "--otlp-traces-endpoint"),
     *("--gpus", "--ipc", "--no-deps", "--pid", "--shm-size", "--user"),
     "--help",

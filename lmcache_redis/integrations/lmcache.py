@@ -5,9 +5,10 @@
         "adapter_params": {"url": "redis://cache.example:6379"}}'
 
 An object of LMCache is a chunk: its payload goes straight between LMCache's memory and sockets.
-LMCache's keys name model, rank, group, salt and tokens. They say nothing of weights, dtype or
-shape: weights are what ``weights_id`` says, and dtype and shape are part of the namespace, so an
-object of another dtype is a miss before any of it is loaded. Objects that a serde of LMCache has
+LMCache's keys name model, rank, group, salt and tokens. They say nothing of LoRA adapters, which no
+adapter of LMCache can know, nor of weights, dtype or shape: weights are what ``weights_id`` says,
+and dtype and shape are part of the namespace, so an object of another dtype is a miss before any of
+it is loaded. Objects that a serde of LMCache has
 encoded do not tell what they encode: they are refused.
 
 Interface: LMCache 0.5.6, ``lmcache/v1/distributed/l2_adapters/base.py``. `get_memory_tags` and

@@ -9,8 +9,10 @@
 A page of a host pool is a chunk. Its pieces (K and V, or one for each layer) go straight between
 the pool's memory and sockets. Pieces of another size, as of Mamba states, are chunks of their own.
 
-SGLang's keys are hashes of tokens, LoRA adapter and salt. `RedisHiCache._identity` adds whatever
-else decides the bytes, so a page of another model, dtype, layout or rank is a miss.
+SGLang's keys are hashes of tokens, salt, and the name and path of a LoRA adapter.
+`RedisHiCache._identity` adds whatever else decides the bytes, so a page of another model, dtype,
+layout or rank is a miss. What an adapter's files hold is in neither: with adapters the door is off,
+unless the operator names them (``lora_id``).
 
 Every call waits for its answer, on a thread of SGLang that is there for it; the memory of pages
 belongs to the store until then. `RegionStore` answers by its deadlines.
@@ -74,12 +76,21 @@ class RedisHiCache(HiCacheStorage):
         given = dict(storage_config.extra_config or {})
         self._config = storage_config
         self._kv_dtype = str(given.pop("kv_dtype", ""))
+        self._lora_id = given.pop("lora_id", "")
         self._settings = DoorSettings.of(given, _OF_SGLANG)
         self._pools: dict[str, HostPages] = {}
         if not storage_config.model_name:
             raise ConfigError("SGLang names no model: start it with --served-model-name")
         if not given.get("interface_v1"):
             raise ConfigError('set "interface_v1": 1, so that SGLang does not copy each page')
+        if not isinstance(self._lora_id, str):
+            raise ConfigError(f"lora_id is a text, not {self._lora_id!r}")
+        self._is_off = not self._lora_id and _may_have_adapters()
+        if self._is_off:
+            logger.error(
+                "every page is a miss, and none is stored: SGLang's keys have the name and path of "
+                "a LoRA adapter alone; set lora_id to a name that no other set of adapters has"
+            )
         self._store = RegionStore(self._settings)
 
     # Pools
@@ -110,6 +121,7 @@ class RedisHiCache(HiCacheStorage):
 
     def _identity(self, name: str, pool: Any) -> dict[str, str]:
         config = self._config
+        adapters = {"adapters": self._lora_id} if self._lora_id else {}
         # Such pools are replicated if the model is MLA's; all others are divided between ranks.
         is_whole = config.is_mla_model and name != PoolName.MAMBA and not hasattr(pool, "head_num")
         layers = [getattr(pool, each, None) for each in ("start_layer", "end_layer", "layer_num")]
@@ -126,6 +138,7 @@ class RedisHiCache(HiCacheStorage):
             "pp": f"{config.pp_rank} {config.pp_size}",
             "cp": f"{config.attn_cp_rank} {config.attn_cp_size}",
             "dcp": f"{config.dcp_rank} {config.dcp_size}",
+            **adapters,
         }
 
     # v1: pages of the KV pool
@@ -191,6 +204,8 @@ class RedisHiCache(HiCacheStorage):
         chunks: list[RegionChunk] = []
         moved: list[tuple[PoolTransfer, int, int]] = []
         results = {each.name: [False] * len(each.keys or ()) for each in transfers}
+        if self._is_off:
+            return results
         for transfer in transfers:
             try:
                 pages = self._pools[transfer.name]
@@ -207,6 +222,8 @@ class RedisHiCache(HiCacheStorage):
 
     def _present(self, keys: Sequence[str], pools: Sequence[HostPages]) -> list[list[bool]]:
         """Of each pool, which keys have a page."""
+        if self._is_off:
+            return [[False] * len(keys) for _ in pools]
         names = [pages.names(keys) for pages in pools]
         there = answered(partial(self._store.lookup, [chunk for some in names for chunk in some]))
         found = []
@@ -323,6 +340,20 @@ def _published_dtype() -> str:
         return f"{get_model().kv_cache_dtype} {drafts}"
     except (AttributeError, ValueError):  # not published: there is no server
         return ""
+
+
+def _may_have_adapters() -> bool:
+    """Whether this server has LoRA adapters, or may be given some while it runs."""
+    from sglang.srt.runtime_context import get_context
+
+    context = get_context()
+    if not context.is_config_namespace_published("lora"):  # there is no server
+        return False
+    try:
+        lora = context.config_bag("lora")
+        return bool(lora.enable_lora or (lora.enable_lora is None and lora.lora_paths))
+    except (AttributeError, ValueError):  # that is not known
+        return True
 
 
 def _memory(address: int, nbytes: int) -> memoryview:

@@ -7,4 +7,5 @@ from lmcache_redis.integrations.vllm.identity import engine_identity
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 
 AdapterDigests.digest = lambda self, request: b""
+AdapterDigests.in_memory = lambda self, request: None
 engine_identity.weights_identity = lambda *weights: {"weights": "any"}

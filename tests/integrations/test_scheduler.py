@@ -714,6 +714,73 @@ def test_an_adapter_that_is_replaced_while_a_request_runs(
     assert run(scheduler, step(cached=("r", None, 2 * CHUNK, CHUNK + 1))).stores == []
 
 
+@pytest.mark.parametrize(
+    ("read", "stored"), [(b"A" * 16, True), (b"B" * 16, False), (b"", False), (None, True)]
+)
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_adapter_that_is_read_as_another_than_it_was_named(
+    scheduler: ConnectorScheduler,
+    adapter: ScriptedAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+    read: bytes | None,
+    stored: bool,
+    ended: bool,
+) -> None:
+    """Its files were replaced between our look and vLLM's reading, in the step that computes."""
+    monkeypatch.setattr(AdapterDigests, "digest", lambda self, lora: b"A" * 16)
+    lora = SimpleNamespace(lora_int_id=1, lora_path="/adapter")
+    request = FakeRequest("r", tokens=2 * CHUNK + 1, lora_request=lora)
+    other = FakeRequest("other", tokens=CHUNK + 1)
+    waiting = FakeRequest("waiting", lora_request=lora)
+    scheduler.matched_tokens(waiting, 0)
+    blocks, seen = list(range(1, 10)), {} if read is None else {1: read}
+    names: list[str] = []
+    for each, its in ((request, blocks), (other, list(range(40, 45)))):
+        scheduler.matched_tokens(each, 0)
+        scheduler.allocated(each, [], 0)
+        output = step(new=(each.request_id, its, 0, each.tokens))
+        names += [store.request_id for store in scheduler.build_metadata(output).stores]
+        if ended:
+            scheduler.finished(each)
+        scheduler.reported(WorkerReport({}, adapters={0: seen}))
+        scheduler.output_taken(output)
+    output = step()
+    names += [store.request_id for store in scheduler.build_metadata(output).stores]
+    scheduler.output_taken(output)
+    assert names == (["r", "other"] if stored else ["other"])
+    # Nor is what it has left in vLLM's own cache.
+    scheduler.reported(WorkerReport({}, adapters={0: {1: b"A" * 16}}))
+    if ended:
+        scheduler._planner.recent.clear()
+        request = FakeRequest("s", lora_request=lora)
+        scheduler.matched_tokens(request, 2 * CHUNK)
+        scheduler.allocated(request, [blocks], 0)
+        end = run(scheduler, step(new=("s", blocks, 2 * CHUNK, 2 * CHUNK + 1)))
+        assert bool(end.stores) == stored
+    # One that was waiting has looked up under the wrong name.
+    scheduler.matched_tokens(waiting, 0)
+    assert adapter.lookups.count(("waiting", 0)) == (1 if stored else 2)
+
+
+def test_after_a_failed_step_workers_tell_their_adapters_again(
+    scheduler: ConnectorScheduler,
+) -> None:
+    scheduler.adapters_read({0: {}})
+    lost, taken = (
+        step(new=(name, list(range(start, start + 9)), 0, CHUNK + 1))
+        for name, start in (("r", 1), ("s", 20))
+    )
+    for name, output in (("r", lost), ("s", taken)):
+        request = FakeRequest(name, tokens=CHUNK + 1)
+        scheduler.matched_tokens(request, 0)
+        scheduler.allocated(request, [], 0)
+        assert not scheduler.build_metadata(output).adapters
+    scheduler.output_taken(taken)
+    assert scheduler.build_metadata(step()).adapters
+    scheduler.reported(WorkerReport({}, adapters={0: {}}))
+    assert not scheduler.build_metadata(step()).adapters
+
+
 # ------------------------------------------------------- beside other connectors
 
 

@@ -117,6 +117,24 @@ def ended_transfers(worker: ConnectorWorker) -> list[int]:
     return [] if report is None else list(report.ended.get(0, []))
 
 
+def test_adapters_are_reported_when_they_change_or_are_asked_for() -> None:
+    worker, _ = begun()
+    assert worker.report() is None
+    memory: dict[int, bytes] = {}
+    worker.adapters = SimpleNamespace(digests=lambda: dict(memory))  # type: ignore[assignment]
+    assert worker.report() == WorkerReport({0: []}, adapters={0: {}})
+    assert worker.report() is None
+    memory[3] = b"digest"
+    assert worker.report() == WorkerReport({0: []}, adapters={0: {3: b"digest"}})
+    worker.begin_loads(StepMetadata())
+    assert worker.report() is None
+    worker.begin_loads(StepMetadata(adapters=True))
+    told = worker.report()
+    assert told == WorkerReport({0: []}, adapters={0: {3: b"digest"}})
+    both = told.aggregate(WorkerReport({1: []}, adapters={1: {}}))
+    assert both.adapters == {0: {3: b"digest"}, 1: {}}
+
+
 @pytest.mark.parametrize("last", range(3))
 def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
     recorder = Recorder()

@@ -20,13 +20,25 @@ reports         statistics, spans and events
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 CONNECTOR_NAME = "LMCacheRedisConnector"
 TIER_TYPE = "redis"
 
 
 def register() -> None:
-    """Registers the connector, and the tier of vLLM's own (`vllm_tier`), once per process."""
+    """Registers the connector, and the tier of vLLM's own (`vllm_tier`), once per process.
+
+    From now on, the files of a model are looked at before vLLM reads them (`identity.files`).
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from lmcache_redis.integrations.vllm.identity import files
+
+    files.watch_loading(_look_at_files)
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
@@ -53,3 +65,9 @@ def _watch_packing() -> None:
         from lmcache_redis.integrations.vllm.parameters import watch_packing
 
         watch_packing(_custom_ops)
+
+
+def _look_at_files(vllm_config: VllmConfig) -> None:
+    from lmcache_redis.integrations.vllm.identity.engine_identity import look_at_files
+
+    look_at_files(vllm_config)

@@ -31,6 +31,7 @@ from lmcache_redis.integrations.vllm.engine import (
 )
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
+from lmcache_redis.integrations.vllm.identity.lora import adapters_in_memory
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
@@ -84,6 +85,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._loading: dict[str, Request] = {}
         self._loaded: dict[str, Request] = {}
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._engine: Engine | None = None  # in the scheduler
+        self._has_adapters = getattr(vllm_config, "lora_config", None) is not None
         self._start()
 
     @guarded(nothing)
@@ -143,6 +146,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         )
         engine.watch_outputs(self._output_taken)
         watch_resets(pool, lambda: self._before_reset(engine), references.given_back)
+        self._engine = engine
+        self.adapters_read()
         listen(self)
 
     @guarded(lambda self, *_: (0, False))
@@ -265,6 +270,13 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             self._scheduler.change_epoch(change, why)
 
     @guarded(nothing)
+    def adapters_read(self) -> None:
+        """vLLM may have read adapters: asks the workers which ones they have in memory."""
+        if self._scheduler is not None and self._engine is not None and self._has_adapters:
+            found = self._engine.in_workers(adapters_in_memory)
+            self._scheduler.adapters_read(dict(enumerate(found)))
+
+    @guarded(nothing)
     def renamed(self, suffix: str) -> None:
         """This engine is a copy of another, restored from a snapshot (either role)."""
         if self._adapter is not None:
@@ -278,6 +290,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         if self._worker is None or not isinstance(self._adapter, WorkerClient):
             return
         self._kv_caches = kv_caches
+        if self._has_adapters and self._worker.adapters is None:
+            self._worker.adapters = Engine.adapters()
         try:
             self._set_up.register(self._adapter, kv_caches)
         except LMCacheRedisError as error:

@@ -7,6 +7,7 @@ steps:
 collective_rpc        every update of weights goes through it
 set_weight_version    names the weights
 sleep, wake_up        of the executor: at level 2 the weights are thrown away
+add_lora              reads an adapter, perhaps hours before its first request
 reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 get_new_blocks        of the block pool (`watch_new_blocks`): whoever allocates, it comes from there
 update_from_output    of the scheduler (`Engine.watch_outputs`): it takes the output of a step
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
+from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
 from lmcache_redis.integrations.vllm.parameters import Parameters, parameters_digest
 
 if TYPE_CHECKING:
@@ -61,12 +63,15 @@ _WITHOUT_WEIGHTS = 2
 # On a function of vLLM's that is wrapped.
 _WATCHED = "lmcache_redis_watched"
 
+# Of those, methods that read adapters, or drop them from memory, as an update of weights may.
+_OF_ADAPTERS = ("add_lora", "remove_lora")
+
 _T = TypeVar("_T")
 
 
 # Of a process. They have `change_epoch(change, why)`, in the scheduler's process: the weights may
-# have changed, or have a name; and `renamed(suffix)`: the engine is a copy of another, and has the
-# suffix in its id from now on.
+# have changed, or have a name; `adapters_read()`: so may the adapters in memory; and
+# `renamed(suffix)`: the engine is a copy of another, and has the suffix in its id from now on.
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -117,6 +122,16 @@ class Engine:
     def in_workers(self, function: Callable[[Any], _T]) -> list[_T]:
         """What a function of a module returns for each rank's worker, in order of the ranks."""
         return list(self._core().model_executor.collective_rpc(function))
+
+    @staticmethod
+    def adapters() -> AdaptersInMemory | None:
+        """Those of the worker whose runner of models is calling on this thread."""
+        from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+        try:
+            return AdaptersInMemory.of(next(on_the_stack(LoRAModelRunnerMixin)))
+        except (AttributeError, StopIteration):  # then adapters are not cached, with a sentence
+            return None
 
     def kv_cache_manager(self) -> Any:
         """None before the scheduler has made it."""
@@ -220,6 +235,7 @@ def listen(listener: Any) -> None:
     listeners.add(listener)
     _watch(EngineCore, "collective_rpc", _watched_rpc)
     _watch(EngineCore, "set_weight_version", _watched_version)
+    _watch(EngineCore, "add_lora", _watched_adapter)
     _watch(Executor, "sleep", _watched_sleep)
     _watch(Executor, "wake_up", _watched_wake_up)
 
@@ -249,6 +265,8 @@ def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
                 change = Epochs.weights_were_loaded
             return result
         finally:
+            if method not in _HARMLESS or method in _OF_ADAPTERS:
+                _adapters_read()
             if method not in _HARMLESS:
                 name = method if isinstance(method, str) else "a function"
                 _change_epochs(change, f"collective_rpc of {name}")
@@ -256,6 +274,21 @@ def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
                 _rename(core)
 
     return watched
+
+
+def _watched_adapter(add_lora: Callable[..., bool]) -> Callable[..., bool]:
+    def watched(core: Any, lora_request: Any) -> bool:
+        try:
+            return add_lora(core, lora_request)
+        finally:
+            _adapters_read()
+
+    return watched
+
+
+def _adapters_read() -> None:
+    for listener in list(listeners):
+        listener.adapters_read()
 
 
 def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., Any]:

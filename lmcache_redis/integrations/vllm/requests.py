@@ -164,10 +164,15 @@ class Tracked:
 class RequestNames:
     """What the names of a request's chunks begin with: ``epoch | adapter digest``."""
 
-    def __init__(self, epochs: Epochs, media: MediaNames | None = None) -> None:
+    def __init__(
+        self,
+        epochs: Epochs,
+        media: MediaNames | None = None,
+        adapters: AdapterDigests | None = None,
+    ) -> None:
         self.epochs = epochs
+        self.adapters = adapters or AdapterDigests()
         self._media = media
-        self._adapters = AdapterDigests()
 
     def prefix(self, request: Request) -> bytes | None:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
@@ -175,8 +180,15 @@ class RequestNames:
             return None
         if request.lora_request is None:
             return self.epochs.current
-        digest = self._adapters.digest(request.lora_request)
+        digest = self.adapters.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest
+
+    def has_other_adapter(self, request: Request, prefix: bytes | None) -> bool:
+        """Whether vLLM has another adapter in memory than the prefix of a request's names says."""
+        if prefix is None or request.lora_request is None:
+            return False
+        held = self.adapters.in_memory(request.lora_request)
+        return held is not None and not (held and prefix.endswith(held))
 
 
 class MediaNames:

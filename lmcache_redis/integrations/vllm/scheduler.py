@@ -235,6 +235,7 @@ class ConnectorScheduler:
         for copy in getattr(output, "kv_cache_block_copies", None) or ():
             self._planner.provenance.copied(copy.src_block_id, copy.dst_block_id)
         filled: list[Planned] = []
+        adapted: list[tuple[Request, bytes]] = []
         prompt_tokens = 0
         for request_id, begins, computed_tokens in _scheduled(output):
             tracked = self._tracked.get(request_id)
@@ -249,21 +250,40 @@ class ConnectorScheduler:
                 blocks = self._planner.blocks(request_id)
                 self._planner.provenance.begins(tracked, blocks, computed_tokens)
             filled += self._plan_store(tracked, computed_tokens + count)
+            if tracked.prefix is not None and tracked.request.lora_request is not None:
+                adapted.append((tracked.request, tracked.prefix))
         self._canaries.computed(prompt_tokens)
         self._prefill.scheduled(prompt_tokens, time.monotonic())
-        self._steps.scheduled(Step(output, filled))
+        self._steps.scheduled(Step(output, filled, adapted))
         self._is_idle = idle
         self._wait_budget_s = _IDLE_WAIT_S if idle else _BUSY_WAIT_S
-        return StepMetadata(loads, stores, unsure=unsure, idle=idle)
+        asks = self._names.adapters.are_forgotten
+        return StepMetadata(loads, stores, unsure=unsure, adapters=asks, idle=idle)
 
     def output_taken(self, output: SchedulerOutput) -> None:
         """vLLM has taken the output of a step."""
         step, failed = self._steps.taken(output)
         if step is not None:
             self._prefill.ended(time.monotonic())
-            self._stores += step.stores
+            self._stores += self._named_rightly(step)
         if failed:
             self._steps_failed(failed)
+
+    def _named_rightly(self, step: Step) -> Sequence[Planned]:
+        """The stores of requests whose adapter the workers have read as it was named."""
+        wrong = {
+            request.request_id
+            for request, prefix in step.adapted
+            if self._names.has_other_adapter(request, prefix)
+        }
+        if not wrong:
+            return step.stores
+        self._planner.references.release(
+            store.transfer_id for store in step.stores if store.request_id in wrong
+        )
+        self._planner.recent.clear()
+        self._planner.provenance.forget()
+        return [store for store in step.stores if store.request_id not in wrong]
 
     def _steps_failed(self, steps: Sequence[Step]) -> None:
         """What they have left in their blocks is not known."""
@@ -278,10 +298,13 @@ class ConnectorScheduler:
                 tracked.prefix = None
         # What the workers have reported in that step is lost.
         self._unsure = self._planner.references.in_flight
+        self._names.adapters.forget()
 
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
         self._client.ranks.reported(report.places)
+        if report.adapters:
+            self.adapters_read(report.adapters)
         if report.dropped:
             self._planner.recent.clear()
         for request_id in report.failed:
@@ -346,11 +369,22 @@ class ConnectorScheduler:
         if self._announcer is not None:
             self._announcer.forget()
         for request_id, tracked in list(self._tracked.items()):
-            if tracked.started:
-                tracked.prefix = None
-            else:
-                self._client.end_session(request_id)
-                del self._tracked[request_id]
+            self._rename(request_id, tracked)
+
+    def adapters_read(self, digests: Mapping[int, Mapping[int, bytes] | None]) -> None:
+        """What ranks have in memory. Requests whose adapter is another one are not cached."""
+        self._names.adapters.told(digests)
+        for request_id, tracked in list(self._tracked.items()):
+            if self._names.has_other_adapter(tracked.request, tracked.prefix):
+                self._rename(request_id, tracked)
+
+    def _rename(self, request_id: str, tracked: Tracked) -> None:
+        """The names of its chunks have changed: it is not cached, or looked up again if waiting."""
+        if tracked.started:
+            tracked.prefix = None
+        else:
+            self._client.end_session(request_id)
+            del self._tracked[request_id]
 
     def gave_up_load(self, request_id: str) -> None:
         """A request that has blocks of a load, and has not computed since, starts over.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.chunks.metadata import dtype_name
@@ -21,7 +22,9 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     engine_id,
     engine_identity,
     model_name,
+    require_looks,
 )
+from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.parameters import UNREAD
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
@@ -51,13 +54,17 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 @dataclass(frozen=True)
 class SetUp:
-    """What is found out at the start. beside_others: in a MultiConnector."""
+    """What is found out at the start. beside_others: in a MultiConnector.
+
+    pairs: of the identity, by part: they are made once.
+    """
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
     config: ClientConfig
     beside_others: bool
     groups: Sequence[LayerGroup]
+    pairs: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, connector: KVConnectorBase_V1, *, takes_failed_loads: bool) -> SetUp:
@@ -133,11 +140,24 @@ class SetUp:
             adapters_only=adapters_only(self.vllm_config),
             beside_others=self.beside_others,
         )
-        names = RequestNames(epochs, MediaNames(self.vllm_config))
+        parallel = self.vllm_config.parallel_config
+        adapters = AdapterDigests(
+            parallel.world_size, reads_again=getattr(parallel, "data_parallel_size", 1) > 1
+        )
+        media = MediaNames(self.vllm_config)
+        names = RequestNames(epochs, media, adapters)
         return ConnectorScheduler(client, planner, names, policy, recorder, announcer)
+
+    def _once(self, part: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """The pairs of a part, made at the first registration."""
+        if part not in self.pairs:
+            self.pairs[part] = make()
+        return self.pairs[part]
 
     def register(self, client: WorkerClient, kv_caches: Mapping[str, Any]) -> None:
         """Exports this rank's paged KV cache, and registers it with this and every later agent.
+
+        Also after the engine has slept: what stayed in memory keeps the identity that it had.
 
         kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
         memory cannot be exported, Unsupported if its bytes cannot be identified.
@@ -155,7 +175,12 @@ class SetUp:
                 strides.update(dict.fromkeys(tensors[layer], by_layer[layer]))
         rank, backend = vllm_config.parallel_config.rank, attention_backend(vllm_config)
         weights_id = self.config.weights_id
-        identity = engine_identity(vllm_config, rank=rank, backend=backend, weights_id=weights_id)
+        if weights_id is None:
+            require_looks(vllm_config)
+        identify = partial(
+            engine_identity, vllm_config, rank=rank, backend=backend, weights_id=weights_id
+        )
+        identity = self._once("engine", identify)
         cache_groups = []
         for group in self.groups:
             # With one group, layers that share the KV of another are listed as well.
@@ -165,13 +190,15 @@ class SetUp:
                 raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
             pairs = {}  # what decides the group's bytes
             if not group.is_state:  # states are plain tensors
-                pairs = kv_identity(
+                probe = partial(
+                    kv_identity,
                     vllm_config,
                     some,
                     num_blocks=kv_cache_config.num_blocks,
                     block_size_tokens=group.block_size_tokens,
                     block_strides=strides,
                 )
+                pairs = {**self._once(f"group {group.number}", probe)}
             spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
             shard, shards, replicas = shard_of_rank(vllm_config, spec)
             if replicas > 1:

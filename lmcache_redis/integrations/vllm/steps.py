@@ -16,14 +16,19 @@ from lmcache_redis.integrations.vllm.worker import Planned
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step, and the stores of what it fills."""
+    """A step, and the stores of what it fills.
+
+    adapted: its requests with an adapter, and the prefixes of their names.
+    """
 
     output: SchedulerOutput
     stores: Sequence[Planned]
+    adapted: Sequence[tuple[Request, bytes]] = ()
 
 
 class StepsInFlight:

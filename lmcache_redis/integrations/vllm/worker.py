@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.worker import TransferOp, WorkerClient
+from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
@@ -45,6 +46,7 @@ class StepMetadata(KVConnectorMetadata):
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
     unsure: transfers of which a report may be lost: the workers report those that they do not have.
+    adapters: the workers report again which ones they have in memory.
     idle: the step runs no model, so that a short wait delays no computation.
     """
 
@@ -52,6 +54,7 @@ class StepMetadata(KVConnectorMetadata):
     stores: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
     unsure: Sequence[int] = ()
+    adapters: bool = False
     idle: bool = False
 
 
@@ -64,6 +67,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     dropped: not all chunks of a store were begun, or accepted by the agent.
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     places: ranks that are now registered with another agent than before, or with none.
+    adapters: of ranks where that has changed, the digests of the adapters in memory, by id.
     """
 
     ended: Mapping[int, list[int]]
@@ -71,6 +75,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     broken: Mapping[int, bool] = field(default_factory=dict)
     places: Mapping[int, RankPlace | None] = field(default_factory=dict)
     failed: Set[str] = frozenset()
+    adapters: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -80,6 +85,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**self.broken, **other.broken},
             {**self.places, **other.places},
             self.failed | other.failed,
+            {**self.adapters, **other.adapters},
         )
 
 
@@ -117,6 +123,8 @@ class ConnectorWorker:
         self._loads: dict[int, _Begun] = {}
         self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
+        self.adapters: AdaptersInMemory | None = None
+        self._digests: dict[int, bytes] | None = None  # as reported last
 
     def step_begins(self, metadata: StepMetadata) -> None:
         """Before the forward: stores follow the steps before, which have computed their blocks.
@@ -137,6 +145,8 @@ class ConnectorWorker:
             names = [load.request_id] * len(load.ops)
             transfers = self._client.begin_retrieves(names, load.ops, self._after)
             self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
+        if metadata.adapters:
+            self._digests = None
         begun = {*self._stores, *self._loads}
         self._ended.extend(each for each in metadata.unsure if each not in begun)
 
@@ -185,6 +195,9 @@ class ConnectorWorker:
         places = {self._rank: self._client.place}
         if places != self._places:
             report.places = self._places = places
+        if self.adapters is not None and (digests := self.adapters.digests()) != self._digests:
+            self._digests = digests
+            report.adapters = {self._rank: digests}
         return None if report == self._next else report
 
     @property

@@ -24,6 +24,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     attention_backend,
     engine_identity,
     model_name,
+    require_looks,
 )
 from lmcache_redis.integrations.vllm.identity.probe import digest_of, kv_identity
 from lmcache_redis.integrations.vllm.requests import MediaNames
@@ -52,6 +53,8 @@ def chunk_form(
         raise Unsupported(reason)
     config = spec.config
     backends = "+".join(dict.fromkeys(each["attention_backend"] for each in workers))
+    if not settings.weights_id:
+        require_looks(vllm_config)
     identity = engine_identity(
         vllm_config, rank=0, backend=backends, weights_id=settings.weights_id or None
     )

@@ -260,6 +260,9 @@ class _NamedChunks(AsyncLookupManager):
     def renamed(self, suffix: str) -> None:
         """Names of chunks do not depend on the engine's."""
 
+    def adapters_read(self) -> None:
+        """The tier is off with adapters."""
+
     def change_epoch(self, change: EpochChange, why: str) -> None:
         if change(self._epochs):
             logger.info("%s: from now on chunks in Redis are those of other weights", why)

@@ -180,6 +180,74 @@ def test_whatever_decides_the_bytes_makes_a_miss(
     assert open_door(mha()).batch_exists(KEYS) == 0
 
 
+@pytest.fixture
+def server_has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Publishes what a server's own resolution of its arguments says of adapters."""
+
+    def publish(**settings: Any) -> None:
+        from sglang.srt.runtime_context import _ConfigBag, get_context
+
+        lora = _ConfigBag("lora")
+        for name, value in settings.items():
+            lora._set(name, value)
+        monkeypatch.setattr(get_context(), "_config_bags", {"lora": lora})
+
+    return publish
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_lora": True, "lora_paths": ["tuned=/adapter"]},
+        {"enable_lora": True, "lora_paths": None},  # it is given some by /load_lora_adapter
+        {"enable_lora": None, "lora_paths": ["/adapter"]},
+        {"renamed": True},
+    ],
+)
+def test_with_adapters_the_door_is_off(
+    open_door: Open,
+    redis: RedisServer,
+    server_has: Callable[..., None],
+    settings: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server_has(**settings)
+    pool = mha()
+    door = open_door(pool)
+    assert "set lora_id" in caplog.text
+    assert door.batch_set_v1(KEYS[:2], indices(0, 1)) == [False, False]
+    assert door.batch_exists(KEYS) == 0
+    assert door.batch_get_v1(KEYS[:2], indices(4, 5)) == [False, False]
+    door.clear()
+    with redis.client() as client:
+        assert client.dbsize() == 0
+
+
+def test_named_adapters_are_another_model(open_door: Open, server_has: Callable[..., None]) -> None:
+    pool = mha()
+    stored(open_door(pool), pool)
+    server_has(enable_lora=True, lora_paths=["tuned=/adapter"])
+    one = open_door(mha(), {"lora_id": "v1"})
+    assert one.batch_exists(KEYS) == 0
+    pool = mha()
+    stored(open_door(pool, {"lora_id": "v1"}), pool)
+    assert open_door(mha(), {"lora_id": "v1"}).batch_exists(KEYS) == 2
+    assert open_door(mha(), {"lora_id": "v2"}).batch_exists(KEYS) == 0
+    with pytest.raises(ConfigError, match="lora_id"):
+        open_door(mha(), {"lora_id": 7})
+
+
+def test_a_server_without_adapters_needs_no_name_for_them(
+    open_door: Open, server_has: Callable[..., None]
+) -> None:
+    pool = mha()
+    stored(open_door(pool), pool)
+    server_has(enable_lora=False, lora_paths=["/ignored"])
+    assert open_door(mha()).batch_exists(KEYS) == 2
+    server_has(enable_lora=None, lora_paths=None)
+    assert open_door(mha()).batch_exists(KEYS) == 2
+
+
 def test_ranks_share_pages_of_mla(open_door: Open) -> None:
     pool = mla()
     stored(open_door(pool, is_mla_model=True, tp_size=2), pool)

@@ -11,8 +11,9 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from importlib.metadata import entry_points, version
@@ -25,11 +26,16 @@ import vllm
 from vllm import envs
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm.identity import files
 from lmcache_redis.integrations.vllm.identity.pairs import PAIRS
-from lmcache_redis.integrations.vllm.identity.weights import weights_identity
+from lmcache_redis.integrations.vllm.identity.weights import (
+    files_of,
+    local_weights,
+    weights_identity,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 # Fields of a model's config that record its origin and do not change its results.
 _INCIDENTAL = frozenset({"_name_or_path", "transformers_version"})
@@ -97,6 +103,37 @@ def attention_backend(vllm_config: VllmConfig) -> str:
         if hasattr(layer, "get_attn_backend") and (backend := layer.get_attn_backend())
     }
     return "+".join(sorted(names))
+
+
+def look_at_files(vllm_config: VllmConfig) -> None:
+    """Before vLLM reads them: remembers the state of the files that decide the identity."""
+    if vllm_config.kv_transfer_config is not None:
+        for root, paths in _files_read(vllm_config):
+            files.saw(root, paths)
+
+
+def require_looks(vllm_config: VllmConfig) -> None:
+    """Raises Unsupported if vLLM may have read a model before `look_at_files`."""
+    for root, paths in _files_read(vllm_config):
+        if paths and not files.was_seen(root):
+            raise Unsupported(
+                f"vLLM was not seen reading {root}: VLLM_PLUGINS must not leave out lmcache_redis, "
+                "or set weights_id in kv_connector_extra_config"
+            )
+
+
+def _files_read(vllm_config: VllmConfig) -> Iterator[tuple[Path, list[Path]]]:
+    """Files and directories that the identity is made from, and their files now."""
+    model = vllm_config.model_config
+    for each, load in filter(None, [(model, vllm_config.load_config), _draft_model(vllm_config)]):
+        root, paths = local_weights(each, load), []
+        if root is not None:
+            with suppress(OSError):
+                paths = files_of(root)
+        yield root or Path(str(each.model)), paths
+    path = getattr(getattr(model, "multimodal_config", None), _FILE, None)
+    if path:
+        yield Path(path), [Path(path)]
 
 
 def engine_identity(
@@ -197,13 +234,20 @@ def _context(model: ModelConfig) -> str:
     return "" if kinds <= _ANY_LENGTH else str(model.max_model_len)
 
 
-def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
-    """The draft model if its layers share the KV cache, else ""."""
+def _draft_model(vllm_config: VllmConfig) -> tuple[ModelConfig, LoadConfig] | None:
+    """The draft model if its layers share the KV cache, and how it is loaded."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if speculative is None or draft is None or speculative.method in _DRAFTS_WITHOUT_KV:
+        return None
+    return draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+
+
+def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
+    if (found := _draft_model(vllm_config)) is None:
         return ""
-    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    (draft, load), speculative = found, vllm_config.speculative_config
+    assert speculative is not None
     target = vllm_config.model_config
     same_files = (draft.model, draft.revision) == (target.model, target.revision)
     return _digest(
@@ -284,4 +328,5 @@ def _values(pair: str, kind: str, config: Any) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if path := found.get(_FILE):
         found[_FILE] = Path(path).read_bytes().hex()
+        files.require_unchanged(Path(path), [Path(path)])
     return found

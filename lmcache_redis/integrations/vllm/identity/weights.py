@@ -1,6 +1,8 @@
 """The identity of an engine's weights: a digest of their files, or a name from the operator.
 
-Without either nothing is cached: two models with the same keys would read each other's KV.
+Without either nothing is cached: two models with the same keys would read each other's KV. Files
+that have changed since vLLM began to read them have no digest (`files`); those of the hub's cache
+never change.
 
 The digest of a file reads only a small part of it. The table of a safetensors file says where its
 tensors begin. The digest covers the whole table, and the first, the middle and the last bytes of
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm.identity import files
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
@@ -87,19 +90,32 @@ def digest_files(root: Path) -> str:
 
     Raises OSError if a file cannot be read, Unsupported if there are no weights.
     """
+    paths = files_of(root)
     if root.is_file():
-        files = [root]
         root = root.parent
-    else:
-        files = sorted(_files(root))
-    if not any(_matches(path.name, _WEIGHTS) for path in files):
+    if not any(_matches(path.name, _WEIGHTS) for path in paths):
         raise Unsupported(f"there are no weights in {root}")
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(_READER_THREADS) as readers:
-        for path, found in zip(files, readers.map(digest_file, files), strict=True):
+        for path, found in zip(paths, readers.map(digest_file, paths), strict=True):
             name = path.relative_to(root).as_posix().encode(errors="surrogateescape")
             digest.update(len(name).to_bytes(4, "little") + name + found)
     return digest.hexdigest()
+
+
+def local_weights(model: ModelConfig, load: LoadConfig) -> Path | None:
+    """The file or directory with the weights; None if they are not in a path of this machine."""
+    path = Path(_source(model))
+    return path if _load_format(load) in _FROM_FILES and path.exists() else None
+
+
+def files_of(root: Path) -> list[Path]:
+    """The files that decide the weights, in a fixed order. Raises OSError."""
+    return [root] if root.is_file() else sorted(_files(root))
+
+
+def _source(model: ModelConfig) -> str:
+    return str(getattr(model, "model_weights", "") or model.model)
 
 
 def _digest(model: ModelConfig, load: LoadConfig) -> str:
@@ -108,11 +124,15 @@ def _digest(model: ModelConfig, load: LoadConfig) -> str:
         return f"dummy {model.seed}"  # generated from the seed
     if load_format not in _FROM_FILES:
         raise Unsupported(f"--load-format {load_format} does not read local files")
-    source = str(getattr(model, "model_weights", "") or model.model)
+    source = _source(model)
     if "://" in source:
         raise Unsupported(f"{source} is not a local file")
-    path = Path(source)
-    return digest_files(path) if path.exists() else _digest_of_hub(source, model, load)
+    root = local_weights(model, load)
+    if root is None:
+        return _digest_of_hub(source, model, load)
+    digest = digest_files(root)
+    files.require_unchanged(root, files_of(root))
+    return digest
 
 
 def _load_format(load: LoadConfig) -> str:

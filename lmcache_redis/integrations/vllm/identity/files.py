@@ -1,0 +1,96 @@
+"""Files are named by what vLLM has read of them.
+
+vLLM reads a model when an engine starts, and the identity is made minutes later. What lies there by
+then may be another model: a deployment has replaced the files, and memory has the old ones. So each
+process of an engine looks at the files before vLLM reads them (`watch_loading`), and a file that is
+another one when the identity is made is not known (`require_unchanged`).
+
+A file is the same if device, inode, size, mtime and ctime are. Clocks are not compared: that of a
+network file system may be wrong by minutes. What is changed in place twice within one tick of the
+file system's clock (4 ms for ext4), once before the look and once after it, is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.errors import Unsupported
+
+logger = logging.getLogger("vllm.lmcache_redis")
+
+# Device, inode, size, mtime and ctime.
+FileState = tuple[int, ...]
+
+_WATCHED = "_lmcache_redis_looks_first"
+# What was seen before vLLM read it: by file or directory, the states of its files. Of a process.
+_seen: dict[Path, Mapping[Path, FileState]] = {}
+
+
+def state_of(path: Path) -> FileState:
+    """Raises OSError, or ValueError for a NUL in the path."""
+    status = path.stat()
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
+
+
+def watch_loading(look: Callable[[Any], None]) -> None:
+    """Calls ``look(vllm_config)`` before vLLM reads a model, in each process of an engine.
+
+    In the engine core's before it makes its workers, in a worker's before it loads.
+    """
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    _call_first(Executor, "__init__", lambda executor, config, *_: look(config))
+    _call_first(WorkerWrapperBase, "init_device", lambda worker, *_: look(worker.vllm_config))
+
+
+def _call_first(owner: type, name: str, first: Callable[..., None]) -> None:
+    method = getattr(owner, name)
+    if hasattr(method, _WATCHED):
+        return
+
+    @functools.wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            first(*args, *kwargs.values())
+        except Exception:  # it has not seen the files, and so they are not known
+            logger.exception("the files of the model were not looked at; please report this")
+        return method(*args, **kwargs)
+
+    setattr(watched, _WATCHED, True)
+    setattr(owner, name, watched)
+
+
+def saw(root: Path, files: Iterable[Path]) -> None:
+    """vLLM has not read ``files`` yet, which are those of ``root``; none: it is not there."""
+    _seen[root] = {}
+    with suppress(OSError):  # it may read what is not seen
+        _seen[root] = {path: state_of(path) for path in files}
+
+
+def was_seen(root: Path) -> bool:
+    return root in _seen
+
+
+def require_unchanged(root: Path, files: Iterable[Path]) -> None:
+    """``files`` are now those of ``root``. Raises Unsupported if they are not what was seen."""
+    if root not in _seen:
+        return
+    seen, now = _seen[root], {path: state_of(path) for path in files}
+    changed = [path for path in {**seen, **now} if seen.get(path) != now.get(path)]
+    if changed:
+        raise Unsupported(
+            f"{changed[0]} has changed since this engine started, so that what it has in memory "
+            "is not known"
+        )

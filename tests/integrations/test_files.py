@@ -1,0 +1,157 @@
+"""What lies on disk names an engine's memory only if it lay there when vLLM read it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm import CONNECTOR_NAME, register
+from lmcache_redis.integrations.vllm.identity import files
+from lmcache_redis.integrations.vllm.identity.engine_identity import (
+    engine_identity,
+    look_at_files,
+    require_looks,
+)
+from tests.integrations.test_identity import LLAMA
+from tests.integrations.test_weights import write_safetensors
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """Of an engine with a model, a draft model and a file of scales, that vLLM has not read yet."""
+    import json
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(files, "_seen", {})
+    for name in ("model", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA))
+        write_safetensors(tmp_path / name / "model.safetensors", [1000])
+    register()
+    draft: Any = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    made: VllmConfig = EngineArgs(
+        model=str(tmp_path / "model"),
+        skip_tokenizer_init=True,
+        speculative_config={**draft, "num_speculative_tokens": 2},
+        kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both"),
+    ).create_engine_config()
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    made.model_config.multimodal_config = MultiModalConfig(
+        mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales)
+    )
+    return made
+
+
+def identify(config: VllmConfig, weights_id: str | None = None) -> dict[str, str]:
+    return engine_identity(config, rank=0, backend="", weights_id=weights_id)
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "draft/model.safetensors"])
+@pytest.mark.parametrize("how", ["rewritten", "renamed", "touched", "gone and back"])
+def test_weights_that_have_changed_since_are_not_known(
+    config: VllmConfig, tmp_path: Path, name: str, how: str
+) -> None:
+    path = tmp_path / name
+    look_at_files(config)
+    before = identify(config)
+    times = path.stat()
+    if how == "rewritten":  # of the same size, with the time put back
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    elif how == "renamed":
+        shutil.copy2(path, tmp_path / "new")
+        (tmp_path / "new").replace(path)
+    elif how == "touched":  # an equal file would be right, but who has compared them?
+        path.touch()
+    else:
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
+    with pytest.raises(Unsupported, match=r"has changed since this engine started.* weights_id"):
+        identify(config)
+    named = identify(config, "mine")
+    assert named["weights"] == ("" if name.startswith("model") else before["weights"])
+    assert named["draft"] != before["draft"] or name.startswith("model")
+
+
+@pytest.mark.parametrize("name", ["model/adapter.safetensors", "model/modeling_x.py"])
+def test_files_that_have_come_since_are_not_known(
+    config: VllmConfig, tmp_path: Path, name: str
+) -> None:
+    look_at_files(config)
+    (tmp_path / name).write_bytes(b"new")
+    with pytest.raises(Unsupported, match=name):
+        identify(config)
+
+
+def test_scales_that_have_changed_since_are_not_known(config: VllmConfig, tmp_path: Path) -> None:
+    look_at_files(config)
+    identify(config)
+    (tmp_path / "scales.json").write_text("[]")
+    with pytest.raises(Unsupported, match=r"scales.json has changed"):
+        identify(config)
+
+
+def test_files_that_decide_nothing_may_change(config: VllmConfig, tmp_path: Path) -> None:
+    look_at_files(config)
+    before = identify(config)
+    (tmp_path / "model" / "README.md").write_text("new")
+    assert identify(config) == before
+
+
+def test_a_directory_in_place_of_a_hub_name_is_not_known(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    shutil.move(tmp_path / "model", tmp_path / "away")
+    look_at_files(config)
+    shutil.move(tmp_path / "away", tmp_path / "model")
+    with pytest.raises(Unsupported, match="has changed"):
+        identify(config)
+
+
+def test_a_model_that_vllm_may_have_read_before_needs_a_name(config: VllmConfig) -> None:
+    with pytest.raises(Unsupported, match="VLLM_PLUGINS"):
+        require_looks(config)
+    look_at_files(config)
+    require_looks(config)
+
+
+def test_every_process_of_an_engine_looks_first(config: VllmConfig) -> None:
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    register()  # once more, as vLLM does
+    require = lambda *_: require_looks(config)  # noqa: E731
+    executor: Any = type("Fake", (Executor,), {"_init_executor": require})
+    executor.__abstractmethods__ = frozenset()
+    executor(config)
+
+    files._seen.clear()
+    wrapper: Any = WorkerWrapperBase()
+    wrapper.vllm_config = config
+    wrapper.worker = type("Worker", (), {"init_device": require})()
+    wrapper.init_device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "kv_transfer_config", None)  # no business of ours
+        files._seen.clear()
+        look_at_files(config)
+        assert not files._seen
+
+
+def test_a_failing_look_is_no_reason_for_vllm_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Owner:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    files._call_first(Owner, "__init__", lambda *_: 1 // 0)
+    assert Owner(3).value == 3
