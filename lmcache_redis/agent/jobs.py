@@ -98,8 +98,10 @@ class CopyJob(ABC):
         part = (self._registration.worker_id, self._question.group)
         for chunk, chunk_hash in enumerate(self._hashes):
             key, entry = self._form.key(chunk_hash), self._session.take(chunk_hash, part)
-            if entry is not None and entry.key != key:
-                # Pinned for a layout that the worker no longer has, or never had.
+            is_gone = entry is not None and entry.state is EntryState.DISCARDED
+            if entry is not None and (entry.key != key or is_gone):
+                # A canary has found it wrong since, or its epoch was cleared. Or it was pinned for
+                # a layout that the worker no longer has, or never had.
                 pool.unpin(entry)
                 entry = None
             if entry is None:

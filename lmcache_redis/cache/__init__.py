@@ -7,6 +7,7 @@ entry keeps its memory; an unpinned one stays until its memory is needed.
     pool              which chunk holds which memory, and who waits for it to be filled
     disk              a tier behind the pool (`lmcache_redis.tiers`), as is `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
+    doubted           what a tier must not be believed to have; removals that are tried again
     schedule          which writes begin: they give way to loads
     pacing            decisions: which parts a prefix needs, how much of it is worth loading
     lookup            how many leading chunks are available, pinned, by a deadline

@@ -119,11 +119,12 @@ def ask_each(
     for start in range(0, len(keys), step_keys):
         some = keys[start : start + step_keys]
         connection = yield (pack(some),), len(some)
-        results += [_result(reply, parse) for reply in connection.receive_all()]
+        results += [result_of(reply, parse) for reply in connection.receive_all()]
     return results
 
 
-def _result(reply: Reply, parse: Callable[[Reply], Any]) -> Any:
+def result_of(reply: Reply, parse: Callable[[Reply], Any]) -> Any:
+    """See `ask_each`."""
     if not isinstance(reply, ErrorReply):
         return parse(reply)
     if reply.code == "WRONGTYPE":
@@ -163,31 +164,7 @@ def walk_keys(
             removed(sum([parse_count(reply) for reply in connection.receive(len(unwanted))]))
 
 
-def unlink_first(only_store: bytes, keys: Sequence[bytes]) -> Steps[list[Any]]:
-    """UNLINK the stripe 0 of a chunk, unless another store than the named one has written it.
-
-    One result: how many keys were deleted, and how many stripes the chunk has, 1 if that cannot be
-    seen, 0 if it stays; or a RedisRedirect. The header is a GETRANGE, which may be refused.
-    """
-    question, unlink = header_commands(keys), keys_commands(b"UNLINK", keys)
-    if only_store:
-        connection = yield (question,), 1
-        header = _header(connection.receive_all()[0])
-        if header is not None and header.store_id != only_store:
-            return [(0, 0)]
-        connection = yield (unlink,), 1
-        (reply,) = connection.receive_all()
-    else:
-        connection = yield (question, unlink), 2
-        told, reply = connection.receive_all()
-        header = _header(told)
-    removed = _result(reply, parse_count)
-    if isinstance(removed, RedisRedirect):
-        return [removed]
-    return [(removed, header.stripe_count if header is not None else 1)]
-
-
-def _header(reply: Reply) -> StripeHeader | None:
+def parse_header(reply: Reply) -> StripeHeader | None:
     """The header of a stripe 0 in the reply to a GETRANGE; None if there is none to be seen."""
     try:
         header = describe_header(reply) if isinstance(reply, bytes) else None
@@ -207,7 +184,7 @@ def parse_frame(reply: Reply) -> ChunkFrame | None:
     """The chunk whose stripe 0 has the header in the reply to a GETRANGE."""
     if not isinstance(reply, bytes):
         raise RedisProtocolError("malformed reply to GETRANGE: expected a string")
-    header = _header(reply)
+    header = parse_header(reply)
     if header is None:
         return None
     return ChunkFrame(

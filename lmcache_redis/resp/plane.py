@@ -37,7 +37,6 @@ from lmcache_redis.resp.control import (
     header_commands,
     parse_count,
     parse_frame,
-    unlink_first,
     walk_keys,
 )
 from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask
@@ -46,6 +45,7 @@ from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment, uses_of
 from lmcache_redis.resp.transfers import Read, Write
+from lmcache_redis.resp.unlinking import remove_chunk
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
@@ -68,9 +68,8 @@ logger = logging.getLogger(__name__)
 # About as many are enqueued together: a thread works on these while the next are prepared.
 _BATCH_STRIPES = 32
 _FIRST_STRIPE = stripe_key(b"", 0)
-# A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
+# A command for each key: whether it exists, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS"), parse_count)
-_UNLINKS = partial(ask_each, partial(keys_commands, b"UNLINK"), parse_count, step_keys=STEP_KEYS)
 _FRAMES = partial(ask_each, header_commands, parse_frame)
 
 
@@ -322,34 +321,7 @@ class RedisPlane:
         `only_store` the header is asked for first; if that is refused, the chunk is removed.
         UNAVAILABLE if a stripe could not be asked for: its shard is down, or its slot moves.
         """
-        names = [stripe_key(key, index) for index in range(max(1, stripe_count))]
-
-        def unlinked(before: int, outcome: CallOutcome, replies: Sequence[int | None]) -> None:
-            counts = [reply for reply in replies if reply is not None]
-            if outcome is CallOutcome.DONE and len(counts) < len(replies):
-                outcome = CallOutcome.UNAVAILABLE
-            done(RemoveResult(outcome, before + sum(counts)))
-
-        def hidden(outcome: CallOutcome, found: Sequence[tuple[int, int] | None]) -> None:
-            if outcome is not CallOutcome.DONE or found[0] is None:
-                lost = CallOutcome.UNAVAILABLE if outcome is CallOutcome.DONE else outcome
-                done(RemoveResult(lost))
-                return
-            removed, stripes = found[0]
-            count = max(stripes, stripe_count) if stripes else 0
-            others = [stripe_key(key, index) for index in range(1, count)]
-            try:
-                told = partial(unlinked, removed)
-                self._nodes.ask_for_each(_UNLINKS, deadline, None, others, told)
-            except RuntimeError:  # the plane was closed in the meantime
-                done(RemoveResult(CallOutcome.CANCELLED, removed))
-
-        if stripe_count and not only_store:
-            told = partial(unlinked, 0)
-            self._nodes.ask_for_each(_UNLINKS, deadline, None, names, told)
-        else:
-            steps = partial(unlink_first, only_store)
-            self._nodes.ask_for_each(steps, deadline, None, names[:1], hidden)
+        remove_chunk(self._nodes, key, deadline, done, stripe_count, only_store)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.

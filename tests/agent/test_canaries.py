@@ -165,11 +165,15 @@ def test_a_tenant_that_names_media_turns_off_nothing(engine: Engine, agent: Agen
         attack = block_hashes(f"salted {number}", 8)
         engine.store("one image", attack, BLOCKS)
         engine.lookup("another image", attack)
+        assert engine.lookup("promised", attack) == TOKENS
         # Only the last chunk of the two differs, and only its name covers the image.
         blocks = [*range(4), *range(8, 12)]
         engine.compare("another image", attack, blocks, client_named=1)
         wait_until(lambda n=number: agent.counter("differing_chunks") == n + 1, what="a difference")
         engine.scheduler.end_session("another image")
+        # What another lookup has pinned is not loaded either.
+        assert engine.retrieve("promised", attack, range(16, 24)) == {*range(20, 24)}
+        engine.scheduler.end_session("promised")
         assert agent.status()["canaries"]["distrusted"] == []
         assert hit(engine) == TOKENS
         # Of the name itself nothing wrong is left.

@@ -213,9 +213,15 @@ def describe(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S)
     return answers.get(timeout=PATIENCE_S)
 
 
-def remove(plane: RedisPlane, chunk: Chunk, within_s: float = PATIENCE_S) -> RemoveResult:
-    answers = Answers()
-    plane.remove(chunk.key, time.monotonic() + within_s, answers.callback("remove"))
+def remove(
+    plane: RedisPlane,
+    chunk: Chunk,
+    within_s: float = PATIENCE_S,
+    stripe_count: int = 0,
+    only_store: bytes = b"",
+) -> RemoveResult:
+    answers, deadline = Answers(), time.monotonic() + within_s
+    plane.remove(chunk.key, deadline, answers.callback("remove"), stripe_count, only_store)
     result: RemoveResult = answers.wait(1)[0]
     return result
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmcache_redis.cache.disk import files
 from lmcache_redis.cache.disk.files import ChunkFiles, Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, RemoveResult, WriteOutcome
 from tests.cache.disk.directory import (
     FILE_BYTES,
     NAMES,
@@ -209,3 +211,26 @@ def test_files_that_vanish_or_are_damaged_count_no_more(
     assert store.used_bytes == disk_use(store.directory) == FILE_BYTES
     assert "a file was removed by another process" in caplog.text
     assert "is removed: " in caplog.text
+
+
+def test_a_file_that_cannot_be_removed_stays_in_the_index(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be found again after a restart."""
+    store.write(1)
+    store.write(2)
+    used_bytes = store.used_bytes
+    key, remove_file = store.key(1), files.remove_file
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(files, "remove_file", refuse)
+    assert store.store.remove_or_keep(key) == RemoveResult(CallOutcome.UNAVAILABLE)
+    assert (store.has(1, 2), store.used_bytes) == (True, used_bytes)
+    assert next(iter(store.store.keys(b""))) == key, "it is the next to be evicted"
+    monkeypatch.setattr(files, "remove_file", remove_file)
+    assert store.store.remove_or_keep(key) == RemoveResult(CallOutcome.DONE, 1)
+    assert store.store.remove_or_keep(key) == RemoveResult(CallOutcome.DONE)
+    assert store.has(2)
+    assert store.used_bytes == disk_use(store.directory)
