@@ -381,6 +381,10 @@ class WorkerClient:
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]
 
+    def hold_stores(self, held: bool, wait_s: float = 0.0) -> None:
+        """Has the agent refuse the stores of all workers of this engine, or take them again."""
+        self.link.submit(m.HoldStores, held=held).wait(wait_s)
+
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory; whether it is certain that no agent accesses it any more."""
         with self._sending:

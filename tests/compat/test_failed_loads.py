@@ -238,6 +238,48 @@ class TestLoadsThatFailAllTheSame:
         assert agent.counter("gathered_chunks") == 1
         engine.close()
 
+    @pytest.mark.parametrize("name", ["engine 7", None], ids=["named", "unnamed"])
+    def test_other_workers_are_not_stored_either(
+        self, agent: AgentServer, name: str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Ranks of tensor parallelism compute with what another one has not loaded."""
+        one, other = (
+            LMCacheMPWorkerAdapter(
+                agent.endpoint, NO_CONTEXT, MODEL, 2, rank, BLOCK, engine_id=name
+            )
+            for rank in range(2)
+        )
+        for worker in (one, other):
+            worker.register_kv_caches({"layer": torch.rand(BLOCKS, BLOCK, 4)}, num_blocks=BLOCKS)
+        tokens = prompt(1, 1)
+        op = LoadStoreOp([0, 1, 2, 3], tokens, None, 0, CHUNK)
+
+        def store(request_id: str) -> None:
+            other.submit_store_request(request_id, op)
+            wait_until(lambda: request_id in other.get_finished({request_id})[0])
+
+        def fail_to_load(request_id: str) -> None:
+            one.submit_retrieve_request(request_id, op)
+            wait_until(lambda: request_id in one.get_finished(set())[1])
+
+        fail_to_load("a")
+        store("a")
+        assert "request a was not stored: a load of this engine has failed" in caplog.text
+        assert agent.counter("gathered_chunks") == 0
+        agent.restart()
+        wait_until(lambda: one.ready and other.ready, "both workers")
+        store("b")
+        assert agent.counter("gathered_chunks") == 0
+        assert one.get_block_ids_with_load_errors() == {0, 1, 2, 3}
+        store("c")
+        assert agent.counter("gathered_chunks") == 1
+        fail_to_load("d")
+        one.shutdown()  # as the end of its process
+        op = LoadStoreOp([4, 5, 6, 7], prompt(2, 1), None, 0, CHUNK)
+        store("d")
+        assert agent.counter("gathered_chunks") == 2
+        other.shutdown()
+
     def test_without_an_agent_a_load_ends_with_its_lease(
         self, agent: AgentServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
