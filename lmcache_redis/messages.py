@@ -20,9 +20,10 @@ Order of events
 2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
-   lookups of its engine wait until their deadline; they find nothing if no registration is
-   expected. Memory on a GPU comes with a page of signals: the engine's GPU writes a ticket to it
-   when its queued work has come to the place that the ticket stands for (`device.signals`).
+   lookups of its engine find nothing. If a registration is expected soon, they wait for it before,
+   for two seconds after it has begun, and no longer than the engine would compute. Memory on a GPU
+   comes with a page of signals: the engine's GPU writes a ticket to it when its queued work has
+   come to the place that the ticket stands for (`device.signals`).
 3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
    engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
    all of them are pinned in its host pool, when computing the rest is faster than loading it, or
@@ -56,10 +57,11 @@ Canaries
 One request in ``canary_every`` (``WELCOME``) that hits without local tokens loads nothing. When the
 engine has computed the chunks of the hit, its workers send ``COMPARE`` in the place of ``STORE``:
 the agent compares the blocks with the parts that the lookup has pinned, by their distance. If they
-differ, it removes the parts from its tiers and distrusts their layout and epoch: until it trusts
-them again, ``LOOKUP_RESULT`` says ``compare_only``, so that the engine loads nothing and each hit
-is a canary, and each ``RETRIEVE`` fails. The agent trusts them again after a hundred canaries
-without a difference, or when a tool sends ``TRUST``. What has another epoch is another name.
+differ, it removes the parts from its tiers and, unless clients may have named them, distrusts their
+layout and epoch: until it trusts them again, ``LOOKUP_RESULT`` says ``compare_only``, so that the
+engine loads nothing and each hit is a canary, and each ``RETRIEVE`` fails. The agent trusts them
+again after a hundred canaries without a difference, or when a tool sends ``TRUST``. What has
+another epoch is another name.
 
 Engines of several nodes
 ------------------------
@@ -213,6 +215,9 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     ``first_chunk``: how many chunks the engine has before them. ``remote``: the parts of workers
     that are registered with other agents, which must be in Redis. ``token_s``: seconds in which the
     engine computes a prompt token; chunks that are slower to load are left out, and none for 0.
+    ``busy_s``: seconds in which it computes the rest of the prompts that it has begun. ``begun``:
+    requests with lookups that it has begun since its last ``LOOKUP``. Those that were answered and
+    have neither begun nor ended count as prompts to be computed before this one.
     """
 
     request_id: Name
@@ -220,6 +225,8 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     first_chunk: Number = 0
     remote: AllRemoteParts = ()
     token_s: TokenSeconds = 0.0
+    busy_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
+    begun: tuple[Name, ...] = ()
 
 
 class Watch(Message, frozen=True, tag="WATCH"):
@@ -244,7 +251,13 @@ class Store(Message, frozen=True, tag="STORE"):
 
 
 class Compare(Store, frozen=True, tag="COMPARE"):
-    """Compares blocks with what a lookup has pinned. All chunks are answered ``already_cached``."""
+    """Compares blocks with what a lookup has pinned. All chunks are answered ``already_cached``.
+
+    client_named: the last so many of the hashes cover names that clients may have given (of media).
+    If these differ, the layout stays trusted.
+    """
+
+    client_named: Number = 0
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
@@ -276,7 +289,7 @@ class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):
 
 
 class EndSession(Message, frozen=True, tag="END_SESSION"):
-    """The request has ended: cancels its lookup and unpins its chunks."""
+    """The request has ended: cancels its lookup, which is then a miss, and unpins its chunks."""
 
     request_id: Name
 

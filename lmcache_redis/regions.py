@@ -230,7 +230,8 @@ class RegionStore:
             answer.ended(job, result.outcome is CallOutcome.DONE)
 
         for job in answer.open:
-            self._plane.remove(job.key, deadline, partial(removed, job))
+            stripes = job.frame.stripe_count
+            self._plane.remove(job.key, deadline, partial(removed, job), stripes)
 
     def clear(self, form: ChunkForm, timeout_s: float, done: Answer) -> None:
         """Remove every chunk of this form. True: none is left of those that were there."""

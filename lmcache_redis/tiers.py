@@ -115,7 +115,8 @@ class ChunkIO:
     key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
-    the caller's use. Compared and hashed by identity.
+    the caller's use. store_id: of the store that was read or made, if the tier gives stores an id;
+    the tier sets it. Compared and hashed by identity.
     """
 
     key: bytes
@@ -123,6 +124,7 @@ class ChunkIO:
     slots: Sequence[memoryview]
     deadline: float
     tag: object = None
+    store_id: bytes = b""
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""
@@ -227,8 +229,19 @@ class Tier(Protocol):
     def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
         """The chunk keys that begin so, about `limit` at most. Blocks: not for the owner."""
 
-    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """Remove a chunk, or whatever is stored under its key."""
+    def remove(
+        self,
+        key: bytes,
+        deadline: float,
+        done: Done[RemoveResult],
+        stripe_count: int = 0,
+        only_store: bytes = b"",
+    ) -> None:
+        """Remove a chunk, or whatever is stored under its key. From then on it is not found.
+
+        stripe_count: of the chunk; 0: not known. only_store: if the tier sees that another store
+        has replaced this one, it removes nothing; that is DONE.
+        """
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove all chunks whose keys begin so, in the background, unless the tier is down."""

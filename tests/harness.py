@@ -8,6 +8,7 @@ import signal
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,10 +208,19 @@ class Engine:
             )
             wait_until(lambda store=store: store.over, what="a store")
 
-    def compare(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Has blocks compared with what a lookup has pinned; waits until each was looked at."""
+    def compare(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        client_named: int = 0,
+    ) -> None:
+        """Has blocks compared with what a lookup has pinned; waits until each was looked at.
+
+        client_named: chunks at the end whose names cover media.
+        """
         for worker in self.workers:
-            op = self.op(hashes, block_ids)
+            op = replace(self.op(hashes, block_ids), client_named=client_named)
             (check,) = worker.begin_stores([request_id], [op], worker.signal(), compare=True)
             wait_until(lambda check=check: check.call.done, what="a comparison")
 

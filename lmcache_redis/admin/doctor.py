@@ -18,6 +18,7 @@ from typing import Any
 
 from lmcache_redis.admin.facts import Facts, Need, gather
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
+from lmcache_redis.admin.rights import sent_by_agents, try_rights
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import (
     CONNECT_TIMEOUT_S,
@@ -76,14 +77,16 @@ def diagnose(
     *,
     bandwidth: bool,
     report: Mapping[str, Any] | None = None,
+    ttl_refresh: bool = False,
 ) -> Diagnosis:
     """Examines, measures and judges every server, and this node. Changes no setting.
 
-    report: the STATUS of this node's agent. Raises RedisError if a server cannot be reached.
+    report: the STATUS of this node's agent. ttl_refresh: what agents are set to, if none answers.
+    Raises RedisError if a server cannot be reached.
     """
     need, headers, oldest_idle_s = sample(server, prefix, need, report or {})
     pool = None if report is None else report["pool"]
-    facts = []
+    facts, wanted = [], sent_by_agents(server, ttl_refresh, report)
     for node in server.nodes:
         known = gather(
             server,
@@ -94,6 +97,9 @@ def diagnose(
         )
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
+        with contextlib.suppress(RedisUnavailable):  # it has no key of ours, and nobody asks it
+            (key, *_) = _keys_on(server, node, prefix)
+            measured["rights"] = try_rights(server, node, key, wanted, report)
         if bandwidth:
             try:
                 read, write = measure_bandwidth(server, node, prefix)
@@ -187,9 +193,14 @@ def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: Tr
     return keys
 
 
+def _keys_on(server: PrimaryServers, node: Primary, prefix: bytes) -> list[bytes]:
+    """As `probe_keys`, those of one server."""
+    return probe_keys(prefix, lambda key: server.node_of(key) is node)
+
+
 def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> tuple[float, float]:
     """Bytes per second of reads and of writes, over an agent's connections. Raises RedisError."""
-    keys = probe_keys(prefix, lambda key: server.node_of(key) is node)
+    keys = _keys_on(server, node, prefix)
     deadline = time.monotonic() + _DEADLINE_S
     connector = Connector(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
     try:

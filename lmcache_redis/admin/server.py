@@ -118,9 +118,15 @@ class Primary:
 
 
 class PrimaryServers:
-    """At least one; each key is on exactly one of them. cluster: redis-py's client of a cluster."""
+    """At least one; each key is on exactly one of them. cluster: redis-py's client of a cluster.
 
-    def __init__(self, nodes: Sequence[Primary], cluster: RedisCluster | None = None) -> None:
+    deployment: of the URL that names them.
+    """
+
+    def __init__(
+        self, deployment: Deployment, nodes: Sequence[Primary], cluster: RedisCluster | None = None
+    ) -> None:
+        self.deployment = deployment
         self.nodes = tuple(nodes)
         self._cluster = cluster
         self._by_address = {(n.endpoint.host, n.endpoint.port): n for n in nodes}
@@ -176,11 +182,11 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
         if deployment.topology is Topology.CLUSTER:
             servers = _cluster(deployment, stack)
         elif deployment.topology is Topology.SENTINEL:
-            servers = PrimaryServers([_master(deployment, stack)])
+            servers = PrimaryServers(deployment, [_master(deployment, stack)])
         else:
             path = server.path or None
             client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
-            servers = PrimaryServers([_primary(server, client, stack)])
+            servers = PrimaryServers(deployment, [_primary(server, client, stack)])
         for node in servers.nodes:
             node.ask("PING")
         yield servers
@@ -226,7 +232,7 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
         )
     stack.callback(cluster.disconnect_connection_pools)
     nodes = [_member(cluster, node, deployment.server) for node in cluster.get_primaries()]
-    return PrimaryServers(nodes, cluster)
+    return PrimaryServers(deployment, nodes, cluster)
 
 
 def _member(cluster: RedisCluster, node: ClusterNode, like: Endpoint) -> Primary:

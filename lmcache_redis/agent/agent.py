@@ -22,6 +22,7 @@ from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.pinning import PoolPinning
 from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.resp.options import user_of
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.transport import Wakeup
@@ -29,13 +30,16 @@ from lmcache_redis.transport import Wakeup
 Line = tuple[int, str]
 
 # Normal operation, eviction included, never increments these.
-_SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
+_SERIOUS = (
+    *("miss_corrupt", "miss_foreign", "miss_sealed", "wire_errors"),
+    *("differing_chunks", "failed_removals"),
+)
 # Counters of the log's line, beside misses and drops.
 _SAID = {
     *("lookups", "lookup_chunks", "hit_chunks_host", "hit_chunks_disk", "hit_chunks_redis"),
     *("retrieved_chunks", "gathered_chunks", "compared_chunks", "saved_tokens"),
     *("stored_chunks", "disk_stored_chunks", "retrieves_failed", "lookups_timed_out"),
-    *("sessions_timed_out", "differing_chunks", "wire_errors"),
+    *("sessions_timed_out", "differing_chunks", "failed_removals", "wire_errors"),
 }
 
 
@@ -130,6 +134,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "copies": agent.copies.backlog,
             "jobs": sum(session.busy for session in agent.sessions),
             "disk_writes": sum(map(len, queues[:-1])),
+            "removals": agent.cache.failed_removals,
         },
         "disk": _disk(agent),
         "loads": _loads(agent),
@@ -225,6 +230,9 @@ def _redis(agent: Agent) -> dict[str, Any]:
     state, stats = agent.plane.state, agent.plane.stats()
     return {
         "server": agent.plane.deployment.url,
+        # Empty if only its credential provider knows it.
+        "user": user_of(agent.plane.deployment.server.credentials),
+        "commands": [each.name for each in agent.plane.commands],
         "key_prefix": agent.config.key_prefix.decode("utf-8", "backslashreplace"),
         "up": state.up,
         "reason": state.reason,

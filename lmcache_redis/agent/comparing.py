@@ -5,8 +5,11 @@ that the request's lookup has pinned (`device.distance`). What is not in the hos
 finds no room, is read after the lease, or holds no numbers is not compared.
 
 It cannot be told which of two parts that differ is wrong, nor what else is. So the chunk leaves the
-pool and the tiers, and the next store writes it anew. And its layout is distrusted in its epoch:
-nothing of it is loaded until it is trusted again (`peers.LayoutTrust`).
+pool and the tiers (`cache.doubted`), and the next store writes it anew. And its layout is
+distrusted in its epoch: nothing of it is loaded until it is trusted again (`peers.LayoutTrust`).
+
+Where a name covers a medium, a client may have given two contents one name. If such a chunk differs
+it is removed, and its layout stays trusted: no client turns off the cache of others.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _FARTHEST = 10.0
 class CompareJob(StoreJob):
     """Compares blocks with parts in the host pool. Stores nothing."""
 
+    _question: m.Compare
     _layout: KVLayout
     _limit: float
     _cached: dict[int, Entry]  # by chunk, each with a pin of this job
@@ -75,7 +79,8 @@ class CompareJob(StoreJob):
                 self._cache.abandon(entry)
         finally:
             self._blocks_read((chunk,))
-        self._cache.pool.unpin(self._cached.pop(chunk))
+        cached = self._cached.pop(chunk)
+        self._cache.pool.unpin(cached)
         if outcome is not CopyOutcome.DONE:
             self._distances[chunk] = None
         distance = self._distances.get(chunk)
@@ -86,12 +91,21 @@ class CompareJob(StoreJob):
         self._cache.metrics.observe("canary_distance", min(distance.far, _FARTHEST))
         self._farthest = max(self._farthest, distance.far)
         if distance.far > self._limit:
-            self._differs(chunk, distance)
+            self._differs(chunk, cached, distance)
 
-    def _differs(self, chunk: int, distance: Distance) -> None:
+    def _differs(self, chunk: int, cached: Entry, distance: Distance) -> None:
         chunk_hash, form = self._hashes[chunk], self._form
         self._cache.metrics.count("differing_chunks")
-        self._cache.remove(form.key(chunk_hash))
+        self._cache.remove(form.key(chunk_hash), cached)
+        if chunk >= len(self._hashes) - self._question.client_named:
+            if self._agent.trust.differed_by_name(form.fingerprint):
+                logger.warning(
+                    "the cached KV of a prompt with media, of %s, is not what its engine has "
+                    "computed: layout %s, chunk %s. A client may have given two media one name, so "
+                    "only this chunk is removed (all such are counted, and the first is logged)",
+                    form.model_name, form.fingerprint.hex()[:16], chunk_hash.hex()[:16],
+                )  # fmt: skip
+            return
         if self._agent.trust.differed(form.fingerprint, chunk_hash):
             logger.error(
                 "the cached KV of %s is not what its engine has computed: layout %s, chunk %s, "

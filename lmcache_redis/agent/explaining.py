@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent import words
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Registration, Reply
 from lmcache_redis.cache.threads import posting
@@ -67,6 +68,9 @@ class Explanations:
             "since_s": history.since_s,
             "chunk_size_tokens": self._agent.config.chunk_size_tokens,
             "requests": msgspec.to_builtins(found),
+            "canaries": words.not_compared(
+                self._agent.config.canary_every, self._agent.cache.metrics.snapshot()
+            ),
         }
         lookup = found[0].lookup if len(found) == 1 else None
         if lookup is None or (miss := lookup.first_miss) is None or miss.reason not in _ABSENT:

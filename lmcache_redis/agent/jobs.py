@@ -330,6 +330,7 @@ class RetrieveJob(CopyJob):
         self._skip_blocks = self._question.skip_first_n_tokens // layout.block_size_tokens
         self._load = self._session.load if self._hashes else None
         if self._load is not None:
+            self._count_hit(self._load)
             self._load.begun(self._started_s)
         self._failed = []
         self._entries = self._pinned()
@@ -337,6 +338,15 @@ class RetrieveJob(CopyJob):
         self._begin(range(len(self._hashes)))
         self._begin_calls([*self._entries])
         self._load_piece()
+
+    def _count_hit(self, load: HitLoad) -> None:
+        """Counts the hit with its first retrieve, and once if a retrieve shows a local prefix."""
+        # A window also skips what it does not reach.
+        skips = self._form.reach == FULL_REACH and self._skip_blocks > 0
+        is_local = bool(load.first_chunk or skips)
+        self._cache.metrics.count("loaded_hits", not load.began_s)
+        self._cache.metrics.count("local_hits", is_local and not load.is_local)
+        load.is_local |= is_local
 
     def _load_piece(self) -> None:
         if not self._missing:

@@ -261,6 +261,7 @@ def _stop(service: Service, agent: Agent) -> bool:
     copied = agent.copies.close(max(0.1, deadline_s - time.monotonic()))
     agent.cache.close(max(0.1, deadline_s - time.monotonic()))
     agent.loop.run_posted()
+    agent.cache.say_what_stays()
     answers = copied and agent.copies.lost is None
     if not copied:
         logger.error("a device does not answer")

@@ -21,12 +21,14 @@ from lmcache_redis.device.handles import CudaHandle
 from lmcache_redis.processes import has_ended
 
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
-# other, because links retry their HELLO every half second.
+# other, because links retry their HELLO every half second. A KV cache is mapped within it, unless
+# it is large or another process holds up the driver.
 _JOIN_S = 2.0
 # Each is a label in Prometheus.
 MAX_MODELS = 64
 OTHER_MODELS = "(others)"
 CANARIES_AGAIN = 100
+_MOST_SAID = 1024
 
 Reply = Callable[[m.Answer], None]
 
@@ -63,7 +65,7 @@ class Peer:
     welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
     holds_stores: bool = False  # of its engine
-    mapping: bool = False  # its registration is in progress
+    mapping_from_s: float | None = None  # since when its registration is in progress
     after_mapping: list[Callable[[], None]] = field(default_factory=list)  # what waits for that
     elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
     warned: bool = False  # that its lookups miss because layouts differ
@@ -72,6 +74,16 @@ class Peer:
     @property
     def engine_id(self) -> str:
         return self.hello.engine_id
+
+    @property
+    def mapping(self) -> bool:
+        """Whether its registration is in progress."""
+        return self.mapping_from_s is not None
+
+    @property
+    def joins_by_s(self) -> float:
+        """When its registration has ended, or is not waited for any more."""
+        return max(self.greeted_s, self.mapping_from_s or 0.0) + _JOIN_S
 
     @property
     def place(self) -> tuple[str, int | None, str]:
@@ -189,23 +201,28 @@ class Peers:
             return None
         return [found[rank] for rank in ranks if rank in found]
 
-    def joining(self, scheduler: Peer, now_s: float) -> bool:
-        """Whether some ranks of the scheduler's engine are missing, and all of them expected soon.
+    def joined_by_s(self, scheduler: Peer) -> float:
+        """Until when missing ranks of the scheduler's engine are waited for; 0.0: none is missing.
 
-        This holds for a rank whose memory is being mapped, and for one that has not registered yet
-        if its HELLO (or the scheduler's, if it has sent none) is recent. No rank that is registered
-        with another agent is missing.
+        They are for a moment after a rank's HELLO (or the scheduler's, if it has sent none), and
+        after the agent has begun to map its memory.
         """
+        missing = self._missing(scheduler)
+        return min((max(p.joins_by_s for p in each) for each in missing), default=0.0)
+
+    def is_mapping(self, scheduler: Peer) -> bool:
+        """Whether memory of a missing rank of the scheduler's engine is being mapped."""
+        return any(p.mapping for each in self._missing(scheduler) for p in each)
+
+    def _missing(self, scheduler: Peer) -> list[list[Peer]]:
+        """Of each rank that is registered neither here nor with another agent, who may be it."""
         workers = self._workers(scheduler)
-        missing = [
+        return [
             workers.get(rank, [scheduler])
             for rank in range(scheduler.hello.world_size)
             if rank not in scheduler.elsewhere
             and not any(p.registration for p in workers.get(rank, ()))
         ]
-        return bool(missing) and all(
-            any(p.mapping or now_s - p.greeted_s < _JOIN_S for p in each) for each in missing
-        )
 
     def complete(self, worker: Peer) -> bool:
         """Whether its engine can hit: its scheduler is connected and every worker is registered.
@@ -282,6 +299,7 @@ class LayoutTrust:
     def __init__(self) -> None:
         # By fingerprint and epoch, of those distrusted: canaries in a row without a difference.
         self._agreed: dict[tuple[bytes, bytes], int] = {}
+        self._said: set[bytes] = set()  # layouts of which chunks with media have differed
 
     def allows(self, fingerprints: Iterable[bytes], chunk_hash: bytes) -> bool:
         if not self._agreed:
@@ -295,6 +313,16 @@ class LayoutTrust:
         was_trusted = found not in self._agreed
         self._agreed[found] = 0
         return was_trusted
+
+    def differed_by_name(self, fingerprint: bytes) -> bool:
+        """A canary has found a difference under a name that clients may have given.
+
+        Returns whether it is the first of the layout.
+        """
+        is_first = fingerprint not in self._said and len(self._said) < _MOST_SAID
+        if is_first:
+            self._said.add(fingerprint)
+        return is_first
 
     def agreed(self, fingerprint: bytes, chunk_hash: bytes) -> bool:
         """A canary has found none. Returns whether the layout is trusted from now on."""

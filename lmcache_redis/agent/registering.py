@@ -8,6 +8,7 @@ is pinned for GPUs then.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -114,9 +115,10 @@ class Registering:
 
     def _map(self, peer: Peer, open_memory: Callable[[], Registration], reply: Reply) -> None:
         self.unregister(peer, "it registers again")
-        peer.mapping = True
+        peer.mapping_from_s = time.monotonic()
         self._peers.mapping += 1
-        mapped: Registration | DeviceError = DeviceError("the agent could not map the KV cache")
+        # Why not, else. Not the error: with its traceback it would keep all that is here.
+        mapped: Registration | str = "the agent could not map the KV cache"
 
         def map_memory() -> CopyOutcome:
             # On a copy thread: mapping a KV cache takes seconds.
@@ -124,17 +126,17 @@ class Registering:
             try:
                 mapped = open_memory()
             except DeviceError as error:
-                mapped = error
+                mapped = str(error)
                 if isinstance(error, GpuLost):
                     raise
             return CopyOutcome.DONE
 
         def ended() -> None:
-            peer.mapping = False
+            peer.mapping_from_s = None
             self._peers.mapping -= 1
-            if isinstance(mapped, DeviceError):
+            if isinstance(mapped, str):
                 logger.warning("refused the KV cache of %s: %s", _name(peer), mapped)
-                reply(m.Failure(0, m.REFUSED, str(mapped)))
+                reply(m.Failure(0, m.REFUSED, mapped))
             else:
                 self._mapped(peer, mapped, reply)
             actions, peer.after_mapping = peer.after_mapping, []

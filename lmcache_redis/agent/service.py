@@ -305,7 +305,7 @@ class Handlers:
         _check_hashes(question.hashes)
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
-        peer.computing.token_s = question.token_s
+        peer.computing.told(question.token_s, question.busy_s, question.begun, time.monotonic())
         if self.is_stopping or not question.hashes:
             reply(m.LookupResult(0, 0))
             return
@@ -356,6 +356,7 @@ class Handlers:
         reply(m.Done(0, released))
 
     def _end_session(self, peer: Peer, question: m.EndSession, reply: Reply) -> None:
+        peer.computing.ended(question.request_id)
         session = self._agent.sessions.get((peer.engine_id, question.request_id))
         if session is not None:
             self._agent.cache.metrics.count("sessions_ended")

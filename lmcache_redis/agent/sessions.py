@@ -40,7 +40,8 @@ class HitLoad:
     """The load of one hit: a retrieve of each worker and group. Times are `time.monotonic()`.
 
     workers: of which no retrieve has ended yet. first_chunk: of the lookup. token_s: seconds in
-    which the engine computes a token; 0.0: not measured. waited_s: for the lookup.
+    which the engine computes a token; 0.0: not measured. waited_s: for the lookup. is_local: behind
+    a prefix that the engine had itself, so that no canary could have compared it.
     """
 
     workers: set[int]
@@ -52,6 +53,7 @@ class HitLoad:
     in_flight: int = 0
     failed: bool = False
     tokens: int | None = None
+    is_local: bool = False
 
     def begun(self, now_s: float) -> None:
         self.began_s = self.began_s or now_s

@@ -48,6 +48,21 @@ def saved(report: Mapping[str, Any]) -> str:
     return f"{text} (unknown for {untimed:,} of the tokens)" if untimed else text
 
 
+def not_compared(every: int, counters: Mapping[str, float]) -> str:
+    """Why no canary has compared anything although there were hits; empty if one has.
+
+    every: one hit in so many is to be a canary; 0: none.
+    """
+    hits, local = counters.get("loaded_hits", 0), counters.get("local_hits", 0)
+    if not (every and hits) or counters["compared_chunks"]:
+        return ""
+    which = "all of them" if hits == local else f"{local:,} of them"
+    return (
+        f"none was compared: {hits:,} hits, {which} behind a prefix that vLLM had itself, where "
+        "nothing can be compared"
+    )
+
+
 def load_rate(tier: Mapping[str, Any]) -> str:
     """tier: of ``loads.tiers``."""
     rate = tier["bytes_per_s"]

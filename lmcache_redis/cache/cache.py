@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from lmcache_redis.cache.doubted import MOST_KEYS
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner, posting
@@ -137,8 +138,18 @@ class Cache:
 
     @property
     def backlog(self) -> int:
-        """Writes and removals that have not ended."""
+        """Writes and attempts to remove that have not ended."""
         return sum(map(len, self.queues))
+
+    @property
+    def failed_removals(self) -> int:
+        """Removals that wait for another attempt."""
+        return sum(len(queue.doubted) for queue in self.queues)
+
+    def say_what_stays(self, most: int = MOST_KEYS) -> None:
+        """After `close`, and what it has posted: logs the chunks that could not be removed."""
+        for queue in self.queues:
+            queue.doubted.say_what_stays(most)
 
     def begin_writes(self) -> None:
         """Starts all writes now, because the owner is stopping."""
@@ -158,7 +169,13 @@ class Cache:
     def prepare_load(
         self, form: ChunkForm, chunk_hash: bytes, level: int, deadline_s: float
     ) -> Load | None:
-        """A job for `begin_loads`, which the entry's watchers await; None if there is no room."""
+        """A job for `begin_loads`, which the entry's watchers await.
+
+        None if there is no room, or the tier is to remove the chunk.
+        """
+        doubted = self.queues[level].doubted
+        if doubted.is_removing_some and doubted.is_removing(form.key(chunk_hash)):
+            return None
         entry = self.reserve(form, chunk_hash)
         if entry is None:
             return None
@@ -205,6 +222,7 @@ class Cache:
             return
         self._measure(load, arrived=outcome is ReadOutcome.LOADED)
         if outcome is ReadOutcome.LOADED:
+            entry.store_id = load.store_id
             self.pool.seen(load.level, (entry.key,))
             self.metrics.count(counters.loaded_chunks)
             self.metrics.count(counters.loaded_bytes, load.frame.chunk_bytes)
@@ -241,15 +259,19 @@ class Cache:
             load.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
         )  # fmt: skip
 
-    def remove(self, key: bytes) -> None:
-        """A chunk is wrong: it leaves the pool, and in the background the tiers, if they answer."""
+    def remove(self, key: bytes, wrong: Entry | None = None) -> None:
+        """A chunk is wrong: it leaves the pool at once, and the tiers in the background.
+
+        wrong: the entry, in the pool or not any more, that is known to be.
+        """
         entry = self.pool.get(key)
         if entry is not None:
             self.pool.cancel(entry)
             self._discard(entry)
+        known = (0, b"") if wrong is None else (wrong.form.stripe_count, wrong.store_id)
         deadline_s = time.monotonic() + WRITE_DEADLINE_S
         for queue in self.queues:
-            queue.remove(key, deadline_s, lambda result: None)
+            queue.remove(key, deadline_s, lambda result: None, *known)
 
     def _discard(self, entry: Entry) -> None:
         self.pool.discard(entry)

@@ -48,6 +48,9 @@ _PROBE_POLL_S = 0.01
 # A load is not given up before, whatever was expected of it.
 _SHORTEST_LOAD_S = 0.02
 _LONGEST_WAIT_S = 60.0
+# How often the rate of loads is looked at, and what makes a difference.
+_SHORTEST_LOOK_S = 0.005
+_SLOWER = 0.9
 
 
 class _Stage(Enum):
@@ -113,7 +116,7 @@ class PrefixLookup:
         self._deadline.cancel()
         if self._wake is not None:
             self._wake.cancel()
-        self.parts.release_all()
+        self.parts.release_for_good()
         self._cache.waiting.leave(self)
 
     @property
@@ -151,7 +154,8 @@ class PrefixLookup:
             owner.at(now_s + _PROBE_POLL_S, partial(self._scan, wanted))
             return
         done = posting(owner, partial(self._scanned, wanted, now_s))
-        tier.scan([each.key for each in wanted], self._request.deadline_s, done)
+        asked = [each.key for each in self.parts.worth_asking(wanted)]
+        tier.scan(asked, self._request.deadline_s, done)
 
     def _scanned(self, wanted: list[PartState], asked_s: float, result: ScanResult) -> None:
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
@@ -238,7 +242,8 @@ class PrefixLookup:
         self._state = _Stage.LOADING
         self._cache.waiting.leave(self)
         if awaited and self._worth is not None:
-            self._wake_in(1.25 * self._worth.expected_s, partial(self._recheck, self._worth))
+            rates = [rate.per_second() for rate in self._cache.rates]
+            self._watch(self._worth, time.monotonic() + 1.25 * self._worth.expected_s, rates)
         self._load_some()
 
     def _load_some(self) -> None:
@@ -320,7 +325,11 @@ class PrefixLookup:
 
     def _answered(self, wanted: list[PartState], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            level, answers = self.parts.last_level, [*zip(wanted, result.present, strict=True)]
+            level, is_removing = self.parts.last_level, self._cache.queues[-1].is_removing
+            answers = [
+                (each, is_there and not is_removing(each.key))
+                for each, is_there in zip(wanted, result.present, strict=True)
+            ]
             self.parts.found([each for each, is_there in answers if is_there], level)
             absent = [each.key for each, is_there in answers if not is_there]
             self._cache.pool.seen(level, absent, there=False)
@@ -373,8 +382,22 @@ class PrefixLookup:
         due_s = time.monotonic() + min(wait_s, _LONGEST_WAIT_S)
         self._wake = self._cache.owner.at(due_s, action)
 
+    def _watch(self, worth: WorthLoading, until_s: float, rates: list[float]) -> None:
+        """Checks again when the prefix should be loaded, or before if a tier is slower than then.
+
+        rates: of the tiers when that was expected. One load may have shown too high a rate: what a
+        network had saved up for it.
+        """
+        now_s, known = time.monotonic(), zip(self._cache.rates, rates, strict=True)
+        if now_s >= until_s or any(rate.per_second() < _SLOWER * was for rate, was in known):
+            self._recheck(worth)
+        else:
+            look_s = max(worth.expected_s / 8, _SHORTEST_LOOK_S)
+            again = partial(self._watch, worth, until_s, rates)
+            self._wake_in(min(look_s, until_s - now_s), again)
+
     def _recheck(self, worth: WorthLoading) -> None:
-        """The prefix should be loaded by now: ends it if computing the rest is faster."""
+        """Ends the prefix if computing the rest is faster."""
         now_s, left = time.monotonic(), self.parts.bytes_left()
         late = [(rate, n) for rate, n in zip(self._cache.rates, left, strict=True) if n]
         left_s = max((rate.seconds(n, now_s) for rate, n in late), default=0.0)
@@ -394,8 +417,6 @@ class PrefixLookup:
         if self._state is _Stage.SETTLING:
             self._settle()
         if self._state is _Stage.LOADING and not (self.parts.filling or self.parts.to_load):
-            if self._worth is not None:
-                self._worth.computes(self.bound, time.monotonic())
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
             self.cancel()

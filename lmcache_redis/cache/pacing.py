@@ -2,8 +2,8 @@
 
 What is worth loading (`WorthLoading`). A tier (`TransferRate`) and an engine (`Computing`) are two
 queues. A request whose prefix is loaded has its first token when both are through with what they
-had before, and the rest of the prompt is computed. For an engine that has not measured itself
-everything is loaded.
+had before, and the rest of the prompt is computed. What it had before, the engine itself says. For
+an engine that has not measured itself everything is loaded.
 
 Which parts a prefix needs (`PrefixNeeds`). A lookup has rows, one for each rank and group of
 layers; a chunk has one part in each row. How far back an engine still reads a row's tokens after a
@@ -40,6 +40,8 @@ _IDLE_HALF_LIFE_S = 2.0
 _LEAST_WEIGHT_S = 0.001
 # The most of a load's time that is taken for latency: a question may have been answered late.
 _MOST_LATENCY = 0.75
+# A network has saved up some of the first load after a pause: alone it shows too high a rate.
+_ALONE = 1.25
 # A rate that is worth no load is measured again.
 _OLD_S = 10.0
 # Of a prompt's computing time: for an answer or a load that shows the rate of a tier.
@@ -67,6 +69,8 @@ class TransferRate:
         self._busy_s = 0.0
         self._since_s = 0.0  # the last arrival; without loads in flight, the end of the last one
         self._unpaid_s = 0.0  # of the latency: the first arrival after a pause has it too
+        self._is_alone = True  # the rate is of loads after pauses, none of which followed another
+        self._is_first = True  # none has arrived since the pause
         self._waiting: list[Action] = []
 
     def answered(self, took_s: float) -> None:
@@ -81,6 +85,8 @@ class TransferRate:
             if self._busy_s > weight_s:
                 self._keep(weight_s / self._busy_s)
             self._since_s, self._unpaid_s = now_s, self.latency_s
+            self._is_alone = self._is_alone or kept < 0.5
+            self._is_first = True
         self.in_flight_bytes += nbytes
 
     def ended(self, nbytes: int, now_s: float, *, arrived: bool) -> None:
@@ -90,6 +96,7 @@ class TransferRate:
             busy_s = now_s - self._since_s
             busy_s = max(1e-6, busy_s - min(self._unpaid_s, _MOST_LATENCY * busy_s))
             self._unpaid_s = 0.0
+            self._is_alone, self._is_first = self._is_alone and self._is_first, False
             self._keep(0.5 ** (busy_s / _HALF_LIFE_S))
             self._bytes += nbytes
             self._busy_s += busy_s
@@ -131,7 +138,7 @@ class TransferRate:
         rate, stalled_s = self.per_second(), self.stalled_s(now_s)
         if not rate:
             return math.inf
-        load_s = self.latency_s + nbytes / rate
+        load_s = self.latency_s + nbytes / rate * (_ALONE if self._is_alone else 1.0)
         if stalled_s > self.latency_s + self.in_flight_bytes / rate:
             load_s = max(load_s, stalled_s)
         return load_s
@@ -152,15 +159,36 @@ class TransferRate:
 
 
 class Computing:
-    """What an engine has to compute. token_s: seconds per prompt token; 0.0: not measured yet."""
+    """What an engine has to compute. token_s: seconds per prompt token; 0.0: not measured yet.
+
+    With each question the engine says what it has begun and how much of it is left (`told`). To
+    that come the requests whose lookups were answered and which it has not begun since.
+    """
 
     def __init__(self) -> None:
         self.token_s = 0.0
         self._free_s = 0.0
+        self._answered: dict[Hashable, int] = {}  # tokens to compute of each request not begun
 
-    def add(self, tokens: int, now_s: float) -> None:
-        """Adds ``tokens`` to what the engine has to compute."""
+    def told(self, token_s: float, busy_s: float, begun: Iterable[Hashable], now_s: float) -> None:
+        """What the engine knows of itself. It needs ``busy_s`` for all that it has begun.
+
+        begun: requests that it had not begun when it was told last.
+        """
+        self.token_s = token_s
+        for request in begun:
+            self._answered.pop(request, None)
+        self._free_s = now_s + busy_s + sum(self._answered.values()) * token_s
+
+    def answered(self, request: Hashable, tokens: int, now_s: float) -> None:
+        """A lookup was answered: the engine computes ``tokens`` of its prompt."""
+        self.ended(request)
+        self._answered[request] = tokens
         self._free_s = max(self._free_s, now_s) + tokens * self.token_s
+
+    def ended(self, request: Hashable) -> None:
+        """A request has ended, perhaps without having begun."""
+        self._free_s -= self._answered.pop(request, 0) * self.token_s
 
     def free_in_s(self, now_s: float) -> float:
         """When it could begin to compute another prompt."""
@@ -199,7 +227,6 @@ class WorthLoading:
         self.bet: Bet | None = None
         self._computing = computing
         self._chunks = chunks
-        self._chunk_tokens = chunk_tokens
 
     def compute_s(self, chunks: float, now_s: float) -> float:
         """The seconds until the engine could have computed ``chunks`` of the prompt."""
@@ -232,10 +259,6 @@ class WorthLoading:
         chosen_s = max(self.expected_s, free_in_s) + (whole - length) * self._chunk_s
         self.bet = Bet(whole, max(times[whole], free_in_s), compute_s, chosen_s)
         return length
-
-    def computes(self, chunks: int, now_s: float) -> None:
-        """The engine is told to compute the rest behind so many chunks."""
-        self._computing.add((self._chunks - chunks) * self._chunk_tokens, now_s)
 
 
 def prefix_worth_loading(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 
 from lmcache_redis.cache.cache import Cache, Load
 from lmcache_redis.cache.pacing import Computing, Part, PrefixNeeds
@@ -201,6 +201,11 @@ class LookupParts:
         self._need(pooled)
         return bool(pooled or held)
 
+    def release_for_good(self) -> None:
+        """As `release_all`, and tells of nothing any more: so it holds its lookup no longer."""
+        self.release_all()
+        self._on_filled = _ignored
+
     def _need(self, parts: Iterable[Part]) -> list[PartState]:
         states = [self.state(part) for part in parts]
         for state in states:
@@ -263,13 +268,22 @@ class LookupParts:
     def look_up(self, wanted: Sequence[PartState], level: int) -> list[PartState]:
         """Notes those that are in the index of a tier; returns the others."""
         lookup, is_last = self._cache.tiers[level].lookup, level == self.last_level
+        is_removing = self._cache.queues[level].is_removing
         here: list[PartState] = []
         rest: list[PartState] = []
         for state in wanted:
             is_here = lookup(state.key) and (is_last or state.form is not None)
+            is_here = is_here and not is_removing(state.key)
             (here if is_here else rest).append(state)
         self.found(here, level)
         return rest
+
+    def worth_asking(self, wanted: list[PartState]) -> list[PartState]:
+        """The leading parts that the last tier does not remove."""
+        doubted = self._cache.queues[-1].doubted
+        if not doubted.is_removing_some:
+            return wanted
+        return [*takewhile(lambda state: not doubted.is_removing(state.key), wanted)]
 
     def found(self, here: Sequence[PartState], level: int) -> None:
         for state in here:
@@ -400,3 +414,7 @@ class LookupParts:
             state.load, self.has_loads, entry = load, True, load.entry
             pool.hold(state.key)
         self._held(state, entry)
+
+
+def _ignored(part: PartState) -> None:
+    pass

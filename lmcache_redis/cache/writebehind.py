@@ -7,15 +7,16 @@ from when it is enqueued until the tier is done.
 
 When it is a chunk's turn (`schedule`), the tier is asked whether it has the chunk, since it evicts,
 expires and loses chunks; if so, it is not written again. If the tier does not answer, the outcome
-of the write says why. A chunk whose read found doubtful bytes is *distrusted*: its next write is
-made without asking.
+of the write says why. What the tier has of some chunks is doubted (`doubted`): their next writes
+are made without asking.
 
 Requests for a chunk in the host pool do not reach the tiers, which would evict or expire exactly
 the hottest chunks. So after a lookup they are told to keep its chunks.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls. A write whose
-entry is discarded before it begins is skipped.
+entry is discarded before it begins is skipped. A removal that fails is tried again, but not after a
+write that was begun since and has stored the key.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 
+from lmcache_redis.cache.doubted import DoubtedChunks, Removal
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
-from lmcache_redis.cache.threads import Action, OneTimer, Owner, posting
+from lmcache_redis.cache.threads import OneTimer, Owner, posting
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     Backing,
@@ -46,13 +48,12 @@ logger = logging.getLogger(__name__)
 
 # For a chunk to wait in a queue and to be written, in total.
 WRITE_DEADLINE_S = 30.0
-_MOST_DISTRUSTED = 4096
 # That a tier is told to keep at a time.
 _BATCH_CHUNKS = 256
 
 
-# Of what is under a key: a write, or what begins a removal.
-_Change = PendingWrite | Action
+# Of what is under a key.
+_Change = PendingWrite | Removal
 
 
 class WriteBehind:
@@ -77,25 +78,23 @@ class WriteBehind:
         self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
         self.schedule = WriteScheduler(loads, backing.write_limit_bytes)
         self._timer = OneTimer(owner, self.begin_ready)
-        self._distrusted: dict[bytes, None] = {}
+        self.doubted = DoubtedChunks(backing.tier, owner, metrics, self._remove_again)
         self._warned_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
-        """Writes and removals that have not ended."""
+        """Writes and attempts to remove that have not ended."""
         changes = chain.from_iterable(self._changes.values())
         return len(self._writes) + sum(not isinstance(each, PendingWrite) for each in changes)
 
     def distrust(self, key: bytes) -> None:
         """What the tier has under the key is doubtful: the next write of it does not ask."""
-        self._distrusted[key] = None
-        if len(self._distrusted) > _MOST_DISTRUSTED:
-            del self._distrusted[next(iter(self._distrusted))]
+        self.doubted.distrust(key)
 
     def enqueue(self, entry: Entry, delay_s: float = 0.0) -> None:
         """Pins a READY entry to be written, unless the index has it or the queue is full."""
         if entry in self._writes:
             return
-        if entry.key not in self._distrusted and self._backing.tier.lookup(entry.key):
+        if entry.key not in self.doubted and self._backing.tier.lookup(entry.key):
             return
         if self._has_room(entry.form.chunk_bytes, entry.position):
             write = self._add(entry, WRITE_DEADLINE_S)
@@ -115,7 +114,8 @@ class WriteBehind:
 
     def _kept(self, some: Sequence[Entry], others: Sequence[Entry], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            for entry, present in zip(some, result.present, strict=True):
+            for entry, found in zip(some, result.present, strict=True):
+                present = found and not self.is_removing(entry.key)
                 self._pool.seen(self._index, (entry.key,), there=present)
                 if not present and entry.state is EntryState.READY:
                     self.enqueue(entry)
@@ -133,18 +133,40 @@ class WriteBehind:
         else:
             done(WriteOutcome.UNAVAILABLE)
 
-    def remove(self, key: bytes, deadline_s: float, done: Done[RemoveResult]) -> None:
-        """Removes a chunk from the tier after earlier writes of it; cancels one in flight."""
+    def remove(
+        self,
+        key: bytes,
+        deadline_s: float,
+        done: Done[RemoveResult],
+        stripe_count: int = 0,
+        store_id: bytes = b"",
+    ) -> None:
+        """Removes a chunk from the tier after earlier writes of it; cancels one in flight.
+
+        The deadline is that of the first attempt, and `done` is told how it has ended. If it fails,
+        others follow. stripe_count: 0: not known. store_id: of what is to be removed, if it is
+        known.
+        """
         first = self._changes.get(key, [None])[0]
         if isinstance(first, PendingWrite):
             self._backing.tier.cancel(first)
-        begin = partial(self._begin_removal, key, deadline_s, done)
-        if self._is_first(key, begin):
-            begin()
+        removal = Removal(key, deadline_s, done, stripe_count, store_id)
+        self.doubted.asked(removal)
+        self._pool.seen(self._index, (key,), there=False)
+        if self._is_first(key, removal):
+            self._begin_removal(removal)
 
     def is_removing(self, key: bytes) -> bool:
-        """Whether a removal is in flight: the tier may still find the chunk."""
-        return any(not isinstance(each, PendingWrite) for each in self._changes.get(key, ()))
+        """Whether it is to be removed and has not been: the tier may still find the chunk."""
+        return self.doubted.is_removing(key)
+
+    def _remove_again(self, removal: Removal) -> bool:
+        if removal.key in self._changes:
+            return False
+        removal.deadline_s = time.monotonic() + WRITE_DEADLINE_S
+        self._is_first(removal.key, removal)
+        self._begin_removal(removal)
+        return True
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
@@ -159,6 +181,7 @@ class WriteBehind:
         """Starts all writes now, because the owner is stopping."""
         self.schedule.is_stopping = True
         self.begin_ready()
+        self.doubted.try_all()
 
     def begin_ready(self) -> None:
         """Begins the writes whose turn it is."""
@@ -168,8 +191,8 @@ class WriteBehind:
         writes = self.schedule.begin(now_s)
         self._timer.fire_by(self.schedule.next_s(now_s))
         self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
-        self._ask([each for each in writes if each.key not in self._distrusted])
-        self._write([each for each in writes if each.key in self._distrusted])
+        self._ask([each for each in writes if each.key not in self.doubted])
+        self._write([each for each in writes if each.key in self.doubted])
 
     def _ask(self, writes: Sequence[PendingWrite]) -> None:
         """Asks the tier which of the chunks it has; writes the others."""
@@ -193,7 +216,7 @@ class WriteBehind:
             is_discarded = write.entry.state is EntryState.DISCARDED
             if is_discarded or result.outcome is CallOutcome.CANCELLED:
                 self._end(write, WriteOutcome.CANCELLED)
-            elif present:
+            elif present and write.key not in self.doubted:
                 self._pool.seen(self._index, (write.entry.key,))
                 self._release(write)
                 if self._backing.counters.is_remote:
@@ -217,19 +240,29 @@ class WriteBehind:
         with self._ended_on_error(writes):
             self._backing.tier.store_all(writes, posting(self._owner, self._written))
 
-    def _begin_removal(self, key: bytes, deadline_s: float, done: Done[RemoveResult]) -> None:
-        end = partial(self._removed, key, done)
+    def _begin_removal(self, removal: Removal) -> None:
+        end = partial(self._removed, removal)
+        only = removal.store_id if removal.is_again else b""
         try:
-            self._backing.tier.remove(key, deadline_s, posting(self._owner, end))
+            self._backing.tier.remove(
+                removal.key,
+                removal.deadline_s,
+                posting(self._owner, end),
+                removal.stripe_count,
+                only,
+            )
         except Exception:
             end(RemoveResult(CallOutcome.UNAVAILABLE))
             raise  # our own bug; the owner logs it
 
-    def _removed(self, key: bytes, done: Done[RemoveResult], result: RemoveResult) -> None:
-        self._begin_next(key)
+    def _removed(self, removal: Removal, result: RemoveResult) -> None:
+        is_first = not removal.is_again
+        self._begin_next(removal.key)
+        self.doubted.ended(removal, result.outcome)
         if result.outcome is CallOutcome.DONE:
-            self._pool.seen(self._index, (key,), there=False)
-        done(result)
+            self._pool.seen(self._index, (removal.key,), there=False)
+        if is_first:
+            removal.done(result)
 
     # ----------------------------------------------------- the changes of a key
 
@@ -251,7 +284,7 @@ class WriteBehind:
 
     def _begin_waiting(self, key: bytes, change: _Change) -> None:
         if not isinstance(change, PendingWrite):
-            change()
+            self._begin_removal(change)
         elif change.entry.state is EntryState.DISCARDED:
             self._begin_next(key)
             self._end(change, WriteOutcome.CANCELLED)
@@ -289,8 +322,9 @@ class WriteBehind:
         """A write has an outcome: counts it, and releases what it held."""
         entry, counters = write.entry, self._backing.counters
         if outcome is WriteOutcome.STORED:
+            self.doubted.stored(entry.key)
+            entry.store_id = write.store_id or entry.store_id
             self._pool.seen(self._index, (entry.key,))
-            self._distrusted.pop(entry.key, None)
             self._metrics.count(counters.stored_chunks)
             self._metrics.count(counters.stored_bytes, write.nbytes)
             self._warned_of = None

@@ -263,7 +263,14 @@ def doctor(
     try:
         status = _status(endpoint)
         with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
-            diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth, report=status)
+            diagnosis = diagnose(
+                server,
+                prefix,
+                need,
+                bandwidth=bandwidth,
+                report=status,
+                ttl_refresh=config_from(AgentConfig, {}).ttl_refresh,
+            )
     except (AgentUnreachable, RedisError) as error:
         fail(str(error), NOT_CHECKED)
     diagnosis = replace(diagnosis, fail_on=Severity[fail_on.name.upper()])

@@ -190,7 +190,9 @@ def _overview(change: _CounterChange) -> Iterator[tuple[str, RenderableType]]:
     yield "pool", f"{bar} {used:.2f} of {whole:.2f} GiB, {pinned:.2f} pinned"
     queues, waiting = report["queues"], report["loads"]["waiting"]
     queued = f"{queues['writes']:,} chunks, {queues['write_bytes'] / 1e6:,.0f} MB for Redis"
-    yield "queues", f"{queued}; {waiting} lookups wait for room"
+    removals = queues.get("removals", 0)
+    stays = f"; {removals:,} chunks could not be removed yet" if removals else ""
+    yield "queues", f"{queued}; {waiting} lookups wait for room{stays}"
     redis = report["redis"]
     down = Text(f"DOWN: {redis['reason']} ({redis['server']})", "bold red")
     yield "Redis", Text(f"{redis['server']}: up") if redis["up"] else down
@@ -210,6 +212,8 @@ def _canaries(report: Mapping[str, Any]) -> Text:
         what = f"OTHER KV was cached than is computed: {distrusted} layouts are not loaded"
         return Text(what, "bold red")
     often = f"one in {canaries['every']:,} hits" if canaries["every"] else "off"
+    if text := words.not_compared(canaries["every"], counters):
+        return Text(f"{often}; {text}")
     compared, differed = counters["compared_chunks"], counters["differing_chunks"]
     return Text(f"{often}, {compared:,} parts compared, {differed:,} differed")
 

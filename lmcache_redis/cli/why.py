@@ -31,6 +31,7 @@ REASONS = MappingProxyType(
         "distrusted": "distrusted: a canary has found other KV in this layout, and behind a local "
         "prefix nothing is compared (`lmcache-redis trust`)",
         "not_registered": "no worker of its engine had registered its KV cache yet",
+        "mapping": "the agent was still mapping the memory of its engine",
         "layouts_differ": "engines without ids and with different layouts are registered: the "
         "agent cannot tell whose request this is",
     }
@@ -138,6 +139,8 @@ def request_lines(report: Mapping[str, Any], now_s: float) -> Iterator[str]:
         yield from _lookup_lines(lookup, request["lookups"])
         yield from _miss_lines(lookup)
     yield from _part_lines(parts, lookup)
+    if parts["loaded"] and (canaries := report.get("canaries")):
+        yield _row("canaries", canaries)
 
 
 def _lookup_lines(lookup: Mapping[str, Any], times: int) -> Iterator[str]:

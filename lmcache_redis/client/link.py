@@ -7,12 +7,18 @@ answers to calls. Other threads submit messages and get an ``AgentCall``; they w
          └──FAILURE, no answer of ours──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
 When the agent is lost, every pending call ends at once, without an answer.
+
+An error that is not expected here is a bug of ours, or the process lacks memory or descriptors. It
+is logged, once in a row of them, and costs the connection: the link connects again after a pause,
+which doubles.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import random
 import threading
 import time
 import uuid
@@ -21,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import zmq
 from msgspec.structs import replace
 
 from lmcache_redis import messages as m
@@ -33,6 +40,7 @@ _TICK_S = 0.2
 _HEARTBEAT_S = 0.5
 _REFUSED_TICK_S = 5.0
 _GOODBYE_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ROW_S = 0.2, 5.0, 60.0
 # To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
 _MAPPING_S = 10.0
 
@@ -71,10 +79,11 @@ class AgentCall:
         try:
             if self.listener is not None:
                 self.listener(self)
-        finally:
-            # Last, for those who wait for what the listener changes.
-            with self.changed:
-                self.changed.notify_all()
+        except Exception:
+            logger.exception("what waits for an agent's answer failed")  # our own bug: only that
+        # Last, for those who wait for what the listener changes.
+        with self.changed:
+            self.changed.notify_all()
 
 
 # Calls, and the message that carries them.
@@ -129,6 +138,26 @@ def lose(calls: Sequence[AgentCall]) -> None:
     for call in calls:
         if not call.done:
             call.end(None)
+
+
+class ErrorRow:
+    """Errors that were not expected, one after the other: a row ends with a minute without any.
+
+    is_open: what the last one has left is not mended yet.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.is_open = False
+        self._last_s = 0.0
+
+    def add(self, now_s: float) -> float:
+        """One more; returns the seconds to pause."""
+        if now_s - self._last_s > _ROW_S:
+            self.length = 0
+        self.length, self.is_open, self._last_s = self.length + 1, True, now_s
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self.length - 1, 16), _LONGEST_PAUSE_S)
+        return random.uniform(0.5, 1.0) * pause_s
 
 
 class AgentLink:
@@ -206,27 +235,48 @@ class AgentLink:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the thread and closes the connection; pending calls are lost."""
-        self._stop = True
+        with self._calls.changed:
+            self._stop = True
+            self._calls.changed.notify_all()
         self._socket.wake()
         self._thread.join(timeout_s)
 
     # The methods below run on the link's thread.
 
     def _run(self) -> None:
+        errors = ErrorRow()
+        while not self._stop:
+            self._go_on(errors)
+        was_online = self.online
+        self._set_online(False)
+        self._calls.lose_all()
+        said_goodbye = False
+        with contextlib.suppress(zmq.ZMQError):
+            said_goodbye = was_online and self._send(m.Goodbye(0))
+        self._socket.close(_GOODBYE_S if said_goodbye else 0.0)
+        self._on_welcome = None  # it may be of an object that has this link
+
+    def _go_on(self, errors: ErrorRow) -> None:
         try:
-            while not self._stop:
-                self._turn()
+            if errors.is_open:
+                self._socket.reopen()
+                errors.is_open = False
+            self._turn()
         except Exception:
+            self._broke(errors)
+
+    def _broke(self, errors: ErrorRow) -> None:
+        """After an exception: loses the connection, and pauses."""
+        pause_s = errors.add(time.monotonic())
+        if errors.length == 1:
             logger.exception(
-                "the link to the agent at %s failed; the cache is off for this engine",
+                "the link to the agent at %s failed; computing without the cache until it is "
+                "connected again",
                 self.endpoint,
             )
-        finally:
-            was_online = self.online
-            self._set_online(False)
-            self._calls.lose_all()
-            said_goodbye = was_online and self._send(m.Goodbye(0))
-            self._socket.close(_GOODBYE_S if said_goodbye else 0.0)
+        self._set_online(False)
+        self._calls.lose_all()
+        self.wait_for(lambda: self._stop, pause_s)
 
     def _turn(self) -> None:
         """Waits for what comes next, for a tick at most, and does what is due."""
@@ -276,7 +326,12 @@ class AgentLink:
 
     def _send_queued(self) -> None:
         for calls, frames in self._calls.take_queued():
-            if self.online and self._socket.send(frames):
+            try:
+                is_sent = self.online and self._socket.send(frames)
+            except Exception:
+                self._calls.sent(calls)  # perhaps; they are lost with the others
+                raise
+            if is_sent:
                 self._calls.sent(calls)
             else:
                 lose(calls)
@@ -304,16 +359,18 @@ class AgentLink:
         self.welcome = welcome
         if self.online:
             return
-        self.refusal = None
+        former, self.refusal = self.refusal, None
         self._is_mapping = False
+        self._set_online(True)
+        self._send(m.Ping(0))  # acknowledges the WELCOME
+        if self._on_welcome is not None and (why := self._on_welcome(welcome)) is not None:
+            self.refusal = former
+            self._refused(why)
+            return
         logger.info(
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
         )  # fmt: skip
-        self._set_online(True)
-        self._send(m.Ping(0))  # acknowledges the WELCOME
-        if self._on_welcome is not None and (why := self._on_welcome(welcome)) is not None:
-            self._refused(why)
 
     def _refused(self, reason: str) -> None:
         refusal = f"the agent at {self.endpoint} cannot be used: {reason}"

@@ -124,6 +124,7 @@ class SchedulerClient:
     ) -> None:
         self._block_size_tokens = block_size_tokens
         self._lookups: dict[str, _AskedLookup] = {}
+        self._begun: dict[str, None] = {}  # requests with lookups, since the last question
         self.ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
@@ -133,6 +134,7 @@ class SchedulerClient:
         )
 
     def _welcomed(self, welcome: m.Welcome) -> str | None:
+        """Called for each WELCOME. Returns why the agent cannot be used, if it cannot."""
         self.ranks.own_agent(welcome.agent_id)
         return None
 
@@ -160,12 +162,15 @@ class SchedulerClient:
         *,
         first_chunk: int = 0,
         token_s: float = 0.0,
+        busy_s: float = 0.0,
     ) -> None:
         """Starts a lookup, as LOOKUP says it, unless the request has one."""
         if request_id in self._lookups:
             return
         hashes, chunk_tokens = tuple(hashes), self.chunk_size_tokens()
-        question = m.Lookup(0, request_id, hashes, first_chunk, self.ranks.remote(), token_s)
+        begun, self._begun = tuple(self._begun), {}
+        remote = self.ranks.remote()
+        question = m.Lookup(0, request_id, hashes, first_chunk, remote, token_s, busy_s, begun)
         (call,) = self.link.submit_all([question]) if hashes else self.link.lost(1)
         welcome = self.link.welcome
         deadline_s = time.monotonic() + _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
@@ -207,8 +212,9 @@ class SchedulerClient:
         return [m.TIER_NAMES[each] for each in lookup.result.tiers]
 
     def forget_lookup(self, request_id: str) -> None:
-        """Forgets the result of a lookup; its chunks stay pinned."""
-        self._lookups.pop(request_id, None)
+        """Forgets the result of a lookup: its request begins. Its chunks stay pinned."""
+        if self._lookups.pop(request_id, None) is not None:
+            self._begun[request_id] = None
 
     def release_lookup(self, request_id: str) -> None:
         """Unpins the chunks of a lookup."""
@@ -219,6 +225,7 @@ class SchedulerClient:
     def end_session(self, request_id: str) -> None:
         """The request has ended: cancels its lookup and unpins its chunks."""
         self._lookups.pop(request_id, None)
+        self._begun.pop(request_id, None)
         self.link.submit(m.EndSession, request_id=request_id)
 
     def clear(self, epoch: bytes | None = None) -> None:

@@ -48,12 +48,14 @@ class TransferOp:
         or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
     skip_blocks: a load does not write this many of the first, because other requests may be reading
         them.
+    client_named: of a comparison, see `messages.Compare`.
     """
 
     block_ids: Sequence[int]
     hashes: Sequence[bytes]
     skip_blocks: int = 0
     group: int = 0
+    client_named: int = 0
 
     @property
     def blocks_per_part(self) -> int:
@@ -249,6 +251,7 @@ class WorkerClient:
         return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
 
     def _welcomed(self, welcome: m.Welcome) -> str | None:
+        """Called for each WELCOME. Returns why the agent cannot be used, if it cannot."""
         self._register()
         return None
 
@@ -337,13 +340,12 @@ class WorkerClient:
         if self._memory.groups and not compare:
             ops = [op.share(*self._memory.groups[op.group].replica) for op in ops]
         lease_ns = _lease(STORE_LEASE_S if after is None else STEP_S + STORE_LEASE_S)
-        kind = m.Compare if compare else m.Store
-        calls = self._submit(
-            [
-                kind(0, name, tuple(op.hashes), tuple(op.block_ids), lease_ns, after, op.group)
-                for name, op in zip(request_ids, ops, strict=True)
-            ]
-        )
+        questions: list[m.Store] = []
+        for name, op in zip(request_ids, ops, strict=True):
+            of_op = name, tuple(op.hashes), tuple(op.block_ids), lease_ns, after, op.group
+            named = op.client_named
+            questions.append(m.Compare(0, *of_op, named) if compare else m.Store(0, *of_op))
+        calls = self._submit(questions)
         return [
             StoreTransfer(call, op, lease_ns, self._registration)
             for call, op in zip(calls, ops, strict=True)

@@ -6,9 +6,8 @@
 
 A put replaces a chunk, and `remove` removes it. Neither is undone by a load of the key: one in
 flight is cancelled and leaves nothing in memory, and nothing is loaded from a tier that the chunk
-is being removed from. A tier that does not store a put removes what it has under the key. If it
-cannot do even that, because it is down, it keeps the previous chunk, and serves it once the tiers
-above have lost theirs.
+is being removed from. A tier that does not store a put removes what it has under the key, and
+serves it no more, however long the removal takes (`cache.doubted`).
 
 A loaded chunk is promoted, in the background, to the tiers above the one that had it. The tiers are
 told to keep what memory serves; what one has lost is written again.
@@ -311,7 +310,8 @@ class ObjectCache:
     def remove(self, key: ObjectKey, deadline: float, done: Done[bool]) -> None:
         """Removes the chunk from memory at once, and from all tiers. done: whether there was one.
 
-        Also False if it was not in memory and no tier answered in time: it may still exist then.
+        Also False if it was not in memory and no tier answered in time: other processes may still
+        find it then, until a later attempt succeeds.
         """
         chunk_key = self._names.chunk_key(key)
         entry = self._pool.get(chunk_key)
@@ -340,9 +340,9 @@ class ObjectCache:
         memory is taken for.
         """
         found, is_complete = pooled, True
-        for tier in self._tiers:
+        for tier, queue in zip(self._tiers, self.cache.queues, strict=True):
             outcome, keys = tier.keys(self._names.common, deadline, limit)
-            found = found.union(keys)
+            found = found.union(key for key in keys if not queue.is_removing(key))
             is_complete = is_complete and outcome is CallOutcome.DONE
         parsed = map(self._names.parse, found)
         return Listing(is_complete and len(found) <= limit, [key for key in parsed if key])

@@ -97,6 +97,9 @@ _ALONE: Final = {
     "differing_chunks": "parts of chunks that were not what an engine has computed",
     "uncompared_chunks": "parts of canaries not compared: no longer in the host pool, not read "
     "in time, or without numbers",
+    "loaded_hits": "hits that an engine began to load, one a request",
+    "local_hits": "of these, behind a prefix that vLLM had itself: no canary compares such hits",
+    "failed_removals": "attempts to remove a chunk from a tier that failed; others follow",
     # host pool and connections
     "evictions": "chunks evicted from the host pool to make room",
     "clears": "CLEAR requests carried out in the host pool",
@@ -141,6 +144,7 @@ DECLARED: Final = (
             pool_full="chunks not loaded because every slot of the host pool was in use",
             slower="chunks not loaded because computing them was expected to be faster",
             disk="chunks whose file could not be loaded; Redis was asked instead",
+            mapping="chunks not looked for because the memory of an engine was still being mapped",
         ),
     ),
     Declared(

@@ -1,7 +1,7 @@
 """What of a found prefix is worth loading: the agent's own rule, with rates that are given.
 
-The rule is `cache.pacing.prefix_worth_loading`, for an engine that is a queue (`Computing`) and
-links that are queues too: that of Redis is shared by all replicas, a disk is a replica's own.
+The rule is `cache.pacing.prefix_worth_loading`, for engines and links that are queues: the link of
+Redis is shared by all replicas, a disk is a replica's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.cache.pacing import Computing, PrefixNeeds, prefix_worth_loading
+from lmcache_redis.cache.pacing import PrefixNeeds, prefix_worth_loading
 from lmcache_redis.plan.simulate import TIERS, Prefixes, Replay
 from lmcache_redis.plan.traces import BlockLayout, Floats, Ints
 
@@ -43,21 +43,21 @@ class Loads:
 
 
 @dataclass
-class _Link:
-    """Moves one load after the other."""
+class _Queue:
+    """Does one thing after the other: loads, in bytes, or what is computed, in tokens."""
 
-    bytes_per_s: float
+    per_second: float
     latency_s: float = 0.0
     free_s: float = 0.0
 
     def seconds(self, nbytes: Floats, now_s: float) -> Floats:
         """Until each of so many bytes would be loaded."""
         begins_s = self.latency_s + max(0.0, self.free_s - now_s)
-        return np.where(nbytes > 0, begins_s + nbytes / self.bytes_per_s, 0.0)
+        return np.where(nbytes > 0, begins_s + nbytes / self.per_second, 0.0)
 
-    def add(self, nbytes: float, now_s: float) -> None:
-        if nbytes:
-            self.free_s = max(self.free_s, now_s) + nbytes / self.bytes_per_s
+    def add(self, amount: float, now_s: float) -> None:
+        if amount:
+            self.free_s = max(self.free_s, now_s) + amount / self.per_second
 
 
 class _PrefixBytes:
@@ -86,11 +86,9 @@ def decide(replay: Replay, found: Prefixes, speeds: Speeds) -> Loads:
     trace = replay.trace
     end = found.end.copy()
     wait_s, redis_bytes = np.zeros(len(trace)), np.zeros(len(trace))
-    engines = [Computing() for _ in range(replay.replicas)]
-    for engine in engines:
-        engine.token_s = speeds.token_s
-    disks = [_Link(speeds.disk_bytes_per_s) for _ in engines]
-    redis = _Link(speeds.link_bytes_per_s, speeds.latency_s)
+    engines = [_Queue(1 / speeds.token_s) for _ in range(replay.replicas)]
+    disks = [_Queue(speeds.disk_bytes_per_s) for _ in engines]
+    redis = _Queue(speeds.link_bytes_per_s, speeds.latency_s)
     needs = _PrefixBytes(trace.layout, int(end.max(initial=0)))
     chunk_s = trace.layout.block_tokens * speeds.token_s
     rows = zip(
@@ -105,7 +103,7 @@ def decide(replay: Replay, found: Prefixes, speeds: Speeds) -> Loads:
             disk = disks[replica]
             of_disk, of_redis = (needs.of(places == tier, begin) for tier in (_DISK, _REDIS))
             load_s = np.maximum(disk.seconds(of_disk, now_s), redis.seconds(of_redis, now_s))
-            free_in_s = engine.free_in_s(now_s)
+            free_in_s = max(0.0, engine.free_s - now_s)
             times = zip(range(begin, length + 1), load_s.tolist(), strict=True)
             length = prefix_worth_loading(times, asked, chunk_s, free_in_s)
             at = length - begin

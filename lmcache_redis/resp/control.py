@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from math import inf
 from typing import Any, TypeVar
 
-from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, StripeHeader, describe_header
 from lmcache_redis.errors import (
     ConfigError,
     FormatError,
@@ -163,6 +163,39 @@ def walk_keys(
             removed(sum([parse_count(reply) for reply in connection.receive(len(unwanted))]))
 
 
+def unlink_first(only_store: bytes, keys: Sequence[bytes]) -> Steps[list[Any]]:
+    """UNLINK the stripe 0 of a chunk, unless another store than the named one has written it.
+
+    One result: how many keys were deleted, and how many stripes the chunk has, 1 if that cannot be
+    seen, 0 if it stays; or a RedisRedirect. The header is a GETRANGE, which may be refused.
+    """
+    question, unlink = header_commands(keys), keys_commands(b"UNLINK", keys)
+    if only_store:
+        connection = yield (question,), 1
+        header = _header(connection.receive_all()[0])
+        if header is not None and header.store_id != only_store:
+            return [(0, 0)]
+        connection = yield (unlink,), 1
+        (reply,) = connection.receive_all()
+    else:
+        connection = yield (question, unlink), 2
+        told, reply = connection.receive_all()
+        header = _header(told)
+    removed = _result(reply, parse_count)
+    if isinstance(removed, RedisRedirect):
+        return [removed]
+    return [(removed, header.stripe_count if header is not None else 1)]
+
+
+def _header(reply: Reply) -> StripeHeader | None:
+    """The header of a stripe 0 in the reply to a GETRANGE; None if there is none to be seen."""
+    try:
+        header = describe_header(reply) if isinstance(reply, bytes) else None
+    except FormatError:
+        return None
+    return header if header is not None and header.stripe_index == 0 else None
+
+
 def parse_count(reply: Reply, keys: int = 1) -> int:
     """The reply to an EXISTS or UNLINK of some keys."""
     if isinstance(reply, int) and 0 <= reply <= keys:
@@ -174,11 +207,8 @@ def parse_frame(reply: Reply) -> ChunkFrame | None:
     """The chunk whose stripe 0 has the header in the reply to a GETRANGE."""
     if not isinstance(reply, bytes):
         raise RedisProtocolError("malformed reply to GETRANGE: expected a string")
-    try:
-        header = describe_header(reply)
-    except FormatError:
-        return None
-    if header.stripe_index != 0:
+    header = _header(reply)
+    if header is None:
         return None
     return ChunkFrame(
         header.fingerprint,

@@ -34,10 +34,13 @@ from lmcache_redis.config import (
     check_redis,
 )
 from lmcache_redis.errors import ConfigError, RedisAuthError
+from lmcache_redis.resp.net.commands import Use
 from lmcache_redis.resp.net.endpoint import Credentials, Endpoint, Transport, brief
 from lmcache_redis.resp.net.tls import TLS_FILES
 from lmcache_redis.seal import SealKeys, read_seal_keys
 
+# Of servers: of who names none.
+DEFAULT_USER = "default"
 WRONG_SCHEME = (
     "the Redis URL must begin with redis://, unix:// (socket path), redis+sentinel:// or "
     "redis+cluster://; for TLS with rediss://, rediss+sentinel:// or rediss+cluster://"
@@ -215,6 +218,27 @@ class Deployment:
     def at(self, host: str, port: int) -> Endpoint:
         """The data server at an address."""
         return dataclasses.replace(self.server, host=host, port=port)
+
+
+def uses_of(deployment: Deployment, ttl_refresh: bool) -> tuple[Use, ...]:
+    """What agents use of these servers, beside what they always use, without routers."""
+    topology = deployment.topology
+    uses = {
+        Use.TTL_REFRESH: ttl_refresh,
+        Use.DATABASE: deployment.server.db,
+        Use.CLUSTER: topology is Topology.CLUSTER,
+        Use.SENTINEL: topology is Topology.SENTINEL,
+    }
+    return tuple(use for use, is_used in uses.items() if is_used)
+
+
+def user_of(credentials: Credentials | None) -> str:
+    """The name of the user; empty if only a credential provider knows it."""
+    if credentials is None:
+        return DEFAULT_USER
+    if isinstance(credentials, StaticPassword | PasswordFile):
+        return credentials.username or DEFAULT_USER
+    return ""
 
 
 def check_url(options: RedisOptions) -> None:

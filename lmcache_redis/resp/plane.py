@@ -37,12 +37,14 @@ from lmcache_redis.resp.control import (
     header_commands,
     parse_count,
     parse_frame,
+    unlink_first,
     walk_keys,
 )
 from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask
+from lmcache_redis.resp.net.commands import Command, Use, needed
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
-from lmcache_redis.resp.options import RedisOptions, parse_deployment
+from lmcache_redis.resp.options import RedisOptions, parse_deployment, uses_of
 from lmcache_redis.resp.transfers import Read, Write
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -146,6 +148,12 @@ class RedisPlane:
     def state(self) -> PlaneState:
         """Up or down, and why. A cluster is up while any of its shards is."""
         return self._nodes.state
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        """Those that its user needs rights for, by the settings and by who listens now."""
+        routers = (Use.ROUTERS,) if self.removals.is_listening else ()
+        return needed((*uses_of(self.deployment, self.options.ttl_refresh), *routers))
 
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
@@ -300,27 +308,48 @@ class RedisPlane:
         steps = partial(walk_keys, pattern, found, "TYPE", "string")
         self._walk(steps, deadline, walked)
 
-    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """UNLINK all stripes of a chunk, stripe 0 first. Its header, a GETRANGE, counts them.
+    def remove(
+        self,
+        key: bytes,
+        deadline: float,
+        done: Done[RemoveResult],
+        stripe_count: int = 0,
+        only_store: bytes = b"",
+    ) -> None:
+        """UNLINK all stripes of a chunk, before scans. Stripe 0, which hides it, waits for nothing.
 
-        UNAVAILABLE if one of them could not be asked for: its shard is down, or its slot moves.
+        If their number is not known, the header tells it, if the user may GETRANGE. With
+        `only_store` the header is asked for first; if that is refused, the chunk is removed.
+        UNAVAILABLE if a stripe could not be asked for: its shard is down, or its slot moves.
         """
+        names = [stripe_key(key, index) for index in range(max(1, stripe_count))]
 
-        def found(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
-            if outcome is not CallOutcome.DONE:
-                done(RemoveResult(outcome))
-                return
-            count = frames[0].stripe_count if frames[0] is not None else 1
-            stripes = [stripe_key(key, index) for index in range(count)]
-            self._nodes.ask_for_each(_UNLINKS, deadline, None, stripes, unlinked, is_urgent=False)
-
-        def unlinked(outcome: CallOutcome, replies: Sequence[int | None]) -> None:
+        def unlinked(before: int, outcome: CallOutcome, replies: Sequence[int | None]) -> None:
             counts = [reply for reply in replies if reply is not None]
             if outcome is CallOutcome.DONE and len(counts) < len(replies):
                 outcome = CallOutcome.UNAVAILABLE
-            done(RemoveResult(outcome, sum(counts)))
+            done(RemoveResult(outcome, before + sum(counts)))
 
-        self._nodes.ask_for_each(_FRAMES, deadline, None, (key + _FIRST_STRIPE,), found)
+        def hidden(outcome: CallOutcome, found: Sequence[tuple[int, int] | None]) -> None:
+            if outcome is not CallOutcome.DONE or found[0] is None:
+                lost = CallOutcome.UNAVAILABLE if outcome is CallOutcome.DONE else outcome
+                done(RemoveResult(lost))
+                return
+            removed, stripes = found[0]
+            count = max(stripes, stripe_count) if stripes else 0
+            others = [stripe_key(key, index) for index in range(1, count)]
+            try:
+                told = partial(unlinked, removed)
+                self._nodes.ask_for_each(_UNLINKS, deadline, None, others, told)
+            except RuntimeError:  # the plane was closed in the meantime
+                done(RemoveResult(CallOutcome.CANCELLED, removed))
+
+        if stripe_count and not only_store:
+            told = partial(unlinked, 0)
+            self._nodes.ask_for_each(_UNLINKS, deadline, None, names, told)
+        else:
+            steps = partial(unlink_first, only_store)
+            self._nodes.ask_for_each(steps, deadline, None, names[:1], hidden)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.

@@ -80,6 +80,10 @@ class Removals:
         self.stop()
 
     @property
+    def is_listening(self) -> bool:
+        return self._on_removed is not None
+
+    @property
     def why_silent(self) -> str:
         """Why a server does not tell, and what to change; empty if all do, or if none is asked."""
         return next((each.why for each in list(self._subscriptions.values()) if each.why), "")

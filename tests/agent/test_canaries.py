@@ -159,6 +159,33 @@ def test_nothing_of_a_distrusted_layout_is_loaded(engine: Engine, agent: AgentSe
         assert engine.scheduler.pinned_tokens("rest") == 0
 
 
+def test_a_tenant_that_names_media_turns_off_nothing(engine: Engine, agent: AgentServer) -> None:
+    """Two images under one name, and a salt: nobody else's chunks."""
+    for number in range(3):
+        attack = block_hashes(f"salted {number}", 8)
+        engine.store("one image", attack, BLOCKS)
+        engine.lookup("another image", attack)
+        # Only the last chunk of the two differs, and only its name covers the image.
+        blocks = [*range(4), *range(8, 12)]
+        engine.compare("another image", attack, blocks, client_named=1)
+        wait_until(lambda n=number: agent.counter("differing_chunks") == n + 1, what="a difference")
+        engine.scheduler.end_session("another image")
+        assert agent.status()["canaries"]["distrusted"] == []
+        assert hit(engine) == TOKENS
+        # Of the name itself nothing wrong is left.
+        assert engine.lookup("again", attack) == TOKENS // 2
+        engine.scheduler.end_session("again")
+    lines = [line for line in agent.log.splitlines() if "given two media one name" in line]
+    assert (len(lines), "ERROR" in agent.log) == (1, False)
+    # What differs before the image does not depend on it.
+    attack = block_hashes("salted", 8)
+    engine.store("text", attack, BLOCKS)
+    engine.lookup("other text", attack)
+    engine.compare("other text", attack, range(1, 9), client_named=1)
+    wait_until(lambda: agent.status()["canaries"]["distrusted"], what="a distrusted layout")
+    assert hit(engine) == 0
+
+
 def test_a_hundred_canaries_in_a_row_bring_the_loads_back(
     engine: Engine, agent: AgentServer
 ) -> None:

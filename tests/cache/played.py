@@ -49,6 +49,7 @@ class PlayedTier:
         self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
         self.described: list[tuple[bytes, Callable[[FramesResult], None]]] = []
         self.removed: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
+        self.removed_as: list[tuple[int, bytes]] = []
         self.cleared: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
         self.read: list[ChunkIO] = []
         self.written: list[Any] = []
@@ -106,8 +107,16 @@ class PlayedTier:
         found = [key for key in self.index or () if key.startswith(prefix)]
         return KeysResult(CallOutcome.DONE, found[:limit])
 
-    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
+    def remove(
+        self,
+        key: bytes,
+        deadline: float,
+        done: Callable[[RemoveResult], None],
+        stripe_count: int = 0,
+        only_store: bytes = b"",
+    ) -> None:
         self.removed.append((key, done))
+        self.removed_as.append((stripe_count, only_store))
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[RemoveResult], None]

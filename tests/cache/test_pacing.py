@@ -109,10 +109,29 @@ def test_one_chunk_after_a_pause_shows_a_faster_tier(idle_s: float) -> None:
 def test_a_stall_is_expected_to_last_as_long_again() -> None:
     rate = TransferRate()
     rate.begun(100 * MB, 0.0)
-    rate.ended(100 * MB, 1.0, arrived=True)
+    rate.ended(50 * MB, 0.5, arrived=True)
+    rate.ended(50 * MB, 1.0, arrived=True)
     rate.begun(10 * MB, 2.0)
     assert rate.seconds(10 * MB, 2.05) == pytest.approx(0.1), "it may arrive in time"
     assert rate.seconds(10 * MB, 5.0) == pytest.approx(3.0)
+
+
+def test_a_load_alone_shows_too_high_a_rate() -> None:
+    """What a token bucket has saved up passes at once: counted on is a quarter less."""
+    rate = TransferRate()
+    for at_s in (0.0, 1.0):
+        rate.begun(MB, at_s)
+        rate.ended(MB, at_s + 0.1, arrived=True)
+    assert rate.per_second() == pytest.approx(10 * MB)
+    assert rate.seconds(8 * MB, 2.0) == pytest.approx(1.0)
+    rate.begun(2 * MB, 2.0)
+    rate.ended(MB, 2.1, arrived=True)
+    assert rate.seconds(8 * MB, 2.1) == pytest.approx(1.0)
+    rate.ended(MB, 2.2, arrived=True)
+    assert rate.seconds(8 * MB, 2.2) == pytest.approx(0.8), "the second one had nothing saved up"
+    rate.begun(MB, 10.0)
+    rate.ended(MB, 10.1, arrived=True)
+    assert rate.seconds(8 * MB, 10.1) == pytest.approx(1.0), "after a pause again"
 
 
 def test_the_latency_is_not_part_of_the_rate() -> None:
@@ -213,15 +232,15 @@ def test_who_waits_for_a_load_is_told_once() -> None:
 def worth_loading(free_in_s: float = 0.0) -> WorthLoading:
     """A prompt that is computed in 24 s, after ``free_in_s``; the share of it is a second."""
     engine = Computing()
-    engine.token_s = 1.0
-    engine.add(int(free_in_s), 100.0)
+    engine.told(1.0, free_in_s, (), 100.0)
     return WorthLoading(engine, 6, 4)
 
 
 def known_rate() -> TransferRate:
     rate = TransferRate()
-    rate.begun(MB, 0.0)
-    rate.ended(MB, 1.0, arrived=True)
+    rate.begun(2 * MB, 0.0)
+    for second in (1.0, 2.0):
+        rate.ended(MB, second, arrived=True)
     return rate
 
 
@@ -264,9 +283,9 @@ def test_a_server_far_away_is_asked_only_if_that_is_worth_it() -> None:
 
 def test_what_is_not_loaded_is_computed() -> None:
     engine = Computing()
-    engine.token_s = 0.5
+    engine.told(0.5, 0.0, (), 100.0)
+    engine.answered("another request", 8, 100.0)
     worth = WorthLoading(engine, 6, 4)
-    worth.computes(4, 100.0)
     assert engine.free_in_s(100.0) == pytest.approx(4.0)
     assert worth.compute_s(3, 100.0) == pytest.approx(10.0)
     assert worth.prefix([(0, 0.0), (3, 4.0), (6, 30.0)], 100.0) == 3
@@ -277,10 +296,36 @@ def test_what_is_not_loaded_is_computed() -> None:
 
 def test_an_engine_computes_one_prompt_after_the_other() -> None:
     engine = Computing()
-    engine.add(1000, 5.0)
+    engine.answered("first", 1000, 5.0)
     assert engine.free_in_s(5.0) == 0.0, "not measured yet"
-    engine.token_s = 0.001
-    engine.add(1000, 10.0)
-    engine.add(500, 10.5)
+    engine.told(0.001, 0.0, ["first"], 10.0)
+    engine.answered("second", 1000, 10.0)
+    engine.answered("third", 500, 10.5)
     assert engine.free_in_s(10.5) == pytest.approx(1.0)
     assert engine.free_in_s(20.0) == 0.0
+
+
+def test_what_an_engine_says_it_has_begun_counts_once() -> None:
+    """It was answered, and it is a part of the seconds that the engine says."""
+    engine = Computing()
+    engine.told(0.001, 0.0, (), 10.0)
+    engine.answered("begun", 3000, 10.0)
+    engine.answered("waits", 500, 10.0)
+    engine.told(0.001, 2.0, ["begun", "another agent's"], 11.0)
+    assert engine.free_in_s(11.0) == pytest.approx(2.5)
+    engine.told(0.001, 0.0, ["waits"], 11.5)
+    assert engine.free_in_s(11.5) == 0.0, "whatever was expected before"
+
+
+def test_what_has_ended_is_not_computed() -> None:
+    engine = Computing()
+    engine.told(0.001, 1.0, (), 10.0)
+    engine.answered("aborted", 3000, 10.0)
+    engine.answered("again", 200, 10.0)
+    engine.answered("again", 500, 10.0)
+    assert engine.free_in_s(10.0) == pytest.approx(4.5), "a request counts once"
+    engine.ended("aborted")
+    engine.ended("never asked for")
+    assert engine.free_in_s(10.0) == pytest.approx(1.5)
+    engine.ended("again")
+    assert engine.free_in_s(10.0) == pytest.approx(1.0)

@@ -1,189 +1,25 @@
 """Lookups over simulated links and engines, on a clock of their own, against computing alone.
 
-Prompts of 2,048 tokens, 16 MiB of KV in eight chunks, that an engine computes in 0.25 s.
+Prompts of 2,048 tokens, 16 MiB of KV in eight chunks, that an engine computes in 0.25 s, if nothing
+else is said.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import random
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import pytest
 
-from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.pacing import Computing
-from lmcache_redis.cache.parts import LookupRequest
-from lmcache_redis.tiers import (
-    REDIS_COUNTERS,
-    CallOutcome,
-    ChunkIO,
-    Done,
-    ReadDone,
-    ReadOutcome,
-    ScanResult,
-)
-from tests.cache.played import FORM, PlayedTier, World
-from tests.harness import block_hashes
+from tests.cache.simulated import CHUNK_TOKENS, Clock, Link, SimulatedEngine
 
-CHUNKS, CHUNK_TOKENS = 8, 256
+CHUNKS = 8
+TOKENS = CHUNKS * CHUNK_TOKENS
 COMPUTE_S = 0.25
-CHUNK_BYTES = 2 << 20  # in the simulation; the bytes that really move are fewer
-COPY_S = 0.002  # of a hit into the engine's blocks
-QUEUE_S = 0.05  # what waits in a link at most
-
-
-class Clock:
-    """A simulated `time.monotonic`, and what happens when."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def at(self, due_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (due_s, next(self._order), action))
-
-    def run(self, world: World, until: Callable[[], bool]) -> None:
-        end_s = self.now_s + 600
-        while not until():
-            assert self.now_s < end_s
-            while world.loop._posted:
-                world.loop.run_posted()
-            due_s = self.now_s + world.loop.run_due()
-            if world.loop._posted:
-                continue
-            if self._events and self._events[0][0] <= due_s:
-                due_s, _, action = heapq.heappop(self._events)
-                self.now_s = max(self.now_s, due_s)
-                action()
-            else:
-                self.now_s = due_s + 1e-9
-
-
-class Link(PlayedTier):
-    """A server that has everything, behind a link.
-
-    bytes_per_s: of chunks of ``CHUNK_BYTES``, although fewer bytes are copied. latency_s: of a
-    round trip. burst_bytes: that pass at once after a pause.
-    """
-
-    def __init__(
-        self, clock: Clock, bytes_per_s: float, latency_s: float, burst_bytes: float = 0.0
-    ) -> None:
-        super().__init__("Redis")
-        self.clock = clock
-        self.bytes_per_s = bytes_per_s
-        self.latency_s = latency_s
-        self.burst_bytes = burst_bytes
-        self.loaded = 0
-        self._jobs: deque[tuple[ChunkIO, ReadDone]] = deque()
-        self._is_busy = False
-        self._saved_bytes, self._saved_at_s = burst_bytes, 0.0
-
-    def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
-        queue_s = min(QUEUE_S, len(self._jobs) * CHUNK_BYTES / self.bytes_per_s)
-        answer = ScanResult(CallOutcome.DONE, len(keys))
-        self.clock.at(self.clock.now_s + self.latency_s + queue_s, lambda: done(answer))
-
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
-        self._jobs += [(job, done) for job in jobs]
-        if not self._is_busy:
-            self._is_busy = True
-            self.clock.at(self.clock.now_s + self.latency_s, self._send)
-
-    def cancel(self, job: ChunkIO) -> None:
-        for waiting, done in [*self._jobs]:
-            if waiting is job and self._jobs[0][0] is not job:
-                self._jobs.remove((waiting, done))
-                done(job, ReadOutcome.CANCELLED)
-
-    def _send(self) -> None:
-        now_s = self.clock.now_s
-        gained = (now_s - self._saved_at_s) * self.bytes_per_s
-        saved = min(self.burst_bytes, self._saved_bytes + gained)
-        took_s = max(0.0, CHUNK_BYTES - saved) / self.bytes_per_s
-        self._saved_bytes = max(0.0, saved - CHUNK_BYTES)
-        self._saved_at_s = now_s + took_s
-        self.clock.at(now_s + took_s, self._sent)
-
-    def _sent(self) -> None:
-        job, done = self._jobs.popleft()
-        self.loaded += 1
-        done(job, ReadOutcome.LOADED)
-        self._is_busy = bool(self._jobs)
-        if self._is_busy:
-            self._send()
-
-
-@dataclass
-class Request:
-    """begun_s, first_token_s: on the clock. loaded: chunks."""
-
-    begun_s: float
-    first_token_s: float = 0.0
-    loaded: int = 0
-
-    @property
-    def took_s(self) -> float:
-        return self.first_token_s - self.begun_s
-
-
-class Serving:
-    """An engine that computes one prompt after the other, with a cache over a link or without."""
-
-    def __init__(self, clock: Clock, link: Link | None) -> None:
-        self.clock = clock
-        self.world = World([] if link is None else [(link, REDIS_COUNTERS)], slots=4096)
-        self.link = link
-        self.engine = Computing()
-        self.engine.token_s = COMPUTE_S / CHUNKS / CHUNK_TOKENS
-        self.requests: list[Request] = []
-        self._free_s = 0.0
-
-    def ask(self) -> Request:
-        request = Request(self.clock.now_s)
-        self.requests.append(request)
-        if self.link is None:
-            self._compute(request, 0.0)
-            return request
-        hashes = block_hashes(f"prompt {len(self.requests)}", CHUNKS)
-
-        def done(found: PrefixLookup) -> None:
-            request.loaded = found.bound
-            for entry in found.parts.take().values():
-                self.world.cache.pool.unpin(entry)
-            self._compute(request, COPY_S if found.bound else 0.0)
-
-        asked = LookupRequest(
-            [FORM], hashes, self.clock.now_s + 10.0, 0, CHUNK_TOKENS, computing=self.engine
-        )
-        PrefixLookup(self.world.cache, asked, done).start()
-        return request
-
-    def _compute(self, request: Request, copy_s: float) -> None:
-        begun_s = max(self._free_s, self.clock.now_s + copy_s)
-        self._free_s = begun_s + (CHUNKS - request.loaded) * COMPUTE_S / CHUNKS
-        request.first_token_s = self._free_s
-
-    def wait(self) -> None:
-        """Until every request so far has its first token, and a moment more."""
-        self.clock.run(self.world, lambda: all(r.first_token_s for r in self.requests))
-        self.pause(max(r.first_token_s for r in self.requests) - self.clock.now_s + 0.05)
-
-    def pause(self, seconds: float) -> None:
-        until_s = self.clock.now_s + seconds
-        self.clock.at(until_s, lambda: None)
-        self.clock.run(self.world, lambda: self.clock.now_s >= until_s)
-
-
-Make = Callable[..., Serving]
+CHUNK_BYTES = 2 << 20
+PAUSE_S = 0.05
+Make = Callable[..., SimulatedEngine]
 
 
 @pytest.fixture
@@ -191,30 +27,120 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock)
 
-    def make(mbit_per_s: float | None, latency_s: float = 0.0002, burst_s: float = 0.0) -> Serving:
-        if mbit_per_s is None:
-            return Serving(clock, None)
-        bytes_per_s = mbit_per_s * 1e6 / 8
-        return Serving(clock, Link(clock, bytes_per_s, latency_s, burst_s * bytes_per_s))
+    def make(
+        mbit_per_s: float | None,
+        latency_s: float = 0.0002,
+        burst_s: float = 0.0,
+        compute_s: float = COMPUTE_S,
+        chunk_bytes: int = CHUNK_BYTES,
+        first_takes: float = 1.0,
+    ) -> SimulatedEngine:
+        """An engine that has measured itself, and a new agent; None: no agent.
+
+        first_takes: the time of its first prompt, as a multiple of that of the others.
+        """
+        engine = SimulatedEngine(clock, None, first_takes * compute_s / TOKENS)
+        one_after_the_other(engine, 1)
+        engine.token_s = compute_s / TOKENS
+        one_after_the_other(engine, 3)
+        if mbit_per_s is not None:
+            bytes_per_s = mbit_per_s * 1e6 / 8
+            burst_bytes = burst_s * bytes_per_s
+            engine.link = Link(clock, bytes_per_s, latency_s, burst_bytes, chunk_bytes)
+        engine.new_agent()
+        return engine
 
     return make
 
 
-def one_after_the_other(serving: Serving, count: int) -> list[float]:
+def one_after_the_other(
+    engine: SimulatedEngine, count: int, pause_s: float = PAUSE_S, more_tokens: int = 0
+) -> list[float]:
     """The time of each to its first token, as a share of that of computing."""
+    shares = []
     for _ in range(count):
-        serving.ask()
-        serving.wait()
-    return [request.took_s / COMPUTE_S for request in serving.requests[-count:]]
+        request = engine.ask(TOKENS, more_tokens)
+        engine.wait(request)
+        shares.append(request.took_s / engine.seconds(TOKENS))
+        engine.pause(pause_s)
+    return shares
 
 
-def in_a_crowd(serving: Serving, count: int, every_s: float) -> float:
+def in_a_crowd(engine: SimulatedEngine, count: int, every_s: float) -> float:
     """The sum of their times."""
     for _ in range(count):
-        serving.ask()
-        serving.pause(every_s)
-    serving.wait()
-    return sum(request.took_s for request in serving.requests[-count:])
+        engine.ask(TOKENS)
+        engine.pause(every_s)
+    engine.wait()
+    engine.pause(PAUSE_S)
+    return sum(request.took_s for request in engine.requests[-count:])
+
+
+def loaded(engine: SimulatedEngine, count: int) -> list[int | None]:
+    """The chunks that each of the last requests has loaded."""
+    return [request.loaded for request in engine.requests[-count:]]
+
+
+@pytest.mark.parametrize("compute_s", [0.1, 0.15, 0.3, 1.0])
+@pytest.mark.parametrize("mbit_per_s", [20, 100, 300])
+def test_the_first_requests_of_an_agent_lose_nothing(
+    make: Make, mbit_per_s: float, compute_s: float
+) -> None:
+    """Back to back and with pauses, whatever the first prompt of the engine took."""
+    for first_takes in (1.0, 3.0):
+        for burst_s in (0.0, 0.01):
+            for pause_s in (0.0, 0.05, 1.0, 12.0):
+                for more_tokens in (0, 20):
+                    for mib in (1, 2):
+                        engine = make(
+                            mbit_per_s, burst_s=burst_s, compute_s=compute_s,
+                            chunk_bytes=mib << 20, first_takes=first_takes,
+                        )  # fmt: skip
+                        shares = one_after_the_other(engine, 6, pause_s, more_tokens)
+                        assert max(shares) < 1.1
+                        # All is loaded or nothing: the engine is idle.
+                        assert {*loaded(engine, 6)} <= {0, CHUNKS}
+                        if TOKENS / 256 * mib * 2**23 / mbit_per_s / 1e6 > 1.1 * compute_s:
+                            assert loaded(engine, 6) == [0] * 6
+
+
+@pytest.mark.parametrize("more_tokens", [0, 100])
+def test_an_engine_that_has_ended_is_not_believed_busy(make: Make, more_tokens: int) -> None:
+    """It has become faster than it has measured. The next request comes at the first token."""
+    engine = make(100, compute_s=0.15, chunk_bytes=1 << 20)
+    engine.token_s /= 1.6
+    for _ in range(4):
+        request = engine.ask(TOKENS, more_tokens)
+        engine.clock.run(engine.world, lambda each=request: bool(each.first_token_s))  # type: ignore[misc]
+    assert loaded(engine, 4) == [0] * 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_at_random_none_takes_longer_than_computing(make: Make, seed: int) -> None:
+    """Any rates and times; steps of the engine take up to a twentieth more or less."""
+    rng = random.Random(seed)
+    mbit_per_s, compute_s = 10 ** rng.uniform(1, 4), 10 ** rng.uniform(-1, 0.5)
+    engine = make(
+        mbit_per_s,
+        latency_s=rng.choice([0.0002, 0.001]),
+        burst_s=rng.choice([0.0, 0.01]),
+        compute_s=compute_s,
+        chunk_bytes=rng.choice([1, 2, 4]) << 20,
+        first_takes=rng.choice([1.0, 1.5, 3.0]),
+    )
+    engine.noise = lambda: rng.uniform(0.95, 1.05)
+    pause_s, more_tokens = rng.choice([0.0, 0.05, 1.0, 12.0]), rng.choice([0, 20])
+    assert max(one_after_the_other(engine, 6, pause_s, more_tokens)) < 1.1 * 1.05
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 1.0])
+@pytest.mark.parametrize("compute_s", [0.1, 0.3, 1.0])
+def test_what_is_much_faster_to_load_is_loaded(
+    make: Make, compute_s: float, pause_s: float
+) -> None:
+    engine = make(10_000, compute_s=compute_s, burst_s=0.01)
+    one_after_the_other(engine, 6, pause_s)
+    assert loaded(engine, 6) == [CHUNKS] * 6
 
 
 @pytest.mark.parametrize("latency_s", [0.0002, 0.005, 0.02, 0.1])
@@ -224,21 +150,21 @@ def test_no_request_loses_behind_a_slow_link(
 ) -> None:
     """Also not when the link is measured again."""
     for burst_s in (0.0, 0.01):
-        serving = make(mbit_per_s, latency_s, burst_s)
-        shares = one_after_the_other(serving, 5)
+        engine = make(mbit_per_s, latency_s, burst_s)
+        shares = one_after_the_other(engine, 5)
         assert max(shares) < 1.1
-        later = one_after_the_other(serving, 60)
+        later = one_after_the_other(engine, 60)
         assert max(later) < 1.05
-        assert serving.link is not None
-        assert 2 <= serving.link.loaded <= 4, "one chunk in ten seconds"
-        assert all(request.loaded == 0 for request in serving.requests), "all or nothing"
+        assert engine.link is not None
+        assert 2 <= engine.link.loaded <= 4, "one chunk in ten seconds"
+        assert not any(loaded(engine, 65)), "all or nothing"
 
 
 @pytest.mark.parametrize("latency_s", [0.0002, 0.005])
 def test_a_fast_link_loses_nothing(make: Make, latency_s: float) -> None:
-    serving = make(10_000, latency_s)
-    first, *others = one_after_the_other(serving, 20)
-    assert [request.loaded for request in serving.requests] == [CHUNKS] * 20
+    engine = make(10_000, latency_s)
+    first, *others = one_after_the_other(engine, 20)
+    assert loaded(engine, 20) == [CHUNKS] * 20
     assert first < max(others) + 0.03, "the first chunk is loaded alone"
     assert max(others) < 0.15
 
@@ -258,45 +184,53 @@ def test_the_first_request_of_a_link_in_between_buys_its_rate(
 @pytest.mark.parametrize("every_s", [0.0, 0.1, 0.2, 0.3])
 @pytest.mark.parametrize("mbit_per_s", [20, 100, 300, 1000, 10_000])
 def test_a_crowd_is_served_no_later(make: Make, mbit_per_s: float, every_s: float) -> None:
-    serving, plain = make(mbit_per_s), make(None)
+    engine, plain = make(mbit_per_s), make(None)
     for _ in range(3):
-        assert in_a_crowd(serving, 10, every_s) < 1.05 * in_a_crowd(plain, 10, every_s)
+        assert in_a_crowd(engine, 10, every_s) < 1.05 * in_a_crowd(plain, 10, every_s)
 
 
 def test_what_fits_beside_the_prompts_of_others_is_loaded(make: Make) -> None:
     """The engine is busy for longer than a few chunks take."""
-    serving, plain = make(300), make(None)
-    one_after_the_other(serving, 2)
-    assert in_a_crowd(serving, 10, 0.1) < 0.8 * in_a_crowd(plain, 10, 0.1)
-    assert any(0 < request.loaded < CHUNKS for request in serving.requests)
+    engine, plain = make(300), make(None)
+    one_after_the_other(engine, 2)
+    assert in_a_crowd(engine, 10, 0.1) < 0.8 * in_a_crowd(plain, 10, 0.1)
+    assert any(0 < (chunks or 0) < CHUNKS for chunks in loaded(engine, 10))
+
+
+def test_what_a_network_has_saved_up_costs_one_request_little(make: Make) -> None:
+    """The first chunk takes 0.03 s and each other one 0.08. The second one tells."""
+    engine = make(200, burst_s=0.05, compute_s=0.4)
+    shares = one_after_the_other(engine, 6)
+    assert max(shares) < 1.1
+    assert loaded(engine, 6) == [0, 2, 0, 0, 0, 0]
 
 
 def test_a_link_that_becomes_slow_costs_one_request(make: Make) -> None:
-    serving = make(10_000)
-    one_after_the_other(serving, 5)
-    assert serving.link is not None
-    serving.link.bytes_per_s /= 500
-    first, *others = one_after_the_other(serving, 5)
+    engine = make(10_000)
+    one_after_the_other(engine, 5)
+    assert engine.link is not None
+    engine.link.bytes_per_s /= 500
+    first, *others = one_after_the_other(engine, 5)
     assert first < 2.2, "it waits for no longer than computing takes"
     assert max(others) < 1.05
 
 
 def test_a_link_that_becomes_fast_is_found(make: Make) -> None:
-    serving = make(20)
-    one_after_the_other(serving, 5)
-    assert serving.link is not None
-    serving.link.bytes_per_s *= 500
-    serving.pause(10.0)
-    first, *others = one_after_the_other(serving, 5)
+    engine = make(20)
+    one_after_the_other(engine, 5)
+    assert engine.link is not None
+    engine.link.bytes_per_s *= 500
+    engine.pause(10.0)
+    first, *others = one_after_the_other(engine, 5)
     assert first < 1.05
     assert max(others) < 0.15
 
 
 def test_a_server_that_stops_costs_one_computing_time(make: Make) -> None:
-    serving = make(10_000)
-    one_after_the_other(serving, 2)
-    assert serving.link is not None
-    serving.link.latency_s = 1e9
-    first, *others = one_after_the_other(serving, 5)
+    engine = make(10_000)
+    one_after_the_other(engine, 2)
+    assert engine.link is not None
+    engine.link.latency_s = 1e9
+    first, *others = one_after_the_other(engine, 5)
     assert first < 2.1
     assert max(others) < 1.1

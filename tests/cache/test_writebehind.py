@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmcache_redis.cache import schedule, writebehind
+from lmcache_redis.cache import doubted, schedule, writebehind
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
@@ -338,7 +338,7 @@ def test_what_was_doubtful_is_written_without_asking(queue: Queue, outcome: Read
 
 
 def test_few_keys_are_distrusted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writebehind, "_MOST_DISTRUSTED", 2)
+    monkeypatch.setattr(doubted, "MOST_KEYS", 2)
     for name in HASHES[:3]:
         queue.writes.distrust(FORM.key(name))
     queue.enqueue()

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_redis import messages as m
+from lmcache_redis.client import link as link_module
 from lmcache_redis.compat.load_store import LoadErrorsNotTaken, LoadStoreOp
 from lmcache_redis.compat.multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
@@ -307,11 +309,15 @@ def restart_with_chunks(agent: AgentServer, chunk_size_tokens: int) -> None:
 
 @pytest.mark.servers
 def test_an_agent_with_other_chunks_counts_as_lost(
-    agent: AgentServer, caplog: pytest.LogCaptureFixture
+    agent: AgentServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The originals read the chunk size once, and so do their callers."""
+    monkeypatch.setattr(link_module, "_REFUSED_TICK_S", 0.05)
     engine = SmallEngine(agent, asks=True)
     assert engine.serve(prompt(1, 2))
+    welcomes: list[m.Welcome] = []
+    on_welcome = engine.scheduler._welcomed
+    engine.scheduler.link._on_welcome = lambda each: welcomes.append(each) or on_welcome(each)
     agent.wait_idle()
     restart_with_chunks(agent, 128)
     for link in (engine.scheduler.link, engine.worker.link):
@@ -320,6 +326,7 @@ def test_an_agent_with_other_chunks_counts_as_lost(
             "it has chunks of 128 tokens (8 blocks of 16), and this adapter was made with chunks "
             "of 4 blocks: restart the engine, or the agent with --chunk-size-tokens 64"
         )
+    wait_until(lambda: len(welcomes) > 3, "further HELLOs")
     assert engine.scheduler.chunk_size == CHUNK
     assert engine.scheduler.num_blocks_per_chunk() == engine.worker.blocks_in_chunk == 4
     assert engine.serve(prompt(1, 2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +64,12 @@ class Agent:
         return self._chunk_tokens
 
     def begin_lookup(
-        self, request_id: str, names: Sequence[bytes], first_chunk: int, token_s: float
+        self,
+        request_id: str,
+        names: Sequence[bytes],
+        first_chunk: int,
+        token_s: float,
+        busy_s: float,
     ) -> None:
         if request_id in self._answers:
             return
@@ -227,10 +233,12 @@ class PlayedEngine:
         """Steps until all requests are answered and all transfers have ended."""
         for _ in range(_STEPS):
             transfers = (*self._loads, *self._stores, *self._ended)
-            if not self._requests and not transfers:
+            pending = transfers or self.connector.has_pending_push_work()
+            if not self._requests and not pending:
                 break
             self.step()
         else:
+            assert self._requests, "blocks that stay held"
             raise AssertionError(f"requests that do not end: {list(self._requests)}")
         self.step()
         self.step()
@@ -244,6 +252,9 @@ class PlayedEngine:
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
         assert self.connector._scheduler is not None, "the cache was turned off"
+        for tracked in self.connector._scheduler._tracked.values():
+            # This engine has computed or loaded whatever is in its blocks.
+            assert tracked.known_tokens == sys.maxsize, f"{tracked.request.request_id}: not known"
         for block_id in output.new_block_ids_to_zero or ():
             self._blocks[block_id] = None
         for copy in output.kv_cache_block_copies or ():

@@ -23,7 +23,14 @@ from vllm.v1.request import Request
 
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.requests import MediaNames
-from tests.integrations.test_scheduler import BLOCK, CHUNK, ScriptedAdapter, make_scheduler, step
+from tests.integrations.test_scheduler import (
+    BLOCK,
+    CHUNK,
+    ScriptedAdapter,
+    make_scheduler,
+    run,
+    step,
+)
 
 RED, BLUE = (Image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
 
@@ -59,11 +66,11 @@ def named(
     return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(0, BLOCK))
 
 
-def request_with(*features: MultiModalFeatureSpec) -> Request:
+def request_with(*features: MultiModalFeatureSpec, tokens: int = CHUNK + 1) -> Request:
     init_none_hash(sha256)
     return Request(
         request_id="r",
-        prompt_token_ids=list(range(CHUNK + 1)),
+        prompt_token_ids=list(range(tokens)),
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         mm_features=list(features),
@@ -107,8 +114,32 @@ def test_a_name_that_a_client_gave_is_not_shared() -> None:
     assert red.block_hashes == blue.block_hashes
     assert not media.are_of_content(red)
     assert not media.are_of_content(request_with(named(settings(), RED), *red.mm_features))
-    digest = request_with(named(settings(), RED, "0123456789abcdef" * 4))
-    assert media.are_of_content(digest)
+    # One of another length than vLLM's own is no digest of vLLM's.
+    for algorithm, digits in (("blake3", 128), ("sha256", 128), ("sha512", 64)):
+        engine = settings()
+        engine.model_config.multimodal_config.mm_hasher_algorithm = algorithm
+        name = named(engine, RED, "0123456789abcdef" * (digits // 16))
+        assert not MediaNames(engine).are_of_content(request_with(name))
+
+
+def test_names_of_clients_say_nothing_about_a_layout() -> None:
+    """A client's name of a digest's length cannot be told from vLLM's, nor can an image's EXIF."""
+    adapter, tokens = ScriptedAdapter(), 4 * CHUNK + 1
+    adapter.tokens, adapter.canary_every = 3 * CHUNK, 1
+    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=BLOCK)
+    media, block_ids = MediaNames(settings()), list(range(1, 18))
+    for offset, expected in ((0, 3), (CHUNK - 1, 3), (CHUNK, 2), (3 * CHUNK, 0), (None, 0)):
+        references = BlockReferences(pool, world_size=1)
+        scheduler = make_scheduler(adapter, pool, references, media=media)
+        image = named(settings(), RED, "0123456789abcdef" * 4)
+        image.mm_position = PlaceholderRange(offset or 0, BLOCK)
+        features = [] if offset is None else [image]
+        assert scheduler.matched_tokens(request_with(*features, tokens=tokens), 0) == 0
+        metadata = run(scheduler, step(new=("r", block_ids, 0, tokens)))
+        compared, stored = metadata.stores
+        assert (compared.compare, stored.compare) == (True, False)
+        ((op,), (other,)) = compared.ops, stored.ops
+        assert (len(op.hashes), op.client_named, other.client_named) == (3, expected, 0), offset
 
 
 def test_models_without_media_have_nothing_to_decide() -> None:
@@ -127,5 +158,5 @@ def test_what_is_not_named_is_neither_looked_up_nor_stored(engine: Any) -> None:
     hit = CHUNK if engine is not COUNTED else 0
     assert scheduler.matched_tokens(request, 0) == hit
     assert len(adapter.lookups) == (hit > 0)
-    metadata = scheduler.build_metadata(step(new=("r", [1, 2, 3, 4, 5], 0, CHUNK + 1)))
+    metadata = run(scheduler, step(new=("r", [1, 2, 3, 4, 5], 0, CHUNK + 1)))
     assert len(metadata.stores) == (hit > 0)

@@ -9,53 +9,112 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from lmcache_redis.integrations.vllm.requests import CachePolicy, PrefillRate, RequestOptions
+from lmcache_redis.integrations.vllm.prefill import PrefillRate
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
 
 
 def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
     rate = PrefillRate()
     assert rate.token_s == 0.0
     for number in range(10):
-        step = rate.scheduled(1000, 10.0 * number)
-        rate.ended(step, 10.0 * number + 2.0)
+        rate.scheduled(1000, 10.0 * number)
+        rate.ended(10.0 * number + 2.0)
     assert rate.token_s == pytest.approx(0.002)
+
+
+def measured(*steps: tuple[int, float]) -> PrefillRate:
+    """A rate after steps of so many tokens, with their seconds per token."""
+    rate, now_s = PrefillRate(), 10.0
+    for tokens, token_s in steps:
+        rate.scheduled(tokens, now_s)
+        now_s += tokens * token_s
+        rate.ended(now_s)
+    return rate
+
+
+def test_single_steps_that_take_longer_make_no_difference() -> None:
+    """The first ones of a process do, and those beside other work of the machine."""
+    steps = [(2048, 0.003), *[(2048, 0.001)] * 2, (2048, 0.005), (2048, 0.001)]
+    for count in range(2, len(steps) + 1):
+        assert measured(*steps[:count]).token_s == pytest.approx(0.001)
+    assert measured(*steps, *[(2048, 0.002)] * 3).token_s == pytest.approx(0.002), "it is slower"
+
+
+def test_a_small_step_bounds_what_large_ones_take() -> None:
+    small, large = (100, 0.004), (1000, 0.001)
+    assert measured(*[small] * 9).token_s == pytest.approx(0.004), "none else is known"
+    assert measured(*[small] * 9, large).token_s == pytest.approx(0.001)
+    assert measured(large, *[small] * 9).token_s == pytest.approx(0.001)
+    assert measured(*[(1000, 0.009)] * 5, small).token_s == pytest.approx(0.004), "it was slow"
+
+
+def test_an_engine_is_busy_with_steps_and_the_rest_of_prompts() -> None:
+    rate = PrefillRate()
+    first, second = begun(rate, "first", 500), begun(rate, "second", 1000)
+    assert rate.busy_s(0.0) == 0.0, "not measured"
+    rate.scheduled(1000, 0.0)
+    rate.ended(1.0)
+    assert rate.busy_s(1.5) == pytest.approx(1.5)
+    second.num_computed_tokens = 1000
+    rate.scheduled(1000, 2.0)
+    assert rate.busy_s(2.25) == pytest.approx(1.25)
+    first.num_computed_tokens = 500
+    rate.scheduled(500, 2.3)
+    assert rate.busy_s(2.5) == pytest.approx(1.0)
+    rate.ended(3.0)
+    assert rate.busy_s(3.1) == pytest.approx(0.4)
+    assert rate.busy_s(9.0) == 0.0, "late"
+
+
+def begun(rate: PrefillRate, name: str, tokens: int) -> Any:
+    found = SimpleNamespace(request_id=name, num_prompt_tokens=tokens, num_computed_tokens=0)
+    rate.begun.begin(found)
+    return found
+
+
+def test_a_prompt_is_left_until_its_last_token_was_scheduled() -> None:
+    rate = PrefillRate()
+    first, second = begun(rate, "first", 1000), begun(rate, "second", 500)
+    assert rate.begun.left_tokens() == 1500
+    first.num_computed_tokens = 800
+    second.num_computed_tokens = 501  # and a token of its answer
+    assert rate.begun.left_tokens() == 200
+    second.num_computed_tokens = 0  # preempted: it asks again before it begins
+    assert rate.begun.left_tokens() == 200
+    rate.begun.end("first")
+    rate.begun.end("never begun")
+    assert rate.begun.left_tokens() == 0
 
 
 def test_small_steps_are_not_measured() -> None:
     rate = PrefillRate()
-    assert rate.scheduled(63, 1.0) == 0
-    rate.ended(0, 9.0)
+    rate.scheduled(63, 1.0)
+    rate.ended(9.0)
     assert rate.token_s == 0.0
 
 
 def test_overlapping_steps_count_from_the_last_end() -> None:
     """vLLM schedules a step while the one before it is running."""
     rate = PrefillRate()
-    first = rate.scheduled(1000, 0.0)
-    second = rate.scheduled(1000, 0.1)
-    rate.ended(first, 1.0)
-    third = rate.scheduled(1000, 1.1)
-    rate.ended(second, 2.0)
-    rate.ended(0, 2.5)  # a step of one token
-    rate.ended(third, 3.5)
+    rate.scheduled(1000, 0.0)
+    rate.scheduled(1000, 0.1)
+    rate.ended(1.0)
+    rate.scheduled(1, 1.05)
+    rate.scheduled(1000, 1.1)
+    rate.ended(2.0)
+    rate.ended(2.5)
+    rate.ended(3.5)
     assert rate.token_s == pytest.approx(0.001)
 
 
-def test_a_step_whose_report_was_lost_is_forgotten() -> None:
+def test_steps_that_have_failed_are_forgotten() -> None:
     rate = PrefillRate()
     rate.scheduled(1000, 0.0)
-    rate.ended(rate.scheduled(1000, 5.0), 6.0)
+    rate.failed()
+    rate.scheduled(1000, 5.0)
+    rate.ended(6.0)
     assert rate.token_s == pytest.approx(0.001)
-    assert not rate._scheduled
-
-
-def test_new_steps_count_more() -> None:
-    rate = PrefillRate()
-    for number in range(20):
-        rate.ended(rate.scheduled(1000, 10.0 * number), 10.0 * number + 1.0)
-    for number in range(20, 30):
-        rate.ended(rate.scheduled(1000, 10.0 * number), 10.0 * number + 4.0)
-    assert rate.token_s == pytest.approx(0.004, rel=0.1)
+    assert rate.busy_s(6.0) == 0.0
 
 
 POLICY = CachePolicy(16)

@@ -28,7 +28,7 @@ from lmcache_redis.cache.disk.files import ChunkFiles, open_file, read_chunk, to
 from lmcache_redis.cache.disk.format import StoredFile, StoredShape
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, RemoveResult, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +174,23 @@ class DiskStore:
             self._unlink(file)
         return file is not None
 
+    def remove_or_keep(self, key: bytes) -> RemoveResult:
+        """Remove a chunk; if its file cannot be removed, the index keeps it, for another attempt.
+
+        Otherwise it would be found again after a restart.
+        """
+        with self._lock:
+            file = self._take_out(key)
+        if file is None:
+            return RemoveResult(CallOutcome.DONE)
+        if self._unlink(file):
+            return RemoveResult(CallOutcome.DONE, 1)
+        with self._lock:
+            if key not in self._entries:
+                self._fill(file)
+                self._entries.move_to_end(key, last=False)
+        return RemoveResult(CallOutcome.UNAVAILABLE)
+
     # Under the lock.
 
     def _make_room(self, nbytes: int) -> list[StoredFile] | None:
@@ -208,11 +225,13 @@ class DiskStore:
 
     # Without it.
 
-    def _unlink(self, file: StoredFile) -> None:
+    def _unlink(self, file: StoredFile) -> bool:
         try:
             self._files.remove(file.key, file.sequence)
         except OSError as error:
             self._warn("a file could not be removed", error)
+            return False
+        return True
 
     def _warn(self, what: str, error: OSError) -> None:
         kind = f"{what}: {error.strerror or error}"

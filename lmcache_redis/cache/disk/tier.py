@@ -155,11 +155,17 @@ class DiskTier:
     def cancel(self, job: ChunkIO) -> None:
         self._end(job, "CANCELLED")
 
-    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        def remove() -> RemoveResult | None:
-            removed = self._call("a removal", partial(self.store.remove, key))
-            return None if removed is None else RemoveResult(CallOutcome.DONE, int(removed))
+    def remove(
+        self,
+        key: bytes,
+        deadline: float,
+        done: Done[RemoveResult],
+        stripe_count: int = 0,
+        only_store: bytes = b"",
+    ) -> None:
+        """See the contract. Nothing else stores here, and files have no stripes."""
 
+        remove = partial(self._call, "a removal", partial(self.store.remove_or_keep, key))
         self._begin(self._reads, object(), deadline, remove, done, _not_removed)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -15,17 +16,12 @@ from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
-# What vLLM's hashers of media return: blake3, sha256 and sha512.
-_DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
-# Steps with fewer prompt tokens say nothing about prefill speed.
-_LEAST_TOKENS = 64
-# Weight of earlier steps in the average.
-_KEPT = 0.75
+# What vLLM's hashers of media return: blake3 and sha256, or sha512.
+_DIGEST, _LONG_DIGEST = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{128}")
 
 
 @dataclass(frozen=True)
@@ -108,11 +104,13 @@ class Tracked:
     """One request. Chunk numbers are in units of ``chunk_tokens``.
 
     prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
-    for which a store was planned or ruled out. unsure_outputs: another connector has loaded KV for
-    it within a step, and may still report that this failed: nothing is stored until it has more
-    output tokens than these. matched: vLLM knows the number of tokens to load, and has not
-    allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a preemption.
-    loading: its load has not ended. computes: the rest, without another lookup.
+    for which a store was planned or ruled out. local_tokens: vLLM had these in its own cache when
+    it asked last. loaded_tokens: planned since. known_tokens: what lies behind them was not
+    computed or loaded by this engine under ``prefix`` (`BlockProvenance`). filled_tokens: whose
+    blocks are known since it has begun. doubted: what vLLM has of its prefix is looked at once more
+    before nothing is loaded behind it. matched: vLLM knows the number of tokens to load, and has
+    not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
+    preemption. loading: its load has not ended. computes: the rest, without another lookup.
     """
 
     request: Request
@@ -122,7 +120,11 @@ class Tracked:
     chunk_tokens: int = 0
     lookup: RequestLookup | None = None
     considered_chunks: int = 0
-    unsure_outputs: int = -1
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    known_tokens: int = sys.maxsize
+    filled_tokens: int = 0
+    doubted: bool = False
     matched: bool = False
     started: bool = False
     loading: bool = False
@@ -146,31 +148,27 @@ class Tracked:
         hashes: Sequence[bytes] = self.request.block_hashes
         return hashes[stride - 1 :: stride]
 
+    def is_client_named(self, chunk: int) -> bool:
+        """Whether the name of a chunk covers a medium's name, which its client may have given."""
+        end = (chunk + 1) * self.chunk_tokens
+        features = getattr(self.request, "mm_features", ())
+        return any(each.mm_position.offset < end for each in features)
+
     def chunk_names(self) -> Sequence[bytes]:
         hashes = self.chunk_hashes()
         return [self.prefix + each for each in hashes] if self.prefix else hashes
 
 
 class RequestNames:
-    """What the names of a request's chunks begin with: ``epoch | adapter digest``.
+    """What the names of a request's chunks begin with: ``epoch | adapter digest``."""
 
-    Until vLLM's own prefix cache is reset after an update, requests may hit blocks that the old
-    weights computed, and are not cached.
-    """
-
-    def __init__(self, epochs: Epochs, pool: BlockPool, media: MediaNames | None = None) -> None:
+    def __init__(self, epochs: Epochs, media: MediaNames | None = None) -> None:
         self.epochs = epochs
-        self._pool = pool
         self._media = media
         self._adapters = AdapterDigests()
-        self._stale_blocks: Any = None  # what vLLM's cache had when the epoch began
 
     def prefix(self, request: Request) -> bytes | None:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
-        # A reset of vLLM's cache replaces the map.
-        if self._stale_blocks and self._stale_blocks is self._pool.cached_block_hash_to_block:
-            return None
-        self._stale_blocks = None
         if self._media and not self._media.are_of_content(request):
             return None
         if request.lora_request is None:
@@ -178,16 +176,14 @@ class RequestNames:
         digest = self._adapters.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest
 
-    def begin_epoch(self) -> None:
-        """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
-        self._stale_blocks = self._pool.cached_block_hash_to_block
-
 
 class MediaNames:
     """Whether the images and other media of an engine's requests are named by their content.
 
     A block hash covers a medium by its identifier: a digest of its content, unless vLLM counts them
-    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md.
+    (``vllm/renderers/base.py``) or a client names one: docs/internals/identity.md. A client's name
+    that is as long as a digest cannot be told from one here. So two contents may have one name, and
+    what canaries find of names with media says nothing about a layout (`Tracked.is_client_named`).
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -197,13 +193,15 @@ class MediaNames:
             and media.mm_processor_cache_gb == 0
             and not vllm_config.cache_config.enable_prefix_caching
         )
+        is_long = getattr(media, "mm_hasher_algorithm", None) == "sha512"
+        self._digest = _LONG_DIGEST if is_long else _DIGEST
         self._has_warned = False
 
     def are_of_content(self, request: Request) -> bool:
         """True also for a request without media."""
         # An adapter's name may stand before the digest, with a colon.
         digests = [each.identifier.rpartition(":")[2] for each in request.mm_features]
-        if not digests or (not self.are_counted and all(map(_DIGEST.fullmatch, digests))):
+        if not digests or (not self.are_counted and all(map(self._digest.fullmatch, digests))):
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -212,40 +210,3 @@ class MediaNames:
                 "vLLM's number without --enable-prefix-caching and --mm-processor-cache-gb"
             )
         return False
-
-
-class PrefillRate:
-    """Seconds per prompt token, of recent steps. Times are those of `time.monotonic()`.
-
-    Steps may overlap: one begins when the one before it has ended.
-    """
-
-    def __init__(self) -> None:
-        self._scheduled: dict[int, tuple[int, float]] = {}  # by step: prompt tokens, when
-        self._steps = 0
-        self._last_end_s = 0.0
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per prompt token; 0.0: not measured yet."""
-        return self._seconds / self._tokens if self._tokens else 0.0
-
-    def scheduled(self, prompt_tokens: int, now_s: float) -> int:
-        """A step is scheduled. Returns its number for `ended`, or 0 if it is not measured."""
-        if prompt_tokens < _LEAST_TOKENS:
-            return 0
-        self._steps += 1
-        self._scheduled[self._steps] = (prompt_tokens, now_s)
-        return self._steps
-
-    def ended(self, step: int, now_s: float) -> None:
-        """The step with this number has ended; 0: a step that is not measured."""
-        tokens, scheduled_s = self._scheduled.pop(step, (0, now_s))
-        if tokens:
-            self._tokens = self._tokens * _KEPT + tokens
-            self._seconds = self._seconds * _KEPT + now_s - max(scheduled_s, self._last_end_s)
-            for earlier in [each for each in self._scheduled if each < step]:
-                del self._scheduled[earlier]
-        self._last_end_s = now_s

@@ -28,6 +28,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
     RedisWriteRefused,
 )
+from lmcache_redis.resp.net.commands import Use, shown
 
 CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
@@ -68,8 +69,8 @@ _ERRORS: Final[dict[str, tuple[type[RedisError], str]]] = {
     "MISCONF": (RedisWriteRefused, ""),
     "NOPERM": (
         RedisReplyError,
-        " (allow GET, SET, EXISTS, TOUCH, UNLINK, SCAN, PING on our keys, "
-        "and GETEX and EXPIRE where a TTL is refreshed)",
+        f" (allow this user {shown(Use.ALWAYS)} on our keys; with --ttl-refresh also "
+        f"{shown(Use.TTL_REFRESH)}; `lmcache-redis doctor` tries what is needed)",
     ),
 }
 

@@ -165,7 +165,14 @@ class DictTier:
     def cancel(self, job: ChunkIO) -> None:
         pass
 
-    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
+    def remove(
+        self,
+        key: bytes,
+        deadline: float,
+        done: Callable[[RemoveResult], None],
+        stripe_count: int = 0,
+        only_store: bytes = b"",
+    ) -> None:
         removed = self.chunks.pop(_parsed(key), None)
         done(RemoveResult(CallOutcome.DONE, removed is not None))
 
