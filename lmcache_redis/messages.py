@@ -94,6 +94,8 @@ Failures
 - The preamble differs: ``FAILURE(VERSION_MISMATCH)`` with a reason; the client stops sending.
 - A message cannot be decoded or exceeds a bound: ``FAILURE(BAD_MESSAGE)``; it has no effect. A
   frame of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
+- A load has failed and the engine has not yet taken its blocks: ``HOLD_STORES``, because another
+  worker that does not know of it may store what it computes with them.
 - The agent has ``MAX_PEERS`` peers, or too few file descriptors: ``FAILURE(REFUSED)`` answers the
   ``HELLO`` of another peer.
 - The agent stops: it answers lookups without hits and stores with all chunks dropped, ends what is
@@ -268,6 +270,15 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     lease_ns: int
     after: Ticket | None = None
     group: Number = 0
+
+
+class HoldStores(Message, frozen=True, tag="HOLD_STORES"):
+    """``held``: the workers of the caller's engine may compute with blocks that were not loaded.
+
+    Until it says otherwise, or leaves, the stores of all of them are refused.
+    """
+
+    held: bool
 
 
 class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):
@@ -447,7 +458,7 @@ FAILED = "FAILED"
 
 Question = (
     Hello | GetChunkSize | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Compare
-    | Retrieve | ReleaseLocks | EndSession | Goodbye | Clear | Trust | Status | Why
+    | Retrieve | HoldStores | ReleaseLocks | EndSession | Goodbye | Clear | Trust | Status | Why
     | Layouts | Ping
 )  # fmt: skip
 Answer = (

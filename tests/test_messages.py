@@ -48,6 +48,7 @@ QUESTIONS: list[m.Message] = [
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, 7),
     m.Compare(6, "r", HASHES, (1, 2, 3, 4), 10**15, None, 1, client_named=2),
     m.Retrieve(7, "r", HASHES, (1, 2, 3, 4), 32, 10**15),
+    m.HoldStores(8, True),
     m.ReleaseLocks(8, "r", HASHES),
     m.EndSession(9, "r"),
     m.Goodbye(10),
@@ -176,7 +177,7 @@ SCHEMAS = {
     4: "ee3b37c67e1175b8",
     5: "a8ccd19ec9ce0491",
     6: "e65f263eb7909868",
-    7: "34ca4eb0a1c9f1a5",
+    7: "a88dd8bc66744943",
 }
 
 

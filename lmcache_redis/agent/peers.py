@@ -64,6 +64,7 @@ class Peer:
     greeted_s: float  # when it sent HELLO
     welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
+    holds_stores: bool = False  # of its engine
     mapping_from_s: float | None = None  # since when its registration is in progress
     after_mapping: list[Callable[[], None]] = field(default_factory=list)  # what waits for that
     elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
@@ -246,6 +247,13 @@ class Peers:
         return any(
             len({tuple((f.kv_rank, f.fingerprint) for f in each.forms) for each in found}) > 1
             for found in self._registered(scheduler)
+        )
+
+    def hold_stores(self, worker: Peer) -> bool:
+        """Whether a worker of the same engine holds the stores of all of them."""
+        return any(
+            each.holds_stores and (each.engine_id == worker.engine_id or each.may_be_of(worker))
+            for each in self._by_identity.values()
         )
 
     def engines_of(self, worker: Peer) -> list[str]:

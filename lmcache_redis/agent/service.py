@@ -268,6 +268,7 @@ class Handlers:
             m.Store: partial(self._copy, StoreJob),
             m.Compare: partial(self._copy, CompareJob),
             m.Retrieve: partial(self._copy, RetrieveJob),
+            m.HoldStores: self._hold_stores,
             m.ReleaseLocks: self._release,
             m.EndSession: self._end_session,
             m.Goodbye: lambda peer, question, reply: self.forget(peer, "it said goodbye"),
@@ -332,6 +333,8 @@ class Handlers:
                 parts.failed += len(hashes)
                 parts.add_reasons(("a canary has found other KV in this layout",))
                 return
+        elif self._agent.peers.hold_stores(peer):
+            raise DeviceError("a load of this engine has failed, and its blocks were not taken yet")
         elif self.is_stopping:
             self._agent.cache.metrics.count("drop_shutdown", len(hashes))
             reply(m.StoreResult(0, 0, 0, len(hashes)))
@@ -342,6 +345,10 @@ class Handlers:
         key = next((each for each in keys if sessions.get(each) is not None), keys[-1])
         session = sessions.open(key, time.monotonic(), for_lookup=False)
         job(self._agent, session, registration, question, reply).start()
+
+    def _hold_stores(self, peer: Peer, question: m.HoldStores, reply: Reply) -> None:
+        peer.holds_stores = question.held
+        reply(m.Done(0))
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
         session = self._agent.sessions.get((peer.engine_id, question.request_id))

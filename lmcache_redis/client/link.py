@@ -359,16 +359,18 @@ class AgentLink:
         self.welcome = welcome
         if self.online:
             return
-        self.refusal = None
+        former, self.refusal = self.refusal, None
         self._is_mapping = False
+        self._set_online(True)
+        self._send(m.Ping(0))  # acknowledges the WELCOME
+        if self._on_welcome is not None and (why := self._on_welcome(welcome)) is not None:
+            self.refusal = former
+            self._refused(why)
+            return
         logger.info(
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
         )  # fmt: skip
-        self._set_online(True)
-        self._send(m.Ping(0))  # acknowledges the WELCOME
-        if self._on_welcome is not None and (why := self._on_welcome(welcome)) is not None:
-            self._refused(why)
 
     def _refused(self, reason: str) -> None:
         refusal = f"the agent at {self.endpoint} cannot be used: {reason}"

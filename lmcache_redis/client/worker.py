@@ -251,6 +251,7 @@ class WorkerClient:
         return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
 
     def _welcomed(self, welcome: m.Welcome) -> str | None:
+        """Called for each WELCOME. Returns why the agent cannot be used, if it cannot."""
         self._register()
         return None
 
@@ -381,6 +382,10 @@ class WorkerClient:
             RetrieveTransfer(call, op, lease_ns, last, lambda: self._mapped > number)
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]
+
+    def hold_stores(self, held: bool, wait_s: float = 0.0) -> None:
+        """Has the agent refuse the stores of all workers of this engine, or take them again."""
+        self.link.submit(m.HoldStores, held=held).wait(wait_s)
 
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory; whether it is certain that no agent accesses it any more."""

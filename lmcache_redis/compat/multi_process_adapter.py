@@ -20,20 +20,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from multiprocessing import parent_process
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
-from lmcache_redis.chunks.metadata import dtype_name
 from lmcache_redis.chunks.names import engine_chunk_tokens
 from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
+from lmcache_redis.compat.kv_caches import common_dtype, count_blocks
 from lmcache_redis.compat.load_store import (
     BlockLoad,
     LoadStoreOp,
@@ -56,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_ID_VARIABLE = "LMCACHE_REDIS_ENGINE_ID"
 TIMEOUT_S = 30.0
+_HOLD_S = 1.0
 
 
 class AdapterOfEngine:
@@ -107,6 +107,7 @@ class AdapterOfEngine:
         }
         if is_worker:
             of_client["worker_id"] = kv_rank
+            self._requests = RequestTransfers()
         super().__init__(**of_client)
         self._await_agent()
 
@@ -202,10 +203,7 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
     """Stores and retrieves the blocks of one worker, by request id."""
 
     kv_caches: Mapping[str, torch.Tensor] = MappingProxyType({})
-
-    @cached_property
-    def _requests(self) -> RequestTransfers:
-        return RequestTransfers()
+    _requests: RequestTransfers
 
     def register_kv_caches(
         self,
@@ -226,9 +224,9 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
         Raises ValueError for tensors whose blocks or dtype must be given, DeviceError if the memory
         cannot be exported or the agent does not map it.
         """
-        num_blocks = num_blocks or _count_blocks(kv_caches, self._block_size_tokens)
+        num_blocks = num_blocks or count_blocks(kv_caches, self._block_size_tokens)
         self.register_groups(
-            [CacheGroup(kv_caches, dtype or _common_dtype(kv_caches), self._block_size_tokens)],
+            [CacheGroup(kv_caches, dtype or common_dtype(kv_caches), self._block_size_tokens)],
             num_blocks=num_blocks,
             identity={
                 "engine": "multi_process_adapter",
@@ -377,11 +375,23 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
         computes may depend on these blocks; and the next `get_finished` raises LoadErrorsNotTaken,
         which ends an engine that does not ask before it has answered.
         """
-        return self._requests.finished(finished_req_ids_from_engine)
+        reported = self._requests.finished(finished_req_ids_from_engine)
+        if not self._requests.may_store:
+            # Before the load is reported: other workers, which do not know, compute next.
+            self.hold_stores(True, _HOLD_S)
+        return reported
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Ids of blocks whose retrieve has failed since the last call."""
+        if not self._requests.may_store:
+            self.hold_stores(False, _HOLD_S)
         return self._requests.take_failed_blocks()
+
+    def _welcomed(self, welcome: m.Welcome) -> str | None:
+        why = super()._welcomed(welcome)
+        if not self._requests.may_store:
+            self.hold_stores(True)
+        return why
 
 
 def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> str:
@@ -394,35 +404,3 @@ def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> s
     parent = parent_process() if is_worker and world_size > 1 else None
     pid = os.getpid() if parent is None else parent.pid
     return f"{pid}-{process_start_time(pid or 0)}-{model_name}"
-
-
-def _count_blocks(kv_caches: Mapping[str, torch.Tensor], block_size: int) -> int:
-    """The number of blocks, from shapes as vLLM has them: [blocks, ...], or [K and V, blocks, ...].
-
-    Raises ValueError where it is not certain.
-    """
-    counts: set[int] = set()
-    for name, cache in kv_caches.items():
-        shape = tuple(cache.shape)
-        counting = 1 if shape[:1] == (2,) else 0
-        # [2, block size, ...] may also be two blocks.
-        unsure = shape[0:1] == (1,) or (counting == 1 and shape[1:2] == (block_size,))
-        if unsure or len(shape) < counting + 2:
-            raise ValueError(
-                f"which dimension of KV cache {name!r} counts blocks does not follow from its "
-                f"shape {list(shape)}: pass num_blocks"
-            )
-        counts.add(shape[counting])
-    if len(counts) != 1:
-        raise ValueError(
-            f"KV caches with {sorted(counts)} blocks: pass num_blocks, or use "
-            "WorkerClient.register_groups for layers that do not share their block ids"
-        )
-    return counts.pop()
-
-
-def _common_dtype(kv_caches: Mapping[str, torch.Tensor]) -> str:
-    names = sorted({dtype_name(cache.dtype) for cache in kv_caches.values()})
-    if len(names) > 1:
-        raise ValueError(f"KV caches of {' and '.join(names)}: pass the model's dtype")
-    return names[0]

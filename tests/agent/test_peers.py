@@ -90,6 +90,22 @@ def test_clients_of_one_engine_and_rank(unnamed: bool, layout: bytes) -> None:
     assert played.ranks(scheduler) == ["a", "a"]
 
 
+@pytest.mark.parametrize("unnamed", [False, True])
+def test_a_worker_holds_the_stores_of_its_engine(unnamed: bool) -> None:
+    played = Played()
+    one, two = (played.join("a", rank, unnamed=unnamed) for rank in range(2))
+    twin = played.join("a", 0, unnamed=unnamed, client="2")
+    other = played.join("b", 1, unnamed=unnamed)
+    another_model = played.join("c", 1, unnamed=unnamed, model="another")
+    assert not played.peers.hold_stores(one)
+    one.holds_stores = True
+    assert all(played.peers.hold_stores(each) for each in (one, two, twin))
+    assert played.peers.hold_stores(other) == unnamed  # they may be of one engine
+    assert not played.peers.hold_stores(another_model)
+    played.peers.remove(one)
+    assert not played.peers.hold_stores(two)
+
+
 def test_workers_that_have_registered() -> None:
     played = Played()
     played.join("a", 0)

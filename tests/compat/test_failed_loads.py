@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_redis import messages as m
+from lmcache_redis.client import link as link_module
 from lmcache_redis.compat.load_store import LoadErrorsNotTaken, LoadStoreOp
 from lmcache_redis.compat.multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
@@ -238,6 +240,48 @@ class TestLoadsThatFailAllTheSame:
         assert agent.counter("gathered_chunks") == 1
         engine.close()
 
+    @pytest.mark.parametrize("name", ["engine 7", None], ids=["named", "unnamed"])
+    def test_other_workers_are_not_stored_either(
+        self, agent: AgentServer, name: str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Ranks of tensor parallelism compute with what another one has not loaded."""
+        one, other = (
+            LMCacheMPWorkerAdapter(
+                agent.endpoint, NO_CONTEXT, MODEL, 2, rank, BLOCK, engine_id=name
+            )
+            for rank in range(2)
+        )
+        for worker in (one, other):
+            worker.register_kv_caches({"layer": torch.rand(BLOCKS, BLOCK, 4)}, num_blocks=BLOCKS)
+        tokens = prompt(1, 1)
+        op = LoadStoreOp([0, 1, 2, 3], tokens, None, 0, CHUNK)
+
+        def store(request_id: str) -> None:
+            other.submit_store_request(request_id, op)
+            wait_until(lambda: request_id in other.get_finished({request_id})[0])
+
+        def fail_to_load(request_id: str) -> None:
+            one.submit_retrieve_request(request_id, op)
+            wait_until(lambda: request_id in one.get_finished(set())[1])
+
+        fail_to_load("a")
+        store("a")
+        assert "request a was not stored: a load of this engine has failed" in caplog.text
+        assert agent.counter("gathered_chunks") == 0
+        agent.restart()
+        wait_until(lambda: one.ready and other.ready, "both workers")
+        store("b")
+        assert agent.counter("gathered_chunks") == 0
+        assert one.get_block_ids_with_load_errors() == {0, 1, 2, 3}
+        store("c")
+        assert agent.counter("gathered_chunks") == 1
+        fail_to_load("d")
+        one.shutdown()  # as the end of its process
+        op = LoadStoreOp([4, 5, 6, 7], prompt(2, 1), None, 0, CHUNK)
+        store("d")
+        assert agent.counter("gathered_chunks") == 2
+        other.shutdown()
+
     def test_without_an_agent_a_load_ends_with_its_lease(
         self, agent: AgentServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -265,11 +309,15 @@ def restart_with_chunks(agent: AgentServer, chunk_size_tokens: int) -> None:
 
 @pytest.mark.servers
 def test_an_agent_with_other_chunks_counts_as_lost(
-    agent: AgentServer, caplog: pytest.LogCaptureFixture
+    agent: AgentServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The originals read the chunk size once, and so do their callers."""
+    monkeypatch.setattr(link_module, "_REFUSED_TICK_S", 0.05)
     engine = SmallEngine(agent, asks=True)
     assert engine.serve(prompt(1, 2))
+    welcomes: list[m.Welcome] = []
+    on_welcome = engine.scheduler._welcomed
+    engine.scheduler.link._on_welcome = lambda each: welcomes.append(each) or on_welcome(each)
     agent.wait_idle()
     restart_with_chunks(agent, 128)
     for link in (engine.scheduler.link, engine.worker.link):
@@ -278,6 +326,7 @@ def test_an_agent_with_other_chunks_counts_as_lost(
             "it has chunks of 128 tokens (8 blocks of 16), and this adapter was made with chunks "
             "of 4 blocks: restart the engine, or the agent with --chunk-size-tokens 64"
         )
+    wait_until(lambda: len(welcomes) > 3, "further HELLOs")
     assert engine.scheduler.chunk_size == CHUNK
     assert engine.scheduler.num_blocks_per_chunk() == engine.worker.blocks_in_chunk == 4
     assert engine.serve(prompt(1, 2))
