@@ -114,6 +114,10 @@ class Engine:
         """None before the scheduler has made it."""
         return getattr(self._scheduler(), "kv_cache_manager", None)
 
+    def is_paused(self) -> bool:
+        """Whether vLLM is paused, perhaps asleep."""
+        return bool(getattr(self._scheduler(), "pause_state", 0))
+
     def parameters(self) -> bytes | None:
         """A digest of the parameters of all ranks, read now; None if they cannot be read."""
         core = self._core()

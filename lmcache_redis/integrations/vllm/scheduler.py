@@ -74,6 +74,8 @@ class ConnectorScheduler:
         self._canaries = Canaries()
         self._prefill = PrefillRate()
         self._has_hit = False
+        if announcer is not None:
+            announcer.begin_epoch(names.epochs.current)
 
     # Steps
 
@@ -279,7 +281,7 @@ class ConnectorScheduler:
         self._names.begin_epoch()
         self._planner.recent.clear()
         if self._announcer is not None:
-            self._announcer.forget()
+            self._announcer.begin_epoch(self._names.epochs.current)
         for request_id, tracked in list(self._tracked.items()):
             if tracked.started:
                 tracked.prefix = None
