@@ -142,13 +142,8 @@ class SchedulerClient:
             endpoint,
             m.Hello(0, engine_id, model_name, world_size, None, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
-            on_welcome=self._welcomed,
+            on_welcome=welcomed,
         )
-
-    def _welcomed(self, welcome: m.Welcome) -> str | None:
-        """Called for each WELCOME. Returns why the agent cannot be used, if it cannot."""
-        self.ranks.own_agent(welcome.agent_id)
-        return None
 
     def chunk_size_tokens(self) -> int:
         """Tokens of one chunk, a multiple of the block size; 0 if it is not known yet."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from tests.integrations.indexes import Indexes
+
 TOPIC = "kv-events"
 # Events come with an engine's steps; the publisher's thread looks every 0.1 s.
 _QUIET_S = 0.5
@@ -33,6 +35,8 @@ class Router:
 
     Attributes:
         there: the blocks in each place, by hash.
+        indexes: what routers of every kind have of the connector's places.
+        resets: how often vLLM has cleared its own cache.
         stored_by_vllm: every block that vLLM has ever stored in its own cache.
         sequence: the numbers of the batches.
     """
@@ -48,6 +52,8 @@ class Router:
                 "topic": TOPIC,
             },
         }
+        self.indexes = Indexes()
+        self.resets = 0
         self.there: defaultdict[Place, dict[Any, Block]] = defaultdict(dict)
         self.stored_by_vllm: dict[Any, Block] = {}
         self.sequence: list[int] = []
@@ -87,7 +93,9 @@ class Router:
 
         assert topic == TOPIC.encode()
         self.sequence.append(int.from_bytes(sequence, "big"))
-        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+        events = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        self.indexes.take(events)
+        for event in events:
             if isinstance(event, BlockStored):
                 self._store(event)
             elif isinstance(event, BlockRemoved):
@@ -95,7 +103,18 @@ class Router:
                     # Nothing is removed that was not stored before.
                     del self.there[event.medium, event.locality][each]
             else:  # all blocks of vLLM's own cache
+                self.resets += 1
                 self.there["GPU", None].clear()
+        self._check()
+
+    def _check(self) -> None:
+        """Whatever kind of index a router has, it is told the same."""
+        there: dict[tuple[Any, ...], set[Any]] = {}
+        for (medium, locality), blocks in self.there.items():
+            for each, block in blocks.items():
+                if medium != "GPU":
+                    there.setdefault((medium, locality, block.group), set()).add(each)
+        assert self.indexes.there() == there
 
     def _store(self, event: Any) -> None:
         size, parent = event.block_size, event.parent_block_hash
@@ -104,7 +123,10 @@ class Router:
             tokens = tuple(event.token_ids[number * size : (number + 1) * size])
             extra_keys = event.extra_keys[number] if event.extra_keys else None
             block = Block(tokens, parent, event.group_idx, event.kv_cache_spec_kind, extra_keys)
-            self.there[event.medium, event.locality][each] = block
+            there = self.there[event.medium, event.locality]
             if event.medium == "GPU":
                 self.stored_by_vllm[each] = block
+            else:
+                assert each not in there, "a block that was told before"
+            there[each] = block
             parent = each

@@ -78,11 +78,13 @@ def announcer(watch: ScriptedWatch, *groups: LayerGroup) -> Announcer:
     return Announcer(watch, groups, HASH, specs)  # type: ignore[arg-type]
 
 
-def request_of(tokens: int, **options: Any) -> Any:
+def request_of(tokens: int, *, shared: int | None = None, other: int = 7, **options: Any) -> Any:
+    """shared: from this token on, the prompt is one that ``other`` decides."""
     init_none_hash(sha256)
+    shared = tokens if shared is None else shared
     return Request(
         request_id="r",
-        prompt_token_ids=[n * 7 % 1000 for n in range(tokens)],
+        prompt_token_ids=[n * (7 if n < shared else other) % 1000 for n in range(tokens)],
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         block_hasher=get_request_block_hasher(HASH, sha256),
@@ -211,9 +213,109 @@ def test_a_loss_removes_everything_and_more_follows_later() -> None:
     watch.news.append(told(True, m.Change(0, "h", True, (names[1],))))
     *removed, again = made.take()
     assert [(type(each), each.medium) for each in removed] == [
-        (BlockRemoved, "CPU"), (BlockRemoved, "STORAGE"), (BlockRemoved, "CPU"),
+        (BlockRemoved, "CPU"), (BlockRemoved, "STORAGE"),
     ]  # fmt: skip
     assert again == stored[1]
+
+
+def prompts_that_part(at: int, tokens: int = CHUNK) -> list[Any]:
+    """Two requests with the same first ``at`` tokens."""
+    return [request_of(tokens, shared=at, other=other) for other in (1, 2)]
+
+
+@pytest.mark.parametrize("group", [FULL, WIDE], ids=["full", "wide"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_blocks_that_two_chunks_share_are_told_once(group: LayerGroup, number: int) -> None:
+    part = group.part(number, CHUNK)
+    middle = (part.start + part.stop) // 2
+    one, two = prompts_that_part(middle * group.block_size_tokens, (number + 1) * CHUNK)
+    watch = ScriptedWatch(groups=(group.number,))
+    made = announcer(watch, FULL, *([group] if group.number else []))
+    made.take()
+    names = [names_of(each)[number] for each in (one, two)]
+    made.named(one, names_of(one), range(number, number + 1), CHUNK)
+    made.named(two, names_of(two), range(number, number + 1), CHUNK)
+    watch.tell("host", True, names[0])
+    (first,) = made.take()
+    watch.tell("host", True, names[1])
+    (second,) = made.take()
+    own = vllms_own(two, group, middle, part.stop)
+    own.medium, own.locality = "CPU", "LOCAL"
+    if hasattr(own, "session_id"):
+        own.session_id = None
+    assert second == own
+    assert second.parent_block_hash == first.block_hashes[middle - part.start - 1]
+    # The first one is evicted: the other prompt's chain stays whole.
+    watch.tell("host", False, names[0])
+    (removed,) = made.take()
+    assert removed.block_hashes == first.block_hashes[middle - part.start :]
+    watch.tell("host", False, names[1])
+    (removed,) = made.take()
+    assert removed.block_hashes == first.block_hashes[: middle - part.start] + second.block_hashes
+
+
+def test_a_reset_removes_everything_once_and_stores_it_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "CHUNKS_PER_STEP", 2)
+    request = request_of(4 * CHUNK)
+    names = names_of(request)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.named(request, names, range(4), CHUNK)
+    made.take()
+    watch.tell("host", True, *names)
+    before = [*made.take(), *made.take()]
+    made.tell_again()
+    removed, *stored = made.take()
+    assert isinstance(removed, BlockRemoved)
+    assert {*removed.block_hashes} == {each for event in before for each in event.block_hashes}
+    watch.tell("host", False, names[3])  # evicted before it was stored anew
+    assert stored == before[:2]
+    assert made.take() == before[2:3]
+    assert not made.has_events
+
+
+def test_an_epoch_that_returns_brings_its_chunks() -> None:
+    request = request_of(CHUNK)
+    names = names_of(request)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.begin_epoch(b"")
+    made.take()
+    made.named(request, names, range(1), CHUNK)
+    watch.tell("redis", True, *names)
+    (stored,) = made.take()
+    made.begin_epoch(b"12345678")
+    (removed,) = made.take()
+    assert removed.block_hashes == stored.block_hashes
+    made.begin_epoch(b"")
+    assert made.take() == [stored]
+
+
+def test_chunks_of_another_size_are_described_anew() -> None:
+    """The name of a chunk is that of its last block, whatever its size."""
+    request = request_of(2 * CHUNK)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.take()
+    (name,) = names_of(request, 2 * CHUNK)
+    for tokens, names in ((CHUNK, names_of(request)), (2 * CHUNK, [name])):
+        made.named(request, names, range(len(names)), tokens)
+        watch.news.append(told(True, m.Change(0, "h", True, (name,))))
+        stored = made.take()[-1]
+        assert len(stored.token_ids) == tokens
+        assert isinstance(stored, BlockStored)
+
+
+def test_a_paused_engine_does_not_step_for_events() -> None:
+    """vLLM counts such steps as work, and wants none before it releases memory."""
+    paused = True
+    watch = ScriptedWatch()
+    made = Announcer(watch, [FULL], HASH, [{}], lambda: paused)  # type: ignore[arg-type]
+    assert not made.has_events
+    paused = False
+    assert made.has_events
 
 
 def test_many_events_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +332,7 @@ def test_many_events_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert steps == [2, 2, 1]
 
 
-def test_a_new_epoch_removes_everything() -> None:
+def test_a_cache_that_is_off_removes_everything() -> None:
     request = request_of(CHUNK)
     watch = ScriptedWatch()
     made = announcer(watch, FULL)
@@ -249,10 +351,16 @@ def test_a_new_epoch_removes_everything() -> None:
 def test_a_failure_ends_the_events_only(caplog: pytest.LogCaptureFixture) -> None:
     watch = ScriptedWatch()
     made = announcer(watch, FULL)
-    watch.news.append(told(False, None))  # type: ignore[arg-type]
+    request = request_of(CHUNK)
     made.take()
+    made.named(request, names_of(request), range(1), CHUNK)
+    watch.tell("host", True, *names_of(request))
+    (stored,) = made.take()
+    watch.news.append(told(False, None))  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
         assert made.has_events
+        (removed,) = made.take()  # nothing would correct it later
+        assert removed.block_hashes == stored.block_hashes
         assert made.take() == []
         watch.tell("host", True, b"a")
         assert not made.has_events, "vLLM would step for ever"
@@ -282,9 +390,10 @@ def test_images_are_told_as_vllm_tells_them() -> None:
 
 def test_requests_name_the_chunks_they_look_up_and_store() -> None:
     named: list[tuple[list[int], int]] = []
+    epochs: list[bytes] = []
     listener = SimpleNamespace(
         named=lambda request, names, chunks, chunk_tokens: named.append(([*chunks], chunk_tokens)),
-        forget=lambda: named.append(([], 0)),
+        begin_epoch=epochs.append,
     )
     adapter = ScriptedAdapter()
     pool = BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
@@ -303,7 +412,8 @@ def test_requests_name_the_chunks_they_look_up_and_store() -> None:
     run(scheduler, step(cached=("r", [14, 15, 16, 17], 3 * CHUNK + 1, CHUNK)))
     assert named[2:] == [([3], CHUNK)]
     scheduler.change_epoch(Epochs.weights_may_differ, "a test")
-    assert named[3:] == [([], 0)]
+    assert named[3:] == []
+    assert epochs == [b"", scheduler._names.epochs.current]
 
 
 @pytest.fixture
@@ -336,6 +446,25 @@ def test_events_are_made_only_if_vllm_publishes_them(connector: LMCacheRedisConn
     assert not connector.has_pending_push_work()
     connector.turn_off()
     assert not connector.take_events()
+
+
+def test_a_reset_of_vllms_cache_tells_everything_again(tmp_path: Path, groups: Any) -> None:
+    request, watch = request_of(CHUNK), ScriptedWatch()
+    manager = manager_of(64)
+    connector = LMCacheRedisConnector(config(tmp_path), KVConnectorRole.SCHEDULER, groups)
+    connector.bind_kv_cache_manager(manager)
+    connector._announcer = made = announcer(watch, FULL)
+    made.take()
+    made.named(request, names_of(request), range(1), CHUNK)
+    watch.tell("host", True, *names_of(request))
+    (stored,) = connector.take_events()
+    assert manager.block_pool.reset_prefix_cache()
+    assert connector.has_pending_push_work()
+    removed, again = connector.take_events()
+    assert isinstance(removed, BlockRemoved)
+    assert again == stored
+    assert not connector.has_pending_push_work()
+    connector.shutdown()
 
 
 def test_a_vllm_without_what_events_need_still_caches(

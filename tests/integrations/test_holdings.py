@@ -1,30 +1,49 @@
-"""Which events follow from what the agent tells."""
+"""What routers are told, and what they then believe."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from lmcache_redis.integrations.vllm.reports.events import Event, Holdings
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+from lmcache_redis.integrations.vllm.reports.holdings import AnnouncedChunk, Holdings
+from tests.integrations.indexes import Indexes
 
 A, B, C = b"a", b"b", b"c"
+MANY = 1 << 20
 Note = tuple[int, str, bool, bytes]
 
 
-def remember(made: Holdings, name: bytes) -> list[Event]:
-    chunk: Any = name.decode()  # what it says does not matter here
-    return made.follow(name, lambda: chunk)
+def remember(made: Holdings, name: bytes, blocks: Sequence[Any] = (), number: int = 0) -> None:
+    """Follows a chunk with these blocks in every group; by default with one of its own."""
+    hashes = list(blocks) or [name.decode()]
+    chunk: Any = AnnouncedChunk(number, [SimpleNamespace(block_hashes=hashes)] * 2)
+    made.follow(name, lambda: chunk)
+
+
+def told(made: Holdings, limit: int = MANY) -> list[str]:
+    removed, stored = made.take(limit)
+    gone = [f"-{tier} {group} {each}" for (tier, group), blocks in removed for each in blocks]
+    new = []
+    for (tier, group), chunk, first in stored:
+        hashes: Any = chunk.parts[group].block_hashes
+        new += [f"+{tier} {group} {each}" for each in hashes[first:]]
+    return gone + new
 
 
 def holdings(groups: tuple[int, ...] = (0,), limit: int = 10) -> Holdings:
     made = Holdings(limit)
-    assert made.begin(groups) == []
+    made.begin(groups)
     for name in (A, B):
-        assert remember(made, name) == []
+        remember(made, name)
+    assert not made.has_news
     return made
 
 
@@ -69,13 +88,22 @@ def holdings(groups: tuple[int, ...] = (0,), limit: int = 10) -> Holdings:
 )  # fmt: skip
 def test_events_of_changes(groups: tuple[int, ...], notes: list[Note], events: list[str]) -> None:
     made = holdings(groups)
-    found = [event for note in notes if (event := made.changed(*note)) is not None]
-    assert [_text(event) for event in found] == events
+    found = []
+    for note in notes:
+        made.changed(*note)
+        found += told(made)
+    assert found == events
+    assert not made.has_news
 
 
-def _text(event: Event) -> str:
-    sign = "+" if event.stored else "-"
-    return f"{sign}{event.tier} {event.group} {event.chunk}"
+def test_what_is_gone_before_it_was_told_is_not_told() -> None:
+    made = holdings()
+    made.changed(0, "host", True, A)
+    made.changed(0, "host", True, B)
+    assert told(made, 1) == ["+host 0 a"]
+    made.changed(0, "host", False, B)
+    assert not made.has_news
+    assert told(made) == []
 
 
 def test_what_is_forgotten_counts_as_removed() -> None:
@@ -84,62 +112,196 @@ def test_what_is_forgotten_counts_as_removed() -> None:
         made.changed(part, "host", True, A)
         made.changed(part, "redis", True, A)
     made.changed(0, "host", True, B)  # not all of it
-    assert remember(made, A) == []  # named again: B is the oldest now
-    assert remember(made, C) == []
-    assert [_text(each) for each in remember(made, B)] == ["-host 0 a", "-redis 0 a"]
-    assert made.changed(0, "host", False, A) is None
+    remember(made, A)  # named again: B is the oldest now
+    assert told(made) == ["+host 0 a", "+redis 0 a"]
+    remember(made, C)
+    assert told(made) == []
+    remember(made, B)
+    assert told(made) == ["-host 0 a", "-redis 0 a"]
+    made.changed(0, "host", False, A)
+    assert told(made) == []
+
+
+def test_what_is_forgotten_before_it_was_told_is_not_told() -> None:
+    made = holdings(limit=2)
+    made.changed(0, "host", True, A)
+    remember(made, C)
+    assert told(made) == []
 
 
 def test_chunks_of_a_lost_agent_are_still_followed() -> None:
     made = holdings()
     made.changed(0, "host", True, A)
-    assert [_text(each) for each in made.begin((0, 0))] == ["-host 0 a"]
-    assert made.changed(0, "host", True, A) is None
-    event = made.changed(1, "host", True, A)
-    assert event is not None
-    assert _text(event) == "+host 0 a"
+    assert told(made) == ["+host 0 a"]
+    made.begin((0, 0))
+    assert told(made) == ["-host 0 a"]
+    made.changed(0, "host", True, A)
+    assert told(made) == []
+    made.changed(1, "host", True, A)
+    assert told(made) == ["+host 0 a"]
 
 
-def test_a_new_epoch_forgets_the_chunks() -> None:
+def test_forgotten_chunks_are_not_followed() -> None:
     made = holdings()
     made.changed(0, "redis", True, B)
-    assert [_text(each) for each in made.forget()] == ["-redis 0 b"]
-    assert made.forget() == []
-    assert made.changed(0, "redis", True, B) is None
+    assert told(made) == ["+redis 0 b"]
+    made.forget()
+    assert told(made) == ["-redis 0 b"]
+    made.forget()
+    made.changed(0, "redis", True, B)
+    assert told(made) == []
 
 
-def test_a_listener_ends_with_what_is_there() -> None:
-    """Whatever is told: its events, added up, are the chunks of which every part is there."""
-    rng = random.Random(3)
-    groups, names = (0, 1, 0, 1), [bytes([n]) for n in range(6)]
-    made = Holdings(4)
-    events = made.begin(groups)
-    parts: set[tuple[int, str, bytes]] = set()
-    followed: list[bytes] = []  # the one that was named last at the end
-    for _ in range(5000):
-        name = rng.choice(names)
-        if rng.random() < 0.05:
-            events += remember(made, name)
-            followed = [*(each for each in followed if each != name), name][-4:]
+def test_an_earlier_epoch_returns_with_the_chunks_that_are_still_there() -> None:
+    made = holdings()
+    for name in (A, B):
+        made.changed(0, "redis", True, name)
+    told(made)
+    made.begin_epoch(b"second")
+    assert told(made) == ["-redis 0 a", "-redis 0 b"]
+    remember(made, C)
+    made.changed(0, "redis", True, C)
+    made.changed(0, "redis", False, B)
+    assert told(made) == ["+redis 0 c"]
+    made.begin_epoch(b"")
+    assert told(made) == ["-redis 0 c", "+redis 0 a"]
+
+
+def test_a_block_is_removed_with_the_last_chunk_that_has_it() -> None:
+    made = holdings()
+    remember(made, b"one", [1, 2, 3])
+    remember(made, b"two", [1, 2, 4])
+    made.changed(0, "host", True, b"one")
+    made.changed(0, "host", True, b"two")
+    made.changed(0, "redis", True, b"two")
+    places = ("host 0 1", "host 0 2", "host 0 3", "host 0 4", "redis 0 1", "redis 0 2", "redis 0 4")
+    assert told(made) == [f"+{each}" for each in places]
+    made.changed(0, "host", False, b"one")
+    assert told(made) == ["-host 0 3"]
+    made.changed(0, "host", False, b"two")
+    assert told(made) == ["-host 0 1", "-host 0 2", "-host 0 4"]
+
+
+def test_after_a_reset_everything_is_removed_before_anything_is_stored() -> None:
+    made = holdings()
+    remember(made, b"one", [1, 2, 3])
+    remember(made, b"two", [1, 2, 4])
+    for name in (b"one", b"two", A):
+        made.changed(0, "host", True, name)
+    told(made)
+    made.changed(0, "host", True, B)  # not told yet
+    made.tell_again()
+    steps = []
+    while made.has_news:
+        steps.append(told(made, 1))
+        made.changed(0, "host", False, A)  # evicted, perhaps before it is told again
+    assert sorted(steps[0][:5]) == [f"-host 0 {each}" for each in (1, 2, 3, 4, "a")]
+    stored = [each for step in (steps[0][5:], *steps[1:]) for each in step]
+    assert "+host 0 b" in stored
+    assert {each[-1] for each in stored if each[0] == "+"} - {"a"} == {"1", "2", "3", "4", "b"}
+
+
+def chunk_of(rng: random.Random, branches: int) -> tuple[int, list[str]]:
+    """A chunk of one of the prompts that part anywhere: its number, and its blocks' hashes."""
+    number, blocks = rng.randrange(3), 4
+    path = [rng.randrange(branches) if rng.random() < 0.2 else 0 for _ in range(blocks * 3)]
+    hashes = ["".join(map(str, path[: end + 1])) for end in range(len(path))]
+    return number, hashes[number * blocks : (number + 1) * blocks]
+
+
+def played(seed: int) -> int:
+    """A random history; what all kinds of indexes have in its course and at its end.
+
+    Returns how many blocks they had at the end.
+    """
+    rng = random.Random(seed)
+    groups = rng.choice([(0,), (0, 0), (0, 1), (0, 1, 0, 1)])
+    limit, per_step = rng.choice([4, 12, 40]), rng.choice([1, 3, 100])
+    names: dict[bytes, tuple[int, list[str]]] = {}
+    for _ in range(rng.choice([6, 30])):
+        number, blocks = chunk_of(rng, 3)
+        names[blocks[-1].encode()] = (number, blocks)
+    made, indexes = Holdings(limit), Indexes()
+    made.begin(groups)
+    epoch = b""
+    followed: dict[tuple[bytes, bytes], None] = {}  # of an epoch, the one that was named last last
+    parts: set[tuple[int, str, tuple[bytes, bytes]]] = set()
+    resets = 0
+
+    def step(limit: int) -> None:
+        nonlocal resets
+        indexes.take([AllBlocksCleared()] * resets)  # vLLM's events come first
+        resets = 0
+        removed, stored = made.take(limit)
+        assert len(stored) <= limit
+        for (tier, group), gone in removed:
+            indexes.take([BlockRemoved(block_hashes=gone, medium=tier, group_idx=group)])
+        for (tier, group), chunk, first in stored:
+            new: Any = chunk.parts[group].block_hashes[first:]
+            assert new
+            indexes.take([
+                BlockStored(
+                    block_hashes=list(new), parent_block_hash=None, token_ids=[], block_size=1,
+                    lora_id=None, medium=tier, lora_name=None, group_idx=group,
+                )
+            ])  # fmt: skip
+        indexes.there()
+
+    def truth() -> dict[Any, set[str]]:
+        there: dict[Any, set[str]] = {}
+        for tier in ("host", "redis"):
+            for group in {*groups}:
+                mine = [part for part, of in enumerate(groups) if of == group]
+                for name in followed:
+                    if name[0] == epoch and {(part, tier, name) for part in mine} <= parts:
+                        blocks = names[name[1]][1]
+                        there.setdefault((tier, None, group), set()).update(blocks)
+        return there
+
+    for _ in range(rng.choice([20, 100, 300])):
+        dice = rng.random()
+        name = (epoch, rng.choice([*names]))
+        if dice < 0.25:
+            number, blocks = names[name[1]]
+            remember(made, b"".join(name), blocks, number)
+            followed.pop(name, None)
+            followed[name] = None
+            for each in [*followed][:-limit]:
+                del followed[each]
             parts = {each for each in parts if each[2] in followed}
-        elif rng.random() < 0.002:
-            events += made.begin(groups)
+        elif dice < 0.75:
+            changed = rng.choice([*followed, name])
+            part, tier, there = rng.randrange(4), rng.choice(["host", "redis"]), rng.random() < 0.7
+            made.changed(part, tier, there, b"".join(changed))
+            if changed in followed and part < len(groups):
+                (parts.add if there else parts.discard)((part, tier, changed))
+        elif dice < 0.95:
+            step(per_step)
+        elif dice < 0.98:
+            resets += 1
+            made.tell_again()
+        elif dice < 0.99:
+            epoch = rng.choice([b"", b"second", b"third"])
+            made.begin_epoch(epoch)
+        elif dice < 0.995:
+            made.begin(groups)
             parts.clear()
-        elif name in followed:
-            place = (rng.randrange(4), rng.choice(["host", "redis"]), name)
-            there = rng.random() < 0.7
-            (parts.add if there else parts.discard)(place)
-            event = made.changed(place[0], place[1], there, name)
-            events += [] if event is None else [event]
-    told: set[tuple[str, int, Any]] = set()
-    for stored, tier, group, chunk in events:
-        # Never twice.
-        assert ((tier, group, chunk) in told) is not stored
-        (told.add if stored else told.remove)((tier, group, chunk))
-    assert told == {
-        (tier, group, name.decode())
-        for tier in ("host", "redis")
-        for group in (0, 1)
-        for name in names
-        if {(part, tier, name) for part in (group, group + 2)} <= parts
-    }
+        else:
+            made.forget()
+            followed.clear()
+            parts.clear()
+    step(per_step)
+    while made.has_news:
+        step(per_step)
+    assert indexes.there() == truth()
+    return sum(map(len, indexes.there().values()))
+
+
+def test_every_kind_of_router_ends_with_what_is_there() -> None:
+    assert sum(map(played, range(400))) > 2000
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(sum(map(played, range(int(sys.argv[1])))), "blocks at the ends")

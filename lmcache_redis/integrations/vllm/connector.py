@@ -137,7 +137,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         if not isinstance(adapter, SchedulerClient):
             return
         pool, engine = kv_cache_manager.block_pool, Engine.found()
-        self._begin_events(adapter, self._set_up.groups, pool.hash_block_size)
+        self._begin_events(adapter, engine, self._set_up.groups, pool.hash_block_size)
         self._references = references = BlockReferences(
             pool, self._vllm_config.parallel_config.world_size
         )
@@ -254,6 +254,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         if self._scheduler is not None:
             why = "the parameters in memory have changed"
             self._scheduler.change_epoch(Epochs.check_parameters, why)
+        if self._announcer is not None:
+            self._announcer.tell_again()
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:

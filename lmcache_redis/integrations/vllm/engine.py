@@ -137,6 +137,10 @@ class Engine:
         """None before the scheduler has made it."""
         return getattr(self._scheduler(), "kv_cache_manager", None)
 
+    def is_paused(self) -> bool:
+        """Whether vLLM is paused, perhaps asleep."""
+        return bool(getattr(self._scheduler(), "pause_state", 0))
+
     def parameters(self) -> Parameters | None:
         """The parameters of all ranks, read now; None if they cannot be read."""
         executor = getattr(self._core(), "model_executor", None)

@@ -85,6 +85,8 @@ class ConnectorScheduler:
         self._stores: list[Planned] = []  # of steps whose output was taken
         self._unsure: list[int] = []  # transfers of steps that have failed
         self._has_hit = False
+        if announcer is not None:
+            announcer.begin_epoch(names.epochs.current)
 
     # Steps
 
@@ -367,7 +369,7 @@ class ConnectorScheduler:
         logger.info("%s: %s", why, kv)
         self._planner.recent.clear()
         if self._announcer is not None:
-            self._announcer.forget()
+            self._announcer.begin_epoch(self._names.epochs.current)
         for request_id, tracked in list(self._tracked.items()):
             self._rename(request_id, tracked)
 

@@ -7,16 +7,17 @@ it has, it tells the scheduler (`ChunkWatch`), and the scheduler knows the reque
 
 A chunk is described when a request names it, because an event has the tokens of its blocks. Of
 chunks that no request of this engine has named, there are no events.
+
+`holdings` decides what is told. vLLM takes the connector's events after those of its own cache, so
+that what follows from a reset comes behind its ``AllBlocksCleared``.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 from vllm.distributed import kv_events
@@ -24,6 +25,12 @@ from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.client.scheduler import ChunkWatch
 from lmcache_redis.integrations.vllm.guard import EVENTS, guarded, nothing
+from lmcache_redis.integrations.vllm.reports.holdings import (
+    AnnouncedChunk,
+    Holdings,
+    Place,
+    Stored,
+)
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockStored, KVCacheEvent
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
 
 # A chunk of 256 tokens takes 2 KB here, with 16 hashes.
 MAX_CHUNKS = 1 << 15
-# They take about 1 ms, and the step of the scheduler waits.
+# Stored ones: they take about 1 ms, and the step of the scheduler waits.
 CHUNKS_PER_STEP = 128
 
 # vLLM's medium, and its locality relative to the engine.
@@ -45,100 +52,11 @@ _PLACES = {
 }
 
 
-class AnnouncedChunk(NamedTuple):
-    """A chunk's number in the prompt, and vLLM's events for its parts by group, without a tier."""
-
-    number: int
-    parts: Sequence[BlockStored]
-
-
-class Event(NamedTuple):
-    """A chunk is in a tier now, for a group, or no longer (``stored``)."""
-
-    stored: bool
-    tier: str
-    group: int
-    chunk: AnnouncedChunk
-
-
-# Which parts of a chunk are where: bit masks, by tier and group.
-_Parts = dict[tuple[str, int], int]
-
-
-class Holdings:
-    """Which chunks are in which tier, of up to ``limit`` chunks: those that were named last.
-
-    A chunk has parts: of each group of layers one, and of each rank that holds bytes of its own. It
-    is in a tier, for a group, while the tier has all parts of that group. An event follows when it
-    enters or leaves a tier. What is forgotten counts as removed.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._chunks: OrderedDict[bytes, tuple[AnnouncedChunk, _Parts]] = OrderedDict()
-        self._groups: Sequence[int] = ()
-        self._whole: dict[int, int] = {}  # the bit mask of all parts, by group
-
-    def begin(self, groups: Sequence[int]) -> list[Event]:
-        """Chunks have these parts, each of a group. Nothing is in any tier, as far as is known."""
-        events = [event for held in self._chunks.values() for event in self._removals(*held)]
-        for _, parts in self._chunks.values():
-            parts.clear()
-        self._groups = groups
-        self._whole = {}
-        for part, group in enumerate(groups):
-            self._whole[group] = self._whole.get(group, 0) | 1 << part
-        return events
-
-    def follow(self, name: bytes, describe: Callable[[], AnnouncedChunk]) -> list[Event]:
-        """Follows a chunk, for which the one that was named first may be forgotten."""
-        if name in self._chunks:
-            self._chunks.move_to_end(name)
-            return []
-        self._chunks[name] = (describe(), {})
-        if len(self._chunks) <= self._limit:
-            return []
-        return self._removals(*self._chunks.popitem(last=False)[1])
-
-    def changed(self, part: int, tier: str, there: bool, name: bytes) -> Event | None:
-        """What follows from a change of one part."""
-        if name not in self._chunks or part >= len(self._groups):
-            return None
-        chunk, parts = self._chunks[name]
-        group = self._groups[part]
-        before = parts.get((tier, group), 0)
-        after = before | 1 << part if there else before & ~(1 << part)
-        parts[tier, group] = after
-        whole = self._whole[group]
-        if (before == whole) == (after == whole):
-            return None
-        return Event(after == whole, tier, group, chunk)
-
-    def forget(self) -> list[Event]:
-        """Follows no chunk any more."""
-        events = self.begin(self._groups)
-        self._chunks.clear()
-        return events
-
-    def _removals(self, chunk: AnnouncedChunk, parts: _Parts) -> list[Event]:
-        return [
-            Event(False, tier, group, chunk)
-            for (tier, group), mask in parts.items()
-            if mask == self._whole[group]
-        ]
-
-
-def in_order(events: Iterable[Event]) -> list[list[Event]]:
-    """Runs of one kind, tier and group. In a run, a chunk comes before those that follow it."""
-    runs = groupby(events, key=lambda each: (each.stored, each.tier, each.group))
-    return [sorted(run, key=lambda each: each.chunk.number) for _, run in runs]
-
-
 class Announcer:
     """Turns the agent's news into events. A failure ends the events, never the cache.
 
     hash_tokens: tokens that one hash of vLLM covers. specs: by vLLM's number of a group, its fields
-    in events of stored blocks, see `spec_fields`.
+    in events of stored blocks, see `spec_fields`. is_paused: whether vLLM is paused.
     """
 
     def __init__(
@@ -147,47 +65,68 @@ class Announcer:
         groups: Sequence[LayerGroup],
         hash_tokens: int,
         specs: Sequence[Mapping[str, Any]],
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._watch = watch
         self._groups = groups
         self._hash_tokens = hash_tokens
         self._specs = specs
+        self._is_paused = is_paused
         self._holdings = Holdings(MAX_CHUNKS)
-        self._events: list[Event] = []
+        self._chunk_tokens = 0
         self._failed_reports: set[str] = set()
 
     @property
     def has_events(self) -> bool:
-        """Whether `take` may return events now."""
-        return not self._failed_reports and (bool(self._events) or self._watch.has_news)
+        """Whether vLLM should step for events. While it is paused they wait, as its own do."""
+        if EVENTS in self._failed_reports or self._is_paused():
+            return False
+        return self._holdings.has_news or self._watch.has_news
 
     @guarded(nothing, EVENTS)
     def named(
         self, request: Request, names: Sequence[bytes], chunks: range, chunk_tokens: int
     ) -> None:
         """A request asks for chunks, or stores them. names: of all its chunks."""
+        if chunk_tokens != self._chunk_tokens:  # an agent with another one was started
+            self._chunk_tokens = chunk_tokens
+            self._holdings.forget()
         for number in chunks:
             describe = partial(self._described, request, number, chunk_tokens)
-            self._events += self._holdings.follow(names[number], describe)
+            self._holdings.follow(names[number], describe)
+
+    @guarded(nothing, EVENTS)
+    def begin_epoch(self, epoch: bytes) -> None:
+        """From now on requests name their chunks with this epoch; they may have done so before."""
+        self._holdings.begin_epoch(epoch)
+
+    @guarded(nothing, EVENTS)
+    def tell_again(self) -> None:
+        """vLLM resets its prefix cache: some routers then forget every tier of this engine."""
+        self._holdings.tell_again()
 
     @guarded(nothing, EVENTS)
     def forget(self) -> None:
-        """The chunks so far can no longer be loaded."""
-        self._events += self._holdings.forget()
+        """Nothing can be loaded any more."""
+        self._holdings.forget()
 
-    @guarded(lambda self: [], EVENTS)
+    @guarded(lambda self: self._last_events(), EVENTS)
     def take(self) -> list[KVCacheEvent]:
-        """The events since the last call; of many, the first ones."""
+        """The events since the last call; of many stored chunks, the first ones."""
         if (news := self._watch.take()) is not None:
             if news.lost:
-                self._events += self._holdings.begin(self._watch.groups)
+                self._holdings.begin(self._watch.groups)
             for change in news.changes:
-                place = (change.part, change.tier_name, change.there)
-                changed = (self._holdings.changed(*place, each) for each in change.hashes)
-                self._events += [event for event in changed if event is not None]
-        events = self._events[:CHUNKS_PER_STEP]
-        del self._events[:CHUNKS_PER_STEP]
-        return [each for run in in_order(events) for each in self._published(run)]
+                for name in change.hashes:
+                    self._holdings.changed(change.part, change.tier_name, change.there, name)
+        removed, stored = self._holdings.take(CHUNKS_PER_STEP)
+        return [self._removed(*each) for each in removed] + [self._stored(each) for each in stored]
+
+    @guarded(lambda self: [], "the end of KV events")
+    def _last_events(self) -> list[KVCacheEvent]:
+        """After a failure nothing would correct what was told: it is removed."""
+        told, self._holdings = self._holdings.told(), Holdings(0)
+        return [self._removed(place, [*blocks]) for place, blocks in told.items()]
 
     def _described(self, request: Request, number: int, chunk_tokens: int) -> AnnouncedChunk:
         parts = [self._part(request, group, number, chunk_tokens) for group in self._groups]
@@ -225,23 +164,30 @@ class Announcer:
             **self._specs[group.number],
         )
 
-    def _published(self, run: Sequence[Event]) -> list[KVCacheEvent]:
-        """vLLM's events for a run: of stored chunks one each, of removed ones one for all."""
-        stored, tier, number, _ = run[0]
+    def _stored(self, stored: Stored) -> KVCacheEvent:
+        (tier, group), first = stored.place, stored.first
         medium, locality = _PLACES[tier]
-        parts = [each.chunk.parts[number] for each in run]
-        if stored:
-            return [
-                replace(part, token_ids=list(part.token_ids), medium=medium, locality=locality)
-                for part in parts
-            ]
-        gone = [each for part in parts for each in part.block_hashes]
-        group = self._groups[number].number
-        return [
-            kv_events.BlockRemoved(
-                block_hashes=gone, medium=medium, group_idx=group, locality=locality
-            )
-        ]
+        part = stored.chunk.parts[group]
+        hashes, keys = part.block_hashes, part.extra_keys
+        return replace(
+            part,
+            block_hashes=hashes[first:],
+            parent_block_hash=hashes[first - 1] if first else part.parent_block_hash,
+            token_ids=list(part.token_ids[first * part.block_size :]),
+            extra_keys=keys[first:] if keys else keys,
+            medium=medium,
+            locality=locality,
+        )
+
+    def _removed(self, place: Place, blocks: list[Any]) -> KVCacheEvent:
+        tier, group = place
+        medium, locality = _PLACES[tier]
+        return kv_events.BlockRemoved(
+            block_hashes=blocks,
+            medium=medium,
+            group_idx=self._groups[group].number,
+            locality=locality,
+        )
 
 
 def spec_fields(kv_cache_config: KVCacheConfig) -> list[Mapping[str, Any]]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
+    from lmcache_redis.integrations.vllm.engine import Engine
     from lmcache_redis.integrations.vllm.reports.events import Announcer
     from lmcache_redis.integrations.vllm.support import LayerGroup
 
@@ -178,7 +179,11 @@ class ReportingHooks(KVConnectorBase_V1):
 
     @guarded(nothing, EVENTS)
     def _begin_events(
-        self, adapter: SchedulerClient, groups: Sequence[LayerGroup], hash_tokens: int
+        self,
+        adapter: SchedulerClient,
+        engine: Engine,
+        groups: Sequence[LayerGroup],
+        hash_tokens: int,
     ) -> None:
         """Has the scheduler's connector make KV events, if vLLM publishes them."""
         config = getattr(self._vllm_config, "kv_events_config", None)
@@ -187,8 +192,8 @@ class ReportingHooks(KVConnectorBase_V1):
             from lmcache_redis.integrations.vllm.reports.events import Announcer, spec_fields
 
             watch = ChunkWatch(adapter.link, adapter.ranks)
-            specs = spec_fields(self._kv_cache_config)
-            self._announcer = Announcer(watch, groups, hash_tokens, specs)
+            specs, is_paused = spec_fields(self._kv_cache_config), engine.is_paused
+            self._announcer = Announcer(watch, groups, hash_tokens, specs, is_paused)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Which chunks can be loaded now, or no longer, see `reports.events`."""

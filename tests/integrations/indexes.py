@@ -1,0 +1,69 @@
+"""Indexes as routers keep them, of the blocks in each place. All are told the same events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+# Medium, locality, group.
+Place = tuple["str | None", "str | None", "int | None"]
+
+
+class Index:
+    """counts: a block is there until it was removed as often as stored.
+    clears_all: ``AllBlocksCleared`` is about every place, not only about vLLM's own cache.
+    """
+
+    def __init__(self, *, counts: bool, clears_all: bool) -> None:
+        self._counts = counts
+        self._clears_all = clears_all
+        self._blocks: Counter[tuple[Place, Any]] = Counter()
+
+    def take(self, event: Any) -> None:
+        if isinstance(event, BlockStored):
+            for each in _named(event):
+                self._blocks[each] = self._blocks[each] + 1 if self._counts else 1
+        elif isinstance(event, BlockRemoved):
+            for each in _named(event):
+                self._blocks[each] -= 1
+        else:
+            kept = (
+                () if self._clears_all else [each for each in self._blocks if each[0][0] != "GPU"]
+            )
+            self._blocks = Counter({each: self._blocks[each] for each in kept})
+        self._blocks = +self._blocks
+
+    def there(self) -> dict[Place, set[Any]]:
+        """The blocks in the connector's places."""
+        found: dict[Place, set[Any]] = {}
+        for place, block in self._blocks:
+            if place[0] != "GPU":
+                found.setdefault(place, set()).add(block)
+        return found
+
+
+class Indexes:
+    """One of each kind."""
+
+    def __init__(self) -> None:
+        kinds = ((counts, clears) for counts in (False, True) for clears in (False, True))
+        self._all = [Index(counts=counts, clears_all=clears) for counts, clears in kinds]
+
+    def take(self, events: Iterable[Any]) -> None:
+        for event in events:
+            for index in self._all:
+                index.take(event)
+
+    def there(self) -> dict[Place, set[Any]]:
+        """What they have of the connector's places: the same in all of them."""
+        first, *others = [index.there() for index in self._all]
+        assert all(other == first for other in others)
+        return first
+
+
+def _named(event: BlockStored | BlockRemoved) -> list[tuple[Place, Any]]:
+    place = (event.medium, event.locality, event.group_idx)
+    return [(place, each) for each in event.block_hashes]
