@@ -226,11 +226,7 @@ class Service:
                 continue
             self._handlers.forget(peer, why)
             self._agent.cache.metrics.count("heartbeat_losses")
-        for session in self._agent.sessions.expired(now):
-            if not session.ended and session.has_pins:
-                logger.warning("request %s was never ended; unpinned", session.key[1])
-                self._agent.cache.metrics.count("sessions_timed_out")
-            self._agent.sessions.end(session)
+        self._handlers.end_expired(now)
 
 
 class Handlers:
@@ -300,6 +296,17 @@ class Handlers:
             for session in self._agent.sessions:
                 if session.key[0] == peer.engine_id:
                     self._agent.sessions.end(session)
+
+    def end_expired(self, now_s: float) -> None:
+        """Ends the sessions of requests that their engines have not ended in time."""
+        for session in self._agent.sessions.expired(now_s):
+            if not session.ended and session.has_pins:
+                logger.warning("request %s was never ended; unpinned", session.key[1])
+                self._agent.cache.metrics.count("sessions_timed_out")
+            for peer in self._agent.peers:
+                if peer.engine_id == session.key[0]:
+                    peer.computing.ended(session.key[1])
+            self._agent.sessions.end(session)
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
         _check_hashes(question.hashes)

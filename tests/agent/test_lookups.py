@@ -300,6 +300,9 @@ def test_the_engine_says_what_keeps_it_busy(joining: Callable[..., Joining]) -> 
     assert free_in_s() == 1000 + 4 * 64
     here.end_session(scheduler)
     assert free_in_s() == 1000, "it had not begun"
+    here.look_up(scheduler, HASHES[:4], token_s=1.0)
+    here.handlers.end_expired(time.monotonic() + here.agent.sessions.timeout_s)
+    assert free_in_s() == 0, "it was never ended"
     here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=500.0)
     here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=300.0, begun=("r",))
     assert free_in_s() == 300 + 4 * 64
