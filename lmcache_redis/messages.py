@@ -270,7 +270,9 @@ class Clear(Message, frozen=True, tag="CLEAR"):
     """Removes the chunks of the caller's layouts whose hashes begin with ``epoch``; None: all.
 
     ``DONE`` answers when the host pool has dropped them (``count``). Disk and Redis follow, and may
-    fail. Of the workers with other agents (``remote``), only the parts in Redis are removed.
+    fail. Of workers that are registered elsewhere or nowhere (``remote``), only the parts in Redis
+    are removed. Chunks of a named ``epoch`` are not stored from then on, and are removed once more
+    a minute later, or whenever the tier answers again.
     """
 
     epoch: Epoch | None = None

@@ -208,9 +208,13 @@ class StoreJob(CopyJob):
     def start(self) -> None:
         wanted: list[int] = []
         for chunk, chunk_hash in enumerate(self._hashes):
-            entry = self._cache.pool.get(self._form.key(chunk_hash))
+            key = self._form.key(chunk_hash)
+            entry = self._cache.pool.get(key)
             if entry is None:
-                wanted.append(chunk)
+                if self._cache.clears.ended.has(key):
+                    self._reasons.add("the engine has begun another epoch")
+                else:
+                    wanted.append(chunk)
                 continue
             self._cache.pool.touch_all((entry.key,))
             self._already += 1

@@ -353,7 +353,7 @@ class Handlers:
         reply(m.Done(0))
 
     def _clear(self, peer: Peer, question: m.Clear, reply: Reply) -> None:
-        """Removes chunks of an epoch that the engine has ended and will never ask for again."""
+        """Removes chunks, for good if they are of an epoch that only this engine had."""
         prefixes: set[bytes] = set()
         epoch = question.epoch
         registrations = self._agent.peers.registrations(peer)
@@ -365,7 +365,7 @@ class Handlers:
                 sizes = m.HASH_BYTES_OF_AN_EPOCH
                 prefixes |= {each.stem(len(epoch) + nbytes) + epoch for nbytes in sizes}
         self._agent.cache.metrics.count("clears")
-        reply(m.Done(0, self._agent.cache.clear(sorted(prefixes))))
+        reply(m.Done(0, self._agent.cache.clear(sorted(prefixes), for_good=bool(epoch))))
 
     def _names(self, peer: Peer, remote: Sequence[m.RemoteParts]) -> list[PartNames]:
         prefix, model_name = self._agent.config.key_prefix, peer.hello.model_name

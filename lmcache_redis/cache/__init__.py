@@ -11,7 +11,8 @@ entry keeps its memory; an unpinned one stays until its memory is needed.
     pacing            decisions: which parts a prefix needs, how much of it is worth loading
     lookup            how many leading chunks are available, pinned, by a deadline
     parts             the parts of a lookup's chunks: held, missing, and where those are
-    cache             all of these together, and clears
+    clearing          removes chunks whose keys have a common beginning
+    cache             all of these together
     threads           the thread that owns all of this, its timers, and worker threads
 
 Every method is called on the owner's thread and returns at once; none waits for a tier. Any thread

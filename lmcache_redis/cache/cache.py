@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from lmcache_redis.cache.clearing import Clears
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner, posting
@@ -18,16 +19,12 @@ from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     DOUBTFUL,
     Backing,
-    CallOutcome,
     ChunkIO,
     ReadOutcome,
-    RemoveResult,
 )
 
 logger = logging.getLogger(__name__)
 
-# Large servers hold millions of keys, and a clear has the lowest priority.
-_CLEAR_DEADLINE_S = 60.0
 _PROBE_DEADLINE_S = 30.0
 
 
@@ -71,6 +68,7 @@ class Cache:
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
             for level, backing in enumerate(backings)
         )
+        self.clears = Clears(owner, self.pool, backings, self.queues, metrics, self._discard)
         self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
 
     def close(self, deadline_s: float) -> bool:
@@ -256,35 +254,6 @@ class Cache:
         for queue in self.queues:
             queue.cancel(entry)
 
-    def clear(self, prefixes: Sequence[bytes]) -> int:
-        """Discards the chunks whose keys have one of the prefixes; returns how many were in memory.
-
-        The tiers remove theirs in the background, and may fail to. Removal there only frees space:
-        an owner that must not find these chunks again stops asking for their keys.
-        """
-        doomed = [e for e in self.pool if e.key.startswith(tuple(prefixes))] if prefixes else []
-        for entry in doomed:
-            self._discard(entry)
-        deadline_s = time.monotonic() + _CLEAR_DEADLINE_S
-        for level in range(len(self.tiers)):
-            self._clear_tier(level, prefixes, deadline_s)
-        return len(doomed)
-
-    def _clear_tier(self, level: int, prefixes: Sequence[bytes], deadline_s: float) -> None:
-        """Clears one prefix after the other, and stops at the first failure."""
-        tier, is_remote = self.tiers[level], self.counters[level].is_remote
-        if not prefixes:
-            return
-
-        def cleared(result: RemoveResult) -> None:
-            if is_remote:
-                self.metrics.count("cleared_keys", result.removed)
-            if result.outcome is CallOutcome.DONE:
-                self._clear_tier(level, prefixes[1:], deadline_s)
-            elif is_remote:
-                self.metrics.count("clears_failed")
-                logger.warning(
-                    "chunks of an old epoch stay in %s: %s", tier.name, result.outcome.value
-                )
-
-        tier.clear(prefixes[0], deadline_s, posting(self.owner, cleared))
+    def clear(self, prefixes: Sequence[bytes], *, for_good: bool = False) -> int:
+        """See `Clears`."""
+        return self.clears.clear(prefixes, for_good=for_good)

@@ -155,6 +155,24 @@ class WriteBehind:
             else:
                 self._backing.tier.cancel(write)
 
+    def after_writes(self, entries: Sequence[Entry], action: Action) -> None:
+        """Runs ``action`` once no discarded entry is being written any longer: now, or later."""
+        left = {each for each in entries if each in self._writes}
+
+        def ended(
+            entry: Entry, done: Callable[[WriteOutcome], None], outcome: WriteOutcome
+        ) -> None:
+            left.remove(entry)
+            if not left:
+                self._owner.post(action)
+            done(outcome)
+
+        for each in left:
+            write = self._writes[each]
+            write.done = partial(ended, each, write.done)
+        if not left:
+            action()
+
     def begin_all(self) -> None:
         """Starts all writes now, because the owner is stopping."""
         self.schedule.is_stopping = True

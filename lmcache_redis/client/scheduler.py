@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
@@ -45,12 +46,14 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._places: dict[int, RankPlace | None] = {}
+        self._parts: dict[int, tuple[m.RemoteParts, ...]] = {}  # when it was last registered
         self._own_agents: set[str] = set()
         self._asked_s: float | None = None
 
     def reported(self, places: Mapping[int, RankPlace | None]) -> None:
         """Where workers are registered now; None: with no agent."""
         self._places.update(places)
+        self._parts |= {rank: place.parts for rank, place in places.items() if place is not None}
 
     def own_agent(self, agent_id: str) -> None:
         """The scheduler's own agent, now or before it was restarted."""
@@ -75,6 +78,10 @@ class Ranks:
                 # Ranks that hold equal bytes share a part.
                 parts.setdefault((part.fingerprint, part.kv_rank), (part, group))
         return dict(parts.values())
+
+    def all_parts(self) -> tuple[m.RemoteParts, ...]:
+        """Those of all workers, also of one that is registered with no agent now: it sleeps."""
+        return tuple(part for parts in self._parts.values() for part in parts)
 
     def remote(self) -> tuple[m.RemoteParts, ...]:
         """The parts of the workers that are registered with other agents."""
@@ -124,6 +131,7 @@ class SchedulerClient:
     ) -> None:
         self._block_size_tokens = block_size_tokens
         self._lookups: dict[str, _AskedLookup] = {}
+        self._uncleared: set[bytes] = set()
         self.ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
@@ -217,9 +225,22 @@ class SchedulerClient:
         self._lookups.pop(request_id, None)
         self.link.submit(m.EndSession, request_id=request_id)
 
-    def clear(self, epoch: bytes | None = None) -> None:
-        """Asks the agent to remove this engine's chunks: those of an epoch, or all."""
-        self.link.submit(m.Clear, epoch=epoch, remote=self.ranks.remote())
+    def clear(self, epoch: bytes | None = None, *, wait_s: float = 0.0) -> None:
+        """Asks the agent to remove this engine's chunks: those of an epoch, or all.
+
+        Asks again for those epochs that no agent has been asked about, because there was none.
+        """
+        again = tuple(self._uncleared)
+        self._uncleared.difference_update(again)
+        for each in (*again, epoch):
+            listener = partial(self._has_cleared, each)
+            call = self.link.submit(m.Clear, listener, epoch=each, remote=self.ranks.all_parts())
+        call.wait(wait_s)
+
+    def _has_cleared(self, epoch: bytes | None, call: AgentCall) -> None:
+        """On the link's thread."""
+        if call.lost and epoch:
+            self._uncleared.add(epoch)
 
     def shutdown(self) -> None:
         """Closes the connection; the agent unpins what lookups have pinned."""

@@ -73,3 +73,49 @@ def test_a_clear_does_not_wait_for_redis(agent: AgentServer, redis_server: Redis
         assert engine.lookup("s", HASHES) == 0
         wait_until(lambda: agent.counter("clears_failed") == 1, what="a clear that Redis missed")
         assert "stay in Redis" in agent.log
+
+
+def test_a_store_that_comes_after_its_epoch_has_ended_is_dropped(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    """Workers have connections of their own: a clear may overtake them."""
+    with Engine(agent.endpoint) as engine:
+        engine.store("r", OF_BOTH, range(8))
+        engine.scheduler.clear(EPOCH)
+        wait_until(lambda: agent.counter("clears") == 1, what="a clear of the host pool")
+        for number, hashes in enumerate((OF_EPOCH, OF_BOTH, HASHES)):
+            engine.store(f"s{number}", hashes, range(8))
+        agent.wait_idle()
+        wait_until(lambda: hashes_in(redis_server) == set(HASHES[3::4]), what="the others")
+        assert engine.lookup("l1", OF_EPOCH) == engine.lookup("l2", OF_BOTH) == 0
+        assert engine.lookup("l3", HASHES) == TOKENS
+
+
+def test_an_epoch_of_workers_that_sleep_is_cleared(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    """They are registered with no agent then (`unregister_kv_caches`)."""
+    with Engine(agent.endpoint) as engine:
+        engine.store("r", OF_EPOCH, range(8))
+        agent.wait_idle()
+        engine.scheduler.ranks.reported({0: engine.workers[0].place})
+        assert engine.workers[0].unregister(5.0)
+        engine.scheduler.ranks.reported({0: None})
+        engine.scheduler.clear(EPOCH)
+        wait_until(lambda: not hashes_in(redis_server), what="an empty Redis")
+
+
+def test_an_epoch_that_ends_without_an_agent_is_cleared_with_the_next(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    with Engine(agent.endpoint) as engine:
+        engine.store("r", OF_EPOCH, range(8))
+        agent.wait_idle()
+        agent.kill()
+        wait_until(lambda: not engine.scheduler.link.online, what="the loss of the agent")
+        engine.scheduler.clear(EPOCH)
+        agent.start()
+        engine.wait_ready()
+        assert engine.lookup("l", OF_EPOCH) == TOKENS
+        engine.scheduler.clear(b"epoch..2")
+        wait_until(lambda: not hashes_in(redis_server), what="an empty Redis")

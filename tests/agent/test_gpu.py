@@ -17,6 +17,7 @@ import torch
 
 from lmcache_redis.agent.main import EXIT_GPU_LOST
 from lmcache_redis.client.control import ControlClient
+from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.device import driver
 from tests import cuda_driver, forks
 from tests.cuda_driver.engine import GpuEngine, Host, gpus
@@ -121,6 +122,54 @@ def test_chunks_come_from_the_pool_and_from_redis(
         engine.wait_ready()
         assert_hit(engine, "redis")
         assert agent.counter("hit_chunks_redis") == 4
+
+
+@either_way
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_an_engine_sleeps_and_wakes_amid_transfers(
+    frozen: bool, direct: int, host: Host, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """What vLLM 0.33's hooks do. It wakes with other memory at the same addresses."""
+    late = block_hashes("a late prompt", 16)
+    with (
+        new_agent(tmp_path, redis_server, direct) as agent,
+        GpuEngine(agent.endpoint, host, memory="pieces") as engine,
+    ):
+        (worker,), (caches,) = engine.workers, engine.caches
+        engine.randomize(SOURCE)
+        engine.store("first", HASHES, SOURCE)
+        stored = blocks_of(engine, SOURCE)
+        assert engine.lookup("load", HASHES) == TOKENS
+        if frozen:
+            agent.stop()
+        (load,) = engine.begin_retrieves("load", HASHES, TARGET)
+        (store,) = worker.begin_stores(["late"], [engine.op(late, SOURCE)], worker.signal())
+        assert worker.unregister(0.2 if frozen else 60.0) is not frozen
+        host.sleep()
+        host.wake()
+        worker.register_groups(
+            [CacheGroup(caches, "float32", 16)], num_blocks=48, identity={"rank": "0"}
+        )
+        engine.randomize(range(48))
+        awake = blocks_of(engine, range(48))
+        if frozen:
+            agent.cont()
+        wait_until(lambda: load.over and store.over, what="the ends of the transfers")
+        engine.wait_ready()
+        assert all(map(torch.equal, blocks_of(engine, range(48)), awake))
+        for hashes, request in ((HASHES, "again"), (late, "late")):
+            if engine.lookup(request, hashes) == TOKENS:
+                engine.zero(TARGET)
+                assert engine.retrieve(request, hashes, TARGET) == set()
+                assert all(map(torch.equal, blocks_of(engine, TARGET), stored))
+            else:
+                assert hashes is late  # a store may be dropped
+        engine.store("new", block_hashes("a new prompt", 16), SOURCE)
+        assert engine.lookup("new", block_hashes("a new prompt", 16)) == TOKENS
+        engine.zero(TARGET)
+        assert engine.retrieve("new", block_hashes("a new prompt", 16), TARGET) == set()
+        found = blocks_of(engine, TARGET)
+        assert all(map(torch.equal, found, blocks_of(engine, SOURCE)))
 
 
 def test_an_agent_needs_no_torch(host: Host, tmp_path: Path, redis_server: RedisServer) -> None:

@@ -71,11 +71,30 @@ class Host:
     def map_pieces(self, gpu: int, size_bytes: int, *, exportable: bool) -> int:
         """Memory as of expandable segments: address space, and a piece of memory for each part."""
         size_bytes = -(-size_bytes // PIECE_BYTES) * PIECE_BYTES
+        with self.on(gpu):
+            base = driver.reserve_addresses(size_bytes)
+        self._map(gpu, base, size_bytes, exportable=exportable)
+        self._mapped.append((gpu, base, size_bytes))
+        self._ranges.append((range(base, base + size_bytes), gpu))
+        return base
+
+    def sleep(self) -> None:
+        """Unmaps all pieces, as vLLM's cumem allocator does; their addresses stay reserved."""
+        self.synchronize()
+        for gpu, base, size_bytes in self._mapped:
+            with self.on(gpu):
+                driver.unmap(base, size_bytes)
+
+    def wake(self) -> None:
+        """Maps other memory at the addresses."""
+        for gpu, base, size_bytes in self._mapped:
+            self._map(gpu, base, size_bytes, exportable=True)
+
+    def _map(self, gpu: int, base: int, size_bytes: int, *, exportable: bool) -> None:
         # CUmemAllocationProp
         properties = (ctypes.c_uint * 8)(1, int(exportable), 1, gpu)
         size = ctypes.c_size_t(PIECE_BYTES)
         with self.on(gpu):
-            base = driver.reserve_addresses(size_bytes)
             for address in range(base, base + size_bytes, PIECE_BYTES):
                 piece = ctypes.c_uint64()
                 made = cuda_driver.load().cuMemCreate(
@@ -85,9 +104,6 @@ class Host:
                 driver.map_allocation(address, PIECE_BYTES, piece.value)
                 driver.release_allocation(piece.value)
             driver.allow_access(base, size_bytes, gpu)
-        self._mapped.append((gpu, base, size_bytes))
-        self._ranges.append((range(base, base + size_bytes), gpu))
-        return base
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = torch.empty(shape, dtype=dtype, device="meta").nbytes

@@ -5,6 +5,7 @@ The core's methods and the scheduler are vLLM's own.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor as VllmExecutor
 
 from lmcache_redis.integrations.vllm import engine as engines
 from lmcache_redis.integrations.vllm.engine import Engine, on_the_stack
@@ -34,14 +36,24 @@ class Executor:
         self.digest = b"first"
         self.calls: list[Any] = []
         self.broken = False
-        self.is_sleeping = False
+        self.sleeping_tags: set[str] = set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeping_tags)
+
+    def sleep(self, level: int = 1) -> None:
+        VllmExecutor.sleep(self, level)  # type: ignore[arg-type]
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        VllmExecutor.wake_up(self, tags)  # type: ignore[arg-type]
 
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         if method is parameters_digest:
-            assert not self.is_sleeping, "the weights are unmapped"
-            return [self.digest]
+            assert "weights" not in self.sleeping_tags, "the weights are unmapped"
+            return [(self.digest, self.digest)]
         self.calls.append((method, *args))
         if self.broken:
             raise RuntimeError("a worker failed")
@@ -202,6 +214,7 @@ def test_a_clear_hides_what_others_share(make_core: Callable[..., Core]) -> None
     own = core.epochs.current
     assert core.epochs.is_own
     assert core.played.agent.cleared == []
+    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
     assert core.reset_prefix_cache(reset_connector=True)
     assert core.played.agent.cleared == [own]
     core.collective_rpc(engines.WEIGHTS_ID_RPC, args=("step-1",))
@@ -227,8 +240,12 @@ def test_weights_written_past_every_call_are_seen(make_core: Callable[..., Core]
 
 
 @pytest.mark.parametrize(
-    "method", ["checkpoint_prepare", "checkpoint_restore", "synchronize_device", "list_loras"]
-)
+    "method",
+    [
+        "checkpoint_prepare", "checkpoint_restore", "synchronize_device", "list_loras",
+        "release_late_interaction_query_cache",
+    ],
+)  # fmt: skip
 def test_calls_that_leave_the_weights_alone(make_core: Callable[..., Core], method: str) -> None:
     core = make_core()
     core.collective_rpc(method)
@@ -236,7 +253,7 @@ def test_calls_that_leave_the_weights_alone(make_core: Callable[..., Core], meth
 
 
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("method", ["reload_weights", "update_weights", len])
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "reset_weights", len])
 def test_any_other_call_is_an_update(
     make_core: Callable[..., Core], method: Any, broken: bool
 ) -> None:
@@ -249,10 +266,100 @@ def test_any_other_call_is_an_update(
     assert core.epochs.is_own
 
 
+@pytest.mark.parametrize("method", ["reload_weights", "finish_weight_update"])
+def test_an_update_to_the_same_weights_changes_nothing(
+    make_core: Callable[..., Core], method: str
+) -> None:
+    core = make_core()
+    core.collective_rpc(method)
+    assert core.epochs.current == b""
+    core.executor.digest = b"second"
+    core.collective_rpc(method)
+    assert core.epochs.is_own
+    core.executor.digest = b"first"
+    core.collective_rpc(method)
+    assert core.epochs.current == b""
+
+
+def test_a_failed_reload_is_doubted_until_the_weights_are_read(
+    make_core: Callable[..., Core],
+) -> None:
+    core = make_core()
+    core.executor.broken = True
+    with pytest.raises(RuntimeError):
+        core.collective_rpc("reload_weights")
+    assert core.epochs.is_own
+    assert core.reset_prefix_cache()
+    assert core.epochs.current == b""
+
+
+def test_a_sleep_without_weights_ends_the_epoch(make_core: Callable[..., Core]) -> None:
+    """vLLM's flow for trainers and for snapshots: sleep at level 2, reload, wake."""
+    core = make_core()
+    core.sleep(1)
+    assert core.epochs.current == b""
+    core.wake_up()
+    core.sleep(2)
+    assert core.epochs.is_own
+    core.executor.digest = b"garbage"
+    core.wake_up(["weights"])
+    assert core.epochs.is_own
+    core.executor.digest = b"first"
+    core.collective_rpc("reload_weights")  # the KV cache still sleeps
+    assert core.epochs.current == b""
+    core.wake_up(["kv_cache"])
+    core.sleep(2)
+    core.executor.digest = b"second"  # a trainer writes past every call
+    core.wake_up()
+    assert core.epochs.is_own
+
+
+def test_own_epochs_end_when_weights_change(make_core: Callable[..., Core]) -> None:
+    core = make_core()
+    owns = []
+    for step in range(4):
+        core.executor.digest = b"step %d" % step
+        core.collective_rpc("update_weights")
+        assert core.reset_prefix_cache()
+        core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+        core.finish()
+        core.let_transfers_end(False)
+        owns.append(core.epochs.current)
+        assert core.played.agent.cleared == owns[:-1]
+
+
+def test_methods_that_others_have_wrapped_are_still_watched(
+    make_core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decorator of vLLM's own is not taken for ours, and ours is found behind another."""
+
+    def decorated(method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapper(core: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(core, *args, **kwargs)
+
+        return wrapper
+
+    def own(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return core.model_executor.collective_rpc(method, *args, **kwargs)
+
+    monkeypatch.setattr(EngineCore, "collective_rpc", decorated(own))
+    core = make_core()
+    core.collective_rpc("update_weights")
+    assert core.epochs.is_own
+    twice = decorated(EngineCore.collective_rpc)
+    monkeypatch.setattr(EngineCore, "collective_rpc", twice)
+    make_core()
+    assert EngineCore.collective_rpc is twice
+
+
 def test_versions_are_shared_in_a_named_run_only(make_core: Callable[..., Core]) -> None:
     core, named = make_core(), make_core(run="run-7")
     core.set_weight_version("100")
     assert core.get_weight_version() == "100"
+    assert core.epochs.current == b""  # the weights are the same
+    core.executor.digest = b"second"
+    core.set_weight_version("101")
     assert core.epochs.is_own
     named.set_weight_version("100")
     assert named.epochs.current == version_epoch("run-7", "100")
@@ -297,14 +404,12 @@ def test_a_sleeping_engine_is_not_read(
 ) -> None:
     """On a GPU that would be an error that ends the engine. What it wakes with is not known."""
     core = make_core()
-    core.executor.is_sleeping = True
+    core.executor.sleeping_tags = {"weights", "kv_cache"}
     assert core.reset_prefix_cache()
     assert core.epochs.is_own
     assert "check_weights" not in caplog.text  # nor did it try
-    core.executor.is_sleeping = False
-    asleep = core.epochs.current
-    assert core.reset_prefix_cache()  # no request has used the epoch
-    assert core.epochs.current == asleep
+    core.model_executor.wake_up()
+    assert core.epochs.current == b""  # it has woken with the same weights
 
 
 def test_an_engine_whose_parameters_cannot_be_read(

@@ -133,14 +133,56 @@ def test_pauses_snapshots_and_weights_written_past_every_call(
         wait_for_a_hit(engine, Prompts(12).tokens(CHUNK + 10))
         assert weights.ask(engine, 0) == 3 * CHUNK
 
-        for version in (1, 0):
-            weights.put(version)
-            trained.touch()
-            wait_until(lambda: not trained.exists(), what="weights that a trainer writes")
-            assert weights.ask(engine, version) == 0
-            weights.wait_for_a_hit(engine, version)
+        weights.put(1)
+        trained.touch()
+        wait_until(lambda: not trained.exists(), what="weights that a trainer writes")
+        assert weights.ask(engine, 1) == 0
+        weights.wait_for_a_hit(engine, 1)
+        weights.put(0)
+        trained.touch()
+        wait_until(lambda: not trained.exists(), what="the first weights again")
+        assert weights.ask(engine, 0) == 3 * CHUNK
         engine.step("pause")
         assert weights.ask(engine, 0) == 3 * CHUNK
+
+
+def test_the_same_weights_again_and_nothing_left_of_others(
+    weights: Weights, agent: AgentServer, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    weights.put(0)
+    patch = {PATCH_VARIABLE: str(Path(__file__).with_name("writer.py")), "TRAINED": ""}
+    with start(weights.model, agent, tmp_path / "one.log", env=patch) as one:
+        assert weights.ask(one, 0) == 0
+        weights.wait_for_a_hit(one, 0)
+        agent.wait_idle()
+        shared = keys_in(redis_server)
+        one.rpc("reload_weights")
+        assert weights.ask(one, 0) == 3 * CHUNK
+        one.step("sleep")  # without weights, which are loaded again: snapshots do so
+        assert weights.ask(one, 0) == 3 * CHUNK
+        for _ in range(3):
+            weights.reload(one, 1)
+            assert weights.ask(one, 1) == 0
+            weights.wait_for_a_hit(one, 1)
+            weights.reload(one, 1)  # its own epoch goes on
+            assert weights.ask(one, 1) == 3 * CHUNK
+            agent.wait_idle()
+            wait_until(lambda: keys_in(redis_server) == 2 * shared, what="one epoch beside it")
+            weights.reload(one, 0)
+            assert weights.ask(one, 0) == 3 * CHUNK
+            wait_until(lambda: keys_in(redis_server) == shared, what="what others share")
+        weights.reload(one, 1)
+        assert weights.ask(one, 1) == 0
+        agent.wait_idle()
+    wait_until(lambda: keys_in(redis_server) == shared, what="nothing of an engine that has ended")
+    weights.put(0)
+    with start(weights.model, agent, tmp_path / "two.log") as two:
+        assert weights.ask(two, 0) == 3 * CHUNK
+
+
+def keys_in(server: RedisServer) -> int:
+    with server.client() as client:
+        return int(client.dbsize())
 
 
 def test_two_ranks_each_load_their_shard_and_begin_new_epochs(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import os
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,13 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm.identity import engine_identity as settings
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
 from tests.engines import PATCH_VARIABLE, ForkedEngine
 from tests.harness import AgentServer, wait_until
@@ -47,27 +53,37 @@ PHI3: dict[str, Any] = {
     },
 }
 
-Identity = Callable[..., dict[str, str]]
 
-
-@pytest.fixture
-def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identity:
+class Identity:
     """The identity of an engine of the model whose config.json is ``config``."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def build(config: dict[str, Any] = LLAMA, **settings: Any) -> dict[str, str]:
-        directory = tmp_path / "model"
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __call__(self, config: dict[str, Any] = LLAMA, **options: Any) -> dict[str, str]:
+        weights_id = options.pop("weights_id", None)
+        rank = options.pop("rank", 0)
+        made = self.config(config, **options)
+        return engine_identity(made, rank=rank, backend="CPU_ATTN", weights_id=weights_id)
+
+    def config(self, config: dict[str, Any] = LLAMA, **options: Any) -> VllmConfig:
+        directory = self._directory
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(config))
         if not os.path.lexists(directory / "model.safetensors"):
             write_safetensors(directory / "model.safetensors", [1000])
-        arguments = {"model": str(directory), "skip_tokenizer_init": True, **settings}
-        weights_id = arguments.pop("weights_id", None)
-        rank = arguments.pop("rank", 0)
-        vllm_config = EngineArgs(**arguments).create_engine_config()
-        return engine_identity(vllm_config, rank=rank, backend="CPU_ATTN", weights_id=weights_id)
+        arguments: dict[str, Any] = {
+            "model": str(directory),
+            "skip_tokenizer_init": True,
+            **options,
+        }
+        return EngineArgs(**arguments).create_engine_config()
 
-    return build
+
+@pytest.fixture
+def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identity:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return Identity(tmp_path / "model")
 
 
 def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -207,6 +223,101 @@ def test_a_draft_of_another_revision_has_other_weights(identity: Identity, tmp_p
         for revision in (None, "other")
     ]
     assert differ(*found) == {"draft"}
+
+
+def test_the_version_of_transformers_counts(
+    identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = identity()
+    assert plain["transformers"] == importlib.metadata.version("transformers")
+    monkeypatch.setattr(settings, "version", lambda name: f"another {name}")
+    assert differ(plain, identity()) == {"transformers"}
+
+
+def install(directory: Path, name: str, version: str, module: str, group: str) -> None:
+    """A package with a plugin of vLLM."""
+    info = directory / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:register\n")
+    (directory / f"{module.partition('.')[0]}.py").write_text("def register(): ...")
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
+def test_plugins_of_others_count(
+    identity: Identity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    plain = identity()
+    assert plain["plugins"] == ""  # vLLM's own and this package's have no say
+    found = {""}
+    for version in ("1.0", "2.0"):
+        install(tmp_path / version, "fancy", version, "fancy_plugin", group)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / version)
+            found.add(" ".join(settings._plugins()))
+            patch.setenv("VLLM_PLUGINS", "lmcache_redis")
+            assert " ".join(settings._plugins()) == ""  # it is not loaded
+    assert found == {"", "fancy (fancy==1.0)", "fancy (fancy==2.0)"}
+
+
+@pytest.mark.parametrize("one", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_the_capability_of_the_gpu_counts_where_numbers_are_quantized(
+    identity: Identity, monkeypatch: pytest.MonkeyPatch, one: dict[str, Any]
+) -> None:
+    """By it vLLM chooses between kernels for 16 and for 8 bits."""
+
+    def on(major: int, **options: Any) -> dict[str, str]:
+        capability = DeviceCapability(major, 0)
+        with monkeypatch.context() as patch:
+            built = identity.config(**options)
+            patch.setattr(current_platform, "get_device_capability", lambda *_: capability)
+            return engine_identity(built, rank=0, backend="FLASH_ATTN")
+
+    assert differ(on(8), on(9)) == set()
+    assert differ(on(8, **one), on(9, **one)) == {"kernels"}
+
+
+@pytest.mark.parametrize("role", ["ec_consumer", "ec_both"])
+def test_images_that_another_instance_encodes_need_a_name(identity: Identity, role: str) -> None:
+    config = identity.config()
+    config.ec_transfer_config = SimpleNamespace(ec_role=role)
+    with pytest.raises(Unsupported, match=r"another instance encodes images.*set weights_id"):
+        engine_identity(config, rank=0, backend="")
+    named = engine_identity(config, rank=0, backend="", weights_id="mine")
+    config.ec_transfer_config.ec_role = "ec_producer"
+    assert differ(named, engine_identity(config, rank=0, backend="")) == {"weights_id"}
+
+
+def some_pass() -> None: ...
+
+
+class Pass:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self) -> None: ...
+
+
+def test_values_are_told_apart_by_what_they_are() -> None:
+    """Functions, bytes and objects that only the Python API can give."""
+    values = [
+        b"one", b"other", bytearray(b"two"), some_pass, max, min, Pass, Pass(1), Pass(2),
+        Pass(1).run, Pass(2).run, functools.partial(some_pass, 1), functools.partial(some_pass, 2),
+        torch.ones(2), torch.zeros(2), torch.float16, torch.device("cpu"), {"a": b"x"}, {"a": b"y"},
+        frozenset({b"a"}), frozenset({b"b"}),
+    ]  # fmt: skip
+    assert len({settings._digest(each) for each in values}) == len(values)
+    assert settings._digest(Pass(1)) == settings._digest(Pass(1))
+    assert settings._digest(b"one") == settings._digest(memoryview(b"one"))
+
+
+@pytest.mark.parametrize("value", [lambda: None, [object()], {"a": iter([])}, threading.Lock()])
+def test_a_value_without_a_name_keeps_the_cache_off(identity: Identity, value: Any) -> None:
+    config = identity.config()
+    config.additional_config = {"value": value}
+    with pytest.raises(Unsupported, match="no name that it would have in another process"):
+        engine_identity(config, rank=0, backend="")
 
 
 def test_unexpected_settings_never_reach_the_engine() -> None:

@@ -63,6 +63,22 @@ def test_beside_other_connectors_nothing_is_asked_for() -> None:
     assert resolved(multi, EVERY) == "LBHNC"
 
 
+MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+
+
+def test_a_vllm_that_has_moved_what_we_ask_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, MULTI, None)
+    assert resolved(transfer(kv_cache_layout="BLNHC"), EVERY) == "LBNHC"
+
+
+def test_an_error_of_ours_does_not_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(support, "is_asked_by", None)
+    assert resolved(transfer(kv_cache_layout="BLNHC"), EVERY) == "LBNHC"
+    assert "please report this" in caplog.text
+
+
 @pytest.mark.parametrize("module", [None, SimpleNamespace(KVCacheLayout=Enum("Other", ["LBNHC"]))])
 def test_what_this_vllm_lacks_is_not_asked_for(
     monkeypatch: pytest.MonkeyPatch, module: Any

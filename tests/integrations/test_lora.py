@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from lmcache_redis.integrations.vllm.support import adapters_only
+from tests.engines import PATCH_VARIABLE
 from tests.harness import AgentServer
 from tests.integrations.conftest import Prompts
 from tests.integrations.test_vllm import CHUNK, start
@@ -69,4 +73,43 @@ def test_a_replaced_adapter_does_not_hit(
         assert ask(("tuned", 3, str(path))) == (expected, 2 * CHUNK)
         # The first id was dropped from memory, and is read again.
         assert ask(("tuned", 1, str(path))) == (expected, 2 * CHUNK)
-        assert ask(None) == (plain, 2 * CHUNK)
+        # This vLLM computes a prompt without an adapter, beside some with one, with one of them.
+        assert ask(None) == (plain, 0 if needs_adapters() else 2 * CHUNK)
+
+
+def needs_adapters() -> bool:
+    from vllm.config import VllmConfig
+
+    return adapters_only(cast(VllmConfig, SimpleNamespace(lora_config=True)))
+
+
+def test_a_prompt_beside_adapters_is_answered_as_alone(
+    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    """In an engine of its own, whatever one with adapters has computed and stored."""
+    if not needs_adapters():
+        pytest.skip("this vLLM computes it right")
+    question, paths = prompts.tokens(2 * CHUNK + 10), [tmp_path / "one", tmp_path / "two"]
+    for number, path in enumerate(paths):
+        write_adapter(path, seed=number)
+    patch = {
+        PATCH_VARIABLE: str(Path(__file__).with_name("adapters.py")),
+        "PROMPT": json.dumps(question),
+        "ADAPTERS": json.dumps([str(path) for path in paths]),
+        "MIXED": str(tmp_path / "mixed"),
+    }
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    with start(model_dir, agent, tmp_path / "engine.log", env=patch, **options) as engine:
+        alone = engine.generate([question], 8).outputs[0]
+        assert engine.reset_prefix_cache()
+        engine.step("mixed")
+        assert json.loads((tmp_path / "mixed").read_text()) != alone  # vLLM's own fault
+        agent.wait_idle()
+        assert agent.counter("stores") > 0  # of the adapters
+    assert "prompts without an adapter are not cached" in (tmp_path / "engine.log").read_text()
+    for number, other in enumerate(({}, options)):
+        with start(model_dir, agent, tmp_path / f"{number}.log", **other) as engine:
+            answer = engine.generate([question], 8)
+            assert answer.outputs[0] == alone
+            assert answer.details["cached_tokens"] == [0]
+            agent.wait_idle()

@@ -23,6 +23,7 @@ from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm import planning
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.parameters import UNREAD
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestNames
@@ -164,7 +165,7 @@ def make_scheduler(
 ) -> ConnectorScheduler:
     groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH)])
     hash_tokens = options.pop("hash_tokens", BLOCK)
-    names = RequestNames(Epochs(None, None, bytes), options.pop("media", None))
+    names = RequestNames(Epochs(None, None, lambda: UNREAD), options.pop("media", None))
     announcer = options.pop("announcer", None)
     step_tokens = options.pop("step_tokens", 4 * CHUNK)
     block_ids = options.pop("block_ids", lambda request_id: (TABLES.get(request_id, []),))

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.errors import Unsupported
@@ -262,3 +263,24 @@ def test_the_classes_of_this_vllm_are_those_that_are_meant() -> None:
     assert unsupported(real, FULL) is None
     parallel.decode_context_parallel_size = 2
     assert unsupported(real, FULL) is not None
+
+
+@pytest.mark.parametrize(("has_hooks", "device", "is_fit"), [
+    (False, "cuda", False), (False, "cpu", True), (True, "cuda", True),
+])  # fmt: skip
+def test_sleep_mode_needs_a_vllm_that_tells_connectors(
+    monkeypatch: pytest.MonkeyPatch, has_hooks: bool, device: str, is_fit: bool
+) -> None:
+    """Before, vLLM unmaps memory that the agent has mapped, and maps other memory there."""
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    if has_hooks:
+        hook = lambda self: None  # noqa: E731
+        monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", hook, raising=False)
+    settings = engine(
+        model_config={"enable_sleep_mode": True}, device_config={"device_type": device}
+    )
+    if is_fit:
+        assert len(supported_groups(settings, FULL, takes_failed_loads=True)) == 1
+    else:
+        with pytest.raises(Unsupported, match=r"it needs vLLM 0\.33 or newer"):
+            supported_groups(settings, FULL, takes_failed_loads=True)

@@ -2,7 +2,7 @@
 
 Whenever the file TRAINED is there, it reads the model's files into the memory of the worker,
 without any call that vLLM could notice, and removes the file. The step ``pause`` pauses the engine
-and resumes it.
+and resumes it; ``sleep`` does what vLLM's snapshot server does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _load_model = CPUWorker.load_model
 
 def _train(worker: Any) -> None:
     while True:
-        if _TRAINED.exists():
+        if _TRAINED.is_file():
             worker.reload_weights()
             _TRAINED.unlink()
         time.sleep(0.05)
@@ -42,5 +42,14 @@ def _pause(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _sleep(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+    return {}
+
+
 CPUWorker.load_model = _load_and_train
 engine._STEPS["pause"] = _pause
+engine._STEPS["sleep"] = _sleep

@@ -24,12 +24,13 @@ class LeftOut:
 
 LEFT_OUT = (
     LeftOut(
-        "context parallelism, diffusion, devices (`dcp_*`, `device_config`)",
-        "`support.py` refuses the values that would matter, see below",
+        "context parallelism, diffusion, encoder instances, devices (`dcp_*`, `device_config`)",
+        "values that would matter are refused, see below",
         {
             "VllmConfig": "diffusion_config device_config",
             "DiffusionConfig": "*",
             "DeviceConfig": "*",
+            "ECTransferConfig": "*",
             "CacheConfig": "calculate_kv_scales prefix_match_unit hash_block_size",
             "ModelConfig": "enable_return_routed_experts",
             "AuxOutputConfig": "*",
@@ -250,7 +251,6 @@ LEFT_OUT = (
                 kv_connector_module_path kv_ip kv_load_failure_policy kv_parallel_size kv_port
                 kv_rank kv_role
             """,
-            "ECTransferConfig": "*",
             "KVEventsConfig": "*",
             "environment": """
                 MOONCAKE_* VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_EC_SIDE_CHANNEL_*
@@ -383,6 +383,7 @@ COMPUTED: Mapping[str, Names] = {
         "LoadConfig": "download_dir",
         "environment": "VLLM_USE_MODELSCOPE VLLM_MODEL_REDIRECT_PATH",
     },
+    "plugins": {"environment": "VLLM_PLUGINS"},
     "load_format": {"LoadConfig": "load_format"},
     "revision": {"ModelConfig": "revision"},
     "model_config": {

@@ -44,6 +44,7 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "lmcache_redis.integrations.vllm.connector", CONNECTOR_NAME
         )
+    _watch_packing()
     try:
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError:  # a vLLM that has moved it: the connector needs none of it
@@ -58,3 +59,15 @@ def _look_at_files(vllm_config: VllmConfig) -> None:
     from lmcache_redis.integrations.vllm.identity.engine_identity import look_at_files
 
     look_at_files(vllm_config)
+
+
+def _watch_packing() -> None:
+    """Before a model is loaded: on a CPU vLLM packs weights where they cannot be read later."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm import _custom_ops
+
+        from lmcache_redis.integrations.vllm.parameters import watch_packing
+
+        watch_packing(_custom_ops)

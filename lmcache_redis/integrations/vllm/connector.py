@@ -304,7 +304,12 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return wanted_layout(vllm_config)
+        """A wish, before there is a connector: after an error the order is vLLM's own."""
+        try:
+            return wanted_layout(vllm_config)
+        except Exception:
+            logger.exception("kv_cache_layout is not asked for; please report this")
+            return None
 
     @guarded(nothing)
     def unregister_kv_caches(self) -> None:
@@ -393,6 +398,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     @guarded(nothing)
     def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.end()
         if self._adapter is not None:
             self._adapter.shutdown()
 

@@ -7,6 +7,7 @@ steps:
 collective_rpc        every update of weights goes through it
 set_weight_version    names the weights
 add_lora              reads an adapter, perhaps hours before its first request
+sleep, wake_up        of the executor: at level 2 the weights are thrown away
 reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 get_new_blocks        of the block pool (`watch_new_blocks`): whoever allocates, it comes from there
 update_from_output    of the scheduler (`Engine.watch_outputs`): it takes the output of a step
@@ -15,7 +16,6 @@ update_from_output    of the scheduler (`Engine.watch_outputs`): it takes the ou
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import logging
 import uuid
@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
-from lmcache_redis.integrations.vllm.parameters import parameters_digest
+from lmcache_redis.integrations.vllm.parameters import Parameters, parameters_digest
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -51,12 +51,17 @@ _HARMLESS = frozenset(
         "add_lora", "annotate_profile", "check_health", "checkpoint_prepare", _RESTORE_RPC,
         "compute_weight_checksums", "get_encoder_timing_stats", "get_kv_cache_spec",
         "get_model_inspection", "get_supported_tasks", "init_weight_transfer_engine",
-        "list_loras", "pin_lora", "profile", "remove_lora", "reset_encoder_cache",
-        "reset_mm_cache", "save_sharded_state", "save_tensorized_model",
-        "shutdown_weight_transfer_engine", "sleep", "synchronize_device", "update_max_model_len",
-        "wake_up",
+        "list_loras", "pin_lora", "profile", "release_late_interaction_query_cache", "remove_lora",
+        "reset_encoder_cache", "reset_mm_cache", "save_sharded_state", "save_tensorized_model",
+        "shutdown_weight_transfer_engine", "synchronize_device", "update_max_model_len", "wake_up",
     }
 )  # fmt: skip
+# Methods that end an update: the weights may be those of an earlier epoch again.
+_LOADED = frozenset({"finish_weight_update", "reload_weights"})
+# From this level of sleep on, the weights are thrown away.
+_WITHOUT_WEIGHTS = 2
+# On a function of vLLM's that is wrapped.
+_WATCHED = "lmcache_redis_watched"
 
 # Of those, methods that read adapters, or drop them from memory, as an update of weights may.
 _OF_ADAPTERS = ("add_lora", "remove_lora")
@@ -132,14 +137,14 @@ class Engine:
         """None before the scheduler has made it."""
         return getattr(self._scheduler(), "kv_cache_manager", None)
 
-    def parameters(self) -> bytes | None:
-        """A digest of the parameters of all ranks, read now; None if they cannot be read."""
-        core = self._core()
+    def parameters(self) -> Parameters | None:
+        """The parameters of all ranks, read now; None if they cannot be read."""
+        executor = getattr(self._core(), "model_executor", None)
         try:
-            if getattr(core.model_executor, "is_sleeping", False):
+            sleeping = getattr(executor, "sleeping_tags", ("weights",))
+            if getattr(executor, "is_sleeping", False) and "weights" in sleeping:
                 return None  # they may be unmapped
-            digests = self.in_workers(parameters_digest)
-            return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+            return Parameters.of_ranks([Parameters(*e) for e in self.in_workers(parameters_digest)])
         except Exception as error:  # whatever an executor or a model raises
             logger.warning(
                 "the parameters in memory cannot be read (%r): every reset of vLLM's prefix cache "
@@ -225,12 +230,23 @@ def watch_new_blocks(pool: BlockPool, given: Callable[[Sequence[KVCacheBlock]], 
 def listen(listener: Any) -> None:
     """Notifies ``listener``, on the scheduler's thread, for as long as it lives."""
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
 
     listeners.add(listener)
-    if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
-        EngineCore.collective_rpc = _watched_rpc(EngineCore.collective_rpc)
-        EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
-        EngineCore.add_lora = _watched_adapter(EngineCore.add_lora)
+    _watch(EngineCore, "collective_rpc", _watched_rpc)
+    _watch(EngineCore, "set_weight_version", _watched_version)
+    _watch(EngineCore, "add_lora", _watched_adapter)
+    _watch(Executor, "sleep", _watched_sleep)
+    _watch(Executor, "wake_up", _watched_wake_up)
+
+
+def _watch(owner: type, name: str, watched: Callable[[Any], Any]) -> None:
+    """Wraps a method once, whatever else wraps it."""
+    found = getattr(owner, name, None)  # this vLLM may not have it
+    if found is not None and not hasattr(found, _WATCHED):
+        wrapper = functools.wraps(found)(watched(found))
+        setattr(wrapper, _WATCHED, True)
+        setattr(owner, name, wrapper)
 
 
 def _change_epochs(change: EpochChange, why: str) -> None:
@@ -239,19 +255,21 @@ def _change_epochs(change: EpochChange, why: str) -> None:
 
 
 def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective_rpc)
     def watched(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method == WEIGHTS_ID_RPC:
             return _name_weights(core, *args, **kwargs)
+        change: EpochChange = Epochs.weights_may_differ  # also after a failure: some may be new
         try:
-            return collective_rpc(core, method, *args, **kwargs)
+            result = collective_rpc(core, method, *args, **kwargs)
+            if method in _LOADED:
+                change = Epochs.weights_were_loaded
+            return result
         finally:
-            # Also after a failure: some of the weights may be new.
             if method not in _HARMLESS or method in _OF_ADAPTERS:
                 _adapters_read()
             if method not in _HARMLESS:
                 name = method if isinstance(method, str) else "a function"
-                _change_epochs(Epochs.weights_may_differ, f"collective_rpc of {name}")
+                _change_epochs(change, f"collective_rpc of {name}")
             elif method == _RESTORE_RPC:
                 _rename(core)
 
@@ -259,7 +277,6 @@ def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watched_adapter(add_lora: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(add_lora)
     def watched(core: Any, lora_request: Any) -> bool:
         try:
             return add_lora(core, lora_request)
@@ -275,11 +292,30 @@ def _adapters_read() -> None:
 
 
 def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(set_weight_version)
     def watched(core: Any, weight_version: str) -> Any:
         result = set_weight_version(core, weight_version)
         change = methodcaller("weights_have_version", weight_version)
         _change_epochs(change, f"weight version {weight_version!r}")
+        return result
+
+    return watched
+
+
+def _watched_sleep(sleep: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(executor: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return sleep(executor, level, *args, **kwargs)
+        finally:
+            if level >= _WITHOUT_WEIGHTS:
+                _change_epochs(Epochs.weights_may_differ, f"sleep at level {level}")
+
+    return watched
+
+
+def _watched_wake_up(wake_up: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        result = wake_up(executor, *args, **kwargs)
+        _change_epochs(Epochs.check_unknown, "the engine has woken")
         return result
 
     return watched

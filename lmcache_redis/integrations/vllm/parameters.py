@@ -1,18 +1,31 @@
-"""A digest of the parameters that a worker computes with, read from its memory.
+"""Digests of the parameters that a worker computes with, read from its memory.
 
 A trainer in the engine's own process writes weights without any call that a connector could see
 (``model.load_weights``, as TRL does it), and then resets vLLM's prefix cache. So at each reset the
 digests of all ranks are compared with those before (`Engine.parameters`). Every bit counts: an
 optimizer step with a small learning rate changes few elements of a bfloat16 model.
+
+weights      parameters and buffers, and what vLLM has packed and keeps elsewhere
+everything   also other tensors of the modules, which vLLM derives from weights when it loads them:
+             a trainer that only writes weights leaves them as they were
+
+Left out is what computing changes: KV caches, buffers for indices, and the history of scales that
+follow the images seen (fp8 attention of encoders).
+
+vLLM packs the linear layers of a CPU in memory that cannot be read: `watch_packing` has a digest
+made when it packs them. Layers that are offloaded by prefetching have staging buffers in place of
+parameters: what is read is the memory that these are filled from.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -23,32 +36,125 @@ _WORDS_AT_ONCE = 1 << 21  # the sum on a device takes five times 16 MiB of its m
 _MULTIPLIER = 6364136223846793005  # odd, so that no bit is lost
 _SEED = 0x6C6D6372
 
+# vLLM's names of tensors that computing changes.
+_CHANGING = re.compile(r"kv_cache|_fp8_[qkv]_amax|.*_(buffer|counter)")
+# These follow the history beside them, if there is one: vLLM's `MMEncoderAttention`.
+_FOLLOWS = re.compile(r"_fp8_([qkv])_scale")
+# Offloaders whose parameters are the weights themselves, wherever they lie.
+_IN_PLACE = ("NoopOffloader", "UVAOffloader")
+_PACKERS = ("create_onednn_mm", "create_onednn_scaled_mm")
+_PACKED_DIGEST = "lmcache_redis_digest"
+# Parameters that are empty or None once their bytes are packed elsewhere.
+_WEIGHT = re.compile(r"(.*_)?weight(_packed)?")
 
-def parameters_digest(worker: Any) -> bytes:
-    """The digest of a worker's parameters and buffers, of its draft model too.
 
-    Runs in the worker, by ``collective_rpc``. Raises if the worker has no model of torch.
+class Parameters(NamedTuple):
+    """What is in memory. everything: None if not all of it can be read."""
+
+    weights: bytes
+    everything: bytes | None
+
+    @staticmethod
+    def of_ranks(ranks: Sequence[Parameters]) -> Parameters:
+        everything = [each.everything for each in ranks]
+        known = [each for each in everything if each is not None]
+        return Parameters(
+            _joined([each.weights for each in ranks]),
+            _joined(known) if len(known) == len(everything) else None,
+        )
+
+
+# Of an operator who says that weights change by vLLM's own calls alone: never another at a reset,
+# and never known to be those of an earlier epoch.
+UNREAD = Parameters(b"", None)
+
+
+def parameters_digest(worker: Any) -> tuple[bytes, bytes | None]:
+    """The fields of `Parameters` of one worker, of its draft model too.
+
+    Runs in the worker, by ``collective_rpc``. Raises if the worker has no model of torch, or the
+    weights are where we do not know.
     """
     runner = worker.model_runner
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     models = [runner.get_model(), getattr(drafter, "model", None)]
-    digest = hashlib.blake2b(digest_size=16)
-    on_devices: list[torch.Tensor] = []
+    staged = _staged()
     factors: dict[torch.device, torch.Tensor] = {}
+    weights, others, is_whole = _Digests(factors), _Digests(factors), not staged
     for model in models:
         if not isinstance(model, torch.nn.Module):
             continue
-        for name, tensor in _tensors_of(model):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            if tensor.device.type == "cpu":
-                digest.update(xxhash.xxh3_128_digest(_bytes_of(tensor).numpy()))
-            else:
-                if tensor.device not in factors:
-                    factors[tensor.device] = odd_numbers(_WORDS_AT_ONCE).to(tensor.device)
-                on_devices.append(weighted_sum(tensor, factors[tensor.device]))
-    if on_devices:  # read back together: each read waits for the device
-        digest.update(struct.pack(f"{len(on_devices)}q", *torch.stack(on_devices).tolist()))
-    return digest.digest()
+        # In the order of their names: a reload makes some of them again.
+        for name, tensor in sorted(_tensors_of(model), key=lambda each: each[0]):
+            # A staging buffer may have other bytes than what it is filled from: `is_whole`.
+            is_whole &= not tensor.is_meta
+            weights.add(name, staged.get(id(tensor), tensor))
+        for path, module in model.named_modules():
+            for name, packed in _packed_in(module):
+                is_whole &= packed is not None
+                weights.add(f"{path}.{name}", packed)
+            for name, value in sorted(vars(module).items()):
+                if isinstance(value, torch.Tensor) and not _CHANGING.fullmatch(name):
+                    others.add(f"{path}.{name}", value)
+    found = weights.digest()
+    return found, _joined([found, others.digest()]) if is_whole else None
+
+
+def watch_packing(ops: Any) -> None:
+    """From now on, what ``ops`` (``vllm._custom_ops``) packs has a digest of what was packed."""
+    for name in _PACKERS:
+        pack = getattr(ops, name, None)
+        if pack is not None and not hasattr(pack, _PACKED_DIGEST):
+            setattr(ops, name, _watched_packer(pack))
+
+
+def _watched_packer(pack: Any) -> Any:
+    @functools.wraps(pack)
+    def packer(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        packed = pack(weight, *args, **kwargs)
+        rows = weight.t() if weight.t().is_contiguous() else weight
+        digests = _Digests()
+        for each in (rows, *args, *kwargs.values()):
+            if isinstance(each, torch.Tensor):
+                digests.add("", each)
+        setattr(packed, _PACKED_DIGEST, digests.digest())
+        return packed
+
+    setattr(packer, _PACKED_DIGEST, b"")
+    return packer
+
+
+class _Digests:
+    """A digest of named tensors, and of digests. Sums on devices are read back together."""
+
+    def __init__(self, factors: dict[torch.device, torch.Tensor] | None = None) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._factors = {} if factors is None else factors
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, name: str, value: torch.Tensor | bytes | None) -> None:
+        self._digest.update(f"{name} ".encode())
+        if isinstance(value, bytes):
+            self._digest.update(value)
+        elif value is not None:
+            for inner, tensor in _plain(name, value):
+                self._digest.update(f"{inner} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                if tensor.device.type == "cpu":
+                    self._digest.update(xxhash.xxh3_128_digest(_bytes_of(tensor).numpy()))
+                else:
+                    if tensor.device not in self._factors:
+                        self._factors[tensor.device] = odd_numbers(_WORDS_AT_ONCE).to(tensor.device)
+                    self._sums.append(weighted_sum(tensor, self._factors[tensor.device]))
+
+    def digest(self) -> bytes:
+        if self._sums:  # each read waits for the device
+            sums = torch.stack([each.to(self._sums[0].device) for each in self._sums]).tolist()
+            self._digest.update(struct.pack(f"{len(sums)}q", *sums))
+        return self._digest.digest()
+
+
+def _joined(digests: Sequence[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
 
 
 def odd_numbers(count: int) -> torch.Tensor:
@@ -82,8 +188,58 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {name for name, _ in model.named_buffers()}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        yield from _plain(name, tensor)
+        path, _, last = name.rpartition(".")
+        follows = _FOLLOWS.fullmatch(last)
+        history = f"_fp8_{follows[1]}_amax" if follows else ""
+        if name in names and (
+            _CHANGING.fullmatch(last)
+            or (history and (f"{path}.{history}" if path else history) in names)
+        ):
+            continue
+        yield name, tensor
+
+
+def _packed_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | bytes | None]]:
+    """What holds weights in place of a module's parameters; None if it cannot be read.
+
+    On a CPU vLLM takes the weight away from a linear layer, and gives it a function that has it.
+    """
+    cells = getattr(vars(module).get("cpu_linear"), "__closure__", None) or ()
+    found: list[torch.Tensor | bytes | None] = []
+    for held in (cell.cell_contents for cell in cells):
+        if isinstance(held, torch.Tensor):
+            found.append(held)
+        elif not isinstance(held, (int, float, str, type(None))):
+            found.append(getattr(held, _PACKED_DIGEST, None))
+    is_removed = any(
+        _WEIGHT.fullmatch(name) and (each is None or not each.numel())
+        for name, each in module._parameters.items()
+    )
+    if is_removed and not found:
+        found.append(None)
+    for number, each in enumerate(found):
+        yield f"packed {number}", each
+
+
+def _staged() -> dict[int, torch.Tensor]:
+    """By the id of a parameter that is a staging buffer, the memory that this is filled from.
+
+    Raises AttributeError if vLLM offloads weights in a way that we do not know.
+    """
+    try:
+        from vllm.model_executor.offloader import get_offloader
+    except ImportError:
+        return {}  # this vLLM has none
+    offloader: Any = get_offloader()
+    if type(offloader).__name__ in _IN_PLACE:
+        return {}
+    return {
+        id(part._param): part._cpu_storage
+        for each in offloader.module_offloaders
+        for part in each._param_offloaders.values()
+    }
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

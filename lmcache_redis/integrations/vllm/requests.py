@@ -36,6 +36,7 @@ class CachePolicy:
     loads: bool = True
     stores: bool = True
     load_always: bool = False  # also what is computed faster
+    adapters_only: bool = False  # prompts without an adapter are not cached
     beside_others: bool = False
 
 
@@ -66,10 +67,11 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )  # fmt: skip
         # Another connector brings its whole prompt; a hit would replace that by a part of it.
         is_brought = policy.beside_others and bool(given.get("do_remote_prefill"))
+        is_cached = not policy.adapters_only or request.lora_request is not None
         return msgspec.structs.replace(
             options,
-            load=options.load and policy.loads and not is_brought,
-            store=options.store and policy.stores,
+            load=options.load and policy.loads and is_cached and not is_brought,
+            store=options.store and policy.stores and is_cached,
         )
 
 

@@ -54,6 +54,8 @@ logger = logging.getLogger("vllm.lmcache_redis")
 # Time that one step may wait for lookups: it helps an idle engine and stalls a busy one.
 _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
+# For the agent to take a message before the connection is closed.
+_LAST_WAIT_S = 0.5
 
 
 class ConnectorScheduler:
@@ -336,16 +338,27 @@ class ConnectorScheduler:
 
     def clear(self) -> None:
         """Begins an epoch of its own. Only chunks that no other engine shares are removed."""
-        old, was_own = self._names.epochs.current, self._names.epochs.is_own
         self.change_epoch(Epochs.begin_own, "the cache was cleared")
-        if was_own:
-            self._client.clear(old)
+
+    def end(self) -> None:
+        """The engine ends, and an epoch of its own with it."""
+        epochs = self._names.epochs
+        epochs.begin_own()
+        for ended in epochs.take_ended():
+            self._client.clear(ended, wait_s=_LAST_WAIT_S)
 
     def change_epoch(self, change: EpochChange, why: str) -> None:
         """In a new epoch, running requests are not cached, and waiting ones looked up again."""
-        if not change(self._names.epochs):
+        epochs = self._names.epochs
+        is_another = change(epochs)
+        for ended in epochs.take_ended():
+            self._client.clear(ended)
+        if not is_another:
             return
-        logger.info("%s: KV that was cached before is no longer used", why)
+        kv = "KV of an earlier epoch is used again"
+        if not epochs.is_earlier:
+            kv = "KV that was cached before is no longer used"
+        logger.info("%s: %s", why, kv)
         self._planner.recent.clear()
         if self._announcer is not None:
             self._announcer.forget()

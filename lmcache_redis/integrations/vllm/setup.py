@@ -26,12 +26,14 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
 )
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
+from lmcache_redis.integrations.vllm.parameters import UNREAD
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import CachePolicy, MediaNames, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     LayerGroup,
+    adapters_only,
     block_strides,
     left_out_groups,
     may_load,
@@ -121,7 +123,7 @@ class SetUp:
         epochs = Epochs(
             config.weights_id,
             config.weights_run,
-            engine.parameters if config.check_weights else bytes,
+            engine.parameters if config.check_weights else lambda: UNREAD,
         )
         planner = StepPlanner(
             references,
@@ -135,6 +137,7 @@ class SetUp:
             loads=transfer.is_kv_consumer and may_load(self.vllm_config),
             stores=transfer.is_kv_producer,
             load_always=config.load_always,
+            adapters_only=adapters_only(self.vllm_config),
             beside_others=self.beside_others,
         )
         parallel = self.vllm_config.parallel_config

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
@@ -101,6 +102,10 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
         yield "with external_launcher the ranks would not learn of hits in the same step"
     yield from unfit_settings(vllm_config)
     device = _device(vllm_config) or "cpu"
+    # vLLM has no sleep mode on CPUs: a worker there ignores it.
+    sleeps = device == "cuda" and getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    if sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        yield "sleep mode unmaps the KV cache and does not say so: it needs vLLM 0.33 or newer"
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
     elif device == "cuda" and torch.version.hip:
@@ -116,11 +121,10 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
 
     vLLM would end for a name that it does not know, and if children of a MultiConnector differ.
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
     assert vllm_config.kv_transfer_config is not None
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
         from vllm.v1.kv_cache_layout import KVCacheLayout  # vLLM 0.29 or newer
 
         layout = ClientConfig.from_extra_config(extra).kv_cache_layout
@@ -174,6 +178,30 @@ def may_load(vllm_config: VllmConfig) -> bool:
         "has no experts"
     )
     return False
+
+
+def adapters_only(vllm_config: VllmConfig) -> bool:
+    """Whether prompts without an adapter are not cached.
+
+    Before 0.33, vLLM on a CPU computes such a prompt, in a batch with adapters, with the adapter in
+    the last place.
+    """
+    if getattr(vllm_config, "lora_config", None) is None or _device(vllm_config) == "cuda":
+        return False
+    try:
+        from vllm.lora.ops.torch_ops import bgmv_expand
+
+        output, one, none = torch.zeros(1, 1), torch.ones(1, 1), torch.tensor([-1])
+        bgmv_expand(one, one.unsqueeze(0), output, none, add_inputs=True)
+        if not output.any():
+            return False
+    except Exception:  # whatever another vLLM has there
+        logger.debug("it cannot be seen what no adapter is computed with", exc_info=True)
+    logger.warning(
+        "prompts without an adapter are not cached: beside some with one, this vLLM computes them "
+        "with an adapter on a CPU; 0.33 or newer does not"
+    )
+    return True
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:

@@ -15,7 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from enum import Enum
+from functools import partial
+from importlib.metadata import entry_points, version
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +49,9 @@ _ANY_LENGTH = frozenset(
 )  # fmt: skip
 # Digests of settings alone. The other pairs are made below, each in its way.
 _DIGESTS = [
-    name for name, pair in PAIRS.items() if pair.digested and name not in ("draft", "model_config")
+    name
+    for name, pair in PAIRS.items()
+    if pair.digested and name not in ("draft", "kernels", "model_config")
 ]
 # Where an engine has the settings of a class.
 _PLACES = {
@@ -66,6 +71,12 @@ _PLACES = {
 }
 # Names a file: what it contains is the value, and replicas may keep it elsewhere.
 _FILE = "mm_encoder_fp8_scale_path"
+# Whose code runs in a worker, or decides which worker runs.
+_PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
+# vLLM's own are of its version, and ours moves KV.
+_OWN_PLUGINS = ("vllm.", "lmcache_redis.")
+# Kinds of KV cache that have the model's own numbers.
+_UNQUANTIZED = frozenset({"auto", "bfloat16", "float16", "float32"})
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 
 
@@ -136,8 +147,12 @@ def engine_identity(
     try:
         model, cache = vllm_config.model_config, vllm_config.cache_config
         parallel = vllm_config.parallel_config
+        if weights_id is None:
+            _check_encoder(vllm_config)
         return {
             "engine": f"vllm {vllm.__version__}",
+            "transformers": version("transformers"),
+            "plugins": " ".join(_plugins()),
             "attention_backend": backend,
             "revision": str(model.revision),
             "commit": str(getattr(model.hf_config, "_commit_hash", None)),
@@ -148,6 +163,7 @@ def engine_identity(
             "quantization": str(model.quantization),
             "kv_cache_dtype": str(cache.cache_dtype),
             **{pair: _digest(_settings_of(pair, vllm_config)) for pair in _DIGESTS},
+            "kernels": _digest([_settings_of("kernels", vllm_config), _capability(vllm_config)]),
             "draft": _draft(vllm_config, weights_id),
             "block_hash": str(cache.prefix_caching_hash_algo),
             "tensor_parallel": str(parallel.tensor_parallel_size),
@@ -156,6 +172,40 @@ def engine_identity(
         }
     except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
         raise Unsupported(f"the settings of this vLLM cannot be read: {error!r}") from error
+
+
+def _check_encoder(vllm_config: VllmConfig) -> None:
+    """Raises Unsupported if another instance encodes images: its weights have no name here."""
+    role = getattr(getattr(vllm_config, "ec_transfer_config", None), "ec_role", None)
+    if role not in (None, "ec_producer"):
+        raise Unsupported(
+            f"with ec_role {role} another instance encodes images, whose weights and settings are "
+            "not known here: set weights_id in kv_connector_extra_config to a name that changes "
+            "with them"
+        )
+
+
+def _plugins() -> list[str]:
+    """The plugins that vLLM loads, each with its package and the package's version."""
+    allowed, found = envs.VLLM_PLUGINS, set()
+    for group in _PLUGINS:
+        for each in entry_points(group=group):
+            is_own = f"{each.module}.".startswith(_OWN_PLUGINS)
+            if not is_own and (allowed is None or each.name in allowed):
+                package = f"{each.dist.name}=={each.dist.version}" if each.dist else "unknown"
+                found.add(f"{each.name} ({package})")
+    return sorted(found)
+
+
+def _capability(vllm_config: VllmConfig) -> str:
+    """Of the GPU, where vLLM chooses by it to how many bits activations are rounded."""
+    from vllm.platforms import current_platform
+
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    quantized = [getattr(each, "quantization", None) for each in (vllm_config.model_config, draft)]
+    if not any(quantized) and str(vllm_config.cache_config.cache_dtype) in _UNQUANTIZED:
+        return ""
+    return str(current_platform.get_device_capability())
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
@@ -225,24 +275,36 @@ def _canonical(value: Any) -> Any:
         return value
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, (torch.dtype, Path)):
+    if isinstance(value, (torch.dtype, torch.device, Path)):
         return str(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": bytes(value).hex()}
     if isinstance(value, Mapping):
         return {
             str(name): _canonical(each) for name, each in value.items() if name not in _INCIDENTAL
         }
     if isinstance(value, AbstractSet):
         return sorted(json.dumps(_canonical(each), sort_keys=True) for each in value)
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
+    if isinstance(value, Sequence):
         return [_canonical(each) for each in value]
     if hasattr(value, "to_dict"):
         return _canonical(value.to_dict())
     if dataclasses.is_dataclass(value):
         names = [each.name for each in dataclasses.fields(value)]
         return {name: _canonical(getattr(value, name, None)) for name in names}
-    if isinstance(value, type):
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)) and "<" not in str(
+        value.__qualname__
+    ):
         return f"{value.__module__}.{value.__qualname__}"
-    return type(value).__qualname__  # its repr may hold an address, which differs by process
+    if isinstance(value, MethodType):
+        return [_canonical(value.__func__), _canonical(value.__self__)]
+    if isinstance(value, partial):
+        return [_canonical(each) for each in (value.func, value.args, value.keywords)]
+    if hasattr(value, "tolist"):  # a tensor, an array or a number of one
+        return [str(value.dtype), value.tolist()]
+    if not isinstance(value, FunctionType) and getattr(value, "__dict__", None):
+        return [_canonical(type(value)), _canonical(vars(value))]
+    raise TypeError(f"{value!r} has no name that it would have in another process")
 
 
 def _settings_of(pair: str, vllm_config: VllmConfig) -> dict[str, Mapping[str, Any]]:

@@ -25,6 +25,8 @@ class Pair:
 
 PAIRS: Mapping[str, Pair] = {
     "engine": Pair("the version of vLLM"),
+    "transformers": Pair("its version: it prepares images, and has the code of some models"),
+    "plugins": Pair("of vLLM that are installed and allowed, with the versions of their packages"),
     "weights": Pair(
         "digest of the weight files, their index, quantization and processor configs, and the "
         "model's own code; for a model of the hub, of the files in its local cache, or the commit "
@@ -95,7 +97,8 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "kernels": Pair(
         "kernels for experts and linear layers that an operator has chosen (`moe_backend`, "
-        "`linear_backend`, `VLLM_USE_DEEP_GEMM_E8M0`)",
+        "`linear_backend`, `VLLM_USE_DEEP_GEMM_E8M0`); if weights or the cache are quantized, the "
+        "GPU's compute capability, by which vLLM chooses to how many bits activations are rounded",
         KernelConfig="""
             enable_bf16x3_router_gemm linear_backend linear_backend_per_quant moe_backend
             monokernel
@@ -148,10 +151,9 @@ PAIRS: Mapping[str, Pair] = {
         environment="VLLM_KIMI_K3_AUX_ATTN_RES_STREAM",
     ),
     "code": Pair(
-        "classes, passes and plugins of others",
+        "classes and passes of others",
         ParallelConfig="worker_cls worker_extension_cls sd_worker_cls",
         CompilationConfig="inductor_passes",
-        environment="VLLM_PLUGINS",
     ),
     "platform_config": Pair("", VllmConfig="additional_config"),
     "block_hash": Pair("the hash algorithm"),

@@ -1,0 +1,113 @@
+"""Chunks that no engine asks for again leave every tier, whatever is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_redis.cache import clearing
+from lmcache_redis.cache.clearing import EndedPrefixes
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tiers import (
+    REDIS_COUNTERS,
+    CallOutcome,
+    ExistsResult,
+    RemoveResult,
+    WriteOutcome,
+)
+from tests.cache.played import FORM, HASHES, PlayedTier, World
+from tests.servers import RedisServer
+
+PREFIX = FORM.names.common
+
+
+class Played(World):
+    def __init__(self) -> None:
+        self.tier = PlayedTier("Redis")
+        super().__init__([(self.tier, REDIS_COUNTERS)])
+
+    def swept(self, outcome: CallOutcome = CallOutcome.DONE) -> None:
+        """The sweep that has begun ends."""
+        self.run(lambda: self.tier.cleared)
+        ((prefix, done),) = self.tier.cleared
+        assert prefix == PREFIX
+        self.tier.cleared.clear()
+        done(RemoveResult(outcome))
+        self.loop.run_posted()
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    monkeypatch.setattr(clearing, "_AGAIN_S", 0.001)
+    played = Played()
+    yield played
+    played.close()
+
+
+def test_a_tier_is_cleared_after_the_writes_in_flight(played: Played) -> None:
+    for name in HASHES:
+        played.cache.write_behind(played.hold(name))
+    played.loop.run_due()
+    _, answer = played.tier.refreshed.pop()
+    answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    played.loop.run_posted()
+    assert len(played.tier.written) == len(HASHES)
+    assert played.cache.clear([PREFIX], for_good=True) == len(HASHES)
+    for job in played.tier.written:
+        assert not played.tier.cleared
+        played.tier.write_done(job, WriteOutcome.STORED)
+        played.loop.run_posted()
+    played.loop.run_posted()
+    assert len(played.tier.cleared) == 1
+
+
+def test_a_tier_is_cleared_for_good_by_two_sweeps(played: Played) -> None:
+    played.cache.clear([PREFIX], for_good=True)
+    for outcome in (CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT, CallOutcome.DONE) * 2:
+        played.swept(outcome)
+    assert played.counted("clears_failed") == {"clears_failed": 4}
+    assert played.loop.run_due() > 0
+    assert not played.tier.cleared
+
+
+def test_any_other_clear_is_one_sweep(played: Played) -> None:
+    for outcome in (CallOutcome.DONE, CallOutcome.UNAVAILABLE):
+        played.cache.clear([PREFIX])
+        played.swept(outcome)
+    played.loop.run_due()
+    assert not played.tier.cleared
+    assert not played.cache.clears.ended.has(FORM.key(HASHES[0]))
+
+
+def test_what_arrives_late_is_removed(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by the agent of another node, or out of the socket of a server that was stopped."""
+    monkeypatch.setattr(clearing, "_AGAIN_S", 0.2)
+    plane = RedisPlane(RedisOptions(server.url))
+    plane.start()
+    plane.wait_probed(10)
+    world = World([(plane, REDIS_COUNTERS)])
+    with server.client() as client:
+        for name in HASHES:
+            world.cache.write_behind(world.hold(name))
+        world.run(lambda: not world.cache.backlog)
+        late = {key: client.get(key) for key in client.scan_iter()}
+        assert len(late) == FORM.stripe_count * len(HASHES)
+        client.set("of another", "application")
+        world.cache.clear([PREFIX], for_good=True)
+        world.run(lambda: client.dbsize() == 1)
+        client.mset(late)
+        world.run(lambda: client.dbsize() == 1)
+    assert world.cache.close(5.0)
+    world.loop.run_posted()
+    world.close()
+
+
+def test_the_newest_ended_epochs_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clearing, "_MOST_ENDED", 3)
+    ended = EndedPrefixes()
+    names = [b"%d" % number * (1 + number % 2) for number in range(5)]
+    for name in (*names, *names[3:]):
+        ended.add(name)
+    assert [ended.has(name + b" and more") for name in names] == [False, False, True, True, True]
+    assert not ended.has(b"")
