@@ -191,11 +191,11 @@ class PlayedEngine:
         self._left_out = [(n, spec) for n, spec in enumerate(specs) if not spec.prefix_cacheable]
         self.agent = Agent(self.groups, chunk_tokens)
         self.connector._adapter.shutdown()
-        inner._client = self.connector._adapter = self.agent  # type: ignore[assignment]
+        inner._client = inner._lookups._client = self.connector._adapter = self.agent  # type: ignore[assignment]
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_blocks = self.pool.get_num_free_blocks()
         self.counts = Counts()
-        inner._canaries = Canaries(rng.random)
+        inner._lookups._canaries = Canaries(rng.random)
         self._hasher = get_request_block_hasher(self.hash_tokens, sha256)
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
@@ -254,7 +254,9 @@ class PlayedEngine:
         assert self.connector._scheduler is not None, "the cache was turned off"
         for tracked in self.connector._scheduler._tracked.values():
             # This engine has computed or loaded whatever is in its blocks.
-            assert tracked.known_tokens == sys.maxsize, f"{tracked.request.request_id}: not known"
+            assert tracked.origin.known_tokens == sys.maxsize, (
+                f"{tracked.request.request_id}: not known"
+            )
         for block_id in output.new_block_ids_to_zero or ():
             self._blocks[block_id] = None
         for copy in output.kv_cache_block_copies or ():

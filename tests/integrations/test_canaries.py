@@ -137,7 +137,7 @@ def test_it_is_decided_once_for_a_lookup(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     draws = iter([0.5, 0.0])
-    scheduler._canaries._draw = lambda: next(draws)
+    scheduler._lookups._canaries._draw = lambda: next(draws)
     adapter.canary_every = 10
     request = FakeRequest()
     assert [scheduler.matched_tokens(request, 0) for _ in range(3)] == [3 * CHUNK] * 3
@@ -184,7 +184,7 @@ def test_of_a_distrusted_cache_every_hit_is_a_canary(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     """It costs no prefill, as nothing is loaded: neither chance nor share decide."""
-    scheduler._canaries._draw = lambda: 0.999
+    scheduler._lookups._canaries._draw = lambda: 0.999
     adapter.tokens, adapter.pinned, adapter.canary_every = 0, 3 * CHUNK, 1000
     for number in range(2 * FIRST_CANARY_TOKENS // (3 * CHUNK)):
         request = FakeRequest(f"r{number}")

@@ -151,7 +151,7 @@ def test_a_reset_does_not_wait_for_loads(
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_reset_takes_the_blocks_of_loads_also_when_the_cache_is_off(
+def test_a_reset_takes_blocks_of_loads_when_the_cache_is_off(
     make_core: Callable[..., Core], loaded: bool
 ) -> None:
     core = make_core()

@@ -224,7 +224,7 @@ def test_an_error_in_a_worker_turns_the_cache_off(
     assert pool.get_num_free_blocks() == free
 
 
-def test_what_was_planned_and_not_sent_holds_no_block_when_the_cache_is_off(
+def test_what_was_not_sent_holds_no_block_when_the_cache_is_off(
     scheduler: LMCacheRedisConnector,
 ) -> None:
     references = scheduler._references

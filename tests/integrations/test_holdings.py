@@ -152,7 +152,7 @@ def test_forgotten_chunks_are_not_followed() -> None:
     assert told(made) == []
 
 
-def test_an_earlier_epoch_returns_with_the_chunks_that_are_still_there() -> None:
+def test_an_earlier_epoch_returns_with_what_is_still_there() -> None:
     made = holdings()
     for name in (A, B):
         made.changed(0, "redis", True, name)
@@ -182,7 +182,7 @@ def test_a_block_is_removed_with_the_last_chunk_that_has_it() -> None:
     assert told(made) == ["-host 0 1", "-host 0 2", "-host 0 4"]
 
 
-def test_after_a_reset_everything_is_removed_before_anything_is_stored() -> None:
+def test_after_a_reset_all_is_removed_before_any_is_stored() -> None:
     made = holdings()
     remember(made, b"one", [1, 2, 3])
     remember(made, b"two", [1, 2, 4])

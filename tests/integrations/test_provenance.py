@@ -47,7 +47,7 @@ def test_kv_of_another_connector_is_not_stored(
     assert agent.counter("stored_chunks") > 2
 
 
-def test_blocks_of_an_older_adapter_are_not_stored_under_the_new_one(
+def test_blocks_of_an_older_adapter_are_not_stored(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     """vLLM's own cache, which is not reset, names an adapter by its name and path."""

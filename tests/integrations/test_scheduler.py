@@ -632,7 +632,7 @@ def asked_behind(
     return found, metadata
 
 
-def test_old_kv_in_vllms_cache_is_not_stored_under_a_new_epoch(
+def test_old_kv_in_vllms_cache_is_not_stored(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
 ) -> None:
     """Nor what is computed behind it; and nothing is loaded behind it."""
@@ -650,7 +650,7 @@ def test_old_kv_in_vllms_cache_is_not_stored_under_a_new_epoch(
     assert len(only_store(metadata).hashes) == 4
 
 
-def test_kv_of_an_adapter_that_was_replaced_is_not_stored_under_the_new_one(
+def test_kv_of_an_adapter_that_was_replaced_is_not_stored(
     scheduler: ConnectorScheduler, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's hashes have an adapter's name and path, and so its old blocks are hits."""
@@ -669,7 +669,7 @@ def test_kv_of_an_adapter_that_was_replaced_is_not_stored_under_the_new_one(
     assert len(only_store(stored).hashes) == 4
 
 
-def test_what_is_known_of_a_block_ends_when_it_is_given_to_another_request(
+def test_a_block_that_is_given_away_is_not_known(
     scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
 ) -> None:
     taken = pool.get_new_blocks(17)

@@ -59,20 +59,20 @@ class BlockProvenance:
         """A request begins, or resumes, behind so many tokens: how many of them are known?"""
         if tracked.prefix is None:
             return
-        local, prefix = min(tracked.local_tokens, computed_tokens), tracked.prefix
+        local, prefix = min(tracked.origin.local_tokens, computed_tokens), tracked.prefix
         known = self._known_tokens(blocks, local, prefix)
         if known == local:
-            loaded = range(local, min(local + tracked.loaded_tokens, computed_tokens))
+            loaded = range(local, min(local + tracked.origin.loaded_tokens, computed_tokens))
             self._filled(blocks, loaded, prefix)
             known = self._known_tokens(blocks, computed_tokens, prefix)
-        tracked.known_tokens = sys.maxsize if known == computed_tokens else known
-        tracked.filled_tokens = 0
+        tracked.origin.known_tokens = sys.maxsize if known == computed_tokens else known
+        tracked.origin.filled_tokens = 0
 
     def fills(self, tracked: Tracked, blocks: Blocks, tokens: int) -> None:
         """The request has its first ``tokens``, all of them known, in its blocks."""
         assert tracked.prefix is not None
-        self._filled(blocks, range(tracked.filled_tokens, tokens), tracked.prefix)
-        tracked.filled_tokens = tokens
+        self._filled(blocks, range(tracked.origin.filled_tokens, tokens), tracked.prefix)
+        tracked.origin.filled_tokens = tokens
 
     def ends_known(self, tracked: Tracked, tokens: int) -> bool:
         """Whether the last of the ``tokens`` that vLLM's own cache has of a request is known."""

@@ -77,7 +77,8 @@ class RequestLookup:
 
     first_chunk: where it began. asked_s: when, until it is answered (`time.monotonic()`).
     local_tokens: computed locally when it was answered. canary_chunks: leading chunks to be
-    compared; None: not decided. load_began_s: when blocks were allocated for its load. loaded: the
+    compared; None: not decided. doubted: what vLLM has of the prefix is looked at once more before
+    nothing is loaded behind it. load_began_s: when blocks were allocated for its load. loaded: the
     tokens of this load, by tier.
     """
 
@@ -85,6 +86,7 @@ class RequestLookup:
     asked_s: float | None
     local_tokens: int = 0
     canary_chunks: int | None = None
+    doubted: bool = False
     load_began_s: float = 0.0
     loaded: Mapping[str, int] = field(default_factory=dict)
 
@@ -102,16 +104,27 @@ class RequestLookup:
 
 
 @dataclass(slots=True)
+class KVOrigin:
+    """Where the KV of a request's tokens comes from (`BlockProvenance`).
+
+    local_tokens: vLLM had these in its own cache when it asked last. loaded_tokens: planned since.
+    known_tokens: what lies behind them was not computed or loaded by this engine under the prefix
+    of the request's names. filled_tokens: whose blocks are known since it has begun.
+    """
+
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    known_tokens: int = sys.maxsize
+    filled_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Tracked:
     """One request. Chunk numbers are in units of ``chunk_tokens``.
 
     prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
-    for which a store was planned or ruled out. local_tokens: vLLM had these in its own cache when
-    it asked last. loaded_tokens: planned since. known_tokens: what lies behind them was not
-    computed or loaded by this engine under ``prefix`` (`BlockProvenance`). filled_tokens: whose
-    blocks are known since it has begun. doubted: what vLLM has of its prefix is looked at once more
-    before nothing is loaded behind it. matched: vLLM knows the number of tokens to load, and has
-    not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
+    for which a store was planned or ruled out. matched: vLLM knows the number of tokens to load,
+    and has not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
     preemption. loading: its load has not ended. computes: the rest, without another lookup.
     """
 
@@ -122,11 +135,7 @@ class Tracked:
     chunk_tokens: int = 0
     lookup: RequestLookup | None = None
     considered_chunks: int = 0
-    local_tokens: int = 0
-    loaded_tokens: int = 0
-    known_tokens: int = sys.maxsize
-    filled_tokens: int = 0
-    doubted: bool = False
+    origin: KVOrigin = field(default_factory=KVOrigin)
     matched: bool = False
     started: bool = False
     loading: bool = False

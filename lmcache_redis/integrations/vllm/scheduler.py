@@ -28,14 +28,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_redis.client.scheduler import Canaries, SchedulerClient
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
+from lmcache_redis.integrations.vllm.lookups import PrefixLookups
 from lmcache_redis.integrations.vllm.planning import StepPlanner
-from lmcache_redis.integrations.vllm.prefill import PrefillRate
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.requests import (
     CachePolicy,
-    RequestLookup,
     RequestNames,
     RequestOptions,
     Tracked,
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
-# Time that one step may wait for lookups: it helps an idle engine and stalls a busy one.
-_IDLE_WAIT_S = 0.005
-_BUSY_WAIT_S = 0.0005
 # For the agent to take a message before the connection is closed.
 _LAST_WAIT_S = 0.5
 
@@ -77,10 +73,8 @@ class ConnectorScheduler:
         self._recorder = recorder
         self._announcer = announcer
         self._tracked: dict[str, Tracked] = {}
-        self._wait_budget_s = _IDLE_WAIT_S  # what this step may still wait for lookups
+        self._lookups = PrefixLookups(client, planner, recorder, announcer, policy.load_always)
         self._is_idle = False  # the last step ran no model
-        self._canaries = Canaries()
-        self._prefill = PrefillRate()
         self._steps = StepsInFlight()
         self._stores: list[Planned] = []  # of steps whose output was taken
         self._unsure: list[int] = []  # transfers of steps that have failed
@@ -94,8 +88,8 @@ class ConnectorScheduler:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
         tracked = self._track(request)
         self._planner.forget_load(request.request_id)  # if it has failed, it holds no blocks
-        tracked.local_tokens, tracked.loaded_tokens = local_tokens, 0
-        tokens = self._found_tokens(tracked, local_tokens)
+        tracked.origin.local_tokens, tracked.origin.loaded_tokens = local_tokens, 0
+        tokens = self._lookups.found_tokens(tracked, local_tokens)
         if tokens is None:
             return None
         if tracked.matched and self._has_resuming():
@@ -116,83 +110,6 @@ class ConnectorScheduler:
         tracked.matched = True
         return tokens
 
-    def _found_tokens(self, tracked: Tracked, local_tokens: int) -> int | None:
-        request, chunk_tokens = tracked.request, tracked.chunk_tokens
-        if (
-            not chunk_tokens
-            or tracked.computes
-            or tracked.prefix is None
-            or not tracked.options.load
-            or request.skip_reading_prefix_cache
-        ):
-            return 0
-        lookup = tracked.lookup
-        if lookup is not None and local_tokens < lookup.first_chunk * chunk_tokens:
-            # Local blocks were evicted since the lookup began.
-            self._forget_lookup(tracked)
-        if tracked.lookup is None:
-            limit_tokens = tracked.hashed_tokens()
-            if tracked.options.max_load_tokens is not None:
-                limit_tokens = min(limit_tokens, tracked.options.max_load_tokens)
-            if not self._planner.needs_all:
-                # vLLM computes the last token again. What is before a window, or a state before
-                # its last token, would then be missing.
-                limit_tokens = min(limit_tokens, request.num_tokens - 1)
-            chunks = range(local_tokens // chunk_tokens, limit_tokens // chunk_tokens)
-            if not chunks:
-                return 0
-            if not self._client.ranks.known():
-                return None  # only for the first requests: vLLM steps, and the workers report
-            tracked.lookup = RequestLookup(chunks.start, time.monotonic())
-            self._announce(tracked, chunks)
-            self._prefill.begun.end(request.request_id)  # it was preempted
-            self._client.begin_lookup(
-                request.request_id,
-                tracked.chunk_names()[chunks.start : chunks.stop],
-                first_chunk=chunks.start,
-                token_s=0.0 if self._policy.load_always else self._prefill.token_s,
-                busy_s=self._prefill.busy_s(time.monotonic()),
-            )
-        began_s = time.monotonic()
-        tokens = self._client.hit_tokens(request.request_id, wait_s=self._wait_budget_s)
-        now_s = time.monotonic()
-        self._wait_budget_s = max(0.0, self._wait_budget_s - (now_s - began_s))
-        if tokens is None:
-            return None
-        lookup = tracked.lookup
-        lookup.local_tokens = local_tokens
-        if lookup.asked_s is not None:
-            self._recorder.observe("lookup_seconds", now_s - lookup.asked_s)
-            found = {"local_tokens": local_tokens, "hit_tokens": max(0, tokens - local_tokens)}
-            self._recorder.span("lookup", request, lookup.asked_s, found)
-            lookup.asked_s = None
-        # Chunks that the agent did not find are stored again, even if they are recent.
-        first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
-        self._planner.missed(tracked.chunk_names()[first_miss:])
-        if self._is_canary(tracked, lookup, tokens) or tokens <= local_tokens:
-            return 0
-        if local_tokens and not self._planner.provenance.ends_known(tracked, local_tokens):
-            # What vLLM has of its prefix was not made under the names that it has now. Nothing is
-            # loaded behind that, because vLLM would compute from there. Or it is being computed in
-            # the step that vLLM is scheduling: then the next step knows.
-            tracked.doubted = not tracked.doubted
-            return None if tracked.doubted else 0
-        return tokens - local_tokens
-
-    def _is_canary(self, tracked: Tracked, lookup: RequestLookup, tokens: int) -> bool:
-        """Whether its hit is compared; decided once for each lookup.
-
-        tokens: what may be loaded. If nothing may be, comparing costs no prefill.
-        """
-        pinned = self._client.pinned_tokens(tracked.request.request_id)
-        if lookup.local_tokens or lookup.first_chunk or not pinned:
-            lookup.canary_chunks = 0
-        elif lookup.canary_chunks is None:
-            every = self._client.canary_every
-            taken = bool(every) if tokens < pinned else self._canaries.takes(tokens, every)
-            lookup.canary_chunks = pinned // tracked.chunk_tokens if taken else 0
-        return bool(lookup.canary_chunks)
-
     def allocated(
         self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
@@ -200,10 +117,10 @@ class ConnectorScheduler:
         tracked = self._track(request)
         tracked.started = True
         tracked.matched = False
-        self._prefill.begun.begin(request)
+        self._lookups.prefill.begun.begin(request)
         self._planner.forget_load(request.request_id)
         if external_tokens and (lookup := tracked.lookup) is not None:
-            tracked.loaded_tokens = external_tokens
+            tracked.origin.loaded_tokens = external_tokens
             self._planner.load(tracked, block_ids, external_tokens)
             lookup.load_began_s = time.monotonic()
             tiers = self._client.hit_tiers(request.request_id)
@@ -233,7 +150,7 @@ class ConnectorScheduler:
         unsure, self._unsure = self._unsure, []
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
-                self._forget_lookup(tracked)
+                self._lookups.forget(tracked)
         for copy in getattr(output, "kv_cache_block_copies", None) or ():
             self._planner.provenance.copied(copy.src_block_id, copy.dst_block_id)
         filled: list[Planned] = []
@@ -254,11 +171,9 @@ class ConnectorScheduler:
             filled += self._plan_store(tracked, computed_tokens + count)
             if tracked.prefix is not None and tracked.request.lora_request is not None:
                 adapted.append((tracked.request, tracked.prefix))
-        self._canaries.computed(prompt_tokens)
-        self._prefill.scheduled(prompt_tokens, time.monotonic())
+        self._lookups.step_scheduled(prompt_tokens, idle=idle)
         self._steps.scheduled(Step(output, filled, adapted))
         self._is_idle = idle
-        self._wait_budget_s = _IDLE_WAIT_S if idle else _BUSY_WAIT_S
         asks = self._names.adapters.are_forgotten
         return StepMetadata(loads, stores, unsure=unsure, adapters=asks, idle=idle)
 
@@ -266,7 +181,7 @@ class ConnectorScheduler:
         """vLLM has taken the output of a step."""
         step, failed = self._steps.taken(output)
         if step is not None:
-            self._prefill.ended(time.monotonic())
+            self._lookups.prefill.ended(time.monotonic())
             self._stores += self._named_rightly(step)
         if failed:
             self._steps_failed(failed)
@@ -292,7 +207,7 @@ class ConnectorScheduler:
         logger.warning("a step of this engine has failed: nothing that it computed is stored")
         for step in steps:
             self._planner.references.release(store.transfer_id for store in step.stores)
-        self._prefill.failed()
+        self._lookups.prefill.failed()
         self._planner.recent.clear()
         self._planner.provenance.forget()
         for tracked in self._tracked.values():
@@ -328,14 +243,14 @@ class ConnectorScheduler:
             del self._tracked[request_id]
         elif not tracked.computes:
             # Others may find these blocks in vLLM's cache before this request goes on.
-            end = tracked.local_tokens + tracked.loaded_tokens
+            end = tracked.origin.local_tokens + tracked.origin.loaded_tokens
             blocks = self._planner.blocks(request_id)
             self._planner.provenance.begins(tracked, blocks, end)
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
         self._client.end_session(request.request_id)
-        self._prefill.begun.end(request.request_id)
+        self._lookups.prefill.begun.end(request.request_id)
         self._planner.forget_load(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
@@ -408,7 +323,7 @@ class ConnectorScheduler:
         chunk_tokens = self._client.chunk_size_tokens()
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
-                self._forget_lookup(tracked)
+                self._lookups.forget(tracked)
             tracked.chunk_tokens = chunk_tokens
             tracked.considered_chunks = 0
         return tracked
@@ -417,11 +332,7 @@ class ConnectorScheduler:
         """The rest of the request is computed, without another lookup."""
         tracked.computes = True
         tracked.matched = False
-        self._forget_lookup(tracked)
-
-    def _forget_lookup(self, tracked: Tracked) -> None:
-        tracked.lookup = None
-        self._client.end_session(tracked.request.request_id)
+        self._lookups.forget(tracked)
 
     def _has_resuming(self) -> bool:
         """Whether the load of a request has ended, and it was not scheduled since."""
@@ -435,8 +346,8 @@ class ConnectorScheduler:
             return []
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
-        tokens = min(computed_tokens, tracked.hashed_tokens(), tracked.known_tokens)
-        if tokens // tracked.hash_tokens <= tracked.filled_tokens // tracked.hash_tokens:
+        tokens = min(computed_tokens, tracked.hashed_tokens(), tracked.origin.known_tokens)
+        if tokens // tracked.hash_tokens <= tracked.origin.filled_tokens // tracked.hash_tokens:
             return []  # most steps end here
         if tracked.prefix != self._names.prefix(request):
             tracked.prefix = None  # its adapter has changed
@@ -450,18 +361,13 @@ class ConnectorScheduler:
         if not chunks:
             return []
         tracked.considered_chunks = chunks.stop
-        self._announce(tracked, chunks)
+        self._lookups.announce(tracked, chunks)
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
         compared, stored = range(chunks.start, stored_from), range(stored_from, chunks.stop)
         planned = self._planner.store(tracked, blocks, compared, compare=True)
         if tracked.options.store:
             planned += self._planner.store(tracked, blocks, stored)
         return planned
-
-    def _announce(self, tracked: Tracked, chunks: range) -> None:
-        if self._announcer is not None:
-            names = tracked.chunk_names()
-            self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
 
 
 def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, bool, int]]:
