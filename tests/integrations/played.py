@@ -270,8 +270,9 @@ class PlayedEngine:
         for store in metadata.stores:
             self._check_store(store)
             self._stores.append(store)
-            pinned = self.agent.pinned[store.request_id] if store.compare else set()
-            for op in store.ops if store.compare else ():
+            # A lookup of the request may have begun since: then the agent looks in its pool.
+            pinned = self.agent.pinned.get(store.request_id)
+            for op in store.ops if store.compare and pinned is not None else ():
                 for name in op.hashes:
                     assert (op.group, name) in pinned, "a part that no lookup has pinned"
         report = self._end_some()

@@ -452,7 +452,7 @@ def test_a_reset_of_vllms_cache_tells_everything_again(tmp_path: Path, groups: A
     request, watch = request_of(CHUNK), ScriptedWatch()
     manager = manager_of(64)
     connector = LMCacheRedisConnector(config(tmp_path), KVConnectorRole.SCHEDULER, groups)
-    connector.bind_kv_cache_manager(manager)
+    bind(connector, manager)
     connector._announcer = made = announcer(watch, FULL)
     made.take()
     made.named(request, names_of(request), range(1), CHUNK)

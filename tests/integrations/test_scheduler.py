@@ -204,7 +204,7 @@ def run(scheduler: ConnectorScheduler, output: Any) -> StepMetadata:
     """A step whose output vLLM takes: its metadata, with the stores of what it fills."""
     metadata = scheduler.build_metadata(output)
     scheduler.output_taken(output)
-    metadata.stores, scheduler._stores = scheduler._stores, []
+    metadata.stores, scheduler._steps.stores = scheduler._steps.stores, []
     return metadata
 
 

@@ -76,8 +76,6 @@ class ConnectorScheduler:
         self._lookups = PrefixLookups(client, planner, recorder, announcer, policy.load_always)
         self._is_idle = False  # the last step ran no model
         self._steps = StepsInFlight()
-        self._stores: list[Planned] = []  # of steps whose output was taken
-        self._unsure: list[int] = []  # transfers of steps that have failed
         self._has_hit = False
         if announcer is not None:
             announcer.begin_epoch(names.epochs.current)
@@ -146,8 +144,8 @@ class ConnectorScheduler:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers start in this step: its loads, and the stores of steps before."""
         loads, idle = self._planner.begin_step(), output.total_num_scheduled_tokens == 0
-        stores, self._stores = self._stores, []
-        unsure, self._unsure = self._unsure, []
+        stores, self._steps.stores = self._steps.stores, []
+        unsure, self._steps.unsure = self._steps.unsure, []
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._lookups.forget(tracked)
@@ -182,7 +180,7 @@ class ConnectorScheduler:
         step, failed = self._steps.taken(output)
         if step is not None:
             self._lookups.prefill.ended(time.monotonic())
-            self._stores += self._named_rightly(step)
+            self._steps.stores += self._named_rightly(step)
         if failed:
             self._steps_failed(failed)
 
@@ -214,7 +212,7 @@ class ConnectorScheduler:
             if tracked.started:
                 tracked.prefix = None
         # What the workers have reported in that step is lost.
-        self._unsure = self._planner.references.in_flight
+        self._steps.unsure = self._planner.references.in_flight
         self._names.adapters.forget()
 
     def reported(self, report: WorkerReport) -> None:

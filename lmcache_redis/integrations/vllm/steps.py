@@ -32,9 +32,14 @@ class Step:
 
 
 class StepsInFlight:
-    """The steps whose output was not taken."""
+    """The steps whose output was not taken, and what the next step carries for the others.
+
+    stores: of steps whose output was taken. unsure: transfers of which a report may be lost.
+    """
 
     def __init__(self) -> None:
+        self.stores: list[Planned] = []
+        self.unsure: list[int] = []
         self._steps: deque[Step] = deque()
 
     def scheduled(self, step: Step) -> None:
