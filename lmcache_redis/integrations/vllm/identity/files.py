@@ -5,9 +5,10 @@ then may be another model: a deployment has replaced the files, and memory has t
 process of an engine looks at the files before vLLM reads them (`watch_loading`), and a file that is
 another one when the identity is made is not known (`require_unchanged`).
 
-A file is the same if device, inode, size, mtime and ctime are. Clocks are not compared: that of a
-network file system may be wrong by minutes. What is changed in place twice within one tick of the
-file system's clock (4 ms for ext4), once before the look and once after it, is not seen.
+A file is the same if size, mtime and ctime are (some file systems have new inodes after a while).
+Clocks are not compared: that of a network file system may be wrong by minutes. What is changed in
+place twice within one tick of the file system's clock (4 ms for ext4), once before the look and
+once after it, is not seen.
 """
 
 from __future__ import annotations
@@ -23,24 +24,12 @@ from lmcache_redis.errors import Unsupported
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
-# Device, inode, size, mtime and ctime.
-FileState = tuple[int, ...]
+# Size, mtime and ctime.
+FileState = tuple[int, int, int]
 
 _WATCHED = "_lmcache_redis_looks_first"
 # What was seen before vLLM read it: by file or directory, the states of its files. Of a process.
 _seen: dict[Path, Mapping[Path, FileState]] = {}
-
-
-def state_of(path: Path) -> FileState:
-    """Raises OSError, or ValueError for a NUL in the path."""
-    status = path.stat()
-    return (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
 
 
 def watch_loading(look: Callable[[Any], None]) -> None:
@@ -76,7 +65,7 @@ def saw(root: Path, files: Iterable[Path]) -> None:
     """vLLM has not read ``files`` yet, which are those of ``root``; none: it is not there."""
     _seen[root] = {}
     with suppress(OSError):  # it may read what is not seen
-        _seen[root] = {path: state_of(path) for path in files}
+        _seen[root] = {path: _state(path) for path in files}
 
 
 def was_seen(root: Path) -> bool:
@@ -87,10 +76,15 @@ def require_unchanged(root: Path, files: Iterable[Path]) -> None:
     """``files`` are now those of ``root``. Raises Unsupported if they are not what was seen."""
     if root not in _seen:
         return
-    seen, now = _seen[root], {path: state_of(path) for path in files}
+    seen, now = _seen[root], {path: _state(path) for path in files}
     changed = [path for path in {**seen, **now} if seen.get(path) != now.get(path)]
     if changed:
         raise Unsupported(
             f"{changed[0]} has changed since this engine started, so that what it has in memory "
             "is not known"
         )
+
+
+def _state(path: Path) -> FileState:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.integrations.vllm.identity.adapter_looks import AdapterLooks
-from lmcache_redis.integrations.vllm.identity.files import FileState, state_of
 from lmcache_redis.integrations.vllm.identity.weights import digest_file
 
 if TYPE_CHECKING:
@@ -35,6 +34,9 @@ logger = logging.getLogger("vllm.lmcache_redis")
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _EXTRA = ("new_embeddings.safetensors", "new_embeddings.bin", "new_embeddings.pt")
+# Per possible file: device, inode, size, mtime and ctime; None if it does not exist.
+_State = tuple[tuple[int, ...] | None, ...]
+
 _WATCH = "_lmcache_redis_adapters"
 _MOST_LOGGED = 1000
 
@@ -189,14 +191,13 @@ def _files(path: str) -> list[Path]:
     return [directory / name for name in (_CONFIG, *_WEIGHTS, *_EXTRA)]
 
 
-def _state(path: str) -> tuple[FileState | None, ...]:
-    """Of each possible file; None if it does not exist."""
-
-    def file_state(file: Path) -> FileState | None:
+def _state(path: str) -> _State:
+    def file_state(file: Path) -> tuple[int, ...] | None:
         try:
-            return state_of(file)
-        except (OSError, ValueError):
+            s = file.stat()
+        except (OSError, ValueError):  # ValueError: a NUL in the path
             return None
+        return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
     return tuple(file_state(file) for file in _files(path))
 
