@@ -3,12 +3,14 @@
 plane       the calls; starts and closes everything below
 control     the control connection of a server: questions about keys, as steps, and probes
 node        the servers and their threads, which has which keys; asks several of them
+unlinking   the removal of a chunk
 transfers   a chunk in flight, and the end of each of its stripes
 lanes       a thread with several connections, for stripes
 health      whether a server is up and takes writes
 jobs        work that is answered exactly once, at its deadline by the timekeeper; queues, threads
 net         connection: sockets with deadlines, name look-up, requests and replies in order; wire:
-            RESP; endpoint: addresses, credentials, what the errors of connecting mean; tls
+            RESP; endpoint: addresses, credentials, what the errors of connecting mean; commands:
+            what users need rights for; tls
 
 Not on the way of a chunk:
 
