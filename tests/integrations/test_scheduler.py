@@ -865,13 +865,6 @@ def test_lookups_say_what_is_left_of_the_prompts_begun(
     assert asked("fifth") == 0
 
 
-def test_an_engine_that_loads_always_says_nothing_of_its_time(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
-) -> None:
-    scheduler.matched_tokens(FakeRequest("first"), 0)
-    assert adapter.token_s == adapter.busy_s == 0.0
-
-
 def test_steps_of_tokens_after_the_prompt_are_not_measured(scheduler: ConnectorScheduler) -> None:
     request = FakeRequest()
     scheduler.matched_tokens(request, 0)
