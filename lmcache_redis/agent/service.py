@@ -313,7 +313,9 @@ class Handlers:
         _check_hashes(question.hashes)
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
-        peer.computing.told(question.token_s, question.busy_s, question.begun, time.monotonic())
+        # It may ask again: what it was answered before is not computed beside what it is now.
+        begun = (*question.begun, question.request_id)
+        peer.computing.told(question.token_s, question.busy_s, begun, time.monotonic())
         if self.is_stopping or not question.hashes:
             reply(m.LookupResult(0, 0))
             return

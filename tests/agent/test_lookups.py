@@ -293,21 +293,19 @@ def test_the_engine_says_what_keeps_it_busy(joining: Callable[..., Joining]) -> 
     here = joining()
     scheduler = here.engine()
 
-    def free_in_s() -> float:
+    def free_after(name: str, busy_s: float, begun: tuple[str, ...] = ()) -> float:
+        question = m.Lookup(2, name, tuple(HASHES[:4]), 0, (), 1.0, busy_s, begun)
+        here.handlers.answer(scheduler, question, here.answers.append)
         return round(scheduler.computing.free_in_s(time.monotonic()))
 
-    here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=1000.0)
-    assert free_in_s() == 1000 + 4 * 64
-    here.end_session(scheduler)
-    assert free_in_s() == 1000, "it had not begun"
-    here.look_up(scheduler, HASHES[:4], token_s=1.0)
+    assert free_after("first", 1000.0) == 1000 + 256
+    assert free_after("second", 1000.0) == 1000 + 2 * 256
+    assert free_after("second", 1000.0) == 1000 + 2 * 256, "asked again"
+    assert free_after("third", 300.0, ("first",)) == 300 + 2 * 256
+    here.handlers.answer(scheduler, m.EndSession(3, "second"), lambda answer: None)
+    assert free_after("fourth", 0.0) == 2 * 256, "one has ended without having begun"
     here.handlers.end_expired(time.monotonic() + here.agent.sessions.timeout_s)
-    assert free_in_s() == 0, "it was never ended"
-    here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=500.0)
-    here.look_up(scheduler, HASHES[:4], token_s=1.0, busy_s=300.0, begun=("r",))
-    assert free_in_s() == 300 + 4 * 64
-    here.look_up(scheduler, HASHES[:4], token_s=1.0, begun=("r",))
-    assert free_in_s() == 4 * 64, "it has computed what it has begun"
+    assert free_after("fifth", 0.0) == 256, "the others were never ended"
 
 
 @pytest.mark.parametrize("distrusted", [False, True])
