@@ -1,4 +1,4 @@
-"""Engines of tests schedule asynchronously, as on GPUs, where vLLM itself does not switch it off."""
+"""Engines of tests schedule asynchronously, as on GPUs, wherever vLLM itself would."""
 
 from __future__ import annotations
 

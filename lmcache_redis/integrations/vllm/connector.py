@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -31,7 +32,7 @@ from lmcache_redis.integrations.vllm.engine import (
 )
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
-from lmcache_redis.integrations.vllm.planning import BlockReferences
+from lmcache_redis.integrations.vllm.planning import BlockReferences, given_back
 from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.setup import SetUp
@@ -124,10 +125,14 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Starts the cache: it needs vLLM's blocks."""
+        pool, engine = kv_cache_manager.block_pool, Engine.found()
+        # Also where the cache is off: vLLM defers the freeing of blocks for any connector.
+        watch_resets(
+            pool, lambda: self._before_reset(engine), lambda: self._given_back(pool, engine)
+        )
         adapter = self._adapter
         if not isinstance(adapter, SchedulerClient):
             return
-        pool, engine = kv_cache_manager.block_pool, Engine.found()
         self._begin_events(adapter, self._set_up.groups, pool.hash_block_size)
         self._references = references = BlockReferences(
             pool, self._vllm_config.parallel_config.world_size
@@ -135,7 +140,6 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._scheduler = self._set_up.scheduler(
             adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
-        watch_resets(pool, lambda: self._before_reset(engine), references.given_back)
         listen(self)
 
     @guarded(lambda self, *_: (0, False))
@@ -224,6 +228,12 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
                 engine.give_up_load(request)
             why = "the parameters in memory have changed"
             self._scheduler.change_epoch(Epochs.check_parameters, why)
+
+    @guarded(lambda self, *_: nullcontext())
+    def _given_back(self, pool: BlockPool, engine: Engine) -> AbstractContextManager[None]:
+        """During a reset: neither our references hinder it, nor what vLLM frees only later."""
+        held = [] if self._references is None else self._references.blocks
+        return given_back(pool, [*held, *engine.deferred_blocks()])
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:

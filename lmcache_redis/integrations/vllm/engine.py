@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
@@ -113,6 +114,14 @@ class Engine:
     def kv_cache_manager(self) -> Any:
         """None before the scheduler has made it."""
         return getattr(self._scheduler(), "kv_cache_manager", None)
+
+    def deferred_blocks(self) -> list[KVCacheBlock]:
+        """Those that vLLM will free when the step in flight, which may still write them, has ended.
+
+        It does so with any connector that loads. Null blocks are left out.
+        """
+        deferred = getattr(self._scheduler(), "deferred_frees", ())
+        return [block for _, blocks in deferred for block in blocks if not block.is_null]
 
     def parameters(self) -> bytes | None:
         """A digest of the parameters of all ranks, read now; None if they cannot be read."""
