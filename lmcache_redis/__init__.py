@@ -2,8 +2,8 @@
 
 The path of a chunk, from an engine to Redis and back into another engine:
 
-    1. vLLM finishes a chunk of a prompt; the connector names it by the hash of its last
-       block                                                          integrations.vllm.scheduler
+    1. vLLM finishes a step that completes a chunk of a prompt; the connector names it by
+       the hash of its last block                                     integrations.vllm.scheduler
     2. each worker sends STORE with block ids, never with bytes       client.worker, messages
     3. a copy thread gathers the blocks into slots of the host pool   agent.jobs, device
     4. the engine may reuse its blocks; the chunk is enqueued         cache.writebehind

@@ -34,6 +34,11 @@ class FaultyConnector(LMCacheRedisConnector):
                 planned.ops[-1].block_ids[-1] = 1 << 30  # type: ignore[index]
         super().start_load_kv(forward_context, **kwargs)
 
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        if _fault() == "output":  # as if the logits were not numbers
+            raise FloatingPointError
+
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         if _fault() == "forward":  # as if the model had no memory left for the next layer
             raise MemoryError(layer_name)

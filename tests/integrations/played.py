@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -228,7 +229,11 @@ class PlayedEngine:
         self.counts.overlapped += bool(self._steps and output.total_num_scheduled_tokens)
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
-        assert self._may_fail or self.connector._scheduler is not None, "the cache was turned off"
+        connector = self.connector._scheduler
+        assert self._may_fail or connector is not None, "the cache was turned off"
+        for tracked in connector._tracked.values() if connector is not None else ():
+            # This engine has computed or loaded whatever is in its blocks.
+            assert tracked.known_tokens == sys.maxsize, f"{tracked.request.request_id}: not known"
         tables = self.scheduler.kv_cache_manager.get_block_ids
         for load in metadata.loads:
             request = self._requests[load.request_id]

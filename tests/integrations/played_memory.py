@@ -26,6 +26,7 @@ class Agent:
         self.ranks = Ranks(1)
         self.parts: dict[tuple[int, bytes], tuple[Any, ...]] = {}
         self.pinned: dict[str, set[tuple[int, bytes]]] = {}
+        self.was_pinned: dict[str, set[tuple[int, bytes]]] = {}
         self._groups = groups
         self._chunk_tokens = chunk_tokens
         self._answers: dict[str, int] = {}
@@ -49,6 +50,7 @@ class Agent:
         hit = needs.longest(len(names), lambda part: (part[1], names[part[0]]) in self.parts)
         pinned = {(row, names[chunk]) for chunk, row in needs.parts(hit)}
         self.pinned[request_id] = pinned
+        self.was_pinned[request_id] = self.was_pinned.get(request_id, set()) | pinned
         self._answers[request_id] = (first_chunk + hit) * self._chunk_tokens if hit else 0
 
     def hit_tokens(self, request_id: str, wait_s: float) -> int | None:

@@ -113,9 +113,10 @@ class Transfers:
                 self._check_pinned(store, op)
 
     def _check_pinned(self, planned: Planned, op: TransferOp) -> None:
-        pinned: Set[tuple[int, bytes]] = self._agent.pinned[planned.request_id]
+        # When a comparison begins, its lookup may be over: the agent looks for what it still has.
+        pinned = self._agent.was_pinned if planned.compare else self._agent.pinned
         for name in op.hashes:
-            assert (op.group, name) in pinned, "a part that no lookup has pinned"
+            assert (op.group, name) in pinned[planned.request_id], "a part that no lookup has pinned"
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         """Before the step computes; some are quick."""

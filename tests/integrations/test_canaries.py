@@ -22,7 +22,9 @@ from tests.integrations.test_scheduler import (
     CHUNK,
     FakeRequest,
     ScriptedAdapter,
+    computed_before,
     make_scheduler,
+    run,
     step,
 )
 
@@ -76,10 +78,10 @@ def test_a_canary_is_computed_and_compared(
 ) -> None:
     assert ask(scheduler) == 0
     assert adapter.released == []
-    first = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
+    first = run(scheduler, step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
     assert first.loads == []
     assert chunks_of(first) == (NAMES[:2], [])
-    second = scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK, 2 * CHUNK)))
+    second = run(scheduler, step(cached=("r", None, 2 * CHUNK, 2 * CHUNK)))
     assert chunks_of(second) == (NAMES[2:3], NAMES[3:])
     assert second.stores[0].compare
     (op,) = second.stores[0].ops
@@ -90,7 +92,7 @@ def test_its_blocks_have_references_until_they_are_read(
     scheduler: ConnectorScheduler, pool: BlockPool
 ) -> None:
     ask(scheduler)
-    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
+    metadata = run(scheduler, step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
     held = [pool.blocks[block_id].ref_cnt for block_id in BLOCK_IDS]
     assert held == [1] * 8 + [0] * 8
     scheduler._planner.references.ended({0: [metadata.stores[0].transfer_id]})
@@ -103,27 +105,31 @@ def test_what_the_lookup_did_not_find_is_no_canary(
     adapter.tokens = 0
     assert ask(scheduler) == 0
     assert adapter.released == ["r"]
-    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
+    metadata = run(scheduler, step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
     assert chunks_of(metadata) == ([], NAMES)
 
 
 @pytest.mark.parametrize("local_tokens", [BLOCK, CHUNK])
 def test_nothing_behind_a_local_prefix_is_a_canary(
-    scheduler: ConnectorScheduler, local_tokens: int
+    scheduler: ConnectorScheduler, pool: BlockPool, local_tokens: int
 ) -> None:
+    computed_before(scheduler, pool, BLOCK_IDS, local_tokens)
     assert ask(scheduler, local_tokens) == 3 * CHUNK - local_tokens
 
 
-def test_a_local_prefix_that_comes_later_ends_it(scheduler: ConnectorScheduler) -> None:
+def test_a_local_prefix_that_comes_later_ends_it(
+    scheduler: ConnectorScheduler, pool: BlockPool
+) -> None:
     """vLLM had no blocks for it at first, and another request has computed its prefix since."""
     request = FakeRequest()
     assert scheduler.matched_tokens(request, 0) == 0
+    computed_before(scheduler, pool, BLOCK_IDS, CHUNK)
     assert scheduler.matched_tokens(request, CHUNK) == 2 * CHUNK
 
 
 def test_a_prefix_that_another_connector_loads_ends_it(scheduler: ConnectorScheduler) -> None:
     assert ask(scheduler) == 0
-    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 2 * CHUNK, 2 * CHUNK)))
+    metadata = run(scheduler, step(new=("r", BLOCK_IDS, 2 * CHUNK, 2 * CHUNK)))
     assert chunks_of(metadata)[0] == []
 
 
@@ -139,8 +145,8 @@ def test_it_is_decided_once_for_a_lookup(
 
 def test_a_preemption_ends_it(scheduler: ConnectorScheduler, adapter: ScriptedAdapter) -> None:
     ask(scheduler)
-    scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, CHUNK)))
-    scheduler.build_metadata(step(preempted={"r"}))
+    run(scheduler, step(new=("r", BLOCK_IDS, 0, CHUNK)))
+    run(scheduler, step(preempted={"r"}))
     assert adapter.ended == ["r"]
     adapter.canary_every = 0
     assert scheduler.matched_tokens(FakeRequest(), 0) == 3 * CHUNK
@@ -149,7 +155,7 @@ def test_a_preemption_ends_it(scheduler: ConnectorScheduler, adapter: ScriptedAd
 def test_a_new_epoch_ends_it(scheduler: ConnectorScheduler) -> None:
     ask(scheduler)
     scheduler.change_epoch(Epochs.weights_may_differ, "a test")
-    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
+    metadata = run(scheduler, step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
     assert chunks_of(metadata) == ([], [])
 
 
@@ -158,7 +164,7 @@ def test_an_engine_that_only_loads_compares_and_does_not_store(
 ) -> None:
     scheduler = make_scheduler(adapter, pool, BlockReferences(pool, 1), stores=False)
     ask(scheduler)
-    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
+    metadata = run(scheduler, step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
     assert chunks_of(metadata) == (NAMES[:3], [])
 
 
@@ -170,7 +176,7 @@ def test_canaries_have_a_share_of_what_is_computed(
     found = [scheduler.matched_tokens(each, 0) for each in requests]
     assert found == [0] * (asked - 1) + [3 * CHUNK]
     for _ in range(40):
-        scheduler.build_metadata(step(new=("r0", BLOCK_IDS, 0, 4 * CHUNK)))
+        run(scheduler, step(new=("r0", BLOCK_IDS, 0, 4 * CHUNK)))
     assert scheduler.matched_tokens(FakeRequest("later"), 0) == 0
 
 
@@ -214,7 +220,7 @@ def test_of_a_window_only_what_is_pinned_is_compared(
         done: Any = {"new": ("r", BLOCK_IDS, 0, tokens)}
         if number:
             done = {"cached": ("r", None, number * tokens, tokens)}
-        for planned in scheduler.build_metadata(step(**done)).stores:
+        for planned in run(scheduler, step(**done)).stores:
             for op in planned.ops if planned.compare else ():
                 compared[op.group] += op.hashes
     assert compared == {0: NAMES[:3], 1: NAMES[2:3]}

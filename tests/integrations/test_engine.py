@@ -139,6 +139,27 @@ def test_a_reset_does_not_wait_for_loads(
 
 
 @pytest.mark.parametrize("loaded", [False, True])
+def test_a_reset_takes_the_blocks_of_loads_also_when_the_cache_is_off(
+    make_core: Callable[..., Core], loaded: bool
+) -> None:
+    core = make_core()
+    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
+    core.store(prompt)
+    core.finish()
+    core.let_transfers_end(False)
+    assert core.reset_prefix_cache()
+    core.played.ask(prompt, 2)
+    core.played.step()
+    assert core.played.counts.loads == 1
+    if loaded:
+        core.let_transfers_end(True)
+        while core.played._loads:
+            core.played.step()
+    core.played.connector.turn_off()
+    assert core.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
 def test_a_pause_that_keeps_requests_ends(make_core: Callable[..., Core], loaded: bool) -> None:
     """A request that is loaded and waits, beside one that runs."""
     core = make_core(full(4))

@@ -32,13 +32,15 @@ from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import Announcer
 from lmcache_redis.integrations.vllm.support import LayerGroup
-from tests.integrations.test_guard import Broken, config, manager_of
+from tests.integrations.test_guard import Broken, bind, config, manager_of
 from tests.integrations.test_scheduler import (
     BLOCK,
     CHUNK,
     FakeRequest,
     ScriptedAdapter,
+    computed_before,
     make_scheduler,
+    run,
     step,
 )
 
@@ -289,15 +291,16 @@ def test_requests_name_the_chunks_they_look_up_and_store() -> None:
     references = BlockReferences(pool, world_size=1)
     scheduler = make_scheduler(adapter, pool, references, announcer=listener)
     request: Any = FakeRequest(tokens=3 * CHUNK + 1)
+    blocks = list(range(1, 14))
+    computed_before(scheduler, pool, blocks, CHUNK)
     assert scheduler.matched_tokens(request, CHUNK) == 0
     assert named == [([1, 2], CHUNK)]
     scheduler.allocated(request, (), 0)
-    blocks = list(range(1, 14))
-    scheduler.build_metadata(step(new=("r", blocks, CHUNK, 2 * CHUNK + 1)))
+    run(scheduler, step(new=("r", blocks, CHUNK, 2 * CHUNK + 1)))
     assert named[1:] == [([0, 1, 2], CHUNK)]
     # Chunks that are generated are named when they are stored.
     request.grow(4 * CHUNK + 1)
-    scheduler.build_metadata(step(cached=("r", [14, 15, 16, 17], 3 * CHUNK + 1, CHUNK)))
+    run(scheduler, step(cached=("r", [14, 15, 16, 17], 3 * CHUNK + 1, CHUNK)))
     assert named[2:] == [([3], CHUNK)]
     scheduler.change_epoch(Epochs.weights_may_differ, "a test")
     assert named[3:] == [([], 0)]
@@ -321,7 +324,7 @@ def connector(
     if request.param is not None:
         settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=request.param)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
-    made.bind_kv_cache_manager(manager_of(64))
+    bind(made, manager_of(64))
     made.on = request.param is True  # type: ignore[attr-defined]
     yield made
     made.shutdown()
@@ -343,7 +346,7 @@ def test_a_vllm_without_what_events_need_still_caches(
     settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
     made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
-        made.bind_kv_cache_manager(manager_of(64))
+        bind(made, manager_of(64))
     assert made._scheduler is not None
     assert made.take_events() == ()
     errors = [each for each in caplog.records if each.levelno == logging.ERROR]

@@ -100,8 +100,9 @@ def test_answers_stay_right_whatever_of_ours_fails(
     assert "Traceback" in said
 
 
-def test_a_step_whose_forward_fails_is_not_stored(
-    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+@pytest.mark.parametrize("failing", ["forward", "output"])
+def test_a_step_that_fails_is_not_stored(
+    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts, failing: str
 ) -> None:
     fault = tmp_path / "fault"
     fault.write_text("")
@@ -119,7 +120,7 @@ def test_a_step_whose_forward_fails_is_not_stored(
         wait_until(lambda: ready(agent), what="the engine at the agent")
         engine.generate([prompts.tokens(3 * CHUNK + 10)])
         wait_until(lambda: agent.counter("stored_chunks") == 3, what="the store")
-        fault.write_text("forward")
+        fault.write_text(failing)
         with pytest.raises(EngineFailed):
             engine.generate([prompts.tokens(3 * CHUNK + 10)])
     agent.wait_idle()

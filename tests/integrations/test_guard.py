@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
@@ -61,7 +62,22 @@ def config(directory: Path, **extra: Any) -> Any:
 def manager_of(num_blocks: int) -> Any:
     """vLLM's, of requests without blocks."""
     pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=BLOCK)
-    return SimpleNamespace(block_pool=pool, get_block_ids=lambda request_id: ([],))
+    blocks = SimpleNamespace(blocks=([],))
+    return SimpleNamespace(block_pool=pool, get_blocks=lambda request_id: blocks)
+
+
+class BindingScheduler(Scheduler):
+    """vLLM's, as far as a connector finds it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def bind(self, made: LMCacheRedisConnector, manager: Any) -> None:
+        made.bind_kv_cache_manager(manager)
+
+
+def bind(made: LMCacheRedisConnector, manager: Any) -> None:
+    BindingScheduler().bind(made, manager)
 
 
 def connector(directory: Path, role: KVConnectorRole, **extra: Any) -> LMCacheRedisConnector:
@@ -69,7 +85,7 @@ def connector(directory: Path, role: KVConnectorRole, **extra: Any) -> LMCacheRe
     groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
     made = LMCacheRedisConnector(config(directory, **extra), role, groups)
     if role is KVConnectorRole.SCHEDULER:
-        made.bind_kv_cache_manager(manager_of(64))
+        bind(made, manager_of(64))
     return made
 
 
@@ -90,7 +106,7 @@ def worker(tmp_path: Path) -> Iterator[LMCacheRedisConnector]:
 REQUEST: Any = SimpleNamespace(
     request_id="r", block_hashes=[bytes(32)] * 8, kv_transfer_params=None, num_prompt_tokens=1
 )
-STEP: Any = SimpleNamespace(total_num_scheduled_tokens=0)
+STEP: Any = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
 OUTPUT: Any = SimpleNamespace(
     kv_connector_worker_meta=None, invalid_block_ids=set(), finished_recving={"r"}
 )
@@ -178,7 +194,7 @@ def test_a_lost_load_names_all_blocks_that_it_would_have_filled(
     assert metadata.lost_loads == {"r": [2, 3, 4]}
 
 
-@pytest.mark.parametrize("breaks", ["begin_loads", "begin_stores", "ended_loads", "report"])
+@pytest.mark.parametrize("breaks", ["step_begins", "begin_loads", "ended_loads", "report"])
 def test_an_error_in_a_worker_turns_the_cache_off(
     scheduler: LMCacheRedisConnector,
     worker: LMCacheRedisConnector,
@@ -206,6 +222,23 @@ def test_an_error_in_a_worker_turns_the_cache_off(
     )
     assert scheduler._scheduler is None
     assert pool.get_num_free_blocks() == free
+
+
+def test_what_was_planned_and_not_sent_holds_no_block_when_the_cache_is_off(
+    scheduler: LMCacheRedisConnector,
+) -> None:
+    references = scheduler._references
+    assert references is not None
+    free = references.pool.get_num_free_blocks()
+    sent = references.take([3, 4])
+    references.sent([sent])
+    references.take([5, 6], for_store=True)
+    references.take([7])
+    scheduler._scheduler = Broken()  # type: ignore[assignment]
+    scheduler.build_connector_meta(STEP)
+    assert references.pool.get_num_free_blocks() == free - 2
+    references.ended({0: [sent]})
+    assert references.pool.get_num_free_blocks() == free
 
 
 def test_a_wrong_setting_keeps_the_cache_off_and_not_the_engine(

@@ -23,7 +23,14 @@ from vllm.v1.request import Request
 
 from lmcache_redis.integrations.vllm.planning import BlockReferences
 from lmcache_redis.integrations.vllm.requests import MediaNames
-from tests.integrations.test_scheduler import BLOCK, CHUNK, ScriptedAdapter, make_scheduler, step
+from tests.integrations.test_scheduler import (
+    BLOCK,
+    CHUNK,
+    ScriptedAdapter,
+    make_scheduler,
+    run,
+    step,
+)
 
 RED, BLUE = (Image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
 
@@ -127,5 +134,5 @@ def test_what_is_not_named_is_neither_looked_up_nor_stored(engine: Any) -> None:
     hit = CHUNK if engine is not COUNTED else 0
     assert scheduler.matched_tokens(request, 0) == hit
     assert len(adapter.lookups) == (hit > 0)
-    metadata = scheduler.build_metadata(step(new=("r", [1, 2, 3, 4, 5], 0, CHUNK + 1)))
+    metadata = run(scheduler, step(new=("r", [1, 2, 3, 4, 5], 0, CHUNK + 1)))
     assert len(metadata.stores) == (hit > 0)

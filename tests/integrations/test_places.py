@@ -22,7 +22,7 @@ def test_a_worker_reports_its_agent_when_that_changes() -> None:
     worker = ConnectorWorker(client, 3, Recorder(), reallocates=True)
 
     def places() -> list[RankPlace | None] | None:
-        report = worker.report(0)
+        report = worker.report()
         return None if report is None else [report.places[3]]
 
     assert places() == [None], "the first report says that it has none yet"

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
 from lmcache_redis.integrations.vllm.planning import BlockReferences, StepPlanner
 from lmcache_redis.integrations.vllm.requests import (
@@ -32,7 +32,12 @@ def pool() -> BlockPool:
 def planner_of(pool: BlockPool, *specs: Any) -> StepPlanner:
     config = groups(*specs)
     references = BlockReferences(pool, world_size=1)
-    return StepPlanner(references, layer_groups(config), left_out_groups(config), CHUNK, dict)
+    left_out = left_out_groups(config)
+    return StepPlanner(references, layer_groups(config), left_out, CHUNK, lambda request_id: [])
+
+
+def blocks_of(pool: BlockPool, table: list[list[int]]) -> list[list[KVCacheBlock]]:
+    return [[pool.blocks[block_id] for block_id in ids] for ids in table]
 
 
 def tracked(chunks: int, request_id: str = "r") -> Tracked:
@@ -45,7 +50,7 @@ def test_operations_name_groups_as_the_agent_numbers_them(pool: BlockPool) -> No
     """A group that is left out has no number there, and its blocks are not touched."""
     planner = planner_of(pool, ring(8), full(), replayed(32), window(17))
     table = [[1], [2, 3, 4, 5], [6, 7, 8, 9], [0, 0, 0, 13]]
-    (store,) = planner.store(tracked(1), table, range(1))
+    (store,) = planner.store(tracked(1), blocks_of(pool, table), range(1))
     planner.load(tracked(1), table, CHUNK)
     for planned in (*planner.begin_step(), store):
         assert {op.group: list(op.block_ids) for op in planned.ops} == {0: [2, 3, 4, 5], 1: [13]}
@@ -63,7 +68,8 @@ def test_a_state_is_stored_where_vllms_own_cache_has_it(pool: BlockPool) -> None
         pool.blocks[16].reset_hash()
         if cached_as:
             pool.blocks[16].set_block_hash(make_block_hash_with_group_id(*cached_as))
-        (store,) = planner_of(pool, full(), state()).store(one, table, range(1, 2))
+        planner = planner_of(pool, full(), state())
+        (store,) = planner.store(one, blocks_of(pool, table), range(1, 2))
         return {op.group: list(op.block_ids) for op in store.ops}
 
     without = {0: [5, 6, 7, 8]}

@@ -16,45 +16,32 @@ def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
     rate = PrefillRate()
     assert rate.token_s == 0.0
     for number in range(10):
-        step = rate.scheduled(1000, 10.0 * number)
-        rate.ended(step, 10.0 * number + 2.0)
+        rate.ended(1000, 10.0 * number, 10.0 * number + 2.0)
     assert rate.token_s == pytest.approx(0.002)
 
 
 def test_small_steps_are_not_measured() -> None:
     rate = PrefillRate()
-    assert rate.scheduled(63, 1.0) == 0
-    rate.ended(0, 9.0)
+    rate.ended(63, 1.0, 9.0)
     assert rate.token_s == 0.0
 
 
 def test_overlapping_steps_count_from_the_last_end() -> None:
     """vLLM schedules a step while the one before it is running."""
     rate = PrefillRate()
-    first = rate.scheduled(1000, 0.0)
-    second = rate.scheduled(1000, 0.1)
-    rate.ended(first, 1.0)
-    third = rate.scheduled(1000, 1.1)
-    rate.ended(second, 2.0)
-    rate.ended(0, 2.5)  # a step of one token
-    rate.ended(third, 3.5)
+    rate.ended(1000, 0.0, 1.0)
+    rate.ended(1000, 0.1, 2.0)
+    rate.ended(1, 0.2, 2.5)
+    rate.ended(1000, 1.1, 3.5)
     assert rate.token_s == pytest.approx(0.001)
-
-
-def test_a_step_whose_report_was_lost_is_forgotten() -> None:
-    rate = PrefillRate()
-    rate.scheduled(1000, 0.0)
-    rate.ended(rate.scheduled(1000, 5.0), 6.0)
-    assert rate.token_s == pytest.approx(0.001)
-    assert not rate._scheduled
 
 
 def test_new_steps_count_more() -> None:
     rate = PrefillRate()
     for number in range(20):
-        rate.ended(rate.scheduled(1000, 10.0 * number), 10.0 * number + 1.0)
+        rate.ended(1000, 10.0 * number, 10.0 * number + 1.0)
     for number in range(20, 30):
-        rate.ended(rate.scheduled(1000, 10.0 * number), 10.0 * number + 4.0)
+        rate.ended(1000, 10.0 * number, 10.0 * number + 4.0)
     assert rate.token_s == pytest.approx(0.004, rel=0.1)
 
 

@@ -112,7 +112,6 @@ class FakeRequest:
 
 def step(
     *,
-    beside_a_load: bool = False,
     new: tuple[str, list[int], int, int] | None = None,
     cached: tuple[str, list[int] | None, int, int] | None = None,
     resumed: bool = False,
@@ -127,7 +126,6 @@ def step(
             TABLES.setdefault(row[0], []).extend(row[1] or [])
     return SimpleNamespace(
         total_num_scheduled_tokens=sum(scheduled.values()),
-        has_sync_kv_loads=beside_a_load,
         num_scheduled_tokens=scheduled,
         preempted_req_ids=preempted,
         scheduled_new_reqs=[
@@ -166,11 +164,17 @@ def make_scheduler(
 ) -> ConnectorScheduler:
     groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH)])
     hash_tokens = options.pop("hash_tokens", BLOCK)
-    names = RequestNames(Epochs(None, None, bytes), pool, options.pop("media", None))
+    names = RequestNames(Epochs(None, None, bytes), options.pop("media", None))
     announcer = options.pop("announcer", None)
     step_tokens = options.pop("step_tokens", 4 * CHUNK)
-    block_ids = options.pop("block_ids", lambda request_id: (TABLES[request_id],))
-    planner = StepPlanner(references, groups, (), step_tokens, block_ids)
+    block_ids = options.pop("block_ids", lambda request_id: (TABLES.get(request_id, []),))
+    planner = StepPlanner(
+        references,
+        groups,
+        (),
+        step_tokens,
+        lambda name: [[pool.blocks[each] for each in ids] for ids in block_ids(name)],
+    )
     return ConnectorScheduler(
         adapter,  # type: ignore[arg-type]
         planner,
@@ -190,6 +194,29 @@ def scheduler(
 
 def name_weights(scheduler: ConnectorScheduler, weights_id: str) -> None:
     scheduler.change_epoch(lambda epochs: epochs.weights_have_id(weights_id), "an update")
+
+
+def run(scheduler: ConnectorScheduler, output: Any) -> StepMetadata:
+    """A step whose output vLLM takes: its metadata, with the stores of what it fills."""
+    metadata = scheduler.build_metadata(output)
+    scheduler.output_taken(output)
+    metadata.stores, scheduler._stores = scheduler._stores, []
+    return metadata
+
+
+def computed_before(
+    scheduler: ConnectorScheduler, pool: BlockPool, blocks: list[int], tokens: int
+) -> None:
+    """Another request has computed these tokens, and vLLM has its blocks in its own cache."""
+    params = {"lmcache_redis": {"load": False, "store": False}}
+    request = FakeRequest("before", tokens, kv_transfer_params=params)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    run(scheduler, step(new=("before", blocks, 0, tokens)))
+    count = tokens // BLOCK
+    filled = [pool.blocks[each] for each in blocks[:count]]
+    pool.cache_full_blocks(request, filled, 0, count, BLOCK, 0)  # type: ignore[arg-type]
+    scheduler.finished(request)
 
 
 def only_store(metadata: StepMetadata) -> TransferOp:
@@ -225,21 +252,23 @@ def test_the_first_lookup_waits_until_all_workers_have_reported(
 
 
 def test_only_what_is_not_computed_locally_is_loaded(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
 ) -> None:
     request = FakeRequest()
-    adapter.tokens = 4 * CHUNK
     local = CHUNK + 2 * BLOCK  # ends inside the second chunk
+    computed_before(scheduler, pool, list(range(100, 107)), local + 1)
+    adapter.tokens = 4 * CHUNK
+    adapter.lookups.clear()
     assert scheduler.matched_tokens(request, local) == 4 * CHUNK - local
     assert adapter.lookups == [("r", 1)]
     scheduler.allocated(request, [list(range(100, 117))], 4 * CHUNK - local)
-    metadata = scheduler.build_metadata(step())
+    metadata = run(scheduler, step())
     ((_, _, (op,), *_),) = metadata.loads
     assert list(op.block_ids) == list(range(104, 116))
     assert list(op.hashes) == request.block_hashes[7:16:4]
     assert op.skip_blocks == 2
     assert metadata.idle
-    assert scheduler.build_metadata(step()).loads == []
+    assert run(scheduler, step()).loads == []
 
 
 def test_a_request_without_blocks_lets_a_loaded_one_go_on(
@@ -261,8 +290,11 @@ def test_a_request_without_blocks_lets_a_loaded_one_go_on(
 
 
 def test_evicted_local_blocks_are_looked_up_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
 ) -> None:
+    computed_before(scheduler, pool, list(range(100, 109)), 2 * CHUNK)
+    adapter.lookups.clear()
+    adapter.ended.clear()
     request = FakeRequest()
     adapter.tokens = None
     assert scheduler.matched_tokens(request, 2 * CHUNK) is None
@@ -285,7 +317,7 @@ def test_no_lookup_without_an_agent_or_against_the_request(
     assert scheduler.matched_tokens(FakeRequest(skip_reading_prefix_cache=True), 0) == 0
     adapter.chunk = 0
     assert scheduler.matched_tokens(FakeRequest("s"), 0) == 0
-    metadata = scheduler.build_metadata(step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    metadata = run(scheduler, step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     assert metadata.stores == []
     assert adapter.lookups == []
 
@@ -308,20 +340,17 @@ def test_chunks_are_stored_when_they_are_complete_and_once(
     scheduler.allocated(request, [], 0)
     blocks = list(range(50, 61))
     # Chunked prefill: the first step ends inside the second chunk.
-    first = scheduler.build_metadata(step(new=("r", blocks, 0, CHUNK + 10)))
+    first = run(scheduler, step(new=("r", blocks, 0, CHUNK + 10)))
     assert list(only_store(first).block_ids) == blocks[:4]
-    second = scheduler.build_metadata(step(cached=("r", None, CHUNK + 10, CHUNK + 30)))
+    second = run(scheduler, step(cached=("r", None, CHUNK + 10, CHUNK + 30)))
     assert list(only_store(second).block_ids) == blocks[4:8]
-    assert scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK + 40, 1))).stores == []
+    assert run(scheduler, step(cached=("r", None, 2 * CHUNK + 40, 1))).stores == []
     # Decoding completes the third chunk, whose last block came later.
     request.grow(3 * CHUNK)
-    third = scheduler.build_metadata(step(cached=("r", [99], 3 * CHUNK - 1, 1)))
+    third = run(scheduler, step(cached=("r", [99], 3 * CHUNK - 1, 1)))
     assert list(only_store(third).block_ids) == [*blocks[8:], 99]
     # Computed, but its last token is not final yet: no hash, no store.
-    assert (
-        scheduler.build_metadata(step(cached=("r", [100, 101, 102, 103], 3 * CHUNK, 64))).stores
-        == []
-    )
+    assert run(scheduler, step(cached=("r", [100, 101, 102, 103], 3 * CHUNK, 64))).stores == []
 
 
 def test_what_was_loaded_is_not_stored_again(
@@ -332,9 +361,9 @@ def test_what_was_loaded_is_not_stored_again(
     scheduler.matched_tokens(request, 0)
     blocks = list(range(1, 18))
     scheduler.allocated(request, [blocks], 3 * CHUNK)
-    scheduler.build_metadata(step())
+    run(scheduler, step())
     scheduler.load_ended("r")
-    metadata = scheduler.build_metadata(step(new=("r", blocks, 3 * CHUNK, CHUNK + 1)))
+    metadata = run(scheduler, step(new=("r", blocks, 3 * CHUNK, CHUNK + 1)))
     assert list(only_store(metadata).block_ids) == blocks[12:16]
 
 
@@ -345,7 +374,7 @@ def test_blocks_are_referenced_until_all_workers_read_them(
     scheduler.matched_tokens(request, 0)
     blocks = pool.get_new_blocks(5)
     ids = [block.block_id for block in blocks]
-    metadata = scheduler.build_metadata(step(new=("r", ids, 0, CHUNK + 1)))
+    metadata = run(scheduler, step(new=("r", ids, 0, CHUNK + 1)))
     ((transfer_id, *_),) = metadata.stores
     scheduler.finished(request)
     pool.free_blocks(reversed(blocks))  # as vLLM does at the end of the request
@@ -367,7 +396,7 @@ def test_the_blocks_of_a_rank_that_stopped_are_given_back(
 ) -> None:
     free = pool.get_num_free_blocks()
     scheduler.matched_tokens(FakeRequest(), 0)
-    scheduler.build_metadata(step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    run(scheduler, step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     assert pool.get_num_free_blocks() == free - 16
     references.rank_stopped(0)
     assert pool.get_num_free_blocks() == free - 16
@@ -380,6 +409,8 @@ def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
 ) -> None:
     assert not references.expects_reports()
     transfer_id = references.take([1, 2])
+    assert references.expects_reports()  # until the workers have it, whenever that is
+    references.sent([transfer_id])
     assert references.expects_reports()
     later_s = time.monotonic() + 60.0
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
@@ -402,7 +433,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     adapter.tokens = 4 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 4 * CHUNK
     scheduler.allocated(request, [table], 4 * CHUNK)
-    ((_, _, (op,), *_),) = scheduler.build_metadata(step()).loads
+    ((_, _, (op,), *_),) = run(scheduler, step()).loads
     # The first chunk is not loaded at all, of the second chunk the last two blocks.
     assert list(op.block_ids) == table[4:16]
     assert list(op.hashes) == request.block_hashes[7:16:4]
@@ -415,7 +446,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     adapter.tokens = 0
     scheduler.matched_tokens(other, 0)
     scheduler.allocated(other, [table], 0)
-    metadata = scheduler.build_metadata(step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    metadata = run(scheduler, step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     # The second chunk has lost its first two blocks.
     assert list(only_store(metadata).block_ids) == table[8:16]
     assert pool.blocks[0].ref_cnt == 0
@@ -429,16 +460,16 @@ def test_a_failed_load_is_not_tried_again(
     adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [blocks], 4 * CHUNK)
-    scheduler.build_metadata(step())
+    run(scheduler, step())
     # One rank reports the failure in one step; the load ends in a later step.
     scheduler.reported(WorkerReport({}, failed={"r"}))
-    scheduler.build_metadata(step())
+    run(scheduler, step())
     scheduler.load_ended("r")
     lookups = len(adapter.lookups)
     assert scheduler.matched_tokens(request, 0) == 0
     assert len(adapter.lookups) == lookups
     # Computed chunks are stored, because chunks that were thought to be cached may not be.
-    metadata = scheduler.build_metadata(step(new=("r", blocks, 0, 4 * CHUNK + 1)))
+    metadata = run(scheduler, step(new=("r", blocks, 0, 4 * CHUNK + 1)))
     assert len(only_store(metadata).block_ids) == 16
 
 
@@ -449,7 +480,7 @@ def test_a_request_aborted_in_its_load_is_reported_loaded(
     adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [list(range(1, 18))], 4 * CHUNK)
-    ((transfer_id, *_),) = scheduler.build_metadata(step()).loads
+    ((transfer_id, *_),) = run(scheduler, step()).loads
     request.over = True
     scheduler.finished(request)
     assert len(references._held) == 1  # the agent may still be writing
@@ -465,16 +496,16 @@ def test_a_preempted_request_starts_over(
     request = FakeRequest(tokens=2 * CHUNK + 1)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
-    scheduler.build_metadata(step(new=("r", list(range(1, 10)), 0, CHUNK)))
-    scheduler.build_metadata(step(preempted={"r"}))
+    run(scheduler, step(new=("r", list(range(1, 10)), 0, CHUNK)))
+    run(scheduler, step(preempted={"r"}))
     adapter.tokens = CHUNK
     assert scheduler.matched_tokens(request, 0) == CHUNK
     assert adapter.lookups == [("r", 0), ("r", 0)]
     scheduler.allocated(request, [list(range(20, 29))], CHUNK)
-    scheduler.build_metadata(step())
+    run(scheduler, step())
     scheduler.load_ended("r")
     blocks = list(range(20, 29))
-    resumed = scheduler.build_metadata(step(cached=("r", blocks, CHUNK, CHUNK + 1), resumed=True))
+    resumed = run(scheduler, step(cached=("r", blocks, CHUNK, CHUNK + 1), resumed=True))
     assert list(only_store(resumed).block_ids) == blocks[4:8]
 
 
@@ -498,20 +529,19 @@ def test_what_a_lookup_does_not_find_is_stored_again(
         adapter.tokens = 0  # also for the second: the cache was emptied in between
         scheduler.matched_tokens(request, 0)
         scheduler.allocated(request, [], 0)
-        metadata = scheduler.build_metadata(
-            step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1))
-        )
+        metadata = run(scheduler, step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1)))
         assert len(only_store(metadata).block_ids) == 8
 
 
 def test_a_chunk_that_the_agent_dropped_is_stored_again(
-    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
 ) -> None:
+    computed_before(scheduler, pool, list(range(1, 18)), 4 * CHUNK)
     for request_id, dropped in (("r", False), ("s", True), ("t", False)):
         scheduler.matched_tokens(FakeRequest(request_id), 4 * CHUNK)
         scheduler.allocated(FakeRequest(request_id), [], 0)
         blocks = list(range(1, 18))
-        stores = scheduler.build_metadata(step(new=(request_id, blocks, 4 * CHUNK, 1))).stores
+        stores = run(scheduler, step(new=(request_id, blocks, 4 * CHUNK, 1))).stores
         assert [row[1] for row in stores] == ([] if request_id == "s" else [request_id])
         if dropped:
             scheduler.reported(WorkerReport({}, dropped=True))
@@ -525,9 +555,7 @@ def test_a_chunk_that_was_stored_recently_is_not_stored_again(
         # The second has all tokens in vLLM's own blocks, so there is nothing to look up.
         scheduler.matched_tokens(request, 0 if stores else 2 * CHUNK)
         scheduler.allocated(request, [], 0)
-        metadata = scheduler.build_metadata(
-            step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1))
-        )
+        metadata = run(scheduler, step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1)))
         assert len(metadata.stores) == stores
 
 
@@ -540,7 +568,7 @@ def store_of(
     request = FakeRequest(request_id, tokens=tokens, lora_request=lora)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
-    return scheduler.build_metadata(step(new=(request_id, list(range(1, 10)), 0, tokens)))
+    return run(scheduler, step(new=(request_id, list(range(1, 10)), 0, tokens)))
 
 
 def test_names_begin_with_the_epoch_and_the_adapter(
@@ -571,38 +599,84 @@ def test_a_request_across_epochs_is_not_cached(
     scheduler.matched_tokens(computing, 0)
     scheduler.allocated(computing, [], 0)
     blocks = list(range(1, 10))
-    assert len(scheduler.build_metadata(step(new=("r", blocks, 0, CHUNK))).stores) == 1
+    assert len(run(scheduler, step(new=("r", blocks, 0, CHUNK))).stores) == 1
     adapter.tokens = None
     assert scheduler.matched_tokens(waiting, 0) is None
     name_weights(scheduler, "step-1")
-    assert scheduler.build_metadata(step(cached=("r", None, CHUNK, CHUNK + 1))).stores == []
+    assert run(scheduler, step(cached=("r", None, CHUNK, CHUNK + 1))).stores == []
     # Preempted, it begins again, and is still not cached.
-    scheduler.build_metadata(step(preempted={"r"}))
+    run(scheduler, step(preempted={"r"}))
     assert scheduler.matched_tokens(computing, 0) == 0
     # One that only waited looks up again, under the new names.
     assert scheduler.matched_tokens(waiting, 0) is None
     assert adapter.lookups == [("r", 0), ("s", 0), ("s", 0)]
 
 
-def test_nothing_is_stored_while_vllm_may_hit_old_kv(
+def asked_behind(
+    scheduler: ConnectorScheduler, name: str, local: int, blocks: list[int], lora: str | None = None
+) -> tuple[int | None, StepMetadata]:
+    """What is loaded and stored of four chunks of which vLLM has ``local`` tokens of its own."""
+    request = FakeRequest(name, lora_request=lora)
+    found = scheduler.matched_tokens(request, local)
+    if found is None:  # the step that was being scheduled may have known more
+        found = scheduler.matched_tokens(request, local)
+    scheduler.allocated(request, [blocks], 0)
+    rest = 4 * CHUNK + 1 - local
+    metadata = run(scheduler, step(new=(name, blocks, local, rest)))
+    scheduler.finished(request)
+    scheduler._planner.recent.clear()
+    return found, metadata
+
+
+def test_old_kv_in_vllms_cache_is_not_stored_under_a_new_epoch(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
 ) -> None:
-    from vllm.v1.core.kv_cache_utils import BlockHash
-
-    class Computed:
-        request_id = "old"
-        block_hashes: ClassVar = [BlockHash(b"h" * 32)]
-
-    (block,) = pool.get_new_blocks(1)
-    pool.cache_full_blocks(Computed(), [block], 0, 1, BLOCK, 0)  # type: ignore[arg-type]
-    pool.free_blocks([block])
-    assert store_of(scheduler, "r").stores
+    """Nor what is computed behind it; and nothing is loaded behind it."""
+    old = list(range(1, 18))
+    computed_before(scheduler, pool, old, 4 * CHUNK)
+    adapter.tokens = 4 * CHUNK
+    assert asked_behind(scheduler, "r", CHUNK, [*old[:4], *range(40, 53)])[0] == 3 * CHUNK
     name_weights(scheduler, "step-1")
-    assert store_of(scheduler, "s").stores == []
-    pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()  # vLLM's own reset
-    assert store_of(scheduler, "t").stores
-    name_weights(scheduler, "step-2")  # with nothing in vLLM's cache there is nothing to wait for
-    assert store_of(scheduler, "u").stores
+    found, metadata = asked_behind(scheduler, "s", CHUNK, [*old[:4], *range(60, 73)])
+    assert (found, metadata.stores) == (0, [])
+    found, metadata = asked_behind(scheduler, "t", 4 * CHUNK, [*old[:4], *range(60, 73)])
+    assert (found, metadata.stores) == (0, [])  # what "s" has computed behind it is not known
+    found, metadata = asked_behind(scheduler, "u", 0, list(range(80, 97)))
+    assert found == 4 * CHUNK
+    assert len(only_store(metadata).hashes) == 4
+
+
+def test_kv_of_an_adapter_that_was_replaced_is_not_stored_under_the_new_one(
+    scheduler: ConnectorScheduler, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's hashes have an adapter's name and path, and so its old blocks are hits."""
+    digests = {"v1": b"A" * 16, "v2": b"B" * 16}
+    monkeypatch.setattr(AdapterDigests, "digest", lambda self, lora: digests[lora])
+    old, new = list(range(1, 18)), list(range(40, 57))
+    _, stored = asked_behind(scheduler, "r", 0, old, "v1")
+    assert len(only_store(stored).hashes) == 4
+    _, stored = asked_behind(scheduler, "s", 4 * CHUNK, old, "v2")
+    assert stored.stores == []
+    _, stored = asked_behind(scheduler, "t", CHUNK, [*old[:4], *new[4:]], "v2")
+    assert stored.stores == []
+    _, stored = asked_behind(scheduler, "u", 4 * CHUNK, old, "v1")  # the old one is still there
+    assert len(only_store(stored).hashes) == 4
+    _, stored = asked_behind(scheduler, "v", 0, list(range(60, 77)), "v2")
+    assert len(only_store(stored).hashes) == 4
+
+
+def test_what_is_known_of_a_block_ends_when_it_is_given_to_another_request(
+    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
+) -> None:
+    taken = pool.get_new_blocks(17)
+    blocks = [each.block_id for each in taken]
+    assert asked_behind(scheduler, "r", 0, blocks)[1].stores
+    assert asked_behind(scheduler, "s", 4 * CHUNK, blocks)[1].stores
+    pool.free_blocks(taken)
+    for rank in (0, 1):
+        references.rank_stopped(rank)
+    pool.get_new_blocks(pool.get_num_free_blocks())  # whoever fills them now
+    assert asked_behind(scheduler, "t", 4 * CHUNK, blocks)[1].stores == []
 
 
 def test_a_request_from_before_an_epoch_does_not_load(
@@ -612,9 +686,9 @@ def test_a_request_from_before_an_epoch_does_not_load(
     request = FakeRequest("r", tokens=2 * CHUNK + 1)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
-    scheduler.build_metadata(step(new=("r", list(range(1, 10)), 0, CHUNK)))
+    run(scheduler, step(new=("r", list(range(1, 10)), 0, CHUNK)))
     name_weights(scheduler, "step-1")
-    scheduler.build_metadata(step(preempted={"r"}))
+    run(scheduler, step(preempted={"r"}))
     assert scheduler.matched_tokens(request, 0) == 0
     assert adapter.lookups == [("r", 0)]
 
@@ -628,47 +702,115 @@ def test_an_adapter_that_is_replaced_while_a_request_runs(
     request = FakeRequest("r", tokens=3 * CHUNK + 1, lora_request="adapter")
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
-    stored = scheduler.build_metadata(step(new=("r", list(range(1, 14)), 0, CHUNK)))
+    stored = run(scheduler, step(new=("r", list(range(1, 14)), 0, CHUNK)))
     assert len(only_store(stored).hashes) == 1
     digest[0] = b"B" * 16
-    assert scheduler.build_metadata(step(cached=("r", None, CHUNK, CHUNK))).stores == []
+    assert run(scheduler, step(cached=("r", None, CHUNK, CHUNK))).stores == []
     digest[0] = b"A" * 16  # no way back: what was computed meanwhile is unknown
-    assert scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK, CHUNK + 1))).stores == []
+    assert run(scheduler, step(cached=("r", None, 2 * CHUNK, CHUNK + 1))).stores == []
 
 
 # ------------------------------------------------------- beside other connectors
 
 
-def test_what_a_sibling_loads_is_stored_when_a_token_has_come(
-    scheduler: ConnectorScheduler,
+@pytest.mark.parametrize("local", [0, CHUNK])
+def test_what_another_connector_has_loaded_is_not_stored(
+    scheduler: ConnectorScheduler, pool: BlockPool, local: int
 ) -> None:
-    """Until then it may report that its load failed, and the blocks hold something else."""
-    request = FakeRequest("r", tokens=3 * CHUNK + 1)
-    scheduler.matched_tokens(request, 0)
+    """Nor what is computed behind it, by this request or by one that finds its blocks."""
+    first = list(range(1, 18))
+    if local:
+        computed_before(scheduler, pool, first[:4], local)
+    request = FakeRequest("r")
+    scheduler.matched_tokens(request, local)
     scheduler.allocated(request, [], 0)
-    blocks = list(range(1, 14))
-    begun = step(new=("r", blocks, 2 * CHUNK, CHUNK + 1), beside_a_load=True)
-    assert scheduler.build_metadata(begun).stores == []
-    # The next step is planned before the report of this one has come.
-    assert scheduler.build_metadata(step(cached=("r", None, 3 * CHUNK + 1, 1))).stores == []
-    request.num_output_tokens = 1
-    stored = scheduler.build_metadata(step(cached=("r", None, 3 * CHUNK + 2, 1)))
-    assert len(only_store(stored).hashes) == 3
+    brought = run(scheduler, step(new=("r", first, local + CHUNK, 3 * CHUNK + 1 - local)))
+    assert [len(store.ops[0].hashes) for store in brought.stores] == [1] * (local // CHUNK)
+    request.grow(5 * CHUNK)
+    assert run(scheduler, step(cached=("r", [20, 21, 22], 4 * CHUNK + 1, CHUNK))).stores == []
+    scheduler.finished(request)
+    assert asked_behind(scheduler, "s", 4 * CHUNK, first)[1].stores == []
+    # Preempted, a request computes all of it itself.
+    again = list(range(40, 57))
+    assert len(only_store(asked_behind(scheduler, "t", 0, again)[1]).hashes) == 4
 
 
 def test_a_request_that_resumes_with_a_siblings_load(scheduler: ConnectorScheduler) -> None:
     request = FakeRequest("r", tokens=2 * CHUNK + 1)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
-    scheduler.build_metadata(step(new=("r", list(range(1, 10)), 0, 1)))
-    request.num_output_tokens = 5
+    run(scheduler, step(new=("r", list(range(1, 10)), 0, 1)))
     resumed = ("r", list(range(20, 30)), CHUNK, CHUNK + 1)
-    again = step(cached=resumed, resumed=True, preempted={"r"}, beside_a_load=True)
-    assert scheduler.build_metadata(again).stores == []
-    assert scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK + 1, 1))).stores == []
-    request.num_output_tokens = 6
-    stored = scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK + 2, 1)))
-    assert only_store(stored).block_ids == list(range(20, 28))
+    again = step(cached=resumed, resumed=True, preempted={"r"})
+    assert run(scheduler, again).stores == []
+    assert run(scheduler, step(cached=("r", None, 2 * CHUNK + 1, 1))).stores == []
+    resumed = ("r", list(range(40, 50)), 0, 2 * CHUNK + 1)
+    stored = run(scheduler, step(cached=resumed, resumed=True, preempted={"r"}))
+    assert only_store(stored).block_ids == list(range(40, 48))
+
+
+# ------------------------------------------------------- steps that fail
+
+
+def begun(scheduler: ConnectorScheduler, name: str, blocks: list[int], tokens: int) -> Any:
+    request = FakeRequest(name)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    return step(new=(name, blocks, 0, tokens))
+
+
+def test_a_step_is_stored_once_its_output_was_taken(
+    scheduler: ConnectorScheduler, references: BlockReferences
+) -> None:
+    """Two steps are in flight, as with asynchronous scheduling."""
+    first = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
+    assert scheduler.build_metadata(first).stores == []
+    second = step(cached=("r", None, 2 * CHUNK, 2 * CHUNK + 1))
+    assert scheduler.build_metadata(second).stores == []
+    assert references.expects_reports()  # vLLM steps on, so that they are sent
+    scheduler.output_taken(first)
+    third = step(cached=("r", None, 4 * CHUNK + 1, 1))
+    assert list(only_store(scheduler.build_metadata(third)).block_ids) == list(range(1, 9))
+    scheduler.output_taken(second)
+    scheduler.output_taken(third)
+    assert list(only_store(scheduler.build_metadata(step())).block_ids) == list(range(9, 17))
+    assert scheduler.build_metadata(step()).stores == []
+
+
+def test_nothing_that_a_failed_step_has_computed_is_stored(
+    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
+) -> None:
+    """Nor a later step's, which may have used it. vLLM goes on after faults of experts."""
+    free = pool.get_num_free_blocks()
+    good = begun(scheduler, "good", list(range(20, 37)), 4 * CHUNK + 1)
+    scheduler.build_metadata(good)
+    scheduler.output_taken(good)
+    ((sent, *_),) = scheduler.build_metadata(step()).stores
+    references.sent([sent])
+    failed = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
+    scheduler.build_metadata(failed)
+    behind = step(cached=("r", None, 2 * CHUNK, 2 * CHUNK + 1))
+    scheduler.build_metadata(behind)
+    scheduler.output_taken(behind)
+    after = scheduler.build_metadata(step())
+    assert after.stores == []
+    assert after.unsure == [sent]  # its end may have been reported in the failed step
+    references.ended({0: [sent], 1: [sent]})
+    assert pool.get_num_free_blocks() == free
+    # What vLLM still has of it in its own cache is not stored, nor what others compute behind it.
+    assert asked_behind(scheduler, "s", 2 * CHUNK, list(range(1, 18)))[1].stores == []
+    assert run(scheduler, step(cached=("r", [60, 61], 4 * CHUNK + 1, 1))).stores == []
+    assert len(asked_behind(scheduler, "t", 0, list(range(40, 57)))[1].stores) == 1
+
+
+def test_an_output_of_no_step_says_nothing(scheduler: ConnectorScheduler) -> None:
+    """vLLM 0.33 gives its scheduler empty ones to deliver reports of steps that have failed."""
+    output = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
+    scheduler.build_metadata(output)
+    scheduler.output_taken(step())
+    assert scheduler.build_metadata(step()).stores == []
+    scheduler.output_taken(output)
+    assert len(scheduler.build_metadata(step()).stores) == 1
 
 
 @pytest.mark.parametrize(("beside", "tokens"), [(True, 0), (False, 2 * CHUNK)])
@@ -700,13 +842,13 @@ def test_a_hit_that_is_refused_while_nothing_runs_is_computed(
     request = FakeRequest()
     for _ in range(3):  # a step runs: blocks may become free
         assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
-        scheduler.build_metadata(step(cached=("other", None, 1, 1)))
+        run(scheduler, step(cached=("other", None, 1, 1)))
     assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
     transfer = references.take([5])  # one is in flight
-    scheduler.build_metadata(step())
+    run(scheduler, step())
     assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
     references.ended({0: [transfer], 1: [transfer]})
-    scheduler.build_metadata(step())
+    run(scheduler, step())
     assert scheduler.matched_tokens(request, 0) == 0
     assert adapter.ended == ["r"]
     assert scheduler.matched_tokens(request, 0) == 0
@@ -721,6 +863,7 @@ def test_vllm_waits_for_blocks_that_only_stores_hold(
     blocks = pool.get_new_blocks(2)
     store = references.take([blocks[0].block_id], for_store=True)
     load = references.take([blocks[1].block_id])
+    references.sent([store, load])
     assert not references.frees_soon()  # the request has them too
     pool.free_blocks(blocks)
     assert references.frees_soon()
@@ -740,7 +883,7 @@ def test_an_aborted_load_that_fails_is_stored_again(
     request = FakeRequest("r", tokens=2 * CHUNK + 1)
     assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
     scheduler.allocated(request, [list(range(1, 10))], 2 * CHUNK)
-    scheduler.build_metadata(step())
+    run(scheduler, step())
     request.over = True
     scheduler.finished(request)
     adapter.tokens = 0
@@ -751,7 +894,7 @@ def test_an_aborted_load_that_fails_is_stored_again(
     other = FakeRequest("s", tokens=2 * CHUNK + 1, skip_reading_prefix_cache=True)
     scheduler.matched_tokens(other, 0)
     scheduler.allocated(other, [], 0)
-    stored = scheduler.build_metadata(step(new=("s", list(range(1, 10)), 0, 2 * CHUNK + 1)))
+    stored = run(scheduler, step(new=("s", list(range(1, 10)), 0, 2 * CHUNK + 1)))
     assert len(only_store(stored).hashes) == 2
 
 
@@ -816,7 +959,7 @@ def test_a_request_that_must_not_be_stored_is_loaded(
 ) -> None:
     adapter.tokens = CHUNK
     assert scheduler.matched_tokens(wishing(store=False), 0) == CHUNK
-    metadata = scheduler.build_metadata(step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    metadata = run(scheduler, step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     assert metadata.stores == []
 
 
@@ -828,17 +971,19 @@ def test_lookups_say_what_the_engine_takes_to_compute_a_token(
 ) -> None:
     scheduler.matched_tokens(FakeRequest("first"), 0)
     assert adapter.token_s == 0.0
-    metadata = scheduler.build_metadata(step(new=("first", list(range(1, 18)), 0, 4 * CHUNK)))
-    assert metadata.number
+    output = step(new=("first", list(range(1, 18)), 0, 4 * CHUNK))
+    scheduler.build_metadata(output)
     time.sleep(0.02)
-    scheduler.reported(WorkerReport({}, step=metadata.number))
+    scheduler.output_taken(output)
     scheduler.matched_tokens(FakeRequest("second"), 0)
     assert adapter.token_s > 0.02 / (4 * CHUNK)
 
 
-def test_steps_of_tokens_after_the_prompt_are_not_measured(scheduler: ConnectorScheduler) -> None:
-    request = FakeRequest()
-    scheduler.matched_tokens(request, 0)
-    scheduler.build_metadata(step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
-    assert scheduler.build_metadata(step(cached=("r", None, 4 * CHUNK + 1, 200))).number == 0
-    assert scheduler.build_metadata(step(cached=("r", None, 4 * CHUNK, 200))).number
+def test_steps_of_tokens_after_the_prompt_are_not_measured(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    scheduler.matched_tokens(FakeRequest(), 0)
+    for computed, is_measured in ((4 * CHUNK + 1, False), (4 * CHUNK, True)):
+        run(scheduler, step(new=("r", list(range(1, 31)), computed, 200)))
+        scheduler.matched_tokens(FakeRequest(f"behind {computed}"), 0)
+        assert (adapter.token_s > 0.0) == is_measured

@@ -109,6 +109,7 @@ def test_hits_are_counted_by_tier() -> None:
     references = BlockReferences(pool, world_size=1)
     scheduler = test_scheduler.make_scheduler(adapter, pool, references, recorder)
     request = FakeRequest()
+    test_scheduler.computed_before(scheduler, pool, list(range(1, 17)), CHUNK // 2)
     adapter.tokens, adapter.tiers = 4 * CHUNK, ["host", "redis", "disk", "redis"]
     local = CHUNK // 2
     assert scheduler.matched_tokens(request, local) == 4 * CHUNK - local

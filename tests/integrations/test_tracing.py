@@ -116,12 +116,11 @@ def test_retrieves_and_stores_have_spans(spans: Recorder, exporter: InMemorySpan
     stores = [Planned(2, "r", OPS, HEADERS), Planned(3, "untraced", OPS), compared]
     worker.begin_loads(StepMetadata(loads=[Planned(1, "r", OPS, HEADERS)]))
     worker.step_begins(StepMetadata(stores=stores))
-    worker.begin_stores()
     client.begun[1].failed = True
     for each in client.begun:
         each.over = True
     worker.ended_loads(StepMetadata())
-    worker.report(0)
+    worker.report()
     retrieve, store = exporter.get_finished_spans()
     for span in (retrieve, store):
         check_parent(span)

@@ -99,7 +99,7 @@ def begun(
 ) -> tuple[ConnectorWorker, list[Transfer]]:
     client, recorder = Client(), recorder or Recorder()
     worker = ConnectorWorker(client, 0, recorder, reallocates=reallocates)  # type: ignore[arg-type]
-    worker.report(0)
+    worker.report()
     worker.begin_loads(StepMetadata(loads=[Planned(7, "r", OPS)]))
     assert [each.op.group for each in client.begun] == [0, 1, 2]
     return worker, client.begun
@@ -113,7 +113,7 @@ def taken(recorder: Recorder) -> dict[str, Any]:
 
 
 def ended_transfers(worker: ConnectorWorker) -> list[int]:
-    report = worker.report(0)
+    report = worker.report()
     return [] if report is None else list(report.ended.get(0, []))
 
 
@@ -143,8 +143,8 @@ def test_a_load_fails_as_a_whole(failed: int) -> None:
         retrieve.over = True
     ended = worker.ended_loads(StepMetadata())
     assert ended == {"r": set(OPS[failed].block_ids)}
-    assert worker.report(0) == WorkerReport({0: [7]}, failed={"r"})
-    assert worker.report(0) is None
+    assert worker.report() == WorkerReport({0: [7]}, failed={"r"})
+    assert worker.report() is None
 
 
 @pytest.mark.parametrize("lost", range(3))
@@ -154,7 +154,7 @@ def test_a_lost_retrieve_fails_the_load_and_its_blocks_stay_held(lost: int) -> N
     retrieves[lost].given_up = retrieves[lost].failed = True
     ended = worker.ended_loads(StepMetadata())
     assert ended == {"r": set(OPS[lost].block_ids)}
-    report = worker.report(0)
+    report = worker.report()
     assert report == WorkerReport({0: []}, failed={"r"})
     assert report.aggregate(WorkerReport({1: [7]}, failed={"s"})).failed == {"r", "s"}
     for retrieve in retrieves:
@@ -178,14 +178,13 @@ def test_a_lost_load_into_the_same_blocks_is_awaited() -> None:
 def test_a_store_ends_when_all_its_parts_are_over() -> None:
     client, recorder = Client(), Recorder()
     worker = ConnectorWorker(client, 0, recorder, reallocates=True)  # type: ignore[arg-type]
-    worker.report(0)
+    worker.report()
     worker.step_begins(StepMetadata(stores=[Planned(9, "r", OPS)]))
-    worker.begin_stores()
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
     for store in client.begun:
         assert ended_transfers(worker) == []
         store.over = True
-    report = worker.report(0)
+    report = worker.report()
     assert report is not None
     assert list(report.ended[0]) == [9]
     assert report.dropped
@@ -263,7 +262,7 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     return connector, client
 
 
-def test_a_load_waits_for_what_is_queued_before_the_forward() -> None:
+def test_transfers_wait_for_what_is_queued_before_the_forward() -> None:
     """The steps before, and the zeroing of new blocks: vLLM queues it when it has the step."""
     queued: list[str] = []
     connector, client = on_cuda(queued)
@@ -277,74 +276,34 @@ def test_a_load_waits_for_what_is_queued_before_the_forward() -> None:
         connector.start_load_kv(None)  # type: ignore[arg-type]
         connector.wait_for_save()
         connector.clear_connector_metadata()
-    assert client.after == [
-        ["zeroing 0"],
-        ["zeroing 0", "forward 0"],
-        ["zeroing 0", "forward 0", "zeroing 1"],
-        ["zeroing 0", "forward 0", "zeroing 1", "forward 1"],
-    ]
+    before = ["zeroing 0", "forward 0", "zeroing 1"]
+    assert client.after == [before[:1], before[:1], before, before]
 
 
-def test_stores_of_an_unfinished_step_begin_with_the_next() -> None:
-    """Pipeline stages before the last, with speculation on vLLM's V1 runner."""
-    queued: list[str] = []
-    connector, client = on_cuda(queued)
-    connector.bind_connector_metadata(StepMetadata(stores=[Planned(1, "s", ())]))
-    queued.append("forward 0")
-    connector.get_finished(set())
-    assert client.after == []
-    connector.bind_connector_metadata(StepMetadata(stores=[Planned(2, "s", ())]))
-    assert client.after == [["forward 0"]]
-    connector.wait_for_save()
-    connector.wait_for_save()
-    connector.bind_connector_metadata(StepMetadata())  # nor twice, if it was not cleared
-    assert client.after == [["forward 0"], ["forward 0"]]
-
-
-def test_stores_of_a_step_that_is_given_up_end_with_the_next() -> None:
-    """vLLM's V2 runner ends a failed step without a call of the connector."""
+def test_what_never_began_has_ended_if_the_scheduler_asks() -> None:
+    """The step that it was sent with has failed, or the one that has reported its end."""
     connector, client = on_cuda([])
-    connector.bind_connector_metadata(StepMetadata(stores=[Planned(1, "s", OPS[:1])]))
-    connector.bind_connector_metadata(StepMetadata())
-    assert client.after == []
+    stores = [Planned(1, "s", OPS[:1])]
+    connector.bind_connector_metadata(StepMetadata(stores=stores))
+    again = StepMetadata(loads=[Planned(3, "r", OPS[:1])], unsure=[1, 2, 3])
+    connector.bind_connector_metadata(again)
+    connector.start_load_kv(None)  # type: ignore[arg-type]
+    report = connector.build_connector_worker_meta()
+    assert report is not None
+    assert report.ended == {0: [2]}
+    client.begun[0].over = True
     report = connector.build_connector_worker_meta()
     assert report is not None
     assert report.ended == {0: [1]}
 
 
-def test_stores_of_a_step_that_fails_end_before_they_begin() -> None:
-    """vLLM calls the connector in the same way while an error ends the step."""
-    connector, client = on_cuda([])
-    planned = [Planned(number, "s", OPS[:1], compare=number == 2) for number in range(3)]
-    connector.bind_connector_metadata(StepMetadata(stores=planned))
-    report = None
-
-    def step() -> None:
-        nonlocal report
-        try:
-            raise MemoryError
-        finally:
-            connector.wait_for_save()
-            connector.get_finished(set())
-            report = connector.build_connector_worker_meta()
-
-    with pytest.raises(MemoryError):
-        step()
-    assert report is not None
-    assert (report.ended, report.dropped) == ({0: [0, 1, 2]}, True)
-    connector.bind_connector_metadata(StepMetadata(stores=[Planned(3, "s", OPS[:1])]))
-    connector.wait_for_save()
-    assert [each.op for each in client.begun] == [OPS[0]]
-
-
 def test_the_chunks_of_a_canary_are_compared() -> None:
     client = Client()
     worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)  # type: ignore[arg-type]
-    worker.report(0)
+    worker.report()
     worker.step_begins(
         StepMetadata(stores=[Planned(1, "r", OPS[:1]), Planned(2, "r", OPS, compare=True)])
     )
-    worker.begin_stores()
     assert [each.compared for each in client.begun] == [False, True, True, True]
     for each in client.begun[1:]:
         assert ended_transfers(worker) == []
@@ -365,7 +324,7 @@ def test_a_gpu_that_hangs_fails_loads_and_drops_stores(tmp_path: Path, reallocat
     ):
         (client,) = engine.workers
         worker = ConnectorWorker(client, 0, Recorder(), reallocates=reallocates)
-        worker.report(0)
+        worker.report()
         cuda_driver.set("hang", -1)
         while client.signal() != NEVER:
             pass
@@ -375,10 +334,9 @@ def test_a_gpu_that_hangs_fails_loads_and_drops_stores(tmp_path: Path, reallocat
         )
         worker.step_begins(step)
         worker.begin_loads(step)
-        worker.begin_stores()
         ended = worker.ended_loads(step)
         assert ended == {"loads": {8, 9, 10, 11}}
-        report = worker.report(0)
+        report = worker.report()
         assert report is not None
         assert ({*report.ended[0]}, report.dropped) == ({1, 2}, True)
         cuda_driver.set("hang", 0)

@@ -80,6 +80,10 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         # `ConnectorScheduler` or `ConnectorWorker` has failed.
         self._awaited: dict[str, Sequence[int]] = {}
         self._failed_blocks: set[int] = set()  # for vLLM versions that ask for blocks
+        # In the scheduler: requests that have blocks of a load, and have not computed since. For a
+        # reset, which takes these blocks.
+        self._loading: dict[str, Request] = {}
+        self._loaded: dict[str, Request] = {}
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._start()
 
@@ -102,6 +106,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
         self._scheduler = self._worker = None
+        if self._references is not None:
+            self._references.release_unsent()
         if self._announcer is not None:
             self._announcer.forget()
         if isinstance(self._adapter, WorkerClient):
@@ -140,6 +146,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self._scheduler = self._set_up.scheduler(
             adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
+        engine.watch_outputs(self._output_taken)
         listen(self)
 
     @guarded(lambda self, *_: (0, False))
@@ -147,6 +154,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """None until the agent has answered; loads are asynchronous."""
+        self._loaded.pop(request.request_id, None)  # its load has failed, or it was preempted
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -161,6 +169,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             # Of one group: vLLM versions that report blocks have no other.
             external_blocks = -(-num_external_tokens // self._vllm_config.cache_config.block_size)
             self._awaited[request.request_id] = block_ids[0][-external_blocks:]
+            self._loading[request.request_id] = request
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
@@ -169,6 +178,10 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         for load in metadata.loads:
             self._awaited.pop(load.request_id, None)
         metadata.lost_loads, self._awaited = self._awaited, {}
+        if self._references is not None:
+            self._references.sent(each.transfer_id for each in (*metadata.loads, *metadata.stores))
+        for request_id in self._loaded.keys() & scheduler_output.num_scheduled_tokens.keys():
+            del self._loaded[request_id]
         return metadata
 
     @guarded(nothing)
@@ -177,6 +190,10 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for request_id in connector_output.finished_recving or ():
+            request = self._loading.pop(request_id, None)
+            if request is not None and not request.is_finished():
+                self._loaded[request_id] = request
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             report = WorkerReport({})
@@ -192,11 +209,17 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             for request_id in connector_output.finished_recving or ():
                 self._scheduler.load_ended(request_id)
 
+    @guarded(nothing)
+    def _output_taken(self, output: SchedulerOutput) -> None:
+        if self._scheduler is not None:
+            self._scheduler.output_taken(output)
+
     @guarded(lambda self, *_: (False, None))
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """False: vLLM may release the blocks, because stores have their own references on them."""
+        self._loaded.pop(request.request_id, None)
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
@@ -223,9 +246,11 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def _before_reset(self, engine: Engine) -> None:
         """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
+        for request_id, request in (*self._loading.items(), *self._loaded.items()):
+            engine.give_up_load(request)
+            if self._scheduler is not None:
+                self._scheduler.gave_up_load(request_id)
         if self._scheduler is not None:
-            for request in self._scheduler.give_up_loads():
-                engine.give_up_load(request)
             why = "the parameters in memory have changed"
             self._scheduler.change_epoch(Epochs.check_parameters, why)
 
@@ -312,13 +337,10 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Does nothing: whole chunks are stored after the forward pass."""
+        """Does nothing: whole chunks are stored once the step is known to have worked."""
 
-    @guarded(nothing)
     def wait_for_save(self) -> None:
-        """Starts the stores of this step; never waits for them."""
-        if self._worker is not None:
-            self._worker.begin_stores()
+        """Does nothing: stores begin with a later step."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose loads have ended, and those of them that failed (vLLM 0.30 or newer)."""
@@ -357,7 +379,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Reports ended transfers, or the failure of this worker, to the scheduler."""
         if self._worker is not None:
-            return self._worker.report(self._step().number)
+            return self._worker.report()
         if not isinstance(self._adapter, WorkerClient):
             return None
         rank = self._vllm_config.parallel_config.rank

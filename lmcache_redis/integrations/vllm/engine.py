@@ -7,6 +7,8 @@ steps:
 collective_rpc        every update of weights goes through it
 set_weight_version    names the weights
 reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
+get_new_blocks        of the block pool (`watch_new_blocks`): whoever allocates, it comes from there
+update_from_output    of the scheduler (`Engine.watch_outputs`): it takes the output of a step
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import inspect
 import logging
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -139,6 +141,22 @@ class Engine:
             )
             return None
 
+    def watch_outputs(self, taken: Callable[[Any], None]) -> None:
+        """Calls ``taken(scheduler_output)`` when the scheduler has taken the output of that step.
+
+        It never does for a step that raises, even if vLLM goes on.
+        """
+        scheduler = self._scheduler()
+        update = scheduler.update_from_output
+
+        @functools.wraps(update)
+        def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = update(scheduler_output, *args, **kwargs)
+            taken(scheduler_output)
+            return outputs
+
+        scheduler.update_from_output = watched
+
     def give_up_load(self, request: Request) -> None:
         """Frees the blocks of a request whose load has begun or ended; it starts over.
 
@@ -182,6 +200,19 @@ def watch_resets(
             return bool(reset())
 
     pool.reset_prefix_cache = watched
+
+
+def watch_new_blocks(pool: BlockPool, given: Callable[[Sequence[KVCacheBlock]], None]) -> None:
+    """Calls ``given(blocks)`` for blocks that a request gets to write to."""
+    get = pool.get_new_blocks
+
+    @functools.wraps(get)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        blocks = get(*args, **kwargs)
+        given(blocks)
+        return blocks
+
+    pool.get_new_blocks = watched
 
 
 def listen(listener: Any) -> None:

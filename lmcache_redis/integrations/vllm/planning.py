@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.worker import TransferOp
+from lmcache_redis.integrations.vllm.provenance import BlockProvenance
 from lmcache_redis.integrations.vllm.requests import Tracked
 from lmcache_redis.integrations.vllm.support import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned
@@ -34,10 +35,16 @@ _REMEMBERED_S = 60.0
 
 @dataclass(slots=True)
 class _Held:
+    """A transfer. ranks: that may still touch the blocks. sent_s: None: the workers have not it."""
+
     blocks: list[KVCacheBlock]
-    ranks: set[int]  # those that may still touch the blocks
-    since_s: float
+    ranks: set[int]
     is_store: bool
+    sent_s: float | None = None
+
+    def was_sent_within(self, seconds: float) -> bool:
+        """True also for one that is sent with the next step."""
+        return self.sent_s is None or self.sent_s > time.monotonic() - seconds
 
 
 class BlockReferences:
@@ -56,15 +63,13 @@ class BlockReferences:
 
     def expects_reports(self) -> bool:
         """Whether workers will soon report the end of a transfer, unless the agent is frozen."""
-        earliest_s = time.monotonic() - _REPORT_S
-        return any(held.since_s > earliest_s for held in self._held.values())
+        return any(held.was_sent_within(_REPORT_S) for held in self._held.values())
 
     def frees_soon(self) -> bool:
         """Whether blocks become free when stores in flight have read them."""
-        earliest_s = time.monotonic() - _FREED_SOON_S
         return any(
             held.is_store
-            and held.since_s > earliest_s
+            and held.was_sent_within(_FREED_SOON_S)
             and any(block.ref_cnt == 1 for block in held.blocks)
             for held in self._held.values()
         )
@@ -79,9 +84,29 @@ class BlockReferences:
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]
         self.pool.touch(blocks)
         transfer_id = next(self._ids)
-        ranks = set(range(self._world_size))
-        self._held[transfer_id] = _Held(blocks, ranks, time.monotonic(), for_store)
+        self._held[transfer_id] = _Held(blocks, set(range(self._world_size)), for_store)
         return transfer_id
+
+    def sent(self, transfer_ids: Iterable[int]) -> None:
+        """The workers get these transfers with the step that was built last."""
+        now_s = time.monotonic()
+        for transfer_id in transfer_ids:
+            self._held[transfer_id].sent_s = now_s
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The transfers that were sent and have not ended."""
+        return [number for number, held in self._held.items() if held.sent_s is not None]
+
+    def release(self, transfer_ids: Iterable[int]) -> None:
+        """These transfers are never sent."""
+        for transfer_id in transfer_ids:
+            # In vLLM's own order: the end of a prefix is evicted before its beginning.
+            self.pool.free_blocks(reversed(self._held.pop(transfer_id).blocks))
+
+    def release_unsent(self) -> None:
+        """No transfer is sent any more."""
+        self.release([number for number, held in self._held.items() if held.sent_s is None])
 
     def ended(self, by_rank: Mapping[int, Sequence[int]]) -> None:
         """These ranks no longer touch the blocks of these transfers."""
@@ -92,9 +117,7 @@ class BlockReferences:
                     continue
                 held.ranks.discard(rank)
                 if not held.ranks:
-                    del self._held[transfer_id]
-                    # In vLLM's own order: the end of a prefix is evicted before its beginning.
-                    self.pool.free_blocks(reversed(held.blocks))
+                    self.release([transfer_id])
 
     def rank_stopped(self, rank: int) -> None:
         self.ended({rank: list(self._held)})
@@ -147,9 +170,9 @@ class StepPlanner:
     """Plans for the requests of one engine, and takes the references to their blocks.
 
     left_out: groups that are not cached, because vLLM computes them again. step_tokens: vLLM
-    computes at most so many tokens of a request before it releases blocks. block_ids: returns a
-    request's current blocks by group, null ones included. needs_all: a prefix needs every block
-    before its end, and nothing else.
+    computes at most so many tokens of a request before it releases blocks. blocks: returns a
+    request's current blocks by vLLM's number of the group, null ones included. needs_all: a prefix
+    needs every block before its end, and nothing else.
     """
 
     def __init__(
@@ -158,15 +181,16 @@ class StepPlanner:
         groups: Sequence[LayerGroup],
         left_out: Sequence[LayerGroup],
         step_tokens: int,
-        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        blocks: Callable[[str], Sequence[Sequence[KVCacheBlock]]],
     ) -> None:
         self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
         self.references = references
+        self.provenance = BlockProvenance(references.pool, groups)
         self._blocks = references.pool.blocks
         self._groups = groups
         self._all_groups = (*groups, *left_out)
         self._step_tokens = step_tokens
-        self.block_ids = block_ids
+        self.blocks = blocks
         self.recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self.missing_blocks: dict[str, int] = {}
@@ -179,7 +203,7 @@ class StepPlanner:
         loads, self._loads = self._loads, []
         return loads
 
-    def tokens_in(self, blocks: Sequence[Sequence[int]]) -> int:
+    def tokens_in(self, blocks: Sequence[Sequence[KVCacheBlock]]) -> int:
         return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
 
     def has_room(self, tracked: Tracked, end: int) -> bool:
@@ -242,7 +266,7 @@ class StepPlanner:
     def store(
         self,
         tracked: Tracked,
-        blocks: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[KVCacheBlock]],
         chunks: range,
         *,
         compare: bool = False,
@@ -259,7 +283,7 @@ class StepPlanner:
                     if (group.number, names[chunk]) in self.recent:
                         continue
                     self.recent.add(group.number, names[chunk : chunk + 1])
-                block_ids += part
+                block_ids += (block.block_id for block in part)
                 hashes.append(names[chunk])
             if block_ids:
                 ops.append(TransferOp(block_ids, hashes, group=place))
@@ -285,14 +309,18 @@ class StepPlanner:
         return missing
 
     def _complete_parts(
-        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
-    ) -> Iterator[tuple[int, Sequence[int]]]:
+        self,
+        group: LayerGroup,
+        tracked: Tracked,
+        blocks: Sequence[KVCacheBlock],
+        chunks: Iterable[int],
+    ) -> Iterator[tuple[int, Sequence[KVCacheBlock]]]:
         """Those of ``chunks`` whose parts are in blocks, and the blocks of each."""
         hashes, suffix = tracked.chunk_hashes(), group.number.to_bytes(4, "big")
         for chunk in chunks:
-            part = block_ids[group.part(chunk, tracked.chunk_tokens)]
-            if any(self._blocks[each].is_null for each in part):
+            part = blocks[group.part(chunk, tracked.chunk_tokens)]
+            if any(block.is_null for block in part):
                 continue  # a sliding window has dropped some
             # A state is overwritten in place, unless vLLM's own cache has it under its hash.
-            if not group.is_state or self._blocks[part[0]].block_hash == hashes[chunk] + suffix:
+            if not group.is_state or part[0].block_hash == hashes[chunk] + suffix:
                 yield chunk, part

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -15,7 +16,6 @@ from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
@@ -108,11 +108,13 @@ class Tracked:
     """One request. Chunk numbers are in units of ``chunk_tokens``.
 
     prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
-    for which a store was planned or ruled out. unsure_outputs: another connector has loaded KV for
-    it within a step, and may still report that this failed: nothing is stored until it has more
-    output tokens than these. matched: vLLM knows the number of tokens to load, and has not
-    allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a preemption.
-    loading: its load has not ended. computes: the rest, without another lookup.
+    for which a store was planned or ruled out. local_tokens: vLLM had these in its own cache when
+    it asked last. loaded_tokens: planned since. known_tokens: what lies behind them was not
+    computed or loaded by this engine under ``prefix`` (`BlockProvenance`). filled_tokens: whose
+    blocks are known since it has begun. doubted: what vLLM has of its prefix is looked at once more
+    before nothing is loaded behind it. matched: vLLM knows the number of tokens to load, and has
+    not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
+    preemption. loading: its load has not ended. computes: the rest, without another lookup.
     """
 
     request: Request
@@ -122,7 +124,11 @@ class Tracked:
     chunk_tokens: int = 0
     lookup: RequestLookup | None = None
     considered_chunks: int = 0
-    unsure_outputs: int = -1
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    known_tokens: int = sys.maxsize
+    filled_tokens: int = 0
+    doubted: bool = False
     matched: bool = False
     started: bool = False
     loading: bool = False
@@ -152,35 +158,21 @@ class Tracked:
 
 
 class RequestNames:
-    """What the names of a request's chunks begin with: ``epoch | adapter digest``.
+    """What the names of a request's chunks begin with: ``epoch | adapter digest``."""
 
-    Until vLLM's own prefix cache is reset after an update, requests may hit blocks that the old
-    weights computed, and are not cached.
-    """
-
-    def __init__(self, epochs: Epochs, pool: BlockPool, media: MediaNames | None = None) -> None:
+    def __init__(self, epochs: Epochs, media: MediaNames | None = None) -> None:
         self.epochs = epochs
-        self._pool = pool
         self._media = media
         self._adapters = AdapterDigests()
-        self._stale_blocks: Any = None  # what vLLM's cache had when the epoch began
 
     def prefix(self, request: Request) -> bytes | None:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
-        # A reset of vLLM's cache replaces the map.
-        if self._stale_blocks and self._stale_blocks is self._pool.cached_block_hash_to_block:
-            return None
-        self._stale_blocks = None
         if self._media and not self._media.are_of_content(request):
             return None
         if request.lora_request is None:
             return self.epochs.current
         digest = self._adapters.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest
-
-    def begin_epoch(self) -> None:
-        """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
-        self._stale_blocks = self._pool.cached_block_hash_to_block
 
 
 class MediaNames:
@@ -221,8 +213,6 @@ class PrefillRate:
     """
 
     def __init__(self) -> None:
-        self._scheduled: dict[int, tuple[int, float]] = {}  # by step: prompt tokens, when
-        self._steps = 0
         self._last_end_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
@@ -232,20 +222,9 @@ class PrefillRate:
         """Seconds per prompt token; 0.0: not measured yet."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
-    def scheduled(self, prompt_tokens: int, now_s: float) -> int:
-        """A step is scheduled. Returns its number for `ended`, or 0 if it is not measured."""
-        if prompt_tokens < _LEAST_TOKENS:
-            return 0
-        self._steps += 1
-        self._scheduled[self._steps] = (prompt_tokens, now_s)
-        return self._steps
-
-    def ended(self, step: int, now_s: float) -> None:
-        """The step with this number has ended; 0: a step that is not measured."""
-        tokens, scheduled_s = self._scheduled.pop(step, (0, now_s))
-        if tokens:
-            self._tokens = self._tokens * _KEPT + tokens
+    def ended(self, prompt_tokens: int, scheduled_s: float, now_s: float) -> None:
+        """A step with so many prompt tokens was scheduled then, and has ended now."""
+        if prompt_tokens >= _LEAST_TOKENS:
+            self._tokens = self._tokens * _KEPT + prompt_tokens
             self._seconds = self._seconds * _KEPT + now_s - max(scheduled_s, self._last_end_s)
-            for earlier in [each for each in self._scheduled if each < step]:
-                del self._scheduled[earlier]
         self._last_end_s = now_s

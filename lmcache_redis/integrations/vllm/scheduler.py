@@ -4,9 +4,14 @@ vLLM calls, for one request:
 
     matched_tokens      None until the agent has answered, then the number of tokens to load
     allocated           blocks are allocated: the load is planned
-    build_metadata      the loads and stores of this step go to the workers
+    build_metadata      a step: its loads go to the workers, and stores of steps before
+    output_taken        the step has computed what it should: what it has filled may be stored
     load_ended          its load has ended on all ranks
     finished            the chunks that its lookup pinned are released
+
+What a step computes is stored once vLLM has taken the output of that step. A step that raises, even
+if vLLM goes on, may have left anything in its blocks. With asynchronous scheduling several steps
+are in flight; their outputs are taken in order.
 
 A request whose hit is a canary (`Canaries`) loads nothing. Its chunks are compared as soon as
 they are computed, with those that its lookup has pinned.
@@ -35,6 +40,7 @@ from lmcache_redis.integrations.vllm.requests import (
     RequestOptions,
     Tracked,
 )
+from lmcache_redis.integrations.vllm.steps import Step, StepsInFlight
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -73,6 +79,9 @@ class ConnectorScheduler:
         self._is_idle = False  # the last step ran no model
         self._canaries = Canaries()
         self._prefill = PrefillRate()
+        self._steps = StepsInFlight()
+        self._stores: list[Planned] = []  # of steps whose output was taken
+        self._unsure: list[int] = []  # transfers of steps that have failed
         self._has_hit = False
 
     # Steps
@@ -81,6 +90,7 @@ class ConnectorScheduler:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
         tracked = self._track(request)
         self._planner.forget_load(request.request_id)  # if it has failed, it holds no blocks
+        tracked.local_tokens, tracked.loaded_tokens = local_tokens, 0
         tokens = self._found_tokens(tracked, local_tokens)
         if tokens is None:
             return None
@@ -153,9 +163,15 @@ class ConnectorScheduler:
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
         self._planner.missed(tracked.chunk_names()[first_miss:])
-        if self._is_canary(tracked, lookup, tokens):
+        if self._is_canary(tracked, lookup, tokens) or tokens <= local_tokens:
             return 0
-        return max(0, tokens - local_tokens)
+        if local_tokens and not self._planner.provenance.ends_known(tracked, local_tokens):
+            # What vLLM has of its prefix was not made under the names that it has now. Nothing is
+            # loaded behind that, because vLLM would compute from there. Or it is being computed in
+            # the step that vLLM is scheduling: then the next step knows.
+            tracked.doubted = not tracked.doubted
+            return None if tracked.doubted else 0
+        return tokens - local_tokens
 
     def _is_canary(self, tracked: Tracked, lookup: RequestLookup, tokens: int) -> bool:
         """Whether its hit is compared; decided once for each lookup.
@@ -180,6 +196,7 @@ class ConnectorScheduler:
         tracked.matched = False
         self._planner.forget_load(request.request_id)
         if external_tokens and (lookup := tracked.lookup) is not None:
+            tracked.loaded_tokens = external_tokens
             self._planner.load(tracked, block_ids, external_tokens)
             lookup.load_began_s = time.monotonic()
             tiers = self._client.hit_tiers(request.request_id)
@@ -203,35 +220,60 @@ class ConnectorScheduler:
         return {} if tracked is None or tracked.lookup is None else tracked.lookup.loaded
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """The loads and stores that the workers start in this step."""
+        """What the workers start in this step: its loads, and the stores of steps before."""
         loads, idle = self._planner.begin_step(), output.total_num_scheduled_tokens == 0
-        metadata = StepMetadata(loads, idle=idle)
+        stores, self._stores = self._stores, []
+        unsure, self._unsure = self._unsure, []
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._forget_lookup(tracked)
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+            self._planner.provenance.copied(copy.src_block_id, copy.dst_block_id)
+        filled: list[Planned] = []
         prompt_tokens = 0
         for request_id, begins, computed_tokens in _scheduled(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if begins:
-                if getattr(output, "has_sync_kv_loads", False):
-                    tracked.unsure_outputs = tracked.request.num_output_tokens
-                if computed_tokens and tracked.lookup is not None:
-                    tracked.lookup.canary_chunks = 0  # others have loaded or computed some
             count = output.num_scheduled_tokens[request_id]
             if computed_tokens < tracked.request.num_prompt_tokens:
                 prompt_tokens += count
-            metadata.stores += self._plan_store(tracked, computed_tokens + count)
+            if begins:
+                if computed_tokens and tracked.lookup is not None:
+                    tracked.lookup.canary_chunks = 0  # others have loaded or computed some
+                blocks = self._planner.blocks(request_id)
+                self._planner.provenance.begins(tracked, blocks, computed_tokens)
+            filled += self._plan_store(tracked, computed_tokens + count)
         self._canaries.computed(prompt_tokens)
-        metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
-        self._is_idle = metadata.idle
-        self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
-        return metadata
+        self._steps.scheduled(Step(output, time.monotonic(), prompt_tokens, filled))
+        self._is_idle = idle
+        self._wait_budget_s = _IDLE_WAIT_S if idle else _BUSY_WAIT_S
+        return StepMetadata(loads, stores, unsure=unsure, idle=idle)
+
+    def output_taken(self, output: SchedulerOutput) -> None:
+        """vLLM has taken the output of a step."""
+        step, failed = self._steps.taken(output)
+        if step is not None:
+            self._prefill.ended(step.prompt_tokens, step.scheduled_s, time.monotonic())
+            self._stores += step.stores
+        if failed:
+            self._steps_failed(failed)
+
+    def _steps_failed(self, steps: Sequence[Step]) -> None:
+        """What they have left in their blocks is not known."""
+        logger.warning("a step of this engine has failed: nothing that it computed is stored")
+        for step in steps:
+            self._planner.references.release(store.transfer_id for store in step.stores)
+        self._planner.recent.clear()
+        self._planner.provenance.forget()
+        for tracked in self._tracked.values():
+            if tracked.started:
+                tracked.prefix = None
+        # What the workers have reported in that step is lost.
+        self._unsure = self._planner.references.in_flight
 
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
-        self._prefill.ended(report.step, time.monotonic())
         self._client.ranks.reported(report.places)
         if report.dropped:
             self._planner.recent.clear()
@@ -252,6 +294,11 @@ class ConnectorScheduler:
             self._recorder.span("load", tracked.request, lookup.load_began_s, found)
         if tracked.request.is_finished():
             del self._tracked[request_id]
+        elif not tracked.computes:
+            # Others may find these blocks in vLLM's cache before this request goes on.
+            end = tracked.local_tokens + tracked.loaded_tokens
+            blocks = self._planner.blocks(request_id)
+            self._planner.provenance.begins(tracked, blocks, end)
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
@@ -276,7 +323,6 @@ class ConnectorScheduler:
         if not change(self._names.epochs):
             return
         logger.info("%s: KV that was cached before is no longer used", why)
-        self._names.begin_epoch()
         self._planner.recent.clear()
         if self._announcer is not None:
             self._announcer.forget()
@@ -287,18 +333,14 @@ class ConnectorScheduler:
                 self._client.end_session(request_id)
                 del self._tracked[request_id]
 
-    def give_up_loads(self) -> list[Request]:
-        """The requests that have blocks of a load and have not computed since: they start over.
+    def gave_up_load(self, request_id: str) -> None:
+        """A request that has blocks of a load, and has not computed since, starts over.
 
-        Loads in flight keep their own references on the blocks.
+        A load in flight keeps its own references on the blocks.
         """
-        given_up = []
-        for request_id, tracked in self._tracked.items():
-            if tracked.loading or request_id in self._planner.missing_blocks:
-                self._planner.forget_load(request_id)
-                self._compute(tracked)
-                given_up.append(tracked.request)
-        return given_up
+        self._planner.forget_load(request_id)
+        if (tracked := self._tracked.get(request_id)) is not None:
+            self._compute(tracked)
 
     def _track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -333,25 +375,26 @@ class ConnectorScheduler:
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The stores of what this step completes. computed_tokens: are in blocks after it."""
-        if tracked.prefix is None or not (tracked.options.store or tracked.canary_chunks):
-            return []
         request, chunk_tokens = tracked.request, self._track(tracked.request).chunk_tokens
-        if not chunk_tokens or request.num_output_tokens <= tracked.unsure_outputs:
+        if tracked.prefix is None:
             return []
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
-        tokens = min(computed_tokens, tracked.hashed_tokens())
-        if tokens // chunk_tokens <= tracked.considered_chunks:
+        tokens = min(computed_tokens, tracked.hashed_tokens(), tracked.known_tokens)
+        if tokens // tracked.hash_tokens <= tracked.filled_tokens // tracked.hash_tokens:
             return []  # most steps end here
-        blocks = self._planner.block_ids(request.request_id)
-        complete_chunks = min(tokens, self._planner.tokens_in(blocks)) // chunk_tokens
-        if complete_chunks <= tracked.considered_chunks:
-            return []
         if tracked.prefix != self._names.prefix(request):
             tracked.prefix = None  # its adapter has changed
             return []
+        blocks = self._planner.blocks(request.request_id)
+        self._planner.provenance.fills(tracked, blocks, tokens)
+        if not chunk_tokens or not (tracked.options.store or tracked.canary_chunks):
+            return []
+        complete_chunks = min(tokens, self._planner.tokens_in(blocks)) // chunk_tokens
         chunks = range(tracked.considered_chunks, complete_chunks)
-        tracked.considered_chunks = complete_chunks
+        if not chunks:
+            return []
+        tracked.considered_chunks = chunks.stop
         self._announce(tracked, chunks)
         stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
         compared, stored = range(chunks.start, stored_from), range(stored_from, chunks.stop)
@@ -367,9 +410,17 @@ class ConnectorScheduler:
 
 
 def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, bool, int]]:
-    """Of each request: whether it begins or resumes, and its tokens before."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, True, new.num_computed_tokens
+    """Of each request: whether it begins or resumes, and its tokens before.
+
+    Those that begin may use blocks that others fill in this step: running ones, and those with
+    fewer tokens before.
+    """
     cached = output.scheduled_cached_reqs
+    begin = [(each.num_computed_tokens, each.req_id) for each in output.scheduled_new_reqs]
     for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, request_id in cached.resumed_req_ids, tokens
+        if request_id in cached.resumed_req_ids:
+            begin.append((tokens, request_id))
+        else:
+            yield request_id, False, tokens
+    for tokens, request_id in sorted(begin):
+        yield request_id, True, tokens

@@ -121,7 +121,7 @@ class SetUp:
             self.groups,
             left_out_groups(self.kv_cache_config),
             self.vllm_config.max_in_flight_tokens,
-            manager.get_block_ids,
+            lambda request_id: manager.get_blocks(request_id).blocks,
         )
         policy = CachePolicy(
             manager.block_pool.hash_block_size,
@@ -130,7 +130,7 @@ class SetUp:
             load_always=config.load_always,
             beside_others=self.beside_others,
         )
-        names = RequestNames(epochs, manager.block_pool, MediaNames(self.vllm_config))
+        names = RequestNames(epochs, MediaNames(self.vllm_config))
         return ConnectorScheduler(client, planner, names, policy, recorder, announcer)
 
     def register(self, client: WorkerClient, kv_caches: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -42,18 +41,18 @@ class Planned(NamedTuple):
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers.
 
-    loads, stores: to start in this step.
+    loads: to start in this step. stores: of what steps before it have computed.
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
+    unsure: transfers of which a report may be lost: the workers report those that they do not have.
     idle: the step runs no model, so that a short wait delays no computation.
-    number: the workers report it when the step has ended; 0: they need not.
     """
 
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
+    unsure: Sequence[int] = ()
     idle: bool = False
-    number: int = 0
 
 
 @dataclass
@@ -65,14 +64,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     dropped: not all chunks of a store were begun, or accepted by the agent.
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     places: ranks that are now registered with another agent than before, or with none.
-    step: the number of the step that has ended, if it has one.
     """
 
     ended: Mapping[int, list[int]]
     dropped: bool = False
     broken: Mapping[int, bool] = field(default_factory=dict)
     places: Mapping[int, RankPlace | None] = field(default_factory=dict)
-    step: int = 0
     failed: Set[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -82,7 +79,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.dropped or other.dropped,
             {**self.broken, **other.broken},
             {**self.places, **other.places},
-            max(self.step, other.step),
             self.failed | other.failed,
         )
 
@@ -113,9 +109,7 @@ class ConnectorWorker:
         self, client: WorkerClient, rank: int, recorder: Recorder, *, reallocates: bool
     ) -> None:
         self._recorder = recorder
-        self._loads_after: int | None = None
-        self._to_store: Sequence[Planned] = ()  # of this step, until they begin
-        self._has_computed = False  # this step: vLLM has asked for ended loads
+        self._after: int | None = None  # the steps before this one
         self._client = client
         self._rank, self._label = rank, str(rank)
         self._reallocates = reallocates
@@ -125,50 +119,29 @@ class ConnectorWorker:
         self._places: dict[int, RankPlace | None] = {}  # as reported last
 
     def step_begins(self, metadata: StepMetadata) -> None:
-        """Before the forward: loads wait for the steps before, and for the zeroing of new blocks.
+        """Before the forward: stores follow the steps before, which have computed their blocks.
 
-        vLLM calls `begin_loads` after it has launched the forward, which uses other blocks. It does
-        not ask for the stores of each step: pipeline stages before the last lack that with
-        speculative decoding, and so do steps that have failed.
+        So do loads, which also wait for the zeroing of new blocks.
         """
-        if self._has_computed:
-            self.begin_stores()
-        else:
-            self._drop_stores()
-        self._to_store, self._has_computed = metadata.stores, False
-        self._loads_after = self._client.signal() if metadata.loads else None
-
-    def begin_loads(self, metadata: StepMetadata) -> None:
-        for load in metadata.loads:
-            names = [load.request_id] * len(load.ops)
-            transfers = self._client.begin_retrieves(names, load.ops, self._loads_after)
-            self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
-
-    def begin_stores(self) -> None:
-        """Starts the stores of this step, once; on CUDA they follow the work queued so far."""
-        self._check_step()
-        stores, self._to_store = self._to_store, ()
-        after = self._client.signal() if stores else None
-        for store in stores:
+        if metadata.loads or metadata.stores:
+            self._after = self._client.signal()
+        for store in metadata.stores:
             names = [store.request_id] * len(store.ops)
-            transfers = self._client.begin_stores(names, store.ops, after, compare=store.compare)
+            compare = store.compare
+            transfers = self._client.begin_stores(names, store.ops, self._after, compare=compare)
             self._stores[store.transfer_id] = _Begun(store, time.monotonic(), transfers)
 
-    def _check_step(self) -> None:
-        """vLLM calls as after any other step where an error of its own ends the step."""
-        if sys.exc_info()[0] is not None:
-            self._drop_stores()
-
-    def _drop_stores(self) -> None:
-        """Ends the stores of a step whose blocks were not computed, before they begin."""
-        self._ended.extend(each.transfer_id for each in self._to_store)
-        self._next.dropped |= bool(self._to_store)
-        self._to_store = ()
+    def begin_loads(self, metadata: StepMetadata) -> None:
+        """vLLM calls this after it has launched the forward, which uses other blocks."""
+        for load in metadata.loads:
+            names = [load.request_id] * len(load.ops)
+            transfers = self._client.begin_retrieves(names, load.ops, self._after)
+            self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
+        begun = {*self._stores, *self._loads}
+        self._ended.extend(each for each in metadata.unsure if each not in begun)
 
     def ended_loads(self, metadata: StepMetadata) -> dict[str, set[int]]:
         """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
-        self._has_computed = True
-        self._check_step()
         awaited = [load for load in self._loads.values() if not load.is_told]
         if metadata.idle and awaited:
             self._client.link.wait_for(
@@ -197,7 +170,7 @@ class ConnectorWorker:
                 self._ended.append(transfer_id)
         return ended
 
-    def report(self, step: int) -> WorkerReport | None:
+    def report(self) -> WorkerReport | None:
         for transfer_id in [t for t, store in self._stores.items() if store.is_over]:
             store = self._stores.pop(transfer_id)
             results = [each.result for each in store.transfers]
@@ -212,7 +185,6 @@ class ConnectorWorker:
         places = {self._rank: self._client.place}
         if places != self._places:
             report.places = self._places = places
-        report.step = step
         return None if report == self._next else report
 
     @property

@@ -1,0 +1,71 @@
+"""Real engines: what somebody else has put into vLLM's blocks is stored under no name of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines import ForkedEngine, empty, transfer_config
+from tests.harness import AgentServer, wait_until
+from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.sibling import BROUGHT_TOKENS, FIRST_TOKEN, beside
+from tests.integrations.test_lora import RANK, write_adapter
+from tests.integrations.test_vllm import CHUNK, ready, start
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kv_of_another_connector_is_not_stored(
+    plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    brought = [FIRST_TOKEN, *prompts.tokens(BROUGHT_TOKENS + 2 * CHUNK)]
+    longer = [*brought, *prompts.tokens(2 * CHUNK)]
+    own = [FIRST_TOKEN + 1, *prompts.tokens(2 * CHUNK)]
+    expected = [plain.generate([each], 4).outputs[0] for each in (own, longer)]
+    with ForkedEngine(
+        model_dir,
+        kv_transfer=beside(transfer_config(agent.endpoint)),
+        log_path=tmp_path / "engine.log",
+        options=OPTIONS,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(ROOT)},
+    ) as engine:
+        wait_until(lambda: ready(agent), what="the engine at the agent")
+        engine.generate([brought], 8)
+        engine.generate([longer], 8)  # finds the blocks in vLLM's own cache
+        assert engine.generate([own], 4).outputs[0] == expected[0]
+        engine.generate([own], 4)  # what was planned before this step has begun
+        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the store")
+    with start(model_dir, agent, tmp_path / "alone.log") as alone:
+        answer = alone.generate([longer], 4)
+        assert (answer.outputs[0], answer.details["cached_tokens"][0]) == (expected[1], 0)
+        answer = alone.generate([own], 4)
+        assert answer.details["cached_tokens"][0] == 2 * CHUNK
+    assert agent.counter("stored_chunks") > 2
+
+
+def test_blocks_of_an_older_adapter_are_not_stored_under_the_new_one(
+    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    """vLLM's own cache, which is not reset, names an adapter by its name and path."""
+    question = prompts.tokens(2 * CHUNK + 10)
+    path, elsewhere = tmp_path / "adapter", tmp_path / "elsewhere"
+    write_adapter(path, seed=1)
+    write_adapter(elsewhere, seed=2)
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    with start(model_dir, agent, tmp_path / "engine.log", **options) as engine:
+        engine.generate([question], 8, lora=("tuned", 1, str(path)))
+        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the store")
+        write_adapter(path, seed=2)
+        longer = [*question, *prompts.tokens(2 * CHUNK)]
+        stale = engine.generate([longer], 8, lora=("tuned", 2, str(path)))
+        assert stale.details["cached_tokens"][0] >= 2 * CHUNK  # vLLM's own, of the old adapter
+        empty(engine)
+        expected = engine.generate([longer], 8, lora=("elsewhere", 3, str(elsewhere)))
+        empty(engine)
+        again = engine.generate([longer], 8, lora=("tuned", 2, str(path)))
+        assert again.outputs == expected.outputs
+        assert again.details["cached_tokens"][0] == 0
