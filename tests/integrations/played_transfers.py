@@ -116,7 +116,9 @@ class Transfers:
         # When a comparison begins, its lookup may be over: the agent looks for what it still has.
         pinned = self._agent.was_pinned if planned.compare else self._agent.pinned
         for name in op.hashes:
-            assert (op.group, name) in pinned[planned.request_id], "a part that no lookup has pinned"
+            assert (op.group, name) in pinned[planned.request_id], (
+                "a part that no lookup has pinned"
+            )
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         """Before the step computes; some are quick."""
