@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from demo import engine
+from tests.asynchronous import schedule_asynchronously
 
 _IMPORT_TIMEOUT_S = 240.0
 _MESSAGE_BYTES = 1 << 20
@@ -35,6 +36,8 @@ _POLL_S = 0.0005
 PATCH_VARIABLE = "LMCACHE_REDIS_TEST_PATCH"
 # A module whose `main` runs in the place of the engine's.
 PROGRAM_VARIABLE = "LMCACHE_REDIS_TEST_PROGRAM"
+# Where set, steps overlap as on a GPU (`asynchronous`).
+ASYNCHRONOUS_VARIABLE = "LMCACHE_REDIS_TEST_ASYNCHRONOUS"
 # And a directory with another vLLM than the environment's.
 VLLM_VARIABLE = "LMCACHE_REDIS_TEST_VLLM"
 
@@ -144,7 +147,10 @@ def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
 
 
 class ForkedEngine(engine.EngineProcess):
-    """An `EngineProcess` that is forked. With a connector it loads every hit."""
+    """An `EngineProcess` that is forked. With a connector it loads every hit.
+
+    asynchronous: steps overlap as on a GPU, where vLLM itself does not switch that off.
+    """
 
     def __init__(
         self,
@@ -153,12 +159,15 @@ class ForkedEngine(engine.EngineProcess):
         connector_endpoint: str | None = None,
         kv_transfer: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        asynchronous: bool = True,
         **named: Any,
     ) -> None:
         if connector_endpoint is not None:
             kv_transfer = transfer_config(connector_endpoint)
         # Engines of other tests run at the same time: none has a core of its own.
         env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
+        if asynchronous:
+            env[ASYNCHRONOUS_VARIABLE] = "1"
         super().__init__(model_dir, kv_transfer=kv_transfer, env=env, **named)
 
     def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> Any:
@@ -218,6 +227,8 @@ def _run(env: Mapping[str, str], fd: int, log_fd: int) -> None:
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
         os.close(log_fd)
+        if ASYNCHRONOUS_VARIABLE in env:
+            schedule_asynchronously()
         if PATCH_VARIABLE in env:
             runpy.run_path(env[PATCH_VARIABLE])
         program = importlib.import_module(env.get(PROGRAM_VARIABLE) or engine.__name__)

@@ -1,19 +1,27 @@
 """An engine whose scheduler is vLLM's and whose model and agent are played.
 
-The content of every block is known: a token's KV is a digest of the tokens up to it, and a state is
-the digest of all tokens before it. So the engine notices when a step reads KV that is not there,
-when a load writes a block that others read, and when a store reads a block that has changed.
+`played_memory` knows what every block must contain, and `played_transfers` what transfers may
+touch. So the engine notices when a step reads KV that is not there, when a load writes a block that
+others read, and when a store reads a block that has changed.
+
+As in vLLM's engine, steps are scheduled, sent to the worker, and computed in this order; then their
+outputs are taken. With asynchronous scheduling some are in flight at a time: the scheduler plans
+with tokens that it has not seen, and drafts that may be rejected. When a step computes, between
+its being sent and its output being taken, is random.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import random
 import sys
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import (
     CacheConfig,
@@ -21,106 +29,68 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmcache_redis.cache.pacing import PrefixNeeds
-from lmcache_redis.client.scheduler import Canaries, Ranks
-from lmcache_redis.client.worker import TransferOp
+from lmcache_redis.client.scheduler import Canaries
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.support import LayerGroup
-from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
+from lmcache_redis.integrations.vllm.worker import StepMetadata
+from tests.integrations.played_memory import Agent, Memory
+from tests.integrations.played_transfers import Transfers
 
 MAX_TOKENS = 1024
+# The model's tokens. Requests may stop at the first.
+VOCABULARY = 7
 _STEPS = 3000
-
-
-class Agent:
-    """What the cache holds: the blocks of each part, by group and name. Also the adapter."""
-
-    def __init__(self, groups: Sequence[LayerGroup], chunk_tokens: int) -> None:
-        self.ranks = Ranks(1)
-        self.parts: dict[tuple[int, bytes], tuple[Any, ...]] = {}
-        self.pinned: dict[str, set[tuple[int, bytes]]] = {}
-        self._groups = groups
-        self._chunk_tokens = chunk_tokens
-        self._answers: dict[str, int] = {}
-        self.canary_every = 0
-        self.compare_only = False
-        self.cleared: list[bytes] = []
-
-    def clear(self, epoch: bytes) -> None:
-        self.cleared.append(epoch)
-
-    def chunk_size_tokens(self) -> int:
-        return self._chunk_tokens
-
-    def begin_lookup(
-        self,
-        request_id: str,
-        names: Sequence[bytes],
-        first_chunk: int,
-        token_s: float,
-        busy_s: float,
-    ) -> None:
-        if request_id in self._answers:
-            return
-        reaches = [group.reach for group in self._groups]
-        needs = PrefixNeeds(reaches, first_chunk, self._chunk_tokens)
-        hit = needs.longest(len(names), lambda part: (part[1], names[part[0]]) in self.parts)
-        pinned = {(row, names[chunk]) for chunk, row in needs.parts(hit)}
-        self.pinned[request_id] = pinned
-        self._answers[request_id] = (first_chunk + hit) * self._chunk_tokens if hit else 0
-
-    def hit_tokens(self, request_id: str, wait_s: float) -> int | None:
-        return 0 if self.compare_only else self._answers.get(request_id, 0)
-
-    def pinned_tokens(self, request_id: str) -> int:
-        return self._answers.get(request_id, 0)
-
-    def hit_tiers(self, request_id: str) -> Sequence[str]:
-        return ()
-
-    def forget_lookup(self, request_id: str) -> None:
-        self._answers.pop(request_id, None)
-
-    def release_lookup(self, request_id: str) -> None:
-        self.pinned.pop(request_id, None)
-
-    def end_session(self, request_id: str) -> None:
-        self._answers.pop(request_id, None)
-
-    def shutdown(self) -> None:
-        pass
+_IDLE_STEPS = 20
 
 
 @dataclass
-class Counts:
-    """What happened, so that a test knows what it has tested."""
+class _Running:
+    """What the worker knows of a request: its tokens, and how many of them are computed."""
 
-    loads: int = 0
-    failed_loads: int = 0
-    late_loads: int = 0
-    loaded_parts: dict[int, int] = field(default_factory=dict)
-    stored_parts: dict[int, int] = field(default_factory=dict)
-    compared_parts: dict[int, int] = field(default_factory=dict)
-    preemptions: int = 0
-    finished: int = 0
+    request: Request
+    tokens: list[int]
+    digests: list[int]
+    computed: int
+
+
+class _Scheduled(NamedTuple):
+    """A request in a step. drafts: those that the scheduler knows, or placeholders."""
+
+    running: _Running
+    tokens: int
+    drafts: Sequence[int]
+    table: Sequence[Sequence[int]]
+    replay_start: int
+
+
+@dataclass
+class _Step:
+    """A step in flight. result: once it has been computed."""
+
+    output: Any
+    scheduled: list[_Scheduled]
+    result: ModelRunnerOutput | None = None
 
 
 class PlayedEngine:
     """vLLM's scheduler with our connector, over played workers and a played agent.
 
-    Loads and stores end some steps after they begin, at random. A load may fail, and a failed one
-    may go on to write while vLLM already uses the request's other blocks.
+    in_flight: steps that are in flight when another is scheduled; with any, scheduling is
+    asynchronous. drafts: tokens that are proposed for each one; a random number is right.
+    may_fail: the cache may turn itself off.
     """
 
     def __init__(
@@ -133,97 +103,89 @@ class PlayedEngine:
         rng: random.Random,
         batch_tokens: int = 64,
         fail: float = 0.0,
+        in_flight: int = 0,
+        drafts: int = 0,
+        may_fail: bool = False,
     ) -> None:
+        self._rng, self._may_fail = rng, may_fail
+        self._in_flight, self._drafts = in_flight, drafts
         init_none_hash(sha256)
-        self._rng = rng
-        self._fail = fail
-        self.hold = False  # no load ends
-        sizes = [spec.block_size for spec in specs]
-        hashed = [spec.block_size for spec in specs if spec.prefix_cacheable]
         kv_config = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)
-            ],
+            kv_cache_groups=[KVCacheGroupSpec([f"{n}"], spec) for n, spec in enumerate(specs)],
         )
-        cache = CacheConfig(block_size=min(hashed), enable_prefix_caching=True)
-        cache.mamba_cache_mode = "align"
-        config = VllmConfig(
-            model_config=ModelConfig(
-                model=str(model),
-                skip_tokenizer_init=True,
-                dtype="float32",
-                max_model_len=MAX_TOKENS,
-            ),
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=8,
-                max_num_batched_tokens=batch_tokens,
-                max_model_len=MAX_TOKENS,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="LMCacheRedisConnector",
-                kv_connector_module_path="lmcache_redis.integrations.vllm.connector",
-                kv_role="kv_both",
-                kv_connector_extra_config={
-                    "endpoint": "ipc:///nowhere/agent.sock",
-                    "check_weights": False,  # nothing computes
-                },
-            ),
-        )
+        sizes = [spec.block_size for spec in specs]
+        # Groups that vLLM's own prefix cache leaves out have no say in how it hashes.
+        hashed = [spec.block_size for spec in specs if spec.prefix_cacheable] or sizes
+        config = _config(model, min(hashed), batch_tokens, drafts)
+        cache = config.cache_config
         states = [spec.block_size for spec in specs if hasattr(spec, "mamba_cache_mode")]
         cache.block_size, cache.num_gpu_blocks = max(states, default=min(sizes)), num_blocks
-        config.scheduler_config.async_scheduling = False
-        self.hash_tokens = _gcd(hashed)
-        kv_config.hash_block_size = self.hash_tokens
-        self.scheduler = Scheduler(
-            config, kv_config, StructuredOutputManager(config), _lcm(sizes), self.hash_tokens
+        # vLLM has switched it off: this is a CPU.
+        config.scheduler_config.async_scheduling = bool(in_flight)
+        hash_tokens = kv_config.hash_block_size = math.gcd(*hashed)
+        scheduler = AsyncScheduler if in_flight else Scheduler
+        self.scheduler = scheduler(
+            config, kv_config, StructuredOutputManager(config), math.lcm(*sizes), hash_tokens
         )
+        assert self.scheduler.defer_block_free == bool(in_flight)
         self.connector = self.scheduler.connector
         assert isinstance(self.connector, LMCacheRedisConnector)
         inner = self.connector._scheduler
         assert inner is not None, "the cache is off"
         self.groups: Sequence[LayerGroup] = inner._planner._groups
-        self._left_out = [(n, spec) for n, spec in enumerate(specs) if not spec.prefix_cacheable]
         self.agent = Agent(self.groups, chunk_tokens)
         self.connector._adapter.shutdown()
         inner._client = inner._lookups._client = self.connector._adapter = self.agent  # type: ignore[assignment]
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        left_out = [(n, spec) for n, spec in enumerate(specs) if not spec.prefix_cacheable]
+        self._memory = Memory(self.pool, self.groups, left_out, hash_tokens)
         self.free_blocks = self.pool.get_num_free_blocks()
-        self.counts = Counts()
+        self.transfers = Transfers(self.agent, self._memory, self.pool, self.groups, rng, fail)
+        self.counts = self.transfers.counts
         inner._lookups._canaries = Canaries(rng.random)
-        self._hasher = get_request_block_hasher(self.hash_tokens, sha256)
+        self._hasher = get_request_block_hasher(hash_tokens, sha256)
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
-        self._blocks: dict[int, Any] = {}  # content: a list of digests, or the digest of a state
-        self._truth: dict[bytes, list[int]] = {}  # by vLLM's hash: the digests up to there
-        self._loads: list[tuple[Planned, bool]] = []  # and whether vLLM was told that it failed
-        self._stores: list[Planned] = []
-        self._ended: list[int] = []
+        self._steps: deque[_Step] = deque()
+        self._running: dict[str, _Running] = {}  # the worker's
 
     # Requests
 
-    def ask(self, prompt: Sequence[int], answer_tokens: int) -> str:
+    def ask(self, prompt: Sequence[int], answer_tokens: int, *, stops: bool = False) -> str:
+        """stops: the answer may end earlier, which the scheduler cannot foresee."""
         request = Request(
             request_id=f"r{next(self._ids)}",
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=answer_tokens, ignore_eos=True),
+            sampling_params=SamplingParams(
+                max_tokens=answer_tokens, ignore_eos=True, stop_token_ids=[0] if stops else None
+            ),
             pooling_params=None,
             block_hasher=self._hasher,
         )
         self._requests[request.request_id] = request
+        self._memory.learn(request)
         self.scheduler.add_request(request)
         return request.request_id
 
     def abort(self, request_id: str) -> None:
-        from vllm.v1.request import RequestStatus
-
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self._requests.pop(request_id, None)
+        self.counts.aborted += 1
+
+    def reset(self, *, running: bool = False) -> bool:
+        """Empties vLLM's own prefix cache; succeeds wherever it would without a connector."""
+        deferred = [block for _, blocks in self.scheduler.deferred_frees for block in blocks]
+        expected = running or not self.scheduler.running
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        assert done == expected, f"vLLM's reset returned {done}"
+        if done:
+            assert all(block.block_hash is None for block in self.pool.blocks)
+            self.counts.resets += 1
+            self.counts.deferred += bool(self.scheduler.deferred_frees)
+        assert all(block.ref_cnt > 0 or block.is_null for block in deferred), "freed too early"
+        return done
 
     @property
     def asked(self) -> list[str]:
@@ -231,244 +193,145 @@ class PlayedEngine:
 
     def run(self) -> None:
         """Steps until all requests are answered and all transfers have ended."""
+        idle = 0
         for _ in range(_STEPS):
-            transfers = (*self._loads, *self._stores, *self._ended)
-            pending = transfers or self.connector.has_pending_push_work()
-            if not self._requests and not pending:
-                break
+            if not self._requests and not self.transfers.busy:
+                # The connector may still have transfers that no worker knows.
+                if idle == _IDLE_STEPS or not self.connector.has_pending_push_work():
+                    break
+                idle += 1
             self.step()
         else:
-            assert self._requests, "blocks that stay held"
             raise AssertionError(f"requests that do not end: {list(self._requests)}")
         self.step()
         self.step()
-        assert self.pool.get_num_free_blocks() == self.free_blocks, "blocks that stay held"
+        while self._steps:
+            self._take()
+        held = self.free_blocks - self.pool.get_num_free_blocks()
+        assert not held, f"blocks that stay held: {held}"
+        assert self.reset()
 
     # Steps
 
     def step(self) -> None:
+        """Schedules a step, and takes the output of the one before those that may be in flight."""
+        self._schedule()
+        for step in self._steps:
+            if self._rng.random() < 0.5:
+                break
+            self._compute(step)
+        while len(self._steps) > self._in_flight:
+            self._take()
+
+    def _schedule(self) -> None:
         output = self.scheduler.schedule()
         self.counts.preemptions += len(output.preempted_req_ids or ())
+        self.counts.overlapped += bool(self._steps and output.total_num_scheduled_tokens)
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
-        assert self.connector._scheduler is not None, "the cache was turned off"
-        for tracked in self.connector._scheduler._tracked.values():
+        connector = self.connector._scheduler
+        assert self._may_fail or connector is not None, "the cache was turned off"
+        for tracked in connector._tracked.values() if connector is not None else ():
             # This engine has computed or loaded whatever is in its blocks.
-            assert tracked.origin.known_tokens == sys.maxsize, (
-                f"{tracked.request.request_id}: not known"
-            )
-        for block_id in output.new_block_ids_to_zero or ():
-            self._blocks[block_id] = None
-        for copy in output.kv_cache_block_copies or ():
-            self._blocks[copy.dst_block_id] = self._blocks.get(copy.src_block_id)
+            known = tracked.origin.known_tokens
+            assert known == sys.maxsize, f"{tracked.request.request_id}: {known}"
+        tables = self.scheduler.kv_cache_manager.get_block_ids
         for load in metadata.loads:
-            self._begin_load(load)
-        sampled = {
-            request_id: self._compute(self._requests[request_id], count)
-            for request_id, count in output.num_scheduled_tokens.items()
-        }
+            request = self._requests[load.request_id]
+            self.transfers.check_load(load, request, tables(load.request_id))
         for store in metadata.stores:
-            self._check_store(store)
-            self._stores.append(store)
-            # A lookup of the request may have begun since: then the agent looks in its pool.
-            pinned = self.agent.pinned.get(store.request_id)
-            for op in store.ops if store.compare and pinned is not None else ():
-                for name in op.hashes:
-                    assert (op.group, name) in pinned, "a part that no lookup has pinned"
-        report = self._end_some()
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=list(sampled),
-                req_id_to_index={request_id: n for n, request_id in enumerate(sampled)},
-                sampled_token_ids=list(sampled.values()),
-                kv_connector_output=report,
-            ),
+            self.transfers.check_store(store)
+        for request_id in output.finished_req_ids:
+            self._running.pop(request_id, None)
+        cached = output.scheduled_cached_reqs
+        begun = [new.req_id for new in output.scheduled_new_reqs]
+        resumed = [each for each in cached.req_ids if each in cached.resumed_req_ids]
+        for request_id in (*begun, *resumed):
+            request, count = self._requests[request_id], output.num_scheduled_tokens[request_id]
+            tokens, before = list(request.all_token_ids), request.num_computed_tokens - count
+            digests = self._memory.digests(tokens)
+            self._running[request_id] = _Running(request, tokens, digests, before)
+        drafts = output.scheduled_spec_decode_tokens
+        scheduled = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            running = self._running[request_id]
+            start = getattr(running.request, "replay_start", 0)
+            table, placed = tables(request_id), drafts.get(request_id, ())
+            scheduled.append(_Scheduled(running, count, placed, table, start))
+        self._steps.append(_Step(output, scheduled))
+
+    def _compute(self, step: _Step) -> None:
+        """What the worker does in a step, once."""
+        if step.result is not None:
+            return
+        output, metadata = step.output, step.output.kv_connector_metadata
+        self._memory.prepare(output.new_block_ids_to_zero or (), output.kv_cache_block_copies or ())
+        self.transfers.begin_loads(metadata)
+        sampled = {each.running.request.request_id: self._tokens(each) for each in step.scheduled}
+        self.transfers.begin_stores(metadata)
+        step.result = ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={request_id: n for n, request_id in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=self.transfers.end_some(metadata.lost_loads.keys()),
         )
+
+    def _tokens(self, scheduled: _Scheduled) -> list[int]:
+        """Computes a request's tokens in a step; returns those that it samples."""
+        running, count = scheduled.running, scheduled.tokens
+        tokens, begin = running.tokens, running.computed
+        drafts = list(scheduled.drafts)
+        end = begin + count
+        if drafts and drafts[0] == -1:
+            drafts = self._propose(running, len(drafts))
+        known = end - len(drafts)
+        digests = running.digests
+        if drafts:
+            digests = self._memory.digests([*tokens[:known], *drafts], digests[:known])
+        step, name = range(begin, end), running.request.request_id
+        self._memory.compute(name, scheduled.table, digests, step, scheduled.replay_start)
+        running.computed = known
+        if known < len(tokens):
+            assert not drafts
+            return []
+        assert known == len(tokens), f"{name}: the step ends at {known} of {len(tokens)} tokens"
+        sampled = []
+        for draft in (*drafts, None):
+            token = _next(running.digests[-1])
+            sampled.append(token)
+            tokens.append(token)
+            running.digests = self._memory.digests(tokens, running.digests)
+            if token != draft:
+                break
+            running.computed += 1
+        self.counts.accepted += len(sampled) - 1
+        self.counts.rejected += len(drafts) - (len(sampled) - 1)
+        return sampled
+
+    def _propose(self, running: _Running, count: int) -> list[int]:
+        """Draft tokens behind a request's, of which a random number is right."""
+        right = self._rng.randrange(count + 1)
+        tokens, digests = list(running.tokens), running.digests
+        for number in range(count):
+            token = _next(digests[-1])
+            tokens.append(token if number < right else (token + 1) % VOCABULARY)
+            digests = self._memory.digests(tokens, digests)
+        return tokens[len(running.tokens) :]
+
+    def _take(self) -> None:
+        """The scheduler takes the output of the oldest step in flight."""
+        step = self._steps.popleft()
+        self._compute(step)
+        self.scheduler.update_from_output(step.output, step.result)
+        if self._drafts and not self._in_flight:
+            ids = [each.running.request.request_id for each in step.scheduled]
+            drafts = [self._propose(each.running, self._drafts) for each in step.scheduled]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
         for request_id, request in list(self._requests.items()):
+            self._memory.learn(request)
             if request.is_finished():
                 del self._requests[request_id]
                 self.counts.finished += 1
-
-    def _digests(self, request: Request) -> list[int]:
-        digests, last = [], 0
-        for token in request.all_token_ids:
-            last = hash((last, token))
-            digests.append(last)
-        for number, name in enumerate(request.block_hashes):
-            self._truth.setdefault(name, digests[: (number + 1) * self.hash_tokens])
-        return digests
-
-    def _compute(self, request: Request, count: int) -> list[int]:
-        """Reads the KV that the step needs, and writes that of its tokens."""
-        begin = request.num_computed_tokens - count  # vLLM has advanced it
-        digests = self._digests(request)
-        table = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        for group in self.groups:
-            ids, size = table[group.number], group.block_size_tokens
-            if group.is_state:
-                if begin:
-                    found = self._blocks.get(ids[(begin - 1) // size])
-                    assert found == digests[begin - 1], f"{request.request_id}: state of {begin}"
-                self._write(ids[(begin + count - 1) // size], digests[begin + count - 1])
-                continue
-            for token in range(group.reach.first_token(begin), begin):
-                content = self._content(ids[token // size], size)
-                assert content[token % size] == digests[token], (
-                    f"{request.request_id}: token {token} of group {group} before {begin}"
-                )
-            for token in range(begin, begin + count):
-                content = list(self._content(ids[token // size], size))
-                content[token % size] = digests[token]
-                self._write(ids[token // size], content)
-        for number, spec in self._left_out:
-            self._compute_left_out(request, table[number], spec, range(begin, begin + count))
-        if begin + count < request.num_tokens:
-            return []
-        return [abs(digests[-1]) % 7]
-
-    def _compute_left_out(
-        self, request: Request, ids: Sequence[int], spec: Any, step: range
-    ) -> None:
-        """As `_compute`, for a group that nothing loads: a step that replays a window fills it."""
-        digests, size = self._digests(request), spec.block_size
-        if isinstance(spec, CircularBufferSpec):
-            # Tokens are compressed in groups of half a block.
-            first, ids = step.start - step.start % (size // 2), list(ids) * (step.stop // size + 1)
-        else:
-            first = max(0, step.start - spec.sliding_window + 1, request.replay_start)
-        for token in range(first, step.start):
-            found = self._content(ids[token // size], size)[token % size]
-            assert found == digests[token], f"{request.request_id}: token {token} of {spec}"
-        for token in step:
-            content = list(self._content(ids[token // size], size))
-            content[token % size] = digests[token]
-            self._write(ids[token // size], content)
-
-    def _content(self, block_id: int, size: int) -> list[Any]:
-        """Of the tokens of a block; None where something else is."""
-        content = self._blocks.get(block_id)
-        return content if isinstance(content, list) and len(content) == size else [None] * size
-
-    def _write(self, block_id: int, content: Any) -> None:
-        block = self.pool.blocks[block_id]
-        assert not block.is_null
-        self._blocks[block_id] = content
-
-    # Transfers
-
-    def _begin_load(self, load: Planned) -> None:
-        request = self._requests[load.request_id]
-        table = self.scheduler.kv_cache_manager.get_block_ids(load.request_id)
-        end = request.num_computed_tokens
-        if any(group.reach.kind != "all" for group in self.groups):
-            assert end <= request.num_tokens - 1
-        pinned = self.agent.pinned[load.request_id]
-        for op in load.ops:
-            group = self.groups[op.group]
-            # Exactly the blocks that are neither null nor local, up to the end of the load.
-            for name in op.hashes:
-                assert (op.group, name) in pinned, "a part that no lookup has pinned"
-            written = _written(op)
-            size = group.block_size_tokens
-            own = [
-                block_id
-                for block_id in table[group.number][: end // size]
-                if self.pool.blocks[block_id].block_hash is None
-                and not self.pool.blocks[block_id].is_null
-            ]
-            assert written == own
-            for block_id in written:
-                assert self.pool.blocks[block_id].ref_cnt == 2, "the request's and the connector's"
-        self.counts.loads += 1
-        self._loads.append((load, False))
-
-    def _check_store(self, store: Planned) -> None:
-        for op in store.ops:
-            self._read(op)
-            for block_id in op.block_ids:
-                assert self.pool.blocks[block_id].ref_cnt > 0
-
-    def _read(self, op: TransferOp, *, compare: bool = False) -> None:
-        """Reads parts into the agent, or compares them with its own, and checks every byte."""
-        group = self.groups[op.group]
-        names = op.hashes
-        per_part = len(op.block_ids) // len(names)
-        size = group.block_size_tokens
-        for number, name in enumerate(names):
-            ids = op.block_ids[number * per_part : (number + 1) * per_part]
-            content = tuple(self._blocks.get(block_id) for block_id in ids)
-            digests = self._truth[name[-32:]]  # after the epoch
-            if group.is_state:
-                expected: tuple[Any, ...] = (digests[-1],)
-            else:
-                last = digests[-per_part * size :]
-                expected = tuple(last[n * size : (n + 1) * size] for n in range(per_part))
-            assert content == expected, f"a store of group {group} reads what it should not"
-            counts = self.counts.compared_parts if compare else self.counts.stored_parts
-            counts[op.group] = counts.get(op.group, 0) + 1
-            if compare:
-                assert self.agent.parts.get((op.group, name), content) == content
-            else:
-                self.agent.parts[op.group, name] = content
-
-    def _end_some(self) -> KVConnectorOutput:
-        """Ends transfers at random, and reports it."""
-        received: set[str] = set()
-        failed: set[str] = set()
-        for entry in list(self._loads):
-            load, told = entry
-            if self.hold or self._rng.random() < 0.5:
-                continue
-            if not told and self._rng.random() < self._fail:
-                # vLLM is told at once; the agent may still write.
-                received.add(load.request_id)
-                failed.add(load.request_id)
-                self.counts.failed_loads += 1
-                self._loads[self._loads.index(entry)] = (load, True)
-                self._write_load(load, spoil=True)
-                continue
-            self._loads.remove(entry)
-            self._ended.append(load.transfer_id)
-            if told:
-                self.counts.late_loads += 1
-                self._write_load(load, spoil=True)
-                continue
-            received.add(load.request_id)
-            if not self._write_load(load):
-                failed.add(load.request_id)
-                self.counts.failed_loads += 1
-        for store in list(self._stores):
-            if self._rng.random() < 0.5:
-                self._stores.remove(store)
-                for op in store.ops:
-                    self._read(op, compare=store.compare)
-                self._ended.append(store.transfer_id)
-        report = None
-        if self._ended or failed:
-            report = WorkerReport({0: self._ended}, failed=frozenset(failed))
-        self._ended = []
-        return KVConnectorOutput(
-            finished_recving=received, failed_recving=failed, kv_connector_worker_meta=report
-        )
-
-    def _write_load(self, load: Planned, *, spoil: bool = False) -> bool:
-        """Writes the parts; False if one is gone. spoil: writes something else."""
-        complete = True
-        for op in load.ops:
-            names = op.hashes
-            per_part = len(op.block_ids) // len(names)
-            for number, name in enumerate(names):
-                part = self.agent.parts.get((op.group, name))
-                if part is None:
-                    complete = False
-                    continue
-                loaded = self.counts.loaded_parts
-                loaded[op.group] = loaded.get(op.group, 0) + (not spoil)
-                for n, content in enumerate(part, start=number * per_part):
-                    if n >= op.skip_blocks:
-                        self._write(op.block_ids[n], "spoiled" if spoil else content)
-        return complete
 
     def evict(self, share: float) -> None:
         """The agent loses parts at random, pinned ones too."""
@@ -477,17 +340,48 @@ class PlayedEngine:
                 del self.agent.parts[part]
 
 
-def _written(op: TransferOp) -> list[int]:
-    return list(op.block_ids[op.skip_blocks :])
+def _config(model: Path, block_tokens: int, batch_tokens: int, drafts: int) -> VllmConfig:
+    cache = CacheConfig(block_size=block_tokens, enable_prefix_caching=True)
+    cache.mamba_cache_mode = "align"
+    return VllmConfig(
+        model_config=_model_config(model),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=batch_tokens,
+            max_model_len=MAX_TOKENS,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        speculative_config=_speculative_config(drafts) if drafts else None,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="LMCacheRedisConnector",
+            kv_connector_module_path="lmcache_redis.integrations.vllm.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "endpoint": "ipc:///nowhere/agent.sock",
+                "check_weights": False,  # nothing computes
+            },
+        ),
+    )
 
 
-def _gcd(sizes: Sequence[int]) -> int:
-    import math
+@functools.cache
+def _model_config(model: Path) -> ModelConfig:
+    return ModelConfig(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=MAX_TOKENS,
+    )
 
-    return math.gcd(*sizes)
+
+@functools.cache
+def _speculative_config(drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2)
 
 
-def _lcm(sizes: Sequence[int]) -> int:
-    import math
-
-    return math.lcm(*sizes)
+def _next(digest: int) -> int:
+    """The token that the model samples."""
+    return abs(digest) % VOCABULARY

@@ -91,7 +91,7 @@ class Core(EngineCore):
         self.played.ask(prompt, 2)
         while self.played.asked:
             self.played.step()
-        assert self.played._stores
+        assert self.played.transfers._stores
 
     def finish(self) -> None:
         """All requests end, and all transfers; the played engine checks every block."""
@@ -143,7 +143,7 @@ def test_a_reset_does_not_wait_for_loads(
     assert core.played.counts.loads == 1
     if state == "loaded":
         core.let_transfers_end(True)
-        while core.played._loads:
+        while core.played.transfers._loads:
             core.played.step()
     elif state == "aborted":
         core.played.abort(request_id)
@@ -167,7 +167,7 @@ def test_a_reset_takes_blocks_of_loads_when_the_cache_is_off(
     assert core.played.counts.loads == 1
     if loaded:
         core.let_transfers_end(True)
-        while core.played._loads:
+        while core.played.transfers._loads:
             core.played.step()
     core.played.connector.turn_off()
     assert core.reset_prefix_cache()
@@ -187,7 +187,7 @@ def test_a_pause_that_keeps_requests_ends(make_core: Callable[..., Core], loaded
     core.played.ask(prompt, 2)
     core.played.step()
     if loaded:
-        while core.played._loads:
+        while core.played.transfers._loads:
             core.played.step()
     assert core.pause_scheduler("keep") is None
     assert len(core.played.pool.cached_block_hash_to_block) == 0

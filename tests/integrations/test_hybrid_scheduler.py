@@ -10,119 +10,44 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
 from tests.integrations.played import PlayedEngine
-from tests.integrations.test_groups import full, has_field, local, replayed, ring, state, window
-
-CHUNK = 16
-MODELS: dict[str, list[Any]] = {
-    "full attention": [full(4)],
-    "a window": [window(10, block=4)],
-    "a window shorter than a chunk": [window(10, block=4), full(4)],
-    "a window longer than a chunk": [full(4), window(40, block=4)],
-    "two windows": [window(10, block=4), window(33, block=4), full(4)],
-    "tokens that a window keeps longer": [full(4), window(10, 3, block=4)],
-    "attention chunks": [full(4), local(32, block=4)],
-    "attention chunks shorter than a chunk": [full(4), local(8, block=4)],
-    "states": [state(8), state(8), full(8)],
-    "states and a window": [state(8), full(8), window(12, block=8)],
-    "states of larger blocks": [state(16), full(4)],
-    "a window of smaller blocks": [window(10, block=4), full(8)],
-    "a window of larger blocks": [full(4), window(20, block=8)],
-    # Groups that vLLM's own prefix cache leaves out.
-    "a buffer of one request": [ring(8), full(4)],
-    "a buffer between others": [window(10, block=4), ring(8), state(8), full(8)],
-}
-if has_field(SlidingWindowMLASpec, "bounded_replay"):  # vLLM 0.31 or newer
-    MODELS |= {
-        "a window that is replayed": [full(4), replayed(12, block=4), full(16)],
-        "a buffer and a replayed window": [replayed(12, block=4), ring(8), full(4)],
-    }
-# The longest request: 171 tokens and 30 of its answer. Windows also hold the tokens of a step. vLLM
-# admits a preempted request only if all of it fits.
-FEW_BLOCKS = {1: 56, 2: 80, 3: 98, 4: 108}
+from tests.integrations.random_runs import (
+    CHUNK,
+    FEW_BLOCKS,
+    MODELS,
+    MODES,
+    Case,
+    tokens,
+    use,
+    write_config,
+)
 
 
 @pytest.fixture(scope="session")
 def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's settings. The scheduler looks at little more than the length of its context."""
-    from transformers import LlamaConfig
-
-    directory = tmp_path_factory.mktemp("config")
-    LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=100,
-        max_position_embeddings=2048,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(directory)
-    return directory
+    return write_config(tmp_path_factory.mktemp("config"))
 
 
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(50) for _ in range(count)]
-
-
-def use(
-    engine: PlayedEngine, rng: random.Random, rounds: int, *, resets_of_running: float = 0.3
-) -> None:
-    """Requests that begin like others, aborts, evictions, and resets of vLLM's own cache."""
-    common = [tokens(rng, 150) for _ in range(2)]
-    for _ in range(rounds):
-        for _ in range(rng.randrange(4)):
-            prompt = rng.choice(common)[: rng.randrange(1, 150)]
-            engine.ask(prompt + tokens(rng, rng.randrange(20)), rng.randrange(1, 30))
-        for _ in range(rng.randrange(6)):
-            engine.step()
-        if rng.random() < 0.1 and engine.asked:
-            engine.abort(rng.choice(engine.asked))
-        if rng.random() < 0.1:
-            engine.evict(0.3)
-        if rng.random() < 0.3:
-            # With running requests, nobody may have a block.
-            running = bool(resets_of_running) and rng.random() < resets_of_running
-            engine.scheduler.reset_prefix_cache(reset_running_requests=running)
-    engine.run()
-
-
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
 @settings(
-    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=2,
+    phases=[Phase.reuse, Phase.generate],  # no seed is simpler than another
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(
-    seed=st.integers(0, 1 << 30),
-    fails=st.booleans(),
-    few=st.booleans(),
-    canaries=st.sampled_from(["none", "some", "all"]),
-)
+@given(seed=st.integers(0, 1 << 30))
 def test_no_token_is_wrong_and_every_request_ends(
-    config_dir: Path, model: str, seed: int, fails: bool, few: bool, canaries: str
+    config_dir: Path, model: str, mode: str, seed: int
 ) -> None:
-    rng = random.Random(seed)
-    engine = PlayedEngine(
-        config_dir,
-        MODELS[model],
-        chunk_tokens=CHUNK,
-        num_blocks=FEW_BLOCKS[len(MODELS[model])] if few else 300,
-        rng=rng,
-        fail=0.2 if fails else 0.0,
-    )
-    engine.agent.canary_every = 0 if canaries == "none" else 3
-    engine.agent.compare_only = canaries == "all"
-    use(engine, rng, 12)
-    assert canaries != "all" or engine.counts.loads == 0
+    Case.of(seed, mode, model).run(config_dir)
 
 
 @pytest.mark.parametrize("seed", [18997, 52133])
@@ -234,11 +159,11 @@ def test_a_failed_load_lets_those_behind_it_resume(config_dir: Path) -> None:
     rng.seed(0)
     engine.ask(first + tokens(rng, 6), 1)
     engine.ask(second + tokens(rng, 6), 1)
-    engine.hold = True  # until both loads have begun
+    engine.transfers.hold = True  # until both loads have begun
     engine.step()
     assert engine.counts.loads == 2
     for part in of_first:
         del engine.agent.parts[part]
-    engine.hold = False
+    engine.transfers.hold = False
     engine.run()
     assert (engine.counts.failed_loads, engine.counts.finished) == (1, 4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -32,7 +33,7 @@ from lmcache_redis.integrations.vllm.engine import (
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
 from lmcache_redis.integrations.vllm.identity.lora import adapters_in_memory
-from lmcache_redis.integrations.vllm.planning import BlockReferences
+from lmcache_redis.integrations.vllm.planning import BlockReferences, given_back
 from lmcache_redis.integrations.vllm.reports.stats import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.setup import SetUp
@@ -133,10 +134,14 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Starts the cache: it needs vLLM's blocks."""
+        pool, engine = kv_cache_manager.block_pool, Engine.found()
+        # Also where the cache is off: vLLM defers the freeing of blocks for any connector.
+        watch_resets(
+            pool, lambda: self._before_reset(engine), lambda: self._given_back(pool, engine)
+        )
         adapter = self._adapter
         if not isinstance(adapter, SchedulerClient):
             return
-        pool, engine = kv_cache_manager.block_pool, Engine.found()
         self._begin_events(adapter, engine, self._set_up.groups, pool.hash_block_size)
         self._references = references = BlockReferences(
             pool, self._vllm_config.parallel_config.world_size
@@ -145,7 +150,6 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             adapter, engine, kv_cache_manager, references, self._recorder, self._announcer
         )
         engine.watch_outputs(self._output_taken)
-        watch_resets(pool, lambda: self._before_reset(engine), references.given_back)
         self._engine = engine
         self.adapters_read()
         listen(self)
@@ -256,6 +260,12 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             self._scheduler.change_epoch(Epochs.check_parameters, why)
         if self._announcer is not None:
             self._announcer.tell_again()
+
+    @guarded(lambda self, *_: nullcontext())
+    def _given_back(self, pool: BlockPool, engine: Engine) -> AbstractContextManager[None]:
+        """During a reset: neither our references hinder it, nor what vLLM frees only later."""
+        held = [] if self._references is None else self._references.blocks
+        return given_back(pool, [*held, *engine.deferred_blocks()])
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:

@@ -141,6 +141,14 @@ class Engine:
         """Whether vLLM is paused, perhaps asleep."""
         return bool(getattr(self._scheduler(), "pause_state", 0))
 
+    def deferred_blocks(self) -> list[KVCacheBlock]:
+        """Those that vLLM will free when the step in flight, which may still write them, has ended.
+
+        It does so with any connector that loads. Null blocks are left out.
+        """
+        deferred = getattr(self._scheduler(), "deferred_frees", ())
+        return [block for _, blocks in deferred for block in blocks if not block.is_null]
+
     def parameters(self) -> Parameters | None:
         """The parameters of all ranks, read now; None if they cannot be read."""
         executor = getattr(self._core(), "model_executor", None)

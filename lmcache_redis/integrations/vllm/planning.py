@@ -74,18 +74,10 @@ class BlockReferences:
             for held in self._held.values()
         )
 
-    @contextmanager
-    def given_back(self) -> Iterator[None]:
-        """Releases all references while vLLM resets its prefix cache, which no block may hinder.
-
-        None is allocated meanwhile, and what transfers read and write has no name in that cache.
-        """
-        blocks = [block for held in self._held.values() for block in held.blocks]
-        self.pool.free_blocks(reversed(blocks))
-        try:
-            yield
-        finally:
-            self.pool.touch(blocks)
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """One for each reference."""
+        return [block for held in self._held.values() for block in held.blocks]
 
     def take(self, block_ids: Iterable[int], *, for_store: bool = False) -> int:
         """Takes references to blocks, none of them null, for a new transfer; returns its id."""
@@ -129,6 +121,20 @@ class BlockReferences:
 
     def rank_stopped(self, rank: int) -> None:
         self.ended({rank: list(self._held)})
+
+
+@contextmanager
+def given_back(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> Iterator[None]:
+    """Releases references while vLLM resets its prefix cache, which none of them may hinder.
+
+    No block is allocated meanwhile. What transfers and steps in flight read and write there has no
+    name in that cache afterwards.
+    """
+    pool.free_blocks(reversed(blocks))
+    try:
+        yield
+    finally:
+        pool.touch(blocks)
 
 
 class RecentChunks:

@@ -181,6 +181,11 @@ class ConnectorScheduler:
         if step is not None:
             self._lookups.prefill.ended(time.monotonic())
             self._steps.stores += self._named_rightly(step)
+            # vLLM's own cache may have got blocks with this output, which other requests may use
+            # before these are scheduled again.
+            for request_id in output.num_scheduled_tokens:
+                if (tracked := self._tracked.get(request_id)) is not None:
+                    self._fill(tracked, tracked.request.num_computed_tokens)
         if failed:
             self._steps_failed(failed)
 
@@ -253,6 +258,7 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
         if tracked is not None and not tracked.loading:
+            self._fill(tracked, request.num_computed_tokens)
             del self._tracked[request.request_id]
 
     # Epochs
@@ -340,20 +346,12 @@ class ConnectorScheduler:
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The stores of what this step completes. computed_tokens: are in blocks after it."""
         request, chunk_tokens = tracked.request, self._track(tracked.request).chunk_tokens
-        if tracked.prefix is None:
-            return []
-        # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
-        # tokens not yet sampled are stored in a later step.
-        tokens = min(computed_tokens, tracked.hashed_tokens(), tracked.origin.known_tokens)
-        if tokens // tracked.hash_tokens <= tracked.origin.filled_tokens // tracked.hash_tokens:
+        tokens = self._fill(tracked, computed_tokens)
+        if not chunk_tokens or tokens // chunk_tokens <= tracked.considered_chunks:
             return []  # most steps end here
-        if tracked.prefix != self._names.prefix(request):
-            tracked.prefix = None  # its adapter has changed
+        if not (tracked.options.store or tracked.canary_chunks):
             return []
         blocks = self._planner.blocks(request.request_id)
-        self._planner.provenance.fills(tracked, blocks, tokens)
-        if not chunk_tokens or not (tracked.options.store or tracked.canary_chunks):
-            return []
         complete_chunks = min(tokens, self._planner.tokens_in(blocks)) // chunk_tokens
         chunks = range(tracked.considered_chunks, complete_chunks)
         if not chunks:
@@ -366,6 +364,22 @@ class ConnectorScheduler:
         if tracked.options.store:
             planned += self._planner.store(tracked, blocks, stored)
         return planned
+
+    def _fill(self, tracked: Tracked, computed_tokens: int) -> int:
+        """How many tokens of a request are known and in blocks; 0 if it is not cached."""
+        if tracked.prefix is None:
+            return 0
+        # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
+        # tokens not yet sampled are filled in a later step.
+        tokens = min(computed_tokens, tracked.hashed_tokens(), tracked.origin.known_tokens)
+        if tokens // tracked.hash_tokens <= tracked.origin.filled_tokens // tracked.hash_tokens:
+            return tokens
+        if tracked.prefix != self._names.prefix(tracked.request):
+            tracked.prefix = None  # its adapter has changed
+            return 0
+        blocks = self._planner.blocks(tracked.request.request_id)
+        self._planner.provenance.fills(tracked, blocks, tokens)
+        return tokens
 
 
 def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, bool, int]]:
