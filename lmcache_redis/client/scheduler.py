@@ -133,17 +133,18 @@ class SchedulerClient:
         self._lookups: dict[str, _AskedLookup] = {}
         self._begun: dict[str, None] = {}  # requests with lookups, since the last question
         self._uncleared: set[bytes] = set()
-        self.ranks = ranks = Ranks(world_size)
-
-        def welcomed(welcome: m.Welcome) -> None:
-            ranks.own_agent(welcome.agent_id)
-
+        self.ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
             m.Hello(0, engine_id, model_name, world_size, None, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
-            on_welcome=welcomed,
+            on_welcome=self._welcomed,
         )
+
+    def _welcomed(self, welcome: m.Welcome) -> str | None:
+        """Called for each WELCOME. Returns why the agent cannot be used, if it cannot."""
+        self.ranks.own_agent(welcome.agent_id)
+        return None
 
     def chunk_size_tokens(self) -> int:
         """Tokens of one chunk, a multiple of the block size; 0 if it is not known yet."""
