@@ -274,7 +274,12 @@ class AgentSocket:
         self.heard_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
-        self._open()
+        self._opened: list[zmq.Socket[bytes]] = []
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
 
     def wake(self) -> None:
         """Ends `wait` at once. From any thread, also after `close`."""
@@ -310,7 +315,10 @@ class AgentSocket:
         return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def reopen(self, linger_s: float = 0.0) -> None:
-        """Another socket in its place. linger_s: how long what was sent last may take."""
+        """Another socket in its place. linger_s: how long what was sent last may take.
+
+        If it raises, it may be called again.
+        """
         self._close(linger_s)
         self._open()
 
@@ -321,6 +329,7 @@ class AgentSocket:
 
     def _open(self) -> None:
         self._socket = dealer = _bounded_socket(self._context, zmq.DEALER, _OUTBOX)
+        self._opened.append(dealer)
         # A restarted agent is found within 100 ms.
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -329,18 +338,20 @@ class AgentSocket:
         # Before it connects, so that no event is missed.
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor = dealer.get_monitor_socket(events)
+        self._opened.append(self._monitor)
         self._poller = zmq.Poller()
         for source in (dealer, self._monitor, self._wakeup.fd):
             self._poller.register(source, zmq.POLLIN)
         try:
             dealer.connect(self.endpoint)
         except zmq.ZMQError as error:
-            self.close()
             raise ConfigError(
                 f"{self.endpoint!r} is not an agent's endpoint: use ipc://PATH"
             ) from error
 
     def _close(self, linger_s: float) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=int(linger_s * 1000))
+        while self._opened:  # the monitor first
+            found = self._opened.pop()
+            with contextlib.suppress(zmq.ZMQError):  # it may have failed
+                found.disable_monitor()
+            found.close(linger=int(linger_s * 1000))

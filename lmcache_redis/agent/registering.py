@@ -116,7 +116,8 @@ class Registering:
         self.unregister(peer, "it registers again")
         peer.mapping = True
         self._peers.mapping += 1
-        mapped: Registration | DeviceError = DeviceError("the agent could not map the KV cache")
+        # Why not, else. Not the error: with its traceback it would keep all that is here.
+        mapped: Registration | str = "the agent could not map the KV cache"
 
         def map_memory() -> CopyOutcome:
             # On a copy thread: mapping a KV cache takes seconds.
@@ -124,7 +125,7 @@ class Registering:
             try:
                 mapped = open_memory()
             except DeviceError as error:
-                mapped = error
+                mapped = str(error)
                 if isinstance(error, GpuLost):
                     raise
             return CopyOutcome.DONE
@@ -132,9 +133,9 @@ class Registering:
         def ended() -> None:
             peer.mapping = False
             self._peers.mapping -= 1
-            if isinstance(mapped, DeviceError):
+            if isinstance(mapped, str):
                 logger.warning("refused the KV cache of %s: %s", _name(peer), mapped)
-                reply(m.Failure(0, m.REFUSED, str(mapped)))
+                reply(m.Failure(0, m.REFUSED, mapped))
             else:
                 self._mapped(peer, mapped, reply)
             actions, peer.after_mapping = peer.after_mapping, []

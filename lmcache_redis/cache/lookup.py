@@ -113,7 +113,7 @@ class PrefixLookup:
         self._deadline.cancel()
         if self._wake is not None:
             self._wake.cancel()
-        self.parts.release_all()
+        self.parts.release_for_good()
         self._cache.waiting.leave(self)
 
     @property

@@ -201,6 +201,11 @@ class LookupParts:
         self._need(pooled)
         return bool(pooled or held)
 
+    def release_for_good(self) -> None:
+        """As `release_all`, and tells of nothing any more: so it holds its lookup no longer."""
+        self.release_all()
+        self._on_filled = _ignored
+
     def _need(self, parts: Iterable[Part]) -> list[PartState]:
         states = [self.state(part) for part in parts]
         for state in states:
@@ -400,3 +405,7 @@ class LookupParts:
             state.load, self.has_loads, entry = load, True, load.entry
             pool.hold(state.key)
         self._held(state, entry)
+
+
+def _ignored(part: PartState) -> None:
+    pass

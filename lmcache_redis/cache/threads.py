@@ -99,8 +99,10 @@ class OwnerLoop:
             if timer.action is not None and (left_s := due_s - time.monotonic()) > 0:
                 return min(left_s, 1.0)
             heapq.heappop(self._heap)
-            if timer.action is not None:
-                _run(timer.action)
+            # Whoever keeps the timer may be what the action is of.
+            action, timer.action = timer.action, None
+            if action is not None:
+                _run(action)
         return 1.0
 
 

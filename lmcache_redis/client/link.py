@@ -7,12 +7,18 @@ answers to calls. Other threads submit messages and get an ``AgentCall``; they w
          └──FAILURE, no answer of ours──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
 When the agent is lost, every pending call ends at once, without an answer.
+
+An error that is not expected here is a bug of ours, or the process lacks memory or descriptors. It
+is logged, once in a row of them, and costs the connection: the link connects again after a pause,
+which doubles.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -20,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import zmq
 from msgspec.structs import replace
 
 from lmcache_redis import messages as m
@@ -32,6 +39,8 @@ _TICK_S = 0.2
 _HEARTBEAT_S = 0.5
 _REFUSED_TICK_S = 5.0
 _GOODBYE_S = 0.5
+# After an error that is not expected. A row of them has ended when there was none for so long.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ROW_S = 0.1, 5.0, 30.0
 # To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
 _MAPPING_S = 10.0
 
@@ -70,10 +79,11 @@ class AgentCall:
         try:
             if self.listener is not None:
                 self.listener(self)
-        finally:
-            # Last, for those who wait for what the listener changes.
-            with self.changed:
-                self.changed.notify_all()
+        except Exception:
+            logger.exception("what waits for an agent's answer failed")  # our own bug: only that
+        # Last, for those who wait for what the listener changes.
+        with self.changed:
+            self.changed.notify_all()
 
 
 # Calls, and the message that carries them.
@@ -154,6 +164,9 @@ class AgentLink:
         self._is_mapping = False  # the agent maps memory, as it said last
         self._on_welcome = on_welcome
         self._stop = False
+        self._is_broken = False  # its socket
+        self._failures = 0  # errors in a row that were not expected
+        self._broke_s = 0.0  # after the last one
         self._calls = AgentCalls()
         self._socket = transport.AgentSocket(endpoint)
         self._thread = threading.Thread(target=self._run, name="lmcache-redis-link", daemon=True)
@@ -203,27 +216,51 @@ class AgentLink:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the thread and closes the connection; pending calls are lost."""
-        self._stop = True
+        with self._calls.changed:
+            self._stop = True
+            self._calls.changed.notify_all()
         self._socket.wake()
         self._thread.join(timeout_s)
 
     # The methods below run on the link's thread.
 
     def _run(self) -> None:
+        while not self._stop:
+            self._go_on()
+        was_online = self.online
+        self._set_online(False)
+        self._calls.lose_all()
+        said_goodbye = False
+        with contextlib.suppress(zmq.ZMQError):
+            said_goodbye = was_online and self._send(m.Goodbye(0))
+        self._socket.close(_GOODBYE_S if said_goodbye else 0.0)
+        self._on_welcome = None  # it may be of an object that has this link
+
+    def _go_on(self) -> None:
         try:
-            while not self._stop:
-                self._turn()
+            if self._is_broken:
+                self._socket.reopen()
+                self._is_broken = False
+            self._turn()
         except Exception:
+            self._broke()
+
+    def _broke(self) -> None:
+        """After an exception: loses the connection, and pauses."""
+        if time.monotonic() - self._broke_s > _ROW_S:
+            self._failures = 0
+        if not self._failures:
             logger.exception(
-                "the link to the agent at %s failed; the cache is off for this engine",
+                "the link to the agent at %s failed; computing without the cache until it is "
+                "connected again",
                 self.endpoint,
             )
-        finally:
-            was_online = self.online
-            self._set_online(False)
-            self._calls.lose_all()
-            said_goodbye = was_online and self._send(m.Goodbye(0))
-            self._socket.close(_GOODBYE_S if said_goodbye else 0.0)
+        self._is_broken, self._failures = True, self._failures + 1
+        self._set_online(False)
+        self._calls.lose_all()
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._failures, 16), _LONGEST_PAUSE_S)
+        self.wait_for(lambda: self._stop, random.uniform(0.5, 1.0) * pause_s)
+        self._broke_s = time.monotonic()
 
     def _turn(self) -> None:
         """Waits for what comes next, for a tick at most, and does what is due."""

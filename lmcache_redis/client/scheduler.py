@@ -124,12 +124,12 @@ class SchedulerClient:
     ) -> None:
         self._block_size_tokens = block_size_tokens
         self._lookups: dict[str, _AskedLookup] = {}
-        self.ranks = Ranks(world_size)
+        self.ranks = ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
             m.Hello(0, engine_id, model_name, world_size, None, __version__, unnamed),
             dead_after_s=agent_dead_after_s,
-            on_welcome=lambda welcome: self.ranks.own_agent(welcome.agent_id),
+            on_welcome=lambda welcome: ranks.own_agent(welcome.agent_id),
         )
 
     def chunk_size_tokens(self) -> int:

@@ -170,8 +170,9 @@ class CopyPlanner:
         self._num_blocks = layout.num_blocks
         self._block_bytes = layout.block_bytes
         columns = [(s.storage, s.offset, s.page_bytes, s.block_stride) for s in layout.segments]
-        self._segments = np.array(columns, dtype=np.int64).reshape(-1, 4)
-        self._shape = functools.lru_cache(_KEPT_SHAPES)(self._make_shape)
+        segments = np.array(columns, dtype=np.int64).reshape(-1, 4)
+        # No method: it would have this object, which the collector alone would free then.
+        self._shape = functools.lru_cache(_KEPT_SHAPES)(functools.partial(_make_shape, segments))
 
     def copies(
         self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
@@ -206,50 +207,51 @@ class CopyPlanner:
         storage, offset, slot, slot_offset, nbytes = copies
         return CopyArrays(storage, offset + ids[block] * stride, slot, slot_offset, nbytes)
 
-    def _make_shape(
-        self, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
-    ) -> _Shape:
-        """The plan of a chunk; ``follows[k]``: block ``k + 1`` is adjacent to block ``k``."""
-        blocks = np.arange(skip_blocks, n_blocks, dtype=np.int64)
-        begins = np.ones(n_blocks, dtype=np.bool_)
-        begins[1:] = ~np.frombuffer(follows, dtype=np.bool_)
-        begins[skip_blocks : skip_blocks + 1] = True
-        starts = blocks[begins[skip_blocks:]]
-        lengths = np.diff(starts, append=n_blocks)
 
-        page_bytes, block_stride = self._segments[:, 2], self._segments[:, 3]
-        before = (np.cumsum(page_bytes) - page_bytes) * n_blocks
-        touching = np.flatnonzero(page_bytes == block_stride)
-        apart = np.flatnonzero(page_bytes != block_stride)
-        # A piece is one segment's pages of one run of blocks.
-        segment = np.concatenate([touching.repeat(len(starts)), apart.repeat(len(blocks))])
-        block = np.concatenate([np.tile(starts, len(touching)), np.tile(blocks, len(apart))])
-        count = np.concatenate(
-            [np.tile(lengths, len(touching)), np.ones(len(apart) * len(blocks), dtype=np.int64)]
-        )
-        order = np.lexsort((block, segment))
-        segment, block, count = segment[order], block[order], count[order]
-        begin = before[segment] + block * page_bytes[segment]
-        nbytes = count * page_bytes[segment]
+def _make_shape(
+    segments: _Int64s, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
+) -> _Shape:
+    """The plan of a chunk. segments: a row each. follows[k]: block k + 1 is adjacent to block k."""
+    blocks = np.arange(skip_blocks, n_blocks, dtype=np.int64)
+    begins = np.ones(n_blocks, dtype=np.bool_)
+    begins[1:] = ~np.frombuffer(follows, dtype=np.bool_)
+    begins[skip_blocks : skip_blocks + 1] = True
+    starts = blocks[begins[skip_blocks:]]
+    lengths = np.diff(starts, append=n_blocks)
 
-        # Cut the pieces where a stripe ends.
-        first = begin // stripe_payload_bytes
-        parts = (begin + nbytes - 1) // stripe_payload_bytes - first + 1
-        piece = np.arange(len(begin)).repeat(parts)
-        part = np.arange(len(piece)) - (np.cumsum(parts) - parts).repeat(parts)
-        slot = first[piece] + part
-        lower = np.maximum(begin[piece], slot * stripe_payload_bytes)
-        slot_offset = lower - slot * stripe_payload_bytes
-        left = begin[piece] + nbytes[piece] - lower
-        segment, block = segment[piece], block[piece]
-        copies = CopyArrays(
-            storage=self._segments[segment, 0],
-            device_offset=self._segments[segment, 1] + lower - begin[piece],
-            slot=slot,
-            slot_offset=slot_offset,
-            nbytes=np.minimum(stripe_payload_bytes - slot_offset, left),
-        )
-        return _Shape(copies, block, block_stride[segment])
+    page_bytes, block_stride = segments[:, 2], segments[:, 3]
+    before = (np.cumsum(page_bytes) - page_bytes) * n_blocks
+    touching = np.flatnonzero(page_bytes == block_stride)
+    apart = np.flatnonzero(page_bytes != block_stride)
+    # A piece is one segment's pages of one run of blocks.
+    segment = np.concatenate([touching.repeat(len(starts)), apart.repeat(len(blocks))])
+    block = np.concatenate([np.tile(starts, len(touching)), np.tile(blocks, len(apart))])
+    count = np.concatenate(
+        [np.tile(lengths, len(touching)), np.ones(len(apart) * len(blocks), dtype=np.int64)]
+    )
+    order = np.lexsort((block, segment))
+    segment, block, count = segment[order], block[order], count[order]
+    begin = before[segment] + block * page_bytes[segment]
+    nbytes = count * page_bytes[segment]
+
+    # Cut the pieces where a stripe ends.
+    first = begin // stripe_payload_bytes
+    parts = (begin + nbytes - 1) // stripe_payload_bytes - first + 1
+    piece = np.arange(len(begin)).repeat(parts)
+    part = np.arange(len(piece)) - (np.cumsum(parts) - parts).repeat(parts)
+    slot = first[piece] + part
+    lower = np.maximum(begin[piece], slot * stripe_payload_bytes)
+    slot_offset = lower - slot * stripe_payload_bytes
+    left = begin[piece] + nbytes[piece] - lower
+    segment, block = segment[piece], block[piece]
+    copies = CopyArrays(
+        storage=segments[segment, 0],
+        device_offset=segments[segment, 1] + lower - begin[piece],
+        slot=slot,
+        slot_offset=slot_offset,
+        nbytes=np.minimum(stripe_payload_bytes - slot_offset, left),
+    )
+    return _Shape(copies, block, block_stride[segment])
 
 
 def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:

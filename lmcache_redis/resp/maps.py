@@ -82,7 +82,10 @@ class ServerFinder:
                 command = "SENTINEL" if is_sentinel else "CLUSTER SLOTS"
                 failure = RedisUnavailable(f"malformed {command} reply from {endpoint.where}")
             self.close()
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # else it and this frame would keep each other
 
     def close(self) -> None:
         if self._connection is not None:

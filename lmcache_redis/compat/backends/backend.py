@@ -17,6 +17,7 @@ Single flight, promotion and the order of the changes of a key are the cache's (
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -39,12 +40,14 @@ from lmcache_redis.compat.backends.buffers import (
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.objects import HeapMemory, HeldChunk
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, LMCacheRedisError
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
@@ -96,16 +99,7 @@ class CacheThread:
         future: Future[ResultT] = Future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
-
-        def run() -> None:
-            try:
-                begin(future.set_result)
-            except Exception as error:
-                if future.done():
-                    raise
-                future.set_exception(error)
-
-        self._loop.post(run)
+        self._loop.post(partial(_begin, begin, future))
         return future
 
     def release(self, held: HeldChunk | None) -> None:
@@ -145,6 +139,18 @@ class CacheThread:
     def _close(self, timeout_s: float) -> None:
         self._has_ended = True
         self.objects.close(timeout_s)
+
+
+def _begin(begin: Callable[[Done[ResultT]], None], future: Future[ResultT]) -> None:
+    try:
+        begin(future.set_result)
+    except Exception as error:
+        if future.done():
+            raise
+        if not isinstance(error, LMCacheRedisError):
+            logger.exception("a call failed")  # our own bug
+        # Without the traceback: its frames have the future.
+        future.set_exception(error.with_traceback(None))
 
 
 class _Put(NamedTuple):
@@ -342,8 +348,8 @@ class ChunkBackend:
             has_room = blocking or not 0 < pool.pinned > QUEUE_BYTES - nbytes
             done(objects.reserve(object_key, metadata) if is_kept and has_room else None)
 
-        reserving: Future[HeldChunk | None] = self._thread.call(reserve)
-        held = _result(reserving, deadline, None, self._thread.abandon)
+        # Its error would keep a frame that has the call, see `_result`.
+        held = _result(self._thread.call(reserve), deadline, None, self._thread.abandon)
         if held is None:
             return None
         try:
@@ -410,6 +416,8 @@ def _result(
         if isinstance(error, TimeoutError):
             return late
         raise
+    finally:
+        del call  # else its error and this frame would keep each other
 
 
 def _pass_on(unwanted: Callable[[ResultT], None], call: Future[ResultT]) -> None:

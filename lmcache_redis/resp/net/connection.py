@@ -407,18 +407,23 @@ class Connector:
         with contextlib.suppress(socket.gaierror):
             return self._resolve(socket.AI_NUMERICHOST)
         found: concurrent.futures.Future[list[Address]] = concurrent.futures.Future()
-
-        def look_up() -> None:
-            try:
-                found.set_result(self._resolve(0))
-            except (OSError, UnicodeError) as error:
-                found.set_exception(error)
-
-        threading.Thread(target=look_up, name="redis-name", daemon=True).start()
+        thread = threading.Thread(target=self._look_up, args=(found,), name="redis-name")
+        thread.daemon = True
+        thread.start()
         try:
             return found.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
             raise TimeoutError from None
+        finally:
+            del found  # else its error and this frame would keep each other
+
+    def _look_up(self, found: concurrent.futures.Future[list[Address]]) -> None:
+        try:
+            found.set_result(self._resolve(0))
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+        finally:
+            del found  # as above
 
     def _resolve(self, flags: int) -> list[Address]:
         host, port = self.endpoint.host, self.endpoint.port
