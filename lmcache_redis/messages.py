@@ -20,8 +20,8 @@ Order of events
 2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
-   lookups of its engine wait until their deadline; they find nothing if no registration is
-   expected. Memory on a GPU comes with a page of signals: the engine's GPU writes a ticket to it
+   lookups of its engine find nothing. If a registration is expected soon, they wait for it before,
+   for two seconds after it has begun, and no longer than the engine would compute. Memory on a GPU comes with a page of signals: the engine's GPU writes a ticket to it
    when its queued work has come to the place that the ticket stands for (`device.signals`).
 3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
    engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
@@ -257,7 +257,7 @@ class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):
 
 
 class EndSession(Message, frozen=True, tag="END_SESSION"):
-    """The request has ended: cancels its lookup and unpins its chunks."""
+    """The request has ended: cancels its lookup, which is then a miss, and unpins its chunks."""
 
     request_id: Name
 

@@ -1,14 +1,16 @@
 """Lookups: which leading chunks of a prompt are cached, for every rank of the scheduler's engine.
 
     waiting for workers that register ──all ranks──▶ looking up ──▶ answered
-                    └──deadline, or no worker is expected──▶ answered: a miss
+                    └──────────not soon: a miss──────────▶ answered
 
-The chunks of a hit are pinned for the request's session.
+Workers are waited for while they are expected, and no longer than the engine would compute. The
+chunks of a hit are pinned for the request's session. A lookup that is cancelled is a miss.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +23,7 @@ from lmcache_redis.agent.sessions import FirstMiss, HitLoad, PartKey, PastLookup
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.parts import LookupRequest
+from lmcache_redis.cache.threads import Action
 from lmcache_redis.chunks.names import ChunkForm, PartNames
 
 logger = logging.getLogger(__name__)
@@ -55,12 +58,42 @@ class LookupJob:
         self._chunk_tokens = agent.config.chunk_size_tokens
 
     def start(self) -> None:
-        now_s, peers = time.monotonic(), self._agent.peers
-        ranks = peers.ranks(self._peer)
-        if ranks is None and (now_s >= self._deadline_s or not peers.joining(self._peer, now_s)):
-            differ = peers.layouts_differ(self._peer)
-            self._miss("layouts_differ" if differ else "not_registered")
-            if differ and not self._peer.warned:
+        ranks = self._agent.peers.ranks(self._peer)
+        if ranks is None and not self._may_wait():
+            self._miss_without_ranks()
+            return
+        key = self._peer.engine_id, self._question.request_id
+        session = self._agent.sessions.open(key, time.monotonic())
+        if session.cancel_lookup is not None:
+            session.cancel_lookup()
+            session.cancel_lookup = None
+        self._go_on(session, ranks)
+
+    def _go_on(self, session: Session, ranks: Sequence[Registration] | None) -> None:
+        if ranks is not None:
+            self._started_s = time.monotonic()
+            self._look_up(session, ranks)
+        elif self._may_wait():
+            timer = self._agent.loop.after(_JOIN_POLL_S, partial(self._look_again, session))
+            session.cancel_lookup = partial(self._cancel, timer.cancel)
+        else:
+            self._miss_without_ranks()
+
+    def _look_again(self, session: Session) -> None:
+        session.cancel_lookup = None
+        self._go_on(session, self._agent.peers.ranks(self._peer))
+
+    def _may_wait(self) -> bool:
+        """Whether the missing workers are expected in time."""
+        question = self._question
+        compute_s = len(question.hashes) * self._chunk_tokens * question.token_s or math.inf
+        until_s = min(self._deadline_s, self._started_s + compute_s)
+        return time.monotonic() < min(until_s, self._agent.peers.joined_by_s(self._peer))
+
+    def _miss_without_ranks(self) -> None:
+        if self._agent.peers.layouts_differ(self._peer):
+            self._miss("layouts_differ")
+            if not self._peer.warned:
                 self._peer.warned = True
                 logger.warning(
                     "lookups of model %s miss: workers with different layouts are registered, and "
@@ -68,16 +101,16 @@ class LookupJob:
                     "one engine_id",
                     self._peer.hello.model_name,
                 )
-            return
-        key = self._peer.engine_id, self._question.request_id
-        session = self._agent.sessions.open(key, now_s)
-        if session.cancel_lookup is not None:
-            session.cancel_lookup()
-        if ranks is None:
-            session.cancel_lookup = self._agent.loop.after(_JOIN_POLL_S, self.start).cancel
+        elif self._agent.peers.is_mapping(self._peer):
+            self._agent.cache.metrics.count("miss_mapping", len(self._question.hashes))
+            self._miss("mapping")
         else:
-            self._started_s = now_s
-            self._look_up(session, ranks)
+            self._miss("not_registered")
+
+    def _cancel(self, cancel: Action) -> None:
+        cancel()
+        # Every question is answered: whoever asked would keep what waits for the answer.
+        self._reply(m.LookupResult(0, 0))
 
     def _miss(self, reason: str) -> None:
         self._reply(m.LookupResult(0, 0, compare_only=self._compare_only))
@@ -107,7 +140,7 @@ class LookupJob:
         session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
         session.stems = [form.stem(len(hashes[0])) for form in forms]
         # The session takes over the pins, and cancels the lookup if it ends before.
-        session.cancel_lookup = lookup.cancel
+        session.cancel_lookup = partial(self._cancel, lookup.cancel)
         lookup.start()
 
     def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:

@@ -21,7 +21,8 @@ from lmcache_redis.device.handles import CudaHandle
 from lmcache_redis.processes import has_ended
 
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
-# other, because links retry their HELLO every half second.
+# other, because links retry their HELLO every half second. A KV cache is mapped within it, unless
+# it is large or another process holds up the driver.
 _JOIN_S = 2.0
 # Each is a label in Prometheus.
 MAX_MODELS = 64
@@ -62,7 +63,7 @@ class Peer:
     greeted_s: float  # when it sent HELLO
     welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
-    mapping: bool = False  # its registration is in progress
+    mapping_from_s: float | None = None  # since when its registration is in progress
     after_mapping: list[Callable[[], None]] = field(default_factory=list)  # what waits for that
     elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
     warned: bool = False  # that its lookups miss because layouts differ
@@ -71,6 +72,16 @@ class Peer:
     @property
     def engine_id(self) -> str:
         return self.hello.engine_id
+
+    @property
+    def mapping(self) -> bool:
+        """Whether its registration is in progress."""
+        return self.mapping_from_s is not None
+
+    @property
+    def joins_by_s(self) -> float:
+        """When its registration has ended, or is not waited for any more."""
+        return max(self.greeted_s, self.mapping_from_s or 0.0) + _JOIN_S
 
     def is_same(self, hello: m.Hello) -> bool:
         return msgspec.structs.replace(hello, call_id=self.hello.call_id) == self.hello
@@ -180,23 +191,28 @@ class Peers:
             return None
         return [found[rank] for rank in ranks if rank in found]
 
-    def joining(self, scheduler: Peer, now_s: float) -> bool:
-        """Whether some ranks of the scheduler's engine are missing, and all of them expected soon.
+    def joined_by_s(self, scheduler: Peer) -> float:
+        """Until when the missing ranks of the scheduler's engine are waited for; 0.0: there are none.
 
-        This holds for a rank whose memory is being mapped, and for one that has not registered yet
-        if its HELLO (or the scheduler's, if it has sent none) is recent. No rank that is registered
-        with another agent is missing.
+        They are for a moment after a rank's HELLO (or the scheduler's, if it has sent none), and
+        after the agent has begun to map its memory.
         """
+        missing = self._missing(scheduler)
+        return min((max(p.joins_by_s for p in each) for each in missing), default=0.0)
+
+    def is_mapping(self, scheduler: Peer) -> bool:
+        """Whether memory of a missing rank of the scheduler's engine is being mapped."""
+        return any(p.mapping for each in self._missing(scheduler) for p in each)
+
+    def _missing(self, scheduler: Peer) -> list[list[Peer]]:
+        """Of each rank that is registered neither here nor with another agent, who may be it."""
         workers = self._workers(scheduler)
-        missing = [
+        return [
             workers.get(rank, [scheduler])
             for rank in range(scheduler.hello.world_size)
             if rank not in scheduler.elsewhere
             and not any(p.registration for p in workers.get(rank, ()))
         ]
-        return bool(missing) and all(
-            any(p.mapping or now_s - p.greeted_s < _JOIN_S for p in each) for each in missing
-        )
 
     def complete(self, worker: Peer) -> bool:
         """Whether its engine can hit: its scheduler is connected and every worker is registered.

@@ -8,6 +8,7 @@ is pinned for GPUs then.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -114,7 +115,7 @@ class Registering:
 
     def _map(self, peer: Peer, open_memory: Callable[[], Registration], reply: Reply) -> None:
         self.unregister(peer, "it registers again")
-        peer.mapping = True
+        peer.mapping_from_s = time.monotonic()
         self._peers.mapping += 1
         # Why not, else. Not the error: with its traceback it would keep all that is here.
         mapped: Registration | str = "the agent could not map the KV cache"
@@ -131,7 +132,7 @@ class Registering:
             return CopyOutcome.DONE
 
         def ended() -> None:
-            peer.mapping = False
+            peer.mapping_from_s = None
             self._peers.mapping -= 1
             if isinstance(mapped, str):
                 logger.warning("refused the KV cache of %s: %s", _name(peer), mapped)

@@ -31,6 +31,7 @@ REASONS = MappingProxyType(
         "distrusted": "distrusted: a canary has found other KV in this layout, and behind a local "
         "prefix nothing is compared (`lmcache-redis trust`)",
         "not_registered": "no worker of its engine had registered its KV cache yet",
+        "mapping": "the agent was still mapping the memory of its engine",
         "layouts_differ": "engines without ids and with different layouts are registered: the "
         "agent cannot tell whose request this is",
     }

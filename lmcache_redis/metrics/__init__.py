@@ -141,6 +141,7 @@ DECLARED: Final = (
             pool_full="chunks not loaded because every slot of the host pool was in use",
             slower="chunks not loaded because computing them was expected to be faster",
             disk="chunks whose file could not be loaded; Redis was asked instead",
+            mapping="chunks not looked for because the memory of an engine was still being mapped",
         ),
     ),
     Declared(

@@ -27,9 +27,8 @@ class AgentHere:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.endpoint = f"ipc://{directory}/agent.sock"
         small = {"pool_bytes": 8 << 20, "slot_bytes": 64 << 10, "chunk_size_tokens": 64}
-        self.config = AgentConfig(
-            endpoint=self.endpoint, redis_url=redis_url, canary_every=0, **small | options
-        )
+        small["canary_every"] = 0
+        self.config = AgentConfig(endpoint=self.endpoint, redis_url=redis_url, **small | options)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = bind_router(self._context, self.endpoint)
         self.arena = Arena(self.config.pool_bytes, self.config.slot_bytes)

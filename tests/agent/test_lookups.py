@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent import registering
+from lmcache_redis.agent import peers, registering
 from lmcache_redis.agent.lookups import shared_rows, tier_letters
 from lmcache_redis.agent.main import _prefault
 from lmcache_redis.chunks.keys import ObjectKey
@@ -151,6 +151,47 @@ def test_a_lookup_waits_until_its_deadline_and_no_longer(joining: Callable[..., 
     assert here.answers == [m.LookupResult(0, 0)]
 
 
+def test_memory_that_is_mapped_slowly_costs_a_wait_once(
+    joining: Callable[..., Joining], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a lost agent does. While the mapping goes on, lookups miss at once."""
+    monkeypatch.setattr(peers, "_JOIN_S", 0.2)
+    here = joining()
+    scheduler, *workers = (here.join(each) for each in (None, 0, 1))
+    for worker in workers:
+        here.register(worker)
+    here.hold_a_chunk()
+    here.look_up(scheduler)
+    assert here.answers == []
+    here.run(lambda: here.answers)
+    for _ in range(3):
+        here.look_up(scheduler)
+    assert here.answers == [m.LookupResult(0, 0)] * 4
+    assert here.agent.cache.metrics.snapshot()["miss_mapping"] == 4
+    (past,) = here.agent.sessions.history
+    assert past.lookup is not None
+    assert past.lookup.first_miss is not None
+    assert past.lookup.first_miss.reason == "mapping"
+    here.map_memory.set()
+    here.run(lambda: all(each.registration for each in workers))
+    here.look_up(scheduler)
+    assert here.answers[4:] == [m.LookupResult(0, 1, "h")]
+
+
+def test_a_mapping_is_not_waited_for_longer_than_computing_takes(
+    joining: Callable[..., Joining],
+) -> None:
+    here = joining()
+    scheduler, *workers = (here.join(each) for each in (None, 0, 1))
+    for worker in workers:
+        here.register(worker)
+    here.look_up(scheduler, token_s=1e-9)
+    assert here.answers == [m.LookupResult(0, 0)]
+    here.look_up(scheduler, token_s=60.0)
+    assert len(here.answers) == 1
+    assert here.agent.cache.metrics.snapshot()["miss_mapping"] == 1
+
+
 def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[..., Joining]) -> None:
     here = joining()
     scheduler = here.join(None)
@@ -162,7 +203,7 @@ def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[...
     here.map_memory.set()
     here.run(lambda: here.peers.complete(scheduler) or not any(p.mapping for p in here.peers))
     here.loop.run_due()
-    assert here.answers == []
+    assert here.answers == [m.LookupResult(0, 0)]
     assert not len(here.agent.sessions)
 
 
@@ -253,17 +294,19 @@ def test_a_lookup_that_loads_is_cancelled(joining: Callable[..., Joining], ended
     here.index.update(here.key(HASHES[0], rank) for rank in range(2))
     here.look_up(scheduler, HASHES[:1])
     first = [*here.redis.read]
+    miss = m.LookupResult(0, 0)
     if ended_by == "another lookup":
         here.hold_a_chunk()
         here.look_up(scheduler)
-        assert here.answers == [m.LookupResult(0, 1, "h")]
+        assert here.answers == [miss, m.LookupResult(0, 1, "h")]
     else:
         here.end_session(scheduler)
+        assert here.answers == [miss], "or the engine would keep its question for good"
     assert here.redis.cancelled == first
     for io in first:
         here.redis.read_done(io, ReadOutcome.CANCELLED)
     here.loop.run_posted()
-    assert len(here.answers) == (ended_by == "another lookup")
+    assert len(here.answers) == 1 + (ended_by == "another lookup")
 
 
 def test_distrusted_chunks_are_found_to_be_compared_only(joining: Callable[..., Joining]) -> None:

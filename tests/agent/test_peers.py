@@ -136,11 +136,11 @@ def test_nobody_is_waited_for_when_layouts_differ() -> None:
     played = Played()
     scheduler = played.join("a", None, ago_s=0.1)
     played.join("b", 0, layout=b"0", ago_s=0.1)
-    assert played.peers.joining(scheduler, NOW_S)
+    assert played.peers.joined_by_s(scheduler) > NOW_S
     played.join("c", 1, layout=b"1", ago_s=0.1)
     played.join("d", 1, layout=b"other", ago_s=0.1)
     assert played.ranks(scheduler) is None
-    assert not played.peers.joining(scheduler, NOW_S)
+    assert played.peers.joined_by_s(scheduler) <= NOW_S
 
 
 @pytest.mark.parametrize("mapping", [True, False])
@@ -149,9 +149,13 @@ def test_one_worker_that_comes_is_enough(mapping: bool) -> None:
     scheduler = played.join("a", None)
     played.join("b", 0, layout=b"0")
     played.join("c", 1)
-    assert not played.peers.joining(scheduler, NOW_S)
-    played.join("d", 1).mapping = mapping
-    assert played.peers.joining(scheduler, NOW_S) is mapping
+    assert played.peers.joined_by_s(scheduler) <= NOW_S
+    worker = played.join("d", 1)
+    worker.mapping_from_s = NOW_S - 0.1 if mapping else None
+    assert (played.peers.joined_by_s(scheduler) > NOW_S) is mapping
+    assert played.peers.is_mapping(scheduler) is worker.mapping is mapping
+    worker.mapping_from_s = NOW_S - 60
+    assert played.peers.joined_by_s(scheduler) <= NOW_S
 
 
 def test_an_engine_is_complete_with_the_scheduler_that_it_serves() -> None:
