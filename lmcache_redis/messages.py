@@ -21,8 +21,9 @@ Order of events
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
    lookups of its engine find nothing. If a registration is expected soon, they wait for it before,
-   for two seconds after it has begun, and no longer than the engine would compute. Memory on a GPU comes with a page of signals: the engine's GPU writes a ticket to it
-   when its queued work has come to the place that the ticket stands for (`device.signals`).
+   for two seconds after it has begun, and no longer than the engine would compute. Memory on a GPU
+   comes with a page of signals: the engine's GPU writes a ticket to it when its queued work has
+   come to the place that the ticket stands for (`device.signals`).
 3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
    engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
    all of them are pinned in its host pool, when computing the rest is faster than loading it, or

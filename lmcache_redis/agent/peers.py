@@ -192,7 +192,7 @@ class Peers:
         return [found[rank] for rank in ranks if rank in found]
 
     def joined_by_s(self, scheduler: Peer) -> float:
-        """Until when the missing ranks of the scheduler's engine are waited for; 0.0: there are none.
+        """Until when missing ranks of the scheduler's engine are waited for; 0.0: none is missing.
 
         They are for a moment after a rank's HELLO (or the scheduler's, if it has sent none), and
         after the agent has begun to map its memory.

@@ -39,8 +39,7 @@ _TICK_S = 0.2
 _HEARTBEAT_S = 0.5
 _REFUSED_TICK_S = 5.0
 _GOODBYE_S = 0.5
-# After an error that is not expected. A row of them has ended when there was none for so long.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ROW_S = 0.1, 5.0, 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ROW_S = 0.2, 5.0, 60.0
 # To map the memory of a GPU, the agent waits for the driver, which other processes may hold up.
 _MAPPING_S = 10.0
 
@@ -140,6 +139,26 @@ def lose(calls: Sequence[AgentCall]) -> None:
             call.end(None)
 
 
+class ErrorRow:
+    """Errors that were not expected, one after the other: a row ends with a minute without any.
+
+    is_open: what the last one has left is not mended yet.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.is_open = False
+        self._last_s = 0.0
+
+    def add(self, now_s: float) -> float:
+        """One more; returns the seconds to pause."""
+        if now_s - self._last_s > _ROW_S:
+            self.length = 0
+        self.length, self.is_open, self._last_s = self.length + 1, True, now_s
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self.length - 1, 16), _LONGEST_PAUSE_S)
+        return random.uniform(0.5, 1.0) * pause_s
+
+
 class AgentLink:
     """The connection of one scheduler or worker to the agent at ``endpoint``.
 
@@ -164,9 +183,6 @@ class AgentLink:
         self._is_mapping = False  # the agent maps memory, as it said last
         self._on_welcome = on_welcome
         self._stop = False
-        self._is_broken = False  # its socket
-        self._failures = 0  # errors in a row that were not expected
-        self._broke_s = 0.0  # after the last one
         self._calls = AgentCalls()
         self._socket = transport.AgentSocket(endpoint)
         self._thread = threading.Thread(target=self._run, name="lmcache-redis-link", daemon=True)
@@ -225,8 +241,9 @@ class AgentLink:
     # The methods below run on the link's thread.
 
     def _run(self) -> None:
+        errors = ErrorRow()
         while not self._stop:
-            self._go_on()
+            self._go_on(errors)
         was_online = self.online
         self._set_online(False)
         self._calls.lose_all()
@@ -236,31 +253,27 @@ class AgentLink:
         self._socket.close(_GOODBYE_S if said_goodbye else 0.0)
         self._on_welcome = None  # it may be of an object that has this link
 
-    def _go_on(self) -> None:
+    def _go_on(self, errors: ErrorRow) -> None:
         try:
-            if self._is_broken:
+            if errors.is_open:
                 self._socket.reopen()
-                self._is_broken = False
+                errors.is_open = False
             self._turn()
         except Exception:
-            self._broke()
+            self._broke(errors)
 
-    def _broke(self) -> None:
+    def _broke(self, errors: ErrorRow) -> None:
         """After an exception: loses the connection, and pauses."""
-        if time.monotonic() - self._broke_s > _ROW_S:
-            self._failures = 0
-        if not self._failures:
+        pause_s = errors.add(time.monotonic())
+        if errors.length == 1:
             logger.exception(
                 "the link to the agent at %s failed; computing without the cache until it is "
                 "connected again",
                 self.endpoint,
             )
-        self._is_broken, self._failures = True, self._failures + 1
         self._set_online(False)
         self._calls.lose_all()
-        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._failures, 16), _LONGEST_PAUSE_S)
-        self.wait_for(lambda: self._stop, random.uniform(0.5, 1.0) * pause_s)
-        self._broke_s = time.monotonic()
+        self.wait_for(lambda: self._stop, pause_s)
 
     def _turn(self) -> None:
         """Waits for what comes next, for a tick at most, and does what is due."""
@@ -310,7 +323,12 @@ class AgentLink:
 
     def _send_queued(self) -> None:
         for calls, frames in self._calls.take_queued():
-            if self.online and self._socket.send(frames):
+            try:
+                is_sent = self.online and self._socket.send(frames)
+            except Exception:
+                self._calls.sent(calls)  # perhaps; they are lost with the others
+                raise
+            if is_sent:
                 self._calls.sent(calls)
             else:
                 lose(calls)

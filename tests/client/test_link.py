@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
+from lmcache_redis.client import link as link_module
 from lmcache_redis.client.link import AgentCall, AgentCalls, AgentLink, lose
 from lmcache_redis.transport import bind_router
+from tests.servers import wait_until
 
 WAIT_S = 60.0
 HELLO = m.Hello(0, "e", "m", 1, 0, "0")
@@ -166,6 +172,141 @@ def test_a_renamed_link_connects_again(agent: Agent, link: AgentLink) -> None:
 
 def welcome(hello: m.Question, agent_id: str = "agent") -> m.Welcome:
     return m.Welcome(hello.call_id, agent_id, 1, 2, 64, 1.0, "0")
+
+
+def connect_again(agent: Agent, link: AgentLink) -> None:
+    """As a link does that has lost its connection, and a question that is answered then."""
+    former = agent.peer
+    while not isinstance(hello := agent.receive()[0], m.Hello):
+        pass
+    assert agent.peer != former
+    agent.answer(welcome(hello))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    call = link.submit(m.EndSession, request_id="r")
+    assert agent.receive() == [m.EndSession(call.call_id, "r")]
+    agent.answer(m.Done(call.call_id))
+    assert call.wait(WAIT_S)
+    assert call.answer is not None
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [each for each in caplog.records if each.exc_info]
+
+
+def test_a_socket_that_fails_costs_the_connection(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = link.submit(m.EndSession, request_id="a")
+    breaking = link.submit(m.EndSession, lambda _: link._socket._socket.close(), request_id="b")
+    for _ in range(2):
+        agent.receive()
+    agent.answer(m.Done(breaking.call_id))
+    assert waiting.wait(WAIT_S)
+    assert waiting.lost
+    assert waiting.sent
+    connect_again(agent, link)
+    (record,) = errors_in(caplog)
+    assert record.exc_info is not None
+    assert record.exc_info[0] is zmq.ZMQError
+
+
+def test_a_message_that_cannot_be_sent_is_lost(
+    agent: Agent, link: AgentLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = link._socket.send
+
+    def fail(frames: list[bytes]) -> bool:
+        monkeypatch.setattr(link._socket, "send", send)
+        raise zmq.ZMQError(zmq.EFAULT)
+
+    monkeypatch.setattr(link._socket, "send", fail)
+    call = link.submit(m.EndSession, request_id="a")
+    assert call.wait(WAIT_S)
+    assert call.lost
+    assert call.sent, "as far as one can tell"
+    connect_again(agent, link)
+
+
+def test_a_link_that_cannot_open_a_socket_tries_again(
+    agent: Agent, link: AgentLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is short of descriptors, say. That is said once."""
+    monkeypatch.setattr(link_module, "_FIRST_PAUSE_S", 0.01)
+    make, failures = transport._bounded_socket, iter(range(3))
+
+    def fail(*args: Any) -> Any:
+        if next(failures, None) is None:
+            return make(*args)
+        raise zmq.ZMQError(zmq.EMFILE)
+
+    monkeypatch.setattr(transport, "_bounded_socket", fail)
+    call = link.submit(m.EndSession, lambda _: link._socket._socket.close(), request_id="a")
+    agent.receive()
+    agent.answer(m.Done(call.call_id))
+    connect_again(agent, link)
+    assert next(failures, None) is None
+    assert len(errors_in(caplog)) == 1
+
+
+def test_a_welcome_that_fails_is_asked_for_again(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "_FIRST_PAUSE_S", 0.01)
+    failures = iter(range(3))
+
+    def fail(_: m.Welcome) -> None:
+        if next(failures, None) is not None:
+            raise ValueError("a bug")
+
+    link = AgentLink(agent.endpoint, HELLO, on_welcome=fail, dead_after_s=WAIT_S)
+    for _ in range(3):
+        (hello,) = agent.receive()
+        agent.answer(welcome(hello))
+        assert link.wait_for(lambda: not link.online, WAIT_S)
+    connect_again(agent, link)
+    assert len(errors_in(caplog)) == 1
+    link.close()
+
+
+def test_a_listener_that_fails_costs_nobody_else(
+    agent: Agent, link: AgentLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: AgentCall) -> None:
+        raise ValueError("a bug")
+
+    calls = link.submit_all([m.EndSession(0, name) for name in "abc"], fail)
+    agent.receive()
+    agent.answer(m.Done(calls[1].call_id))
+    assert calls[1].wait(WAIT_S)
+    agent.answer(m.Failure(0, m.UNKNOWN_PEER, "restarted"))
+    assert all(call.wait(WAIT_S) for call in calls)
+    assert [call.lost for call in calls] == [True, False, True]
+    (hello,) = agent.receive()
+    assert isinstance(hello, m.Hello)
+    assert len(errors_in(caplog)) == 3
+
+
+def test_a_closed_link_is_freed_without_the_collector(agent: Agent) -> None:
+    class Client:
+        def __init__(self) -> None:
+            self.link = AgentLink(agent.endpoint, HELLO, on_welcome=self.welcomed)
+
+        def welcomed(self, _: m.Welcome) -> None:
+            pass
+
+    def closed() -> list[weakref.ref[object]]:
+        client = Client()
+        (hello,) = agent.receive()
+        agent.answer(welcome(hello))
+        wait_until(lambda: client.link.online, "a link")
+        client.link.close()
+        return [weakref.ref(client), weakref.ref(client.link)]
+
+    gc.disable()
+    try:
+        assert [each() for each in closed()] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_welcome_to_an_earlier_hello_is_ignored(agent: Agent) -> None:
