@@ -136,16 +136,24 @@ class TraceRecorder:
     def _run(self) -> None:
         try:
             while (lines := self._queue.get()) is not None:
-                for line in lines:
-                    self._write(line)
-                if self._queue.empty():
-                    self._file.flush()
+                self._write_all(lines)
             self._file.close()
         except OSError as error:
             self._has_failed = True
             logger.error(
                 "nothing is recorded any more: %s cannot be written (%s)", self._path, error
             )
+
+    def _write_all(self, lines: Sequence[records.Line]) -> None:
+        try:
+            for line in lines:
+                self._write(line)
+        except OSError:
+            raise
+        except Exception:
+            logger.exception("what happened is not recorded")  # our own bug: only these lines
+        if self._queue.empty():
+            self._file.flush()
 
     def _open(self) -> BinaryIO:
         self._path.touch(mode=0o600)

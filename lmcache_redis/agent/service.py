@@ -161,15 +161,14 @@ class Service:
             self._refuse(identity, transport.call_id_of(frames), m.BAD_MESSAGE, str(error))
             return
         reply = partial(self._reply, identity, question.call_id)
-        if isinstance(question, m.Hello):
-            if not self._handlers.is_stopping:  # else it is repeated, and the next agent answers it
-                self._greet(identity, question, reply)
-            return
-        peer = self._agent.peers.get(identity)
-        if peer is not None:
-            peer.last_heard_s = time.monotonic()
-            peer.welcomed = True
         try:
+            if isinstance(question, m.Hello):
+                self._greet(identity, question, reply)
+                return
+            peer = self._agent.peers.get(identity)
+            if peer is not None:
+                peer.last_heard_s = time.monotonic()
+                peer.welcomed = True
             self._handlers.answer(peer, question, reply)
         except WireError as error:
             self._refuse(identity, question.call_id, m.BAD_MESSAGE, str(error))
@@ -181,6 +180,8 @@ class Service:
             reply(m.Failure(0, m.FAILED, "the agent failed on this question; see its log"))
 
     def _greet(self, identity: bytes, hello: m.Hello, reply: Reply) -> None:
+        if self._handlers.is_stopping:
+            return  # it is repeated, and the next agent answers it
         # A client repeats its HELLO until it receives WELCOME.
         peer = self._agent.peers.get(identity)
         if peer is None and len(self._agent.peers) >= m.MAX_PEERS:

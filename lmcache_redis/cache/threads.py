@@ -9,6 +9,7 @@ system whose server is gone, all that can be done is to start no other call unti
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -110,7 +111,7 @@ def _run(action: Action) -> None:
     try:
         action()
     except Exception:
-        logger.exception("an action of the loop failed")  # our own bug: only that action fails
+        logger.exception("an action failed")  # our own bug: only that action fails
 
 
 class OneTimer:
@@ -157,16 +158,28 @@ class WorkerThreads:
         return len(self._queue)
 
     def put(self, run: Action, dropped: Action, until_s: float = math.inf) -> None:
-        """Enqueue a task. An exception of ``run`` is logged. until_s: see `drop`."""
+        """Enqueue a task. An exception of ``run`` is logged. until_s: see `drop`.
+
+        Raises RuntimeError, and enqueues nothing, if the process may not have a thread.
+        """
         with self._changed:
             if not self._stopped:
+                self._start()
                 self._queue.append(_Task(run, dropped, until_s))
-                for thread in self._threads:
-                    if thread.ident is None:
-                        thread.start()
                 self._changed.notify()
                 return
         dropped()
+
+    def _start(self) -> None:
+        """Those that have not been started. Raises RuntimeError if there can be none."""
+        for thread in self._threads:
+            if thread.ident is None:
+                try:
+                    thread.start()
+                except RuntimeError:  # the process may not have more of them now
+                    if self._threads[0].ident is None:
+                        raise
+                    return
 
     def drop(self, until_s: float = math.inf) -> None:
         """Drop the queued tasks whose ``until_s`` is no later; by default, all of them."""
@@ -201,7 +214,8 @@ class WorkerThreads:
 
     def _serve(self) -> None:
         if self._nice:
-            os.nice(self._nice)  # per thread on Linux; raising it needs no privilege
+            with contextlib.suppress(OSError):  # a sandbox forbids it
+                os.nice(self._nice)  # per thread on Linux; raising it needs no privilege
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._stopped)
@@ -282,4 +296,4 @@ class HangDetector:
                 self.reason, self.since_s = reason, now_s
                 logger.warning("the %s is down: %s", self._what, self.reason)
                 self._changed.notify_all()
-            self._on_hang()
+            _run(self._on_hang)

@@ -108,6 +108,9 @@ class PoolPinning:
             self._on_lost(error)
         except DeviceError as error:
             self.failure = str(error)
+        except Exception as error:
+            self.failure = f"an internal error: {error}"
+            logger.exception("the host pool is not pinned any further")  # our own bug
 
     def _pin(self) -> None:
         """Until all is pinned, a piece cannot be, or `close`."""

@@ -147,6 +147,27 @@ def test_a_store_is_written_once_its_layout_is_known(tmp_path: Path) -> None:
     assert len(read_trace([path], 1, 1)) == 4
 
 
+def test_lines_that_cannot_be_made_cost_only_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = TraceRecorder._write
+
+    def fail(self: Any, line: Any) -> None:
+        if isinstance(line, records.StoreRecord):
+            raise ValueError("a bug")
+        write(self, line)
+
+    monkeypatch.setattr(TraceRecorder, "_write", fail)
+    path, agent = tmp_path / "recorded.jsonl", None
+    recorder = TraceRecorder(agent, str(path), 1 << 20)  # type: ignore[arg-type]
+    found = layout("stem")
+    recorder._put(records.StoreRecord(1.0, request="r", part="p", chunks="c"))
+    recorder._put(found)
+    recorder.close()
+    assert [line["type"] for line in lines_of(path)] == ["start", "layout"]
+    assert "a bug" in caplog.text
+
+
 def layout(stem: str) -> records.LayoutRecord:
     """Of one row."""
     part = recording._digest(stem.encode())

@@ -57,6 +57,27 @@ def test_threads_start_with_the_first_task() -> None:
     assert threading.active_count() == before
 
 
+def test_a_thread_that_cannot_be_started_costs_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is then not done later, too: its memory may be in use again."""
+    start, refused = threading.Thread.start, iter([True, False, True])
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("lmcache-redis-test") and next(refused, False):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    threads, ran = WorkerThreads("test", 2), list[int]()
+    with pytest.raises(RuntimeError):
+        threads.put(partial(ran.append, 0), partial(ran.append, -1))
+    for number in (1, 2):  # on the first thread, and on one of two
+        threads.put(partial(ran.append, number), partial(ran.append, -1))
+    wait_until(lambda: len(ran) == 2)
+    threads.stop()
+    assert threads.join(10)
+    assert sorted(ran) == [1, 2]
+
+
 def test_a_stop_drops_what_waits_and_not_what_runs(release: threading.Event) -> None:
     threads = WorkerThreads("test", 1)
     ended: list[str] = []
@@ -144,6 +165,23 @@ def watched(release: threading.Event) -> Iterator[Watched]:
     for thread in watched.threads:
         thread.join(30)
     assert watched.detector.close(30)
+
+
+def test_what_fails_when_a_call_hangs_does_not_end_the_watch(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        watched.calls.append("hang")
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(watched.detector, "_on_hang", fail)
+    for number in (1, 2):
+        release = threading.Event()
+        watched.begin(release)
+        wait_until(lambda: len(watched.calls) == number)  # noqa: B023
+        release.set()
+        wait_until(lambda: not watched.detector.reason)
+    assert "a bug" in caplog.text
 
 
 def test_calls_give_their_results_and_errors(watched: Watched) -> None:

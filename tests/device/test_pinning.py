@@ -192,6 +192,17 @@ def test_a_context_that_cannot_be_used_pins_nothing(pool: Pool) -> None:
     assert cuda_driver.get("cuMemHostRegister_v2.called") == 0
 
 
+def test_a_bug_leaves_the_rest_unpinned(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("a bug")
+
+    pool.pinning.begin(fail)
+    wait_until(lambda: pool.pinning.failure, "a failure")
+    assert "a bug" in pool.pinning.failure
+    pool.pinning.close()
+    assert "Traceback" in caplog.text
+
+
 def stop_in_the_middle(pool: Pool) -> Callable[[], float]:
     cuda_driver.set("pin_us_per_mib", 150_000)
     pool.begin()
