@@ -1,0 +1,33 @@
+"""The connector frees what it makes for requests and transfers without the garbage collector."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from tests.cycles import left_by
+from tests.integrations.played import PlayedEngine
+from tests.integrations.test_groups import full, state, window
+from tests.integrations.test_hybrid_scheduler import CHUNK, use
+from tests.integrations.test_hybrid_scheduler import config_dir as config_dir
+
+
+@pytest.mark.parametrize("canary_every", [0, 3])
+def test_requests(config_dir: Path, canary_every: int) -> None:
+    """Loads and stores, failed ones among them, aborts, preemptions and resets."""
+    rng, specs = random.Random(1), [state(8), full(8), window(12, block=8)]
+    engine = PlayedEngine(config_dir, specs, chunk_tokens=CHUNK, num_blocks=300, rng=rng, fail=0.2)
+    engine.agent.canary_every = canary_every
+
+    def run(number: int) -> None:
+        use(engine, rng, 5)
+        for kept in (engine._truth, engine.agent.parts, engine.agent.pinned):
+            kept.clear()
+
+    assert left_by(run, 40, lambda: None) == []
+    assert engine.counts.loads > 10
+    assert engine.counts.finished > 200
