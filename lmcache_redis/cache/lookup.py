@@ -50,7 +50,7 @@ _SHORTEST_LOAD_S = 0.02
 _LONGEST_WAIT_S = 60.0
 # How often the rate of loads is looked at, and what makes a difference.
 _SHORTEST_LOOK_S = 0.005
-_SLOWER = 0.9
+_SLOWER = 0.8
 
 
 class _Stage(Enum):

@@ -138,10 +138,14 @@ class TransferRate:
         rate, stalled_s = self.per_second(), self.stalled_s(now_s)
         if not rate:
             return math.inf
-        load_s = self.latency_s + nbytes / rate * (_ALONE if self._is_alone else 1.0)
+        load_s = self.latency_s + nbytes / rate
         if stalled_s > self.latency_s + self.in_flight_bytes / rate:
             load_s = max(load_s, stalled_s)
         return load_s
+
+    def expected_s(self, nbytes: int, now_s: float) -> float:
+        """As `seconds`, for loads that are to begin: what one load alone has shown is doubted."""
+        return self.seconds(nbytes, now_s) * (_ALONE if self._is_alone else 1.0)
 
     def stalled_s(self, now_s: float) -> float:
         """For how long nothing has arrived although loads are in flight."""

@@ -363,7 +363,7 @@ class LookupParts:
         used: set[int] = set()
 
         def load_s() -> float:
-            return max((rates[n].seconds(nbytes[n], now_s) for n in used), default=0.0)
+            return max((rates[n].expected_s(nbytes[n], now_s) for n in used), default=0.0)
 
         if needs.bounded:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.

@@ -92,6 +92,7 @@ class Link(PlayedTier):
         self.latency_s = latency_s
         self.burst_bytes = burst_bytes
         self.chunk_bytes = chunk_bytes
+        self.noise: Callable[[], float] = lambda: 1.0  # of the time of a chunk
         self.loaded = 0
         self._jobs: deque[tuple[ChunkIO, ReadDone]] = deque()
         self._is_busy = False
@@ -118,7 +119,7 @@ class Link(PlayedTier):
         now_s = self.clock.now_s
         gained = (now_s - self._saved_at_s) * self.bytes_per_s
         saved = min(self.burst_bytes, self._saved_bytes + gained)
-        took_s = max(0.0, self.chunk_bytes - saved) / self.bytes_per_s
+        took_s = max(0.0, self.chunk_bytes - saved) / self.bytes_per_s * self.noise()
         self._saved_bytes = max(0.0, saved - self.chunk_bytes)
         self._saved_at_s = now_s + took_s
         self.clock.at(now_s + took_s, self._sent)

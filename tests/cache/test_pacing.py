@@ -123,15 +123,16 @@ def test_a_load_alone_shows_too_high_a_rate() -> None:
         rate.begun(MB, at_s)
         rate.ended(MB, at_s + 0.1, arrived=True)
     assert rate.per_second() == pytest.approx(10 * MB)
-    assert rate.seconds(8 * MB, 2.0) == pytest.approx(1.0)
+    assert rate.expected_s(8 * MB, 2.0) == pytest.approx(1.0)
     rate.begun(2 * MB, 2.0)
     rate.ended(MB, 2.1, arrived=True)
-    assert rate.seconds(8 * MB, 2.1) == pytest.approx(1.0)
+    assert rate.expected_s(8 * MB, 2.1) == pytest.approx(1.0)
+    assert rate.seconds(8 * MB, 2.1) == pytest.approx(0.8), "what has begun is not given up for it"
     rate.ended(MB, 2.2, arrived=True)
-    assert rate.seconds(8 * MB, 2.2) == pytest.approx(0.8), "the second one had nothing saved up"
+    assert rate.expected_s(8 * MB, 2.2) == pytest.approx(0.8), "the second one had nothing saved up"
     rate.begun(MB, 10.0)
     rate.ended(MB, 10.1, arrived=True)
-    assert rate.seconds(8 * MB, 10.1) == pytest.approx(1.0), "after a pause again"
+    assert rate.expected_s(8 * MB, 10.1) == pytest.approx(1.0), "after a pause again"
 
 
 def test_the_latency_is_not_part_of_the_rate() -> None:
