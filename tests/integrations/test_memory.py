@@ -25,7 +25,7 @@ def test_requests(config_dir: Path, canary_every: int) -> None:
 
     def run(number: int) -> None:
         use(engine, rng, 5)
-        for kept in (engine._truth, engine.agent.parts, engine.agent.pinned):
+        for kept in (engine._memory._by_hash, engine.agent.parts, engine.agent.pinned):
             kept.clear()
 
     assert left_by(run, 40, lambda: None) == []
