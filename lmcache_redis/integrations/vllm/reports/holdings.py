@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,15 +36,17 @@ class Stored(NamedTuple):
 
 @dataclass(slots=True)
 class _Followed:
-    """A chunk, the epoch of its name, which of its parts are where (bit masks), where it is told.
+    """A chunk, the epoch of its name, which of its parts are where (bit masks).
 
     It has parts of each group of layers, and there of each rank that holds bytes of its own.
+    told: where routers know it, since round number ``round``.
     """
 
     chunk: AnnouncedChunk
     epoch: bytes
     parts: dict[Place, int] = field(default_factory=dict)
     told: tuple[Place, ...] = ()
+    round: int = 0
 
     def blocks(self, place: Place) -> Sequence[Any]:
         hashes: Sequence[Any] = self.chunk.parts[place[1]].block_hashes
@@ -65,13 +66,14 @@ class Holdings:
         self._chunks: OrderedDict[bytes, _Followed] = OrderedDict()
         self._groups: Sequence[int] = ()
         self._whole: dict[int, int] = {}  # the bit mask of all parts, by group
+        self._round = 0  # in each, everything is told from the beginning
         self._told: dict[Place, dict[Any, int]] = {}  # of a block: how many chunks that were told
-        self._gone: dict[Place, dict[Any, None]] = {}  # blocks, to be told as removed
-        self._due: dict[tuple[Place, bytes], None] = {}  # chunks, to be told as stored
+        self._gone: dict[Place, dict[Any, int]] = {}  # blocks to be told as removed
+        self._due: dict[bytes, None] = {}  # chunks that may have to be told as stored
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to tell."""
+        """Whether there may be something to tell."""
         return bool(self._gone or self._due)
 
     def begin(self, groups: Sequence[int]) -> None:
@@ -83,6 +85,7 @@ class Holdings:
         for part, group in enumerate(groups):
             self._whole[group] = self._whole.get(group, 0) | 1 << part
         self.tell_again()
+        self._due.clear()
 
     def begin_epoch(self, epoch: bytes) -> None:
         """Chunks of other epochs cannot be loaded, until the engine returns to theirs."""
@@ -96,19 +99,15 @@ class Holdings:
 
     def tell_again(self) -> None:
         """Everything that was told is removed, and everything that is there is stored anew."""
-        self._gone = self.told()
-        self._told.clear()
-        self._due.clear()
-        for name, followed in self._chunks.items():
-            followed.told = ()
-            for place in followed.parts:
-                self._look(place, name, followed)
+        self._gone, self._told = self.told(), {}
+        self._due = dict.fromkeys(self._chunks)
+        self._round += 1
 
-    def told(self) -> dict[Place, dict[Any, None]]:
-        """The blocks that routers may know, by place."""
-        told = {place: dict.fromkeys(blocks) for place, blocks in self._told.items()}
+    def told(self) -> dict[Place, dict[Any, int]]:
+        """The blocks that routers may know, by place: the keys."""
+        told = dict(self._told)
         for place, blocks in self._gone.items():
-            told.setdefault(place, {}).update(blocks)
+            told[place] = {**told[place], **blocks} if place in told else blocks
         return told
 
     def follow(self, name: bytes, describe: Callable[[], AnnouncedChunk]) -> None:
@@ -119,8 +118,9 @@ class Holdings:
         self._chunks[name] = _Followed(describe(), self._epoch)
         if len(self._chunks) > self._limit:
             oldest, followed = self._chunks.popitem(last=False)
+            self._due.pop(oldest, None)
             for place in followed.parts:
-                self._lost(place, oldest, followed)
+                self._untell(place, followed)
 
     def changed(self, part: int, tier: str, there: bool, name: bytes) -> None:
         """A tier has a part of a chunk now, or no longer."""
@@ -130,7 +130,12 @@ class Holdings:
         place, bit = (tier, self._groups[part]), 1 << part
         before = followed.parts.get(place, 0)
         followed.parts[place] = before | bit if there else before & ~bit
-        self._look(place, name, followed)
+        if not there:
+            self._untell(place, followed)
+        if self._untold(followed):
+            self._due[name] = None
+        else:
+            self._due.pop(name, None)
 
     def take(self, limit: int) -> tuple[list[tuple[Place, list[Any]]], list[Stored]]:
         """What routers are told now: first all blocks removed, then up to ``limit`` chunks stored.
@@ -139,34 +144,46 @@ class Holdings:
         """
         removed = [(place, [*blocks]) for place, blocks in self._gone.items()]
         self._gone = {}
-        taken = [(place, self._chunks[name]) for place, name in islice(self._due, limit)]
-        for place, name in [*islice(self._due, limit)]:
-            del self._due[place, name]
+        taken: list[tuple[Place, _Followed]] = []
+        done = []
+        for name in self._due:
+            followed = self._chunks[name]
+            places = self._untold(followed)
+            fitting = places[: limit - len(taken)]
+            taken += [(place, followed) for place in fitting]
+            if len(fitting) < len(places):
+                break
+            done.append(name)
+        for name in done:
+            del self._due[name]
         taken.sort(key=lambda each: (each[0], each[1].chunk.number))
         return removed, [stored for each in taken if (stored := self._tell(*each)) is not None]
 
-    def _look(self, place: Place, name: bytes, followed: _Followed) -> None:
-        """Finds what is to be told of a chunk in a place."""
-        whole = self._whole.get(place[1])
-        if followed.epoch != self._epoch or followed.parts[place] != whole:
-            self._lost(place, name, followed)
-        elif place not in followed.told:
-            self._due[place, name] = None
+    def _places(self, followed: _Followed) -> tuple[Place, ...]:
+        return followed.told if followed.round == self._round else ()
 
-    def _lost(self, place: Place, name: bytes, followed: _Followed) -> None:
-        self._due.pop((place, name), None)
-        if place not in followed.told:
+    def _untold(self, followed: _Followed) -> list[Place]:
+        """Where a chunk can be loaded from, and routers do not know it."""
+        if followed.epoch != self._epoch:
+            return []
+        told, whole = self._places(followed), self._whole
+        parts = followed.parts.items()
+        return [place for place, mask in parts if mask == whole[place[1]] and place not in told]
+
+    def _untell(self, place: Place, followed: _Followed) -> None:
+        told = self._places(followed)
+        if place not in told:
             return
-        followed.told = tuple(each for each in followed.told if each != place)
+        followed.told = tuple(each for each in told if each != place)
         chunks = self._told[place]
         for block in followed.blocks(place):
             chunks[block] -= 1
             if not chunks[block]:
                 del chunks[block]
-                self._gone.setdefault(place, {})[block] = None
+                self._gone.setdefault(place, {})[block] = 0
 
     def _tell(self, place: Place, followed: _Followed) -> Stored | None:
-        followed.told += (place,)
+        followed.told, followed.round = (*self._places(followed), place), self._round
         chunks, blocks = self._told.setdefault(place, {}), followed.blocks(place)
         # Hashes are chained: a chunk that has a block also has those before it.
         first = next((n for n, block in enumerate(blocks) if block not in chunks), None)
