@@ -30,8 +30,8 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 70,
     "max_num_batched_tokens": 1024,
 }
-# Several groups share the blocks, and a window of a prefill holds as many as its step.
-_WINDOWS_OPTIONS = ENGINE_OPTIONS | {"num_gpu_blocks_override": 250, "max_num_batched_tokens": 512}
+# Several groups share the blocks, and a window of a prefill holds as many as the steps in flight.
+_WINDOWS_OPTIONS = ENGINE_OPTIONS | {"num_gpu_blocks_override": 330, "max_num_batched_tokens": 512}
 _STATE_OPTIONS = ENGINE_OPTIONS | {
     "dtype": "bfloat16",  # vLLM's kernel for the CPU has no other
     "block_size": 256,
