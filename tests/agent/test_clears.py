@@ -105,7 +105,7 @@ def test_an_epoch_of_workers_that_sleep_is_cleared(
         wait_until(lambda: not hashes_in(redis_server), what="an empty Redis")
 
 
-def test_an_epoch_that_ends_without_an_agent_is_cleared_with_the_next(
+def test_an_epoch_that_ends_without_an_agent_is_cleared_later(
     agent: AgentServer, redis_server: RedisServer
 ) -> None:
     with Engine(agent.endpoint) as engine:

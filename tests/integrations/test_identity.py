@@ -262,7 +262,7 @@ def test_plugins_of_others_count(
 
 
 @pytest.mark.parametrize("one", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
-def test_the_capability_of_the_gpu_counts_where_numbers_are_quantized(
+def test_the_gpus_capability_counts_where_numbers_are_quantized(
     identity: Identity, monkeypatch: pytest.MonkeyPatch, one: dict[str, Any]
 ) -> None:
     """By it vLLM chooses between kernels for 16 and for 8 bits."""

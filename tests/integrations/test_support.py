@@ -15,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.errors import Unsupported
-from lmcache_redis.integrations.vllm.support import may_load, supported_groups
+from lmcache_redis.integrations.vllm.requests import CachePolicy, RequestOptions
+from lmcache_redis.integrations.vllm.support import adapters_only, may_load, supported_groups
 
 
 class FullAttentionSpec:
@@ -284,3 +285,41 @@ def test_sleep_mode_needs_a_vllm_that_tells_connectors(
     else:
         with pytest.raises(Unsupported, match=r"it needs vLLM 0\.33 or newer"):
             supported_groups(settings, FULL, takes_failed_loads=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "lora", "adds", "only"),
+    [
+        ("cpu", True, 1.0, True),  # vLLM 0.32: no adapter is the last one
+        ("cpu", True, 0.0, False),  # vLLM 0.33
+        ("cpu", False, 1.0, False),
+        ("cuda", True, 1.0, False),  # another function computes there
+    ],
+)
+def test_prompts_without_an_adapter_beside_some_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    lora: bool,
+    adds: float,
+    only: bool,
+) -> None:
+    def expand(x: Any, weights: Any, output: Any, indices: Any, add_inputs: bool) -> None:
+        output += adds
+
+    monkeypatch.setattr("vllm.lora.ops.torch_ops.bgmv_expand", expand)
+    settings = engine(device_config={"device_type": device})
+    settings.lora_config = object() if lora else None
+    assert adapters_only(settings) is only
+    assert ("prompts without an adapter are not cached" in caplog.text) is only
+    monkeypatch.setattr("vllm.lora.ops.torch_ops.bgmv_expand", None)  # moved by another vLLM
+    assert adapters_only(settings) is (lora and device == "cpu")
+
+
+@pytest.mark.parametrize("adapter", [None, object()])
+def test_where_adapters_only_are_cached(adapter: object) -> None:
+    request: Any = SimpleNamespace(kv_transfer_params=None, lora_request=adapter)
+    options = RequestOptions.of(request, CachePolicy(16, adapters_only=True))
+    assert (options.load, options.store) == (adapter is not None,) * 2
+    options = RequestOptions.of(request, CachePolicy(16))
+    assert (options.load, options.store) == (True, True)

@@ -230,7 +230,7 @@ def watch_new_blocks(pool: BlockPool, given: Callable[[Sequence[KVCacheBlock]], 
 def listen(listener: Any) -> None:
     """Notifies ``listener``, on the scheduler's thread, for as long as it lives."""
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
+    from vllm.v1.executor.abstract import Executor
 
     listeners.add(listener)
     _watch(EngineCore, "collective_rpc", _watched_rpc)
