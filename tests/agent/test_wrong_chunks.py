@@ -86,7 +86,7 @@ def test_a_removal_needs_one_right(
 
 
 @pytest.mark.parametrize("how", ["frozen", "refused"])
-def test_it_is_tried_again_until_it_succeeds(
+def test_it_is_tried_until_it_succeeds(
     engine: Engine, agent: AgentServer, server: RedisServer, how: str
 ) -> None:
     engine.lookup("canary", HASHES)

@@ -441,16 +441,21 @@ class TestWorkedExample:
     def test_engine_key(self) -> None:
         tokens = {"token_ids": (5, 300), "end": 2, "salt": b"salt"}
         key = IPCCacheEngineKey("org/model", 2, None, request_id="r1", **tokens)  # type: ignore[arg-type]
-        fields = (
-            "99",  # an array of nine
-            "a96f72672f6d6f64656c",  # model_name
-            "02c0c0",  # world_size, all workers, no hash
-            "9205cd012c",  # token_ids
-            "0002",  # start, end
-            "a27231",  # request_id
-            "c40473616c74",  # salt
-        )
-        assert IPCCacheEngineKey.Serialize(key) == bytes.fromhex("".join(fields))
+        fields = {  # a map of nine
+            "model_name": "a96f72672f6d6f64656c",
+            "world_size": "02",
+            "worker_id": "c0",  # all
+            "chunk_hash": "c0",
+            "token_ids": "9205cd012c",
+            "start": "00",
+            "end": "02",
+            "request_id": "a27231",
+            "salt": "c40473616c74",
+        }
+        written = b"\x89"
+        for name, value in fields.items():
+            written += bytes([0xA0 + len(name)]) + name.encode() + bytes.fromhex(value)
+        assert IPCCacheEngineKey.Serialize(key) == written
 
 
 def test_there_is_no_stripe_after_the_last() -> None:

@@ -42,6 +42,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_redis.integrations import vllm as plugin
+from lmcache_redis.integrations.vllm.identity.engine_identity import look_at_files
 from tests.integrations.test_weights import write_safetensors
 from tests.servers import WAIT_S
 
@@ -112,6 +113,7 @@ def config_of(
     vllm_config.cache_config.block_size = BLOCK
     vllm_config.cache_config.kv_cache_layout = layout
     vllm_config.parallel_config.rank = rank
+    look_at_files(vllm_config)  # as each process does before it reads the model
     spec = FullAttentionSpec(
         block_size=BLOCK,
         num_kv_heads=max(1, HEADS // ranks),
