@@ -95,36 +95,38 @@ def test_other_kv_under_one_name_is_found(
     model = write_model("llama", tmp_path / "models" / "tiny")
     second = other_weights(model, tmp_path / "second")
     adapter = write_adapter(tmp_path / "adapter")
+    # Prompts without one are not cached beside it, on a CPU.
+    first = ("adapter", 1, str(adapter))
     long, short = prompts.tokens(4 * CHUNK + 9), prompts.tokens(2 * CHUNK + 9)
     mixed = [prompts.tokens(CHUNK + 30 * n) for n in range(4)]
 
     with start(model, agent, tmp_path / "first.log") as engine:
         # What is right agrees, whatever else is computed in the same steps.
-        expected = ask(engine, agent, long).outputs
-        ask(engine, agent, short)
-        again = ask(engine, agent, *mixed, long, short)
+        expected = ask(engine, agent, long, lora=first).outputs
+        ask(engine, agent, short, lora=first)
+        again = ask(engine, agent, *mixed, long, short, lora=first)
         assert again.outputs[4] == expected[0]
         assert again.details["cached_tokens"] == [0] * 6
         assert agent.counter("compared_chunks") == 6
         assert agent.counter("differing_chunks") == 0
         assert agent.counter("uncompared_chunks") == 0
 
-        one = ask(engine, agent, short, lora=("adapter", 1, str(adapter))).outputs
+        one = ask(engine, agent, short, lora=first).outputs
         replace_adapter(adapter)
-        other = ask(engine, agent, short, lora=("adapter", 2, str(adapter))).outputs
+        other = ask(engine, agent, short, lora=("adapter", 2, first[2])).outputs
         assert one != other
         assert agent.counter("differing_chunks") == 2
         assert agent.log.count("is not what its engine has computed") == 1
         assert ControlClient(agent.endpoint).trust() == 1
 
     with start(second, agent, tmp_path / "second.log") as engine:
-        answer = ask(engine, agent, long)
+        answer = ask(engine, agent, long, lora=first)
         assert answer.outputs != expected
         assert answer.details["cached_tokens"] == [0]
         assert agent.counter("differing_chunks") == 6
         # Until it is trusted again, nothing is loaded, and what differed is stored anew.
-        assert ask(engine, agent, long).outputs == answer.outputs
+        assert ask(engine, agent, long, lora=first).outputs == answer.outputs
         assert agent.counter("retrieved_chunks") == 0
-        assert ask(engine, agent, long).outputs == answer.outputs
+        assert ask(engine, agent, long, lora=first).outputs == answer.outputs
         assert agent.counter("differing_chunks") == 6
         assert agent.status()["canaries"]["distrusted"][0]["agreed"] == 1
