@@ -47,6 +47,8 @@ def stack(
             log_path=log.with_suffix(".engine"),
             options=OPTIONS,
             env=env,
+            # With any connector but ours, vLLM's resets fail while a step is in flight.
+            asynchronous=False,
         ) as engine:
             yield server, engine
 
