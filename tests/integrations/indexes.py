@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 # Medium, locality, group.

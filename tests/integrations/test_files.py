@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
 from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 

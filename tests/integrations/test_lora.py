@@ -9,6 +9,8 @@ from typing import cast
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
 from lmcache_redis.integrations.vllm.support import adapters_only
 from tests.engines import PATCH_VARIABLE
 from tests.harness import AgentServer
@@ -16,7 +18,6 @@ from tests.integrations.conftest import Prompts
 from tests.integrations.test_vllm import CHUNK, start
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 RANK, HIDDEN, LAYERS = 8, 256, 4
 

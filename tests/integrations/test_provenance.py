@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
 from tests.engines import ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
@@ -14,7 +16,6 @@ from tests.integrations.test_lora import RANK, write_adapter
 from tests.integrations.test_vllm import CHUNK, ready, start
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
 from tests.engines import PATCH_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts, make_model
@@ -16,7 +18,6 @@ from tests.integrations.test_lora import RANK, write_adapter
 from tests.integrations.test_vllm import CHUNK, ready, start
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 PATCH = {PATCH_VARIABLE: str(Path(__file__).with_name("swaps.py"))}
 LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": RANK}
