@@ -251,11 +251,13 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
     @guarded(nothing)
     def _before_reset(self, engine: Engine) -> None:
         """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
-        for request_id, request in (*self._loading.items(), *self._loaded.items()):
+        given_up = {**self._loading, **self._loaded}
+        # All of them first: an error of the scheduler's part leaves no block to the reset.
+        for request in given_up.values():
             engine.give_up_load(request)
-            if self._scheduler is not None:
-                self._scheduler.gave_up_load(request_id)
         if self._scheduler is not None:
+            for request_id in given_up:
+                self._scheduler.gave_up_load(request_id)
             why = "the parameters in memory have changed"
             self._scheduler.change_epoch(Epochs.check_parameters, why)
         if self._announcer is not None:
