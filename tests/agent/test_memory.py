@@ -37,14 +37,21 @@ class Place:
         self.here = AgentHere(directory / "agent", redis.unix_url, **options)
         self.here.__enter__()
         self.agent = self.here.agent
-        # It is bounded, by thousands.
-        self.agent.sessions.history._most = 10
         self.engine = Engine(self.here.endpoint)
         self.worker, self.scheduler = self.engine.workers[0].link, self.engine.scheduler.link
+        self._fill_history()
 
     def close(self) -> None:
         self.engine.close()
         self.here.__exit__()
+
+    def _fill_history(self) -> None:
+        """It is bounded, by thousands: what a test adds would count as left."""
+        history = self.agent.sessions.history
+        history._most = 10
+        self.look_up(some(0, "past"))
+        self.end(some(0, "past"))
+        wait_until(lambda: len(history) == 10, "a full history", WAIT_S)
 
     @property
     def device(self) -> Any:
