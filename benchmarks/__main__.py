@@ -320,6 +320,26 @@ def slow_link(
     plots.report(lambda: benchmark.plot(rows, output_dir / "slow-link.png"))
 
 
+@app.command(name="first-requests")
+def first_requests(
+    rounds: RoundsOption = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=257, max=32_768)] = 2049,
+    mbits: Annotated[str, typer.Option(help="A list of rates.")] = "10000,300,100,20",
+    pause_s: Annotated[float, typer.Option(min=0.0, help="Before each request.")] = 0.0,
+    output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
+    json: JsonOption = None,
+) -> None:
+    """The first requests of a new agent, beside an engine that computes them.
+
+    Needs root and iproute2: Redis runs in a network namespace behind a token bucket. Takes minutes.
+    """
+    from benchmarks import first_requests as benchmark
+
+    rates = _sizes(mbits, "1000,100,20")
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, rates, pause_s)
+    _report(f"first requests, prompts of {prompt_tokens} tokens", rows, json)
+
+
 @app.command(name="chunk-size")
 def chunk_size(
     rounds: RoundsOption = 5,

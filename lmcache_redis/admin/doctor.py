@@ -97,7 +97,7 @@ def diagnose(
         )
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
-        with contextlib.suppress(RedisUnavailable):  # it has no key of ours, and nobody asks it
+        with contextlib.suppress(RedisUnavailable):  # it has no key of ours: it is not asked
             (key, *_) = _keys_on(server, node, prefix)
             measured["rights"] = try_rights(server, node, key, wanted, report)
         if bandwidth:
