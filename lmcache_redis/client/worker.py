@@ -383,9 +383,9 @@ class WorkerClient:
             for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]
 
-    def hold_stores(self, held: bool, wait_s: float = 0.0) -> None:
+    def hold_stores(self, held: bool) -> AgentCall:
         """Has the agent refuse the stores of all workers of this engine, or take them again."""
-        self.link.submit(m.HoldStores, held=held).wait(wait_s)
+        return self.link.submit(m.HoldStores, held=held)
 
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory; whether it is certain that no agent accesses it any more."""

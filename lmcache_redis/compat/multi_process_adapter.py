@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import parent_process
 from types import MappingProxyType
@@ -28,7 +29,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.chunks.names import engine_chunk_tokens
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.client.link import AgentLink
+from lmcache_redis.client.link import AgentCall, AgentLink
 from lmcache_redis.client.registering import CacheGroup
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.worker import RetrieveTransfer, TransferOp, WorkerClient
@@ -107,7 +108,7 @@ class AdapterOfEngine:
         }
         if is_worker:
             of_client["worker_id"] = kv_rank
-            self._requests = RequestTransfers()
+            self._requests, self._telling = RequestTransfers(), threading.Lock()
         super().__init__(**of_client)
         self._await_agent()
 
@@ -204,6 +205,7 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
 
     kv_caches: Mapping[str, torch.Tensor] = MappingProxyType({})
     _requests: RequestTransfers
+    _telling: threading.Lock
 
     def register_kv_caches(
         self,
@@ -378,20 +380,26 @@ class LMCacheMPWorkerAdapter(AdapterOfEngine, WorkerClient):
         reported = self._requests.finished(finished_req_ids_from_engine)
         if not self._requests.may_store:
             # Before the load is reported: other workers, which do not know, compute next.
-            self.hold_stores(True, _HOLD_S)
+            self._tell_hold().wait(_HOLD_S)
         return reported
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Ids of blocks whose retrieve has failed since the last call."""
-        if not self._requests.may_store:
-            self.hold_stores(False, _HOLD_S)
-        return self._requests.take_failed_blocks()
+        failed = self._requests.take_failed_blocks()
+        if failed:
+            self._tell_hold().wait(_HOLD_S)
+        return failed
 
     def _welcomed(self, welcome: m.Welcome) -> str | None:
         why = super()._welcomed(welcome)
-        if not self._requests.may_store:
-            self.hold_stores(True)
+        self._tell_hold()  # what was told to no agent, or to another one
         return why
+
+    def _tell_hold(self) -> AgentCall:
+        """Tells the agent whether this worker may store. Called after each change, on any thread:
+        the last that the agent hears is how it is."""
+        with self._telling:
+            return self.hold_stores(not self._requests.may_store)
 
 
 def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> str:
