@@ -222,8 +222,8 @@ class IPCCacheEngineKey:
             check_hash(self.chunk_hash)
         elif not isinstance(self.token_ids, tuple) or len(self.token_ids) > MAX_KEY_TOKENS:
             raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
-        else:
-            token_array(self.token_ids)
+        else:  # elements of tensors and arrays are integers too, but have no encoding
+            object.__setattr__(self, "token_ids", tuple(token_array(self.token_ids)))
         if not isinstance(self.salt, bytes) or len(self.salt) > MAX_SALT_BYTES:
             raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {self.salt!r:.80}")
         if self.salt and self.token_ids is None:

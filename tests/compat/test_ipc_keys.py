@@ -4,9 +4,13 @@ import copy
 import dataclasses
 import itertools
 import pickle
+from array import array
+from collections.abc import Iterable
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -118,6 +122,24 @@ class TestIPCCacheEngineKey:
         assert tokens == IPCCacheEngineKey("m", 2, 1, token_ids=(5, 6, 7), start=1, end=3)
         assert tokens.request_id == "r"
         assert IPCCacheEngineKey.from_token_ids("m", 2, 1, range(3)).end == 0
+
+    @pytest.mark.parametrize(
+        "token_ids",
+        [torch.tensor([5, 6, 7]), np.array([5, 6, 7], np.uint32), array("q", [5, 6, 7])],
+        ids=lambda each: type(each).__name__,
+    )
+    def test_token_ids_become_ints(self, token_ids: Iterable[int]) -> None:
+        key = IPCCacheEngineKey("m", 2, 1, token_ids=(5, 6, 7))
+        for made in (
+            IPCCacheEngineKey.from_token_ids("m", 2, 1, token_ids),
+            IPCCacheEngineKey("m", 2, 1, token_ids=tuple(token_ids)),
+        ):
+            assert made == key
+            assert hash(made) == hash(key)
+            assert {type(each) for each in made.token_ids or ()} == {int}
+            assert IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(made)) == key
+        with pytest.raises(FormatError, match="a token id is 0 to"):
+            IPCCacheEngineKey.from_token_ids("m", 2, 1, [1.5])  # type: ignore[list-item]
 
     @given(ipc_keys())
     def test_serialize_round_trip(self, key: IPCCacheEngineKey) -> None:
