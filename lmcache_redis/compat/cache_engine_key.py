@@ -21,7 +21,9 @@ fmt, dtype and layer_id where its release of LMCache has them. Each is part of t
     text         any other str, in UTF-8
     int          an int, in decimal digits
 
-So unequal keys have unequal ObjectKeys. An ObjectKey stands for itself.
+So unequal keys have unequal ObjectKeys, up to collisions of digests: an ObjectKey has the digest of
+a hash of over 63 bytes (`chunks.keys.bounded_hash`), and so has whatever a list makes of it. An
+ObjectKey stands for itself.
 """
 
 from __future__ import annotations
@@ -257,9 +259,11 @@ def object_key_of(key: AnyKey) -> ObjectKey:
 
 
 def engine_key_of(object_key: ObjectKey) -> AnyKey:
-    """The `CacheEngineKey` or `LayerCacheEngineKey` for which an ObjectKey stands.
+    """A `CacheEngineKey` or `LayerCacheEngineKey` of this ObjectKey: that which was put, or for a
+    hash of over 63 bytes one with its digest, which is the same chunk.
 
-    The ObjectKey itself if it stands for itself, or for a key that these classes cannot be.
+    The ObjectKey itself if it stands for itself, or for a key that these classes cannot be; also
+    where a digest cannot be what the hash was, text or an int.
     """
     mark, *fields = object_key.model_name.split("@", 5)
     if mark != _MARK or len(fields) < 5:

@@ -189,7 +189,8 @@ class _Backend(ChunkBackend, LMCBackendInterface):
     def list(self) -> list[AnyKey]:
         """The keys of all chunks, also of those that other processes put, as `CacheEngineKey`s.
 
-        `LayerCacheEngineKey`s for one layer; ObjectKeys for what was put with other keys.
+        `LayerCacheEngineKey`s for one layer; ObjectKeys for what was put with other keys. The hash
+        is what was put, or the digest of one of over 63 bytes (`engine_key_of`).
         """
         return [engine_key_of(key) for key in self.stored_keys()]
 

@@ -384,7 +384,11 @@ INTERFACES = (
             Name("LMCRemoteBackend.close", "()"),
             Name("LMCRemoteBackend.contains", "(key)"),
             Name("LMCRemoteBackend.get", "(key)"),
-            Name("LMCRemoteBackend.list", "()"),
+            Name(
+                "LMCRemoteBackend.list",
+                "()",
+                different="a key of a hash of over 63 bytes has its digest, and finds its chunk",
+            ),
             Name("LMCRemoteBackend.put", "(key, kv_chunk, blocking=True)"),
             Name("LMCRemoteBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCRemoteBackend.put_worker", "()", left_out=WORKERS),
