@@ -81,6 +81,10 @@ class RedisAuthError(RedisError):
     """The server refused the credentials, or the user may not run the command."""
 
 
+class RedisNotAllowed(RedisAuthError):
+    """The user may not run the command."""
+
+
 class RedisReplyError(RedisError):
     """Any other error reply of the server; the connection stays usable."""
 

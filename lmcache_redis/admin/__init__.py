@@ -7,7 +7,8 @@ inspect     explains one key, or summarises the cache by model and layout
 purge       selects chunks and removes them
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why
+rights      tries the commands that agents send, as agents do, and judges what is refused
 node        reads the facts of this node, its agent, engines and GPUs, and judges them
-doctor      facts, measurements and rules together
+doctor      rights, facts, measurements and rules together
 report      every report as JSON and as text
 """

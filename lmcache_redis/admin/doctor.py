@@ -18,20 +18,28 @@ from typing import Any
 
 from lmcache_redis.admin.facts import Facts, Need, gather
 from lmcache_redis.admin.node import NodeFacts, judge_node, look
-from lmcache_redis.admin.rights import sent_by_agents, try_rights
+from lmcache_redis.admin.rights import (
+    Rights,
+    judge_rights,
+    probe_key,
+    sent_by_agents,
+    tools_refused,
+    try_rights,
+)
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import (
     CONNECT_TIMEOUT_S,
     OP_TIMEOUT_S,
     Primary,
     PrimaryServers,
+    open_server,
 )
 from lmcache_redis.admin.sizes.sizing import stored_part
 from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_idle, survey
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
-from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
+from lmcache_redis.errors import RedisError, RedisNotAllowed, RedisProtocolError, RedisUnavailable
+from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.wire import (
     CRLF,
@@ -40,6 +48,7 @@ from lmcache_redis.resp.net.wire import (
     set_prefix,
     value_head,
 )
+from lmcache_redis.resp.options import parse_deployment
 
 HERE = "this node"
 _CLIENT_NAME = "lmcache-redis-doctor"
@@ -57,17 +66,48 @@ _CHUNK_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings of all servers and of the node (None: no agent answered), the worst first."""
+    """Findings of all servers and of the node (None: no agent answered), the worst first.
+
+    facts: none if the user may have only the rights of agents.
+    """
 
     facts: tuple[Facts, ...]
     findings: tuple[Finding, ...]
     node: NodeFacts | None = None
+    rights: tuple[Rights, ...] = ()
     fail_on: Severity = Severity.WARNING
 
     @property
     def exit_status(self) -> int:
         """1 if a finding is as serious as ``fail_on``, else 0."""
         return int(any(finding.severity <= self.fail_on for finding in self.findings))
+
+
+def examine(
+    options: RedisOptions,
+    need: Need,
+    *,
+    bandwidth: bool,
+    report: Mapping[str, Any] | None = None,
+    ttl_refresh: bool = False,
+) -> Diagnosis:
+    """Tries the rights of agents, then diagnoses, for which a user may need more rights.
+
+    report: the STATUS of this node's agent. ttl_refresh: what agents are set to, if none answers.
+    Raises ConfigError; and RedisError if a server cannot be reached.
+    """
+    deployment, prefix = parse_deployment(options), options.key_prefix
+    wanted = sent_by_agents(deployment, ttl_refresh, report)
+    rights = try_rights(deployment, prefix, wanted, report)
+    try:
+        with open_server(options) as server:
+            found = diagnose(server, prefix, need, bandwidth=bandwidth, report=report)
+    except RedisNotAllowed:
+        if not any(each.tried for each in rights):
+            raise
+        found = Diagnosis((), (tools_refused(deployment, rights),))
+    findings = sorted((*judge_rights(rights), *found.findings), key=lambda each: each.severity)
+    return replace(found, findings=tuple(findings), rights=rights)
 
 
 def diagnose(
@@ -77,16 +117,14 @@ def diagnose(
     *,
     bandwidth: bool,
     report: Mapping[str, Any] | None = None,
-    ttl_refresh: bool = False,
 ) -> Diagnosis:
     """Examines, measures and judges every server, and this node. Changes no setting.
 
-    report: the STATUS of this node's agent. ttl_refresh: what agents are set to, if none answers.
-    Raises RedisError if a server cannot be reached.
+    report: the STATUS of this node's agent. Raises RedisError if a server cannot be reached.
     """
     need, headers, oldest_idle_s = sample(server, prefix, need, report or {})
     pool = None if report is None else report["pool"]
-    facts, wanted = [], sent_by_agents(server, ttl_refresh, report)
+    facts = []
     for node in server.nodes:
         known = gather(
             server,
@@ -97,9 +135,6 @@ def diagnose(
         )
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
-        with contextlib.suppress(RedisUnavailable):  # it has no key of ours: it is not asked
-            (key, *_) = _keys_on(server, node, prefix)
-            measured["rights"] = try_rights(server, node, key, wanted, report)
         if bandwidth:
             try:
                 read, write = measure_bandwidth(server, node, prefix)
@@ -181,12 +216,11 @@ def measure_ping(node: Primary, pings: int = PINGS) -> float:
 
 
 def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: True) -> list[bytes]:
-    """Keys that the ACL rights of agents cover (prefix and `lmcr1:`) and that name no stripe.
+    """As `probe_key`, several.
 
     is_there: whether the measured node owns the key. Raises RedisUnavailable if it owns too few.
     """
-    base = prefix + KEY_MAGIC + b"doctor:"
-    tried = (b"%b%b" % (base, secrets.token_hex(16).encode()) for _ in range(_ATTEMPTS))
+    tried = (probe_key(prefix) for _ in range(_ATTEMPTS))
     keys = list(itertools.islice(filter(is_there, tried), STRIPES))
     if len(keys) < STRIPES:
         raise RedisUnavailable("no key that begins with the key prefix falls on this server")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmcache_redis.admin.rights import Rights
 from lmcache_redis.admin.server import Primary, PrimaryServers
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
@@ -74,7 +73,6 @@ class Facts:
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     bandwidth_refused: str = ""
-    rights: Rights | None = None
     need: Need = Need()
     pool_bytes: int | None = None
     oldest_idle_s: float | None = None

@@ -40,7 +40,7 @@ _FIELDS: dict[type, str] = {
     LayoutSummary: "model layout workers chunks stripes value_bytes chunks_of_unknown_size "
     "incomplete without_stripe_0 damaged idle_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
-    Diagnosis: "exit_status findings facts node",
+    Diagnosis: "exit_status findings facts rights node",
     NodeFacts: "version gpus agent engines shm_bytes shm_free_bytes clock_ahead_s",
 }
 
@@ -174,22 +174,22 @@ def removal_lines(removal: PurgeResult) -> Iterator[str]:
 
 def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """`doctor`."""
-    several = len(diagnosis.facts) > 1 or diagnosis.node is not None
+    places = [each.where for each in diagnosis.facts]
+    places += [each.where for each in diagnosis.rights if each.where not in places]
+    if diagnosis.node is not None:
+        places.append(HERE)
     counts = dict.fromkeys(Severity, 0)
     for finding in diagnosis.findings:
         severity = finding.severity
         counts[severity] += 1
         label = severity.name if severity <= Severity.WARNING else severity.name.lower()
-        at = f"{finding.where}: " if several else ""
+        at = f"{finding.where}: " if len(places) > 1 else ""
         yield f"{label:<9} {at}{finding.topic}: {finding.seen}"
         if finding.why:
             yield f"{'':<12}why     {finding.why}"
         for number, change in enumerate(finding.change):
             yield f"{'':<12}{'' if number else 'change':<8}{change}"
     said = ", ".join(f"{number} {severity.name.lower()}" for severity, number in counts.items())
-    places = [each.where for each in diagnosis.facts]
-    if diagnosis.node is not None:
-        places.append(HERE)
     yield f"{', '.join(places)}: {said}"
 
 

@@ -11,7 +11,6 @@ from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
-from lmcache_redis.resp.net.commands import COMMANDS
 from lmcache_redis.resp.net.endpoint import Transport
 
 OLDEST_VERSION = (6, 2)
@@ -73,7 +72,6 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "it answers only for its own slots: stores and loads of all other keys fail",
         "write redis+cluster://HOST:PORT instead of redis://HOST:PORT, for agents too",
     ),
-    "rights": ("",),
     "maxmemory": ("",),
     "maxmemory-policy": ("", *_set("maxmemory-policy", "allkeys-lru")),
     "failed save": (
@@ -134,7 +132,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
 
 def judge(facts: Facts) -> list[Finding]:
     """The findings of all rules, the most important first."""
-    rules = (_access, _rights, _memory, _settings, _speed)
+    rules = (_access, _memory, _settings, _speed)
     return advised((finding for each in rules for finding in each(facts)), ADVICE)
 
 
@@ -178,33 +176,6 @@ def _access(f: Facts) -> Iterator[Finding]:
     else:
         network = "private network" if f.private else "public address"
         yield Finding(HINT if f.private else WARNING, "TLS", f"off, on a {network}")
-
-
-def _rights(f: Facts) -> Iterator[Finding]:
-    """Whether the user may send what agents send."""
-    if f.rights is None:
-        return
-    user = f.rights.user or "the user of the credential provider"
-    tried, refused = (
-        [each for each in COMMANDS if each.name in names]
-        for names in (f.rights.tried, f.rights.refused)
-    )
-    if refused:
-        is_vital = any(each.is_vital for each in refused)
-        names = ", ".join(each.shown for each in refused)
-        seen = f"refused to {user}: {names}, which agents send"
-        why = "; ".join(f"without {each.shown} {each.without}" for each in refused)
-        rules = " ".join(f"+{each.name}" for each in refused)
-        change = (f"ACL SETUSER {f.rights.user or 'USER'} {rules}",)
-        yield Finding(CRITICAL if is_vital else WARNING, "rights", seen, why, change)
-    else:
-        names = ", ".join(each.shown for each in tried)
-        yield Finding(OK, "rights", f"{user} may send what agents send: {names}")
-    if f.rights.agent and f.rights.user and f.rights.agent != f.rights.user:
-        seen = f"tried as {user}, and this node's agent is the user {f.rights.agent}"
-        why = "what the agent itself may do has not been tried"
-        change = (f"run doctor with --redis-username {f.rights.agent} and its password",)
-        yield Finding(HINT, "rights", seen, why, change)
 
 
 def _memory(f: Facts) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
     RedisError,
+    RedisNotAllowed,
     RedisProtocolError,
     RedisReplyError,
     RedisUnavailable,
@@ -118,15 +119,9 @@ class Primary:
 
 
 class PrimaryServers:
-    """At least one; each key is on exactly one of them. cluster: redis-py's client of a cluster.
+    """At least one; each key is on exactly one of them. cluster: redis-py's client of a cluster."""
 
-    deployment: of the URL that names them.
-    """
-
-    def __init__(
-        self, deployment: Deployment, nodes: Sequence[Primary], cluster: RedisCluster | None = None
-    ) -> None:
-        self.deployment = deployment
+    def __init__(self, nodes: Sequence[Primary], cluster: RedisCluster | None = None) -> None:
         self.nodes = tuple(nodes)
         self._cluster = cluster
         self._by_address = {(n.endpoint.host, n.endpoint.port): n for n in nodes}
@@ -182,11 +177,11 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
         if deployment.topology is Topology.CLUSTER:
             servers = _cluster(deployment, stack)
         elif deployment.topology is Topology.SENTINEL:
-            servers = PrimaryServers(deployment, [_master(deployment, stack)])
+            servers = PrimaryServers([_master(deployment, stack)])
         else:
             path = server.path or None
             client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
-            servers = PrimaryServers(deployment, [_primary(server, client, stack)])
+            servers = PrimaryServers([_primary(server, client, stack)])
         for node in servers.nodes:
             node.ask("PING")
         yield servers
@@ -232,7 +227,7 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
         )
     stack.callback(cluster.disconnect_connection_pools)
     nodes = [_member(cluster, node, deployment.server) for node in cluster.get_primaries()]
-    return PrimaryServers(deployment, nodes, cluster)
+    return PrimaryServers(nodes, cluster)
 
 
 def _member(cluster: RedisCluster, node: ClusterNode, like: Endpoint) -> Primary:
@@ -324,9 +319,10 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
     if isinstance(error, exceptions.AuthenticationError):
         return RedisAuthError(f"{at} refuses the user or the password: {text}")
     if isinstance(error, exceptions.NoPermissionError):
-        return RedisAuthError(
+        return RedisNotAllowed(
             f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "
-            "+unlink on the agents' keys, and in a cluster +command and +cluster|slots"
+            "+unlink on the agents' keys, in a cluster +command and +cluster|slots too, and on "
+            "Sentinels +sentinel|masters"
         )
     if isinstance(error, exceptions.ConnectionError):
         return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")

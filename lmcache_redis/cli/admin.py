@@ -34,6 +34,7 @@ from lmcache_redis.sources import config_from
 
 if TYPE_CHECKING:
     from lmcache_redis.admin.server import PrimaryServers
+    from lmcache_redis.resp import RedisOptions
 
 NOT_CHECKED = 3  # an exit status
 PROGRESS_S = 5.0
@@ -231,7 +232,7 @@ def doctor(
     or the agent could not be asked, else 0.
     """
     from lmcache_redis.admin import report
-    from lmcache_redis.admin.doctor import diagnose
+    from lmcache_redis.admin.doctor import examine
     from lmcache_redis.admin.facts import Need
     from lmcache_redis.admin.rules import Severity
     from lmcache_redis.admin.sizes.families import read_config
@@ -262,15 +263,13 @@ def doctor(
         need = replace(need, kv_bytes_per_token=kv_bytes_per_token, of=of, is_known=True)
     try:
         status = _status(endpoint)
-        with _server(redis_url, redis_username, key_prefix, endpoint) as (server, prefix):
-            diagnosis = diagnose(
-                server,
-                prefix,
-                need,
-                bandwidth=bandwidth,
-                report=status,
-                ttl_refresh=config_from(AgentConfig, {}).ttl_refresh,
-            )
+        diagnosis = examine(
+            _named(redis_url, redis_username, key_prefix, endpoint),
+            need,
+            bandwidth=bandwidth,
+            report=status,
+            ttl_refresh=config_from(AgentConfig, {}).ttl_refresh,
+        )
     except (AgentUnreachable, RedisError) as error:
         fail(str(error), NOT_CHECKED)
     diagnosis = replace(diagnosis, fail_on=Severity[fail_on.name.upper()])
@@ -299,11 +298,18 @@ def _status(endpoint: str | None) -> dict[str, Any] | None:
 def _server(
     url: str | None, username: str | None, key_prefix: str | None, endpoint: str | None
 ) -> Iterator[tuple[PrimaryServers, bytes]]:
-    """The server named by the options and the environment, else that of the agent.
-
-    Beside it the key prefix.
-    """
+    """The server that `_named` finds, and the key prefix."""
     from lmcache_redis.admin.server import open_server
+
+    options = _named(url, username, key_prefix, endpoint)
+    with open_server(options) as server:
+        yield server, options.key_prefix
+
+
+def _named(
+    url: str | None, username: str | None, key_prefix: str | None, endpoint: str | None
+) -> RedisOptions:
+    """The server named by the options and the environment, else that of the agent."""
     from lmcache_redis.resp import RedisOptions
 
     named: dict[str, Any] = {"redis_url": url, "redis_username": username, "key_prefix": key_prefix}
@@ -318,8 +324,7 @@ def _server(
             "no server is named, and no agent answers that knows one: give --redis-url or set "
             "LMCACHE_REDIS_URL, or --endpoint of an agent"
         )
-    with open_server(RedisOptions.of_settings(config, config.redis_url)) as server:
-        yield server, config.key_prefix
+    return RedisOptions.of_settings(config, config.redis_url)
 
 
 def shown_progress(line_s: float = PROGRESS_S) -> Callable[[str, int, int], None]:

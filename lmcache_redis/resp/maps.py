@@ -7,6 +7,7 @@ down or none is known. A look-up that fails changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -137,6 +138,14 @@ class ServerFinder:
                 ) from None
             raise
         return _read_slots(self.deployment, endpoint, rows)
+
+
+def find_servers(deployment: Deployment, timeout_s: float) -> tuple[Endpoint, ...]:
+    """The data servers, asked for once if they are not named. Raises RedisError and ConfigError."""
+    if deployment.topology is Topology.STANDALONE:
+        return (deployment.server,)
+    with contextlib.closing(ServerFinder(deployment, timeout_s)) as finder:
+        return finder.find().servers
 
 
 def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) -> ServerMap:

@@ -26,6 +26,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import LoopThread
+from lmcache_redis.resp.net.commands import removal_channels
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import PING_COMMAND, Reply, pack_command
 
@@ -37,7 +38,6 @@ _POLL_S = 0.1
 _ASK_AGAIN_S = 30.0
 _RECONNECT_S = 1.0
 _RENEW_S = 60.0
-_EVENTS = ("evicted", "expired", "del")
 _SETTING = "notify-keyspace-events"
 _CONFIG_COMMAND = pack_command("CONFIG", "GET", _SETTING)
 _PONG: Reply = [b"pong", b""]
@@ -168,8 +168,7 @@ class _Subscription:
             raise RedisReplyError(
                 f"its {_SETTING} is '{shown}'; set it to Egex, or add these letters"
             )
-        db = self._server.connector.endpoint.db
-        channels = [f"__keyevent@{db}__:{event}" for event in _EVENTS]
+        channels = removal_channels(self._server.connector.endpoint.db)
         return self._told(connection, pack_command("SUBSCRIBE", *channels))
 
     def _told(self, connection: Connection, request: bytes = b"") -> Sequence[Reply]:

@@ -11,6 +11,7 @@ from lmcache_redis.admin import doctor
 from lmcache_redis.admin.doctor import (
     Diagnosis,
     diagnose,
+    examine,
     findings_of,
     measure_bandwidth,
     measure_ping,
@@ -19,12 +20,10 @@ from lmcache_redis.admin.doctor import (
 from lmcache_redis.admin.facts import Facts, Need
 from lmcache_redis.admin.names import parse_name
 from lmcache_redis.admin.report import diagnosis_lines
-from lmcache_redis.admin.rights import sent_by_agents, try_rights
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.errors import FormatError, RedisFull, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.net.commands import Command, needed
 from tests.acl import PASSWORD, documented_url
 from tests.admin.cache import Cached, everything
 from tests.servers import RedisServer
@@ -112,60 +111,17 @@ def test_probes_are_on_the_node_that_is_measured() -> None:
 
 def test_rights_of_an_agent_are_enough(own_server: RedisServer) -> None:
     documented_url(own_server, "agent", "~p:lmcr1:*")
-    options = RedisOptions(own_server.unix_url, username="agent", password=PASSWORD)
+    options = RedisOptions(own_server.unix_url, b"p:", username="agent", password=PASSWORD)
     with open_server(options) as server:
         measured = measure_bandwidth(server, server.nodes[0], b"p:")
         assert min(measured) > 0
         assert own_server.command("DBSIZE") == 0
         assert measure_ping(server.nodes[0], 3) > 0
-        diagnosis = diagnose(server, b"p:", LITTLE, bandwidth=True)
+    diagnosis = examine(options, LITTLE, bandwidth=True)
     assert [f.topic for f in diagnosis.findings if f.severity is Severity.HINT][-1] == "not seen"
-    assert rights(diagnosis).severity is Severity.OK
-    assert rights(diagnosis).seen.startswith("agent may send what agents send: PING, SET, GET")
-
-
-def rights(diagnosis: doctor.Diagnosis) -> Finding:
-    (finding,) = [each for each in diagnosis.findings if each.topic == "rights"]
-    return finding
-
-
-@pytest.mark.parametrize("command", [each for each in needed(()) if each.name != "ping"])
-def test_each_command_of_an_agent_is_tried(own_server: RedisServer, command: Command) -> None:
-    """Without PING the doctor itself does not begin."""
-    documented_url(own_server, "agent", f"-{command.name}")
-    options = RedisOptions(own_server.unix_url, username="agent", password=PASSWORD)
-    with open_server(options) as server:
-        diagnosis = diagnose(server, b"", LITTLE, bandwidth=False)
-    found = rights(diagnosis)
-    assert found.severity is (Severity.CRITICAL if command.is_vital else Severity.WARNING)
-    assert found.seen == f"refused to agent: {command.shown}, which agents send"
-    assert found.why == f"without {command.shown} {command.without}"
-    assert found.change == (f"ACL SETUSER agent +{command.name}",)
-    assert diagnosis.exit_status == 1
-    assert own_server.command("DBSIZE") == int(command.name == "unlink")
-
-
-def test_what_an_agent_uses_is_tried(own_server: RedisServer) -> None:
-    documented_url(own_server, "agent")
-    options = RedisOptions(f"{own_server.unix_url}?db=3", username="agent", password=PASSWORD)
-    own_server.command("ACL", "SETUSER", "agent", "+select")
-    report = {"redis": {"user": "other", "commands": ["get", "subscribe"]}}
-    with open_server(options) as server:
-        found = rights(diagnose(server, b"", LITTLE, bandwidth=False, ttl_refresh=True))
-        assert found.seen == "refused to agent: EXPIRE, GETEX, which agents send"
-        facts = diagnose_rights(server, report)
-    assert [each.severity for each in facts] == [Severity.WARNING, Severity.HINT]
-    assert facts[0].seen == "refused to agent: SUBSCRIBE, which agents send"
-    assert "this node's agent is the user other" in facts[1].seen
-
-
-def diagnose_rights(server: PrimaryServers, report: Any) -> list[Finding]:
-    """As with an agent, of which only its part on Redis is looked at."""
-    (node,) = server.nodes
-    wanted = sent_by_agents(server, False, report)
-    known = try_rights(server, node, probe_keys(b"")[0], wanted, report)
-    findings = findings_of([Facts(rights=known)])
-    return [each for each in findings if each.topic == "rights"]
+    (found,) = [each for each in diagnosis.findings if each.topic == "rights"]
+    assert found.severity is Severity.OK
+    assert found.seen.startswith("agent may send what agents send: PING, SET, GET")
 
 
 def test_a_full_server_is_a_finding(own_server: RedisServer) -> None:

@@ -68,7 +68,7 @@ def test_values_as_programs_take_them(server: PrimaryServers, client: Any) -> No
 def test_a_diagnosis_has_every_fact() -> None:
     facts = (Facts(where="a", transport=Transport.TLS, version=(7, 2)),)
     report = as_json(Diagnosis(facts, findings_of(facts)))
-    assert names(report) == "exit_status findings facts node"
+    assert names(report) == "exit_status findings facts rights node"
     assert names(report["findings"][0]) == "severity topic seen why change where"
     assert report["findings"][0]["severity"] == "critical"
     (seen,) = report["facts"]

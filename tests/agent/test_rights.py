@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.client.control import ControlClient
-from lmcache_redis.resp.net.commands import COMMANDS, TOLERATED, Use, needed
+from lmcache_redis.resp.net.commands import COMMANDS, TOOLS, Use, needed
 from tests.acl import PAGE, documented, documented_url
 from tests.agent.test_canaries import BLOCKS, HASHES, canary, counts
 from tests.agent.test_watching import watched
@@ -17,8 +17,9 @@ from tests.harness import AgentServer, Engine, wait_until
 from tests.servers import RedisServer
 
 EPOCH = b"epoch..1"
-# What the tests themselves send, and what any user may.
+# What the tests themselves send, what any user may, and what agents do not miss.
 _OTHERS = {"auth", "info", "acl|setuser", "config|resetstat", "hello", "client|setinfo"}
+_OTHERS |= {"client|setname", "config|get"}
 
 
 def rules(*uses: Use) -> set[str]:
@@ -34,6 +35,7 @@ def test_the_page_grants_what_agents_send() -> None:
     words = {*re.findall(r"\+[a-z|-]+", more)}
     for use in Use:
         assert use is Use.ALWAYS or rules(use) <= words, use
+        assert {f"+{each}" for each in TOOLS.get(use, ())} <= words, use
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def sent(server: RedisServer) -> set[str]:
     with server.client() as client:
         stats = client.info("commandstats")
     names = {name.removeprefix("cmdstat_") for name, each in stats.items() if each["calls"]}
-    return names - _OTHERS - {*TOLERATED}
+    return names - _OTHERS
 
 
 @pytest.mark.servers

@@ -9,9 +9,11 @@ import enum
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-# In `Command.words`: what stands for a key of ours, the database, and the name of a master.
+# In `Command.words`: what stands for a key of ours, the database, a channel of it, and the name of
+# a master.
 KEY: Final = "\0key"
 DATABASE: Final = "\0database"
+CHANNEL: Final = "\0channel"
 SERVICE: Final = "\0service"
 _EXPIRES_S = 60
 
@@ -69,10 +71,13 @@ COMMANDS: Final = (
         "chunks of an old epoch stay, and `why --layouts` knows only the engines of its own agent",
     ),
     Command(
-        "unlink", ("UNLINK", KEY), "chunks that canaries have found wrong stay", is_vital=True
+        "unlink", ("UNLINK", KEY),
+        "chunks that canaries have found wrong stay, and those of old epochs and what the library "
+        "removes",
+        is_vital=True,
     ),
     Command(
-        "subscribe", ("SUBSCRIBE", "__keyevent@0__:evicted"),
+        "subscribe", ("SUBSCRIBE", CHANNEL),
         "routers are not told what Redis evicts and expires", Use.ROUTERS,
     ),
     Command(
@@ -80,8 +85,8 @@ COMMANDS: Final = (
         "no server is found", Use.SENTINEL, True,
     ),
 )  # fmt: skip
-# Sent too, and missed by nothing if they are refused.
-TOLERATED: Final = ("client|setname", "config|get")
+# What redis-py needs beside these to find the servers. (For one server it needs nothing.)
+TOOLS: Final = {Use.CLUSTER: ("command", "asking"), Use.SENTINEL: ("sentinel|masters",)}
 
 
 def needed(uses: Collection[Use]) -> tuple[Command, ...]:
@@ -92,3 +97,8 @@ def needed(uses: Collection[Use]) -> tuple[Command, ...]:
 def shown(use: Use) -> str:
     """The commands of one use, in words."""
     return ", ".join(each.shown for each in COMMANDS if each.use is use)
+
+
+def removal_channels(db: int) -> list[str]:
+    """Where a database tells that keys are gone."""
+    return [f"__keyevent@{db}__:{event}" for event in ("evicted", "expired", "del")]
