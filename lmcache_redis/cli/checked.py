@@ -40,11 +40,7 @@ def print_checked(of: type[TierSettings], options: Mapping[str, Any], as_json: b
     config = found.config(of)
     _check_files(config)
     if options["connect"] and config.redis_url:
-        from lmcache_redis.admin.server import open_server
-        from lmcache_redis.resp import RedisOptions
-
-        with open_server(RedisOptions.of_settings(config, config.redis_url)):
-            pass
+        _connect(config, config.redis_url)
     warnings = [*misspelt_variables(AgentConfig, GatewayConfig), *_memory_warnings(config)]
     shown = {name: known[name].write(value) for name, value in found.values.items()}
     for name, text in shown.items():
@@ -62,6 +58,19 @@ def print_checked(of: type[TierSettings], options: Mapping[str, Any], as_json: b
     print("# the settings can be used; all others have their default")
     for said in warnings:
         print(f"lmcache-redis: warning: {said}", file=sys.stderr)
+
+
+def _connect(config: TierSettings, url: str) -> None:
+    """As agents do: tools need more rights. Raises ``RedisError`` and ``ConfigError``."""
+    from lmcache_redis.resp import RedisOptions
+    from lmcache_redis.resp.maps import find_servers
+    from lmcache_redis.resp.net.connection import Connector
+    from lmcache_redis.resp.options import parse_deployment
+
+    options = RedisOptions.of_settings(config, url)
+    for server in find_servers(parse_deployment(options), options.connect_timeout_s):
+        connector = Connector(server, options.connect_timeout_s, options.op_timeout_s)
+        connector.open("lmcache-redis-check").close()
 
 
 def _check_files(config: TierSettings) -> None:
