@@ -187,6 +187,27 @@ class PlayedEngine:
         assert all(block.ref_cnt > 0 or block.is_null for block in deferred), "freed too early"
         return done
 
+    def lose_steps(self) -> None:
+        """The steps in flight raise, before or after they have computed; nothing of them arrives.
+
+        vLLM's fault tolerance then aborts all requests and goes on. Its own cache has blocks that
+        were never computed: it is emptied.
+        """
+        self._schedule()
+        for step in self._steps:
+            if self._rng.random() < 0.5:
+                break
+            self._compute(step)
+        self.counts.lost_steps += len(self._steps)
+        self._steps.clear()
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        # vLLM itself does not count lost steps: what it frees behind them would stay.
+        self.scheduler.processed_step_seq = self.scheduler.sched_step_seq
+        self.scheduler._drain_deferred_frees()
+        self._requests.clear()
+        self._running.clear()
+        self.reset()
+
     @property
     def asked(self) -> list[str]:
         return list(self._requests)
@@ -209,6 +230,7 @@ class PlayedEngine:
             self._take()
         held = self.free_blocks - self.pool.get_num_free_blocks()
         assert not held, f"blocks that stay held: {held}"
+        assert not self.scheduler.requests, "requests that vLLM keeps"
         assert self.reset()
 
     # Steps
@@ -233,8 +255,8 @@ class PlayedEngine:
         assert self._may_fail or connector is not None, "the cache was turned off"
         for tracked in connector._tracked.values() if connector is not None else ():
             # This engine has computed or loaded whatever is in its blocks.
-            known = tracked.origin.known_tokens
-            assert known == sys.maxsize, f"{tracked.request.request_id}: {known}"
+            known, name = tracked.origin.known_tokens, tracked.request.request_id
+            assert known == sys.maxsize or self.counts.lost_steps, f"{name}: {known}"
         tables = self.scheduler.kv_cache_manager.get_block_ids
         for load in metadata.loads:
             request = self._requests[load.request_id]

@@ -65,6 +65,7 @@ FEW_BLOCKS = {1: 56, 2: 80, 3: 98, 4: 108}
 # Of each group, for the tokens of another step in flight.
 _BLOCKS_IN_FLIGHT = 16
 _ROUNDS = 16
+_LOST = 0.02  # in this share of rounds steps are lost
 
 
 def write_config(directory: Path) -> Path:
@@ -89,9 +90,17 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def use(
-    engine: PlayedEngine, rng: random.Random, rounds: int, *, resets_of_running: float = 0.3
+    engine: PlayedEngine,
+    rng: random.Random,
+    rounds: int,
+    *,
+    resets_of_running: float = 0.3,
+    lost: float = 0.0,
 ) -> None:
-    """Requests that begin like others, aborts, evictions, and resets of vLLM's own cache."""
+    """Requests that begin like others, aborts, evictions, lost steps, and resets of vLLM's cache.
+
+    lost: the share of rounds in which the steps in flight raise.
+    """
     common = [tokens(rng, 150) for _ in range(2)]
     for _ in range(rounds):
         for _ in range(rng.randrange(4)):
@@ -104,6 +113,8 @@ def use(
             engine.abort(rng.choice(engine.asked))
         if rng.random() < 0.1:
             engine.evict(0.3)
+        if rng.random() < lost:
+            engine.lose_steps()
         if rng.random() < 0.3:
             engine.reset(running=rng.random() < resets_of_running)
     engine.run()
@@ -161,7 +172,7 @@ class Case:
         engine.agent.canary_every = 0 if self.canaries == "none" else 3
         engine.agent.compare_only = self.canaries == "all"
         if not self.faulty:
-            use(engine, rng, rounds)
+            use(engine, rng, rounds, lost=_LOST)
             assert self.canaries != "all" or engine.counts.loads == 0
             return engine.counts.totals()
         with Fault(engine.connector, rng) as fault:

@@ -44,3 +44,32 @@ def test_a_reset_succeeds_while_steps_are_in_flight(
     engine.ask(prompt, 5)
     engine.run()
     assert not engine.scheduler.deferred_frees
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_pause_holds_no_block_for_a_store(tmp_path: Path, in_flight: int) -> None:
+    """Where vLLM runs in its caller's process, no step follows that would send the store."""
+    rng = random.Random(1)
+    engine = PlayedEngine(
+        write_config(tmp_path),
+        MODELS["full attention"],
+        chunk_tokens=CHUNK,
+        num_blocks=150,
+        rng=rng,
+        in_flight=in_flight,
+    )
+    prompt = tokens(rng, 60)
+
+    def _reset_caches() -> None:  # the name by which a pause is known
+        assert engine.reset(running=True)
+
+    engine.ask(prompt, 1)
+    while engine.asked:
+        engine.step()
+    assert engine.pool.get_num_free_blocks() < engine.free_blocks
+    _reset_caches()
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+    assert not engine.connector.has_pending_push_work()
+    engine.ask(prompt, 1)
+    engine.run()
+    assert engine.counts.totals()["stored_parts"] == len(prompt) // CHUNK

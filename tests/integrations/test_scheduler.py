@@ -865,13 +865,88 @@ def test_nothing_that_a_failed_step_has_computed_is_stored(
     scheduler.output_taken(behind)
     after = scheduler.build_metadata(step())
     assert after.stores == []
-    assert after.unsure == [sent]  # its end may have been reported in the failed step
+    # Its end may have been reported in the failed step.
+    assert [each.transfer_id for each in after.unsure] == [sent]
+    assert after.lost_steps == (2, 3)
     references.ended({0: [sent], 1: [sent]})
     assert pool.get_num_free_blocks() == free
     # What vLLM still has of it in its own cache is not stored, nor what others compute behind it.
     assert asked_behind(scheduler, "s", 2 * CHUNK, list(range(1, 18)))[1].stores == []
     assert run(scheduler, step(cached=("r", [60, 61], 4 * CHUNK + 1, 1))).stores == []
     assert len(asked_behind(scheduler, "t", 0, list(range(40, 57)))[1].stores) == 1
+
+
+def test_the_load_of_a_step_that_fails_is_asked_for_while_vllm_waits_for_it(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
+) -> None:
+    adapter.tokens = 2 * CHUNK
+    for name, first in (("waits", 1), ("ended", 20)):
+        request = FakeRequest(name)
+        assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
+        scheduler.allocated(request, [list(range(first, first + 17))], 2 * CHUNK)
+    failed = step()
+    loads = scheduler.build_metadata(failed).loads
+    references.sent(each.transfer_id for each in loads)
+    after = step()
+    scheduler.build_metadata(after)
+    scheduler.load_ended("ended")  # vLLM 0.33 saves some reports of a failed step
+    scheduler.output_taken(after)
+    asked = scheduler.build_metadata(step())
+    assert [(each.transfer_id, each.request_id) for each in asked.unsure] == [
+        (loads[0].transfer_id, "waits"),
+        (loads[1].transfer_id, ""),
+    ]
+    assert asked.unsure[0].block_ids == list(range(1, 9))
+    assert (asked.number, asked.lost_steps) == (3, (1,))
+    assert not scheduler.build_metadata(step()).unsure
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_waits_to_be_stored_is_dropped_at_a_pause(
+    scheduler: ConnectorScheduler,
+    adapter: ScriptedAdapter,
+    references: BlockReferences,
+    pool: BlockPool,
+    taken: bool,
+) -> None:
+    """In its caller's process vLLM goes to sleep without another step, and discards the KV."""
+    free = pool.get_num_free_blocks()
+    output = begun(scheduler, "r", list(range(1, 18)), 2 * CHUNK)
+    scheduler.build_metadata(output)
+    if taken:
+        scheduler.output_taken(output)
+    scheduler.finished(FakeRequest("r"))
+    scheduler.paused()
+    assert pool.get_num_free_blocks() == free
+    assert adapter.ended == ["r"]
+    if not taken:
+        scheduler.output_taken(output)
+    woken = step()
+    assert scheduler.build_metadata(woken).stores == []
+    scheduler.output_taken(woken)
+    # Whoever computes it again stores it.
+    again = begun(scheduler, "s", list(range(20, 37)), 2 * CHUNK)
+    scheduler.build_metadata(again)
+    scheduler.output_taken(again)
+    assert list(only_store(scheduler.build_metadata(step())).block_ids) == list(range(20, 28))
+
+
+def test_a_session_ends_behind_the_stores_of_its_request(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    """A request of one token ends in the step that computes its prompt."""
+    output = begun(scheduler, "r", list(range(1, 18)), 4 * CHUNK + 1)
+    scheduler.build_metadata(output)
+    scheduler.finished(FakeRequest("r"))
+    scheduler.output_taken(output)
+    assert adapter.ended == []
+    carries = step()
+    assert only_store(scheduler.build_metadata(carries))
+    assert adapter.ended == []
+    scheduler.output_taken(carries)
+    assert adapter.ended == ["r"]
+    scheduler.finished(FakeRequest("without stores"))
+    assert adapter.ended == ["r", "without stores"]
 
 
 def test_an_output_of_no_step_says_nothing(scheduler: ConnectorScheduler) -> None:

@@ -27,6 +27,7 @@ from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
     StepMetadata,
+    Unsure,
     WorkerReport,
 )
 from tests import cuda_driver
@@ -303,7 +304,8 @@ def test_what_never_began_has_ended_if_the_scheduler_asks() -> None:
     connector, client = on_cuda([])
     stores = [Planned(1, "s", OPS[:1])]
     connector.bind_connector_metadata(StepMetadata(stores=stores))
-    again = StepMetadata(loads=[Planned(3, "r", OPS[:1])], unsure=[1, 2, 3])
+    unsure = [Unsure(number, [1]) for number in (1, 2, 3)]
+    again = StepMetadata(loads=[Planned(3, "r", OPS[:1])], unsure=unsure)
     connector.bind_connector_metadata(again)
     connector.start_load_kv(None)  # type: ignore[arg-type]
     report = connector.build_connector_worker_meta()
@@ -313,6 +315,43 @@ def test_what_never_began_has_ended_if_the_scheduler_asks() -> None:
     report = connector.build_connector_worker_meta()
     assert report is not None
     assert report.ended == {0: [1]}
+
+
+class Steps:
+    """Of a worker's connector, as vLLM calls it."""
+
+    def __init__(self) -> None:
+        self.connector, self.client = on_cuda([])
+        self.number = 0
+
+    def step(self, **metadata: Any) -> tuple[set[str], set[str]]:
+        """The requests whose loads are reported as ended, and as failed."""
+        self.number += 1
+        self.connector.bind_connector_metadata(StepMetadata(number=self.number, **metadata))
+        self.connector.start_load_kv(None)  # type: ignore[arg-type]
+        found = self.connector._ended_loads()
+        return {*found}, {name for name, blocks in found.items() if blocks}
+
+
+def test_the_end_of_a_load_that_was_told_in_a_lost_step_is_told_again() -> None:
+    steps = Steps()
+    loads = [Planned(number, f"r{number}", OPS[:1]) for number in (1, 2, 3)]
+    asked = [Unsure(number, [10, 11], f"r{number}") for number in (1, 2, 3, 4)]
+    steps.step(loads=loads)
+    steps.client.begun[0].over = True
+    assert steps.step() == ({"r1"}, set())  # this step is lost
+    steps.client.begun[1].over = True
+    assert steps.step() == ({"r2"}, set())  # this one is not
+    # The first was told in the lost step, the third has not ended, and the fourth never began.
+    assert steps.step(unsure=asked, lost_steps=[2]) == ({"r1", "r4"}, {"r1", "r4"})
+    report = steps.connector.build_connector_worker_meta()
+    assert report is not None
+    assert {"r1", "r4"} <= report.failed
+    # So was the step in which they were told again.
+    assert steps.step(unsure=asked, lost_steps=[2, 4]) == ({"r1", "r4"}, {"r1", "r4"})
+    assert steps.step(unsure=asked, lost_steps=[2, 4]) == (set(), set())
+    steps.client.begun[2].over = True
+    assert steps.step() == ({"r3"}, set())
 
 
 def test_the_chunks_of_a_canary_are_compared() -> None:

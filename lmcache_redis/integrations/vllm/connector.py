@@ -258,6 +258,8 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         if self._scheduler is not None:
             for request_id in given_up:
                 self._scheduler.gave_up_load(request_id)
+            if is_pausing():
+                self._scheduler.paused()
             why = "the parameters in memory have changed"
             self._scheduler.change_epoch(Epochs.check_parameters, why)
         if self._announcer is not None:

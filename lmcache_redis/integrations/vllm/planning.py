@@ -20,7 +20,7 @@ from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.provenance import BlockProvenance
 from lmcache_redis.integrations.vllm.requests import Tracked
 from lmcache_redis.integrations.vllm.support import LayerGroup
-from lmcache_redis.integrations.vllm.worker import Planned
+from lmcache_redis.integrations.vllm.worker import Planned, Unsure
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -94,9 +94,13 @@ class BlockReferences:
             self._held[transfer_id].sent_s = now_s
 
     @property
-    def in_flight(self) -> list[int]:
+    def in_flight(self) -> list[Unsure]:
         """The transfers that were sent and have not ended."""
-        return [number for number, held in self._held.items() if held.sent_s is not None]
+        return [
+            Unsure(number, [block.block_id for block in held.blocks])
+            for number, held in self._held.items()
+            if held.sent_s is not None
+        ]
 
     def release(self, transfer_ids: Iterable[int]) -> None:
         """These transfers are never sent."""
@@ -253,10 +257,9 @@ class StepPlanner:
             hashes = names[first_chunk:]
             self.recent.add(group.number, hashes)
             ops.append(TransferOp(ids[begin:stop], hashes, skip_blocks=first - begin, group=place))
-        tracked.loading = True
         self.missing_blocks[request_id] = self._missing(tracked, end)
         written = (block_id for op in ops for block_id in op.block_ids[op.skip_blocks :])
-        transfer_id = self.references.take(written)
+        tracked.loading = transfer_id = self.references.take(written)
         self._loads.append(Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers))
 
     def forget_load(self, request_id: str) -> None:

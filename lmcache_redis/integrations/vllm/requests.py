@@ -125,7 +125,8 @@ class Tracked:
     prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
     for which a store was planned or ruled out. matched: vLLM knows the number of tokens to load,
     and has not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
-    preemption. loading: its load has not ended. computes: the rest, without another lookup.
+    preemption. loading: the transfer of its load, until that has ended; 0: none. computes: the
+    rest, without another lookup.
     """
 
     request: Request
@@ -138,7 +139,7 @@ class Tracked:
     origin: KVOrigin = field(default_factory=KVOrigin)
     matched: bool = False
     started: bool = False
-    loading: bool = False
+    loading: int = 0
     computes: bool = False
 
     @property

@@ -145,7 +145,7 @@ class ConnectorScheduler:
         """What the workers start in this step: its loads, and the stores of steps before."""
         loads, idle = self._planner.begin_step(), output.total_num_scheduled_tokens == 0
         stores, self._steps.stores = self._steps.stores, []
-        unsure, self._steps.unsure = self._steps.unsure, []
+        unsure, self._steps.unsure = self._steps.unsure, ()
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._lookups.forget(tracked)
@@ -170,10 +170,19 @@ class ConnectorScheduler:
             if tracked.prefix is not None and tracked.request.lora_request is not None:
                 adapted.append((tracked.request, tracked.prefix))
         self._lookups.step_scheduled(prompt_tokens, idle=idle)
-        self._steps.scheduled(Step(output, filled, adapted))
+        number, lost = self._steps.number, tuple(self._steps.lost) if unsure else ()
+        self._steps.scheduled(Step(number, output, filled, stores, adapted))
         self._is_idle = idle
         asks = self._names.adapters.are_forgotten
-        return StepMetadata(loads, stores, unsure=unsure, adapters=asks, idle=idle)
+        return StepMetadata(
+            loads,
+            stores,
+            unsure=unsure,
+            number=number,
+            lost_steps=lost,
+            adapters=asks,
+            idle=idle,
+        )
 
     def output_taken(self, output: SchedulerOutput) -> None:
         """vLLM has taken the output of a step."""
@@ -188,6 +197,7 @@ class ConnectorScheduler:
                     self._fill(tracked, tracked.request.num_computed_tokens)
         if failed:
             self._steps_failed(failed)
+        self._end_sessions()
 
     def _named_rightly(self, step: Step) -> Sequence[Planned]:
         """The stores of requests whose adapter the workers have read as it was named."""
@@ -198,27 +208,38 @@ class ConnectorScheduler:
         }
         if not wrong:
             return step.stores
-        self._planner.references.release(
-            store.transfer_id for store in step.stores if store.request_id in wrong
-        )
-        self._planner.recent.clear()
+        self._never_sent([store for store in step.stores if store.request_id in wrong])
         self._planner.provenance.forget()
         return [store for store in step.stores if store.request_id not in wrong]
 
     def _steps_failed(self, steps: Sequence[Step]) -> None:
         """What they have left in their blocks is not known."""
         logger.warning("a step of this engine has failed: nothing that it computed is stored")
-        for step in steps:
-            self._planner.references.release(store.transfer_id for store in step.stores)
+        self._never_sent([store for step in steps for store in step.stores])
         self._lookups.prefill.failed()
-        self._planner.recent.clear()
         self._planner.provenance.forget()
         for tracked in self._tracked.values():
             if tracked.started:
                 tracked.prefix = None
         # What the workers have reported in that step is lost.
-        self._steps.unsure = self._planner.references.in_flight
+        waiting = {each.loading: name for name, each in self._tracked.items() if each.loading}
+        self._steps.unsure = [
+            each._replace(request_id=waiting.get(each.transfer_id, ""))
+            for each in self._planner.references.in_flight
+        ]
         self._names.adapters.forget()
+
+    def _never_sent(self, stores: Sequence[Planned]) -> None:
+        self._planner.references.release(store.transfer_id for store in stores)
+        self._planner.recent.clear()
+
+    def paused(self) -> None:
+        """vLLM empties its caches for a pause, in which it may discard the memory of the KV cache.
+
+        An engine in its caller's process does so without another step, which would send the stores.
+        """
+        self._never_sent(self._steps.drop_stores())
+        self._end_sessions()
 
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
@@ -237,7 +258,7 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.loading:
             return  # another connector's load
-        tracked.loading = False
+        tracked.loading = 0
         if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes
@@ -252,7 +273,8 @@ class ConnectorScheduler:
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
-        self._client.end_session(request.request_id)
+        self._steps.request_ended(request.request_id)
+        self._end_sessions()
         self._lookups.prefill.begun.end(request.request_id)
         self._planner.forget_load(request.request_id)
         tracked = self._tracked.get(request.request_id)
@@ -260,6 +282,11 @@ class ConnectorScheduler:
         if tracked is not None and not tracked.loading:
             self._fill(tracked, request.num_computed_tokens)
             del self._tracked[request.request_id]
+
+    def _end_sessions(self) -> None:
+        """Not before the workers have the stores of a request: they belong to its session."""
+        for request_id in self._steps.take_ended():
+            self._client.end_session(request_id)
 
     # Epochs
 

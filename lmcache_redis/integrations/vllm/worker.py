@@ -20,8 +20,21 @@ from lmcache_redis.client.worker import TransferOp, WorkerClient
 from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 
+# More than there are in the steps in flight.
+_MOST_TOLD = 4096
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
+
+
+class Unsure(NamedTuple):
+    """A transfer that was sent, of which a report may be lost.
+
+    request_id: whose load it is, if vLLM waits for that. block_ids: of the transfer.
+    """
+
+    transfer_id: int
+    block_ids: Sequence[int]
+    request_id: str = ""
 
 
 class Planned(NamedTuple):
@@ -45,7 +58,9 @@ class StepMetadata(KVConnectorMetadata):
     loads: to start in this step. stores: of what steps before it have computed.
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
-    unsure: transfers of which a report may be lost: the workers report those that they do not have.
+    unsure: the workers report those that they do not have as ended, and as failed those loads of
+        which vLLM has not learned.
+    number: of this step. lost_steps: of steps that have failed, whose reports are lost.
     adapters: the workers report again which ones they have in memory.
     idle: the step runs no model, so that a short wait delays no computation.
     """
@@ -53,7 +68,9 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
-    unsure: Sequence[int] = ()
+    unsure: Sequence[Unsure] = ()
+    number: int = 0
+    lost_steps: Sequence[int] = ()
     adapters: bool = False
     idle: bool = False
 
@@ -121,6 +138,9 @@ class ConnectorWorker:
         self._reallocates = reallocates
         self._stores: dict[int, _Begun] = {}
         self._loads: dict[int, _Begun] = {}
+        self._step = 0  # its number
+        self._told: dict[int, int] = {}  # by load, the step in which vLLM has learned of its end
+        self._lost: dict[str, set[int]] = {}  # requests to be reported as failed, and their blocks
         self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
         self.adapters: AdaptersInMemory | None = None
@@ -131,6 +151,7 @@ class ConnectorWorker:
 
         So do loads, which also wait for the zeroing of new blocks.
         """
+        self._step = metadata.number
         if metadata.loads or metadata.stores:
             self._after = self._client.signal()
         for store in metadata.stores:
@@ -147,8 +168,21 @@ class ConnectorWorker:
             self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
         if metadata.adapters:
             self._digests = None
-        begun = {*self._stores, *self._loads}
-        self._ended.extend(each for each in metadata.unsure if each not in begun)
+        for each in metadata.unsure:
+            is_held = each.transfer_id in self._stores or each.transfer_id in self._loads
+            if not is_held:
+                self._ended.append(each.transfer_id)
+            told = self._told.get(each.transfer_id)
+            is_lost = not is_held if told is None else told in metadata.lost_steps
+            if each.request_id and is_lost:
+                self._tell(each.transfer_id)
+                self._lost[each.request_id] = set(each.block_ids)
+
+    def _tell(self, transfer_id: int) -> None:
+        """vLLM learns in this step that a load has ended."""
+        self._told[transfer_id] = self._step
+        if len(self._told) > _MOST_TOLD:
+            del self._told[next(iter(self._told))]
 
     def ended_loads(self, metadata: StepMetadata) -> dict[str, set[int]]:
         """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
@@ -158,12 +192,14 @@ class ConnectorWorker:
                 lambda: any(all(each.call.done for each in load.transfers) for load in awaited),
                 _IDLE_WAIT_S,
             )
-        ended: dict[str, set[int]] = {}
+        ended, self._lost = self._lost, {}
+        self._next.failed |= ended.keys()
         for load in awaited:
             given_up = self._reallocates and any(each.given_up for each in load.transfers)
             if not load.is_over and not given_up:
                 continue
             load.is_told = True
+            self._tell(load.planned.transfer_id)
             request_id = load.planned.request_id
             ended[request_id] = set().union(*(each.failed_blocks for each in load.transfers))
             if ended[request_id]:
