@@ -243,8 +243,13 @@ class Tier(Protocol):
         has replaced this one, it removes nothing; that is DONE.
         """
 
-    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """Remove all chunks whose keys begin so, in the background, unless the tier is down."""
+    def clear(
+        self, key_prefixes: Sequence[bytes], deadline: float, done: Done[RemoveResult]
+    ) -> None:
+        """Remove all chunks whose keys begin with one of these, in the background, in one pass.
+
+        Nothing is removed while the tier is down.
+        """
 
 
 # Reads that found something else than the chunk, which a tier may take for it.

@@ -312,7 +312,7 @@ def test_what_is_cleared_while_it_is_loaded_is_not_found(tiers: Tiers) -> None:
     tiers.look_up()
     tiers.answer_scan(5)
     assert tiers.cache.clear([FORM.names.common]) == 5
-    assert [tier.cleared[0][0] for tier in (tiers.disk, tiers.redis)] == [FORM.names.common] * 2
+    assert [tier.cleared[0][0] for tier in (tiers.disk, tiers.redis)] == [[FORM.names.common]] * 2
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
     assert len(tiers.cache.pool) == 0

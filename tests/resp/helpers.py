@@ -226,9 +226,9 @@ def remove(
     return result
 
 
-def clear(plane: RedisPlane, prefix: bytes) -> Any:
+def clear(plane: RedisPlane, *prefixes: bytes) -> Any:
     answers = Answers()
-    plane.clear(prefix, time.monotonic() + PATIENCE_S, answers.callback("clear"))
+    plane.clear(prefixes, time.monotonic() + PATIENCE_S, answers.callback("clear"))
     return answers.wait(1)[0]
 
 

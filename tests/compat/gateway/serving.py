@@ -187,7 +187,7 @@ class DictTier:
         return KeysResult(CallOutcome.DONE, keys)
 
     def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[RemoveResult], None]
+        self, key_prefixes: Sequence[bytes], deadline: float, done: Callable[[RemoveResult], None]
     ) -> None:
         raise AssertionError("a gateway clears nothing")
 
