@@ -96,7 +96,7 @@ class CompareJob(StoreJob):
     def _differs(self, chunk: int, cached: Entry, distance: Distance) -> None:
         chunk_hash, form = self._hashes[chunk], self._form
         self._cache.metrics.count("differing_chunks")
-        self._cache.remove(form.key(chunk_hash), cached)
+        self._cache.remove(form.key(chunk_hash), cached.form.stripe_count)
         if chunk >= len(self._hashes) - self._question.client_named:
             if self._agent.trust.differed_by_name(form.fingerprint):
                 logger.warning(

@@ -313,15 +313,15 @@ class RedisPlane:
         deadline: float,
         done: Done[RemoveResult],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
         """UNLINK all stripes of a chunk, before scans. Stripe 0, which hides it, waits for nothing.
 
         If their number is not known, the header tells it, if the user may GETRANGE. With
-        `only_store` the header is asked for first; if that is refused, the chunk is removed.
+        `newest_unix_ms` the header is asked for first; if that is refused, the chunk is removed.
         UNAVAILABLE if a stripe could not be asked for: its shard is down, or its slot moves.
         """
-        remove_chunk(self._nodes, key, deadline, done, stripe_count, only_store)
+        remove_chunk(self._nodes, key, deadline, done, stripe_count, newest_unix_ms)
 
     def clear(
         self, key_prefixes: Sequence[bytes], deadline: float, done: Done[RemoveResult]

@@ -113,10 +113,10 @@ class PlayedTier:
         deadline: float,
         done: Callable[[RemoveResult], None],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
         self.removed.append((key, done))
-        self.removed_as.append((stripe_count, only_store))
+        self.removed_as.append((stripe_count, newest_unix_ms))
 
     def clear(
         self, key_prefixes: Sequence[bytes], deadline: float, done: Callable[[RemoveResult], None]

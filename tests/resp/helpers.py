@@ -218,10 +218,10 @@ def remove(
     chunk: Chunk,
     within_s: float = PATIENCE_S,
     stripe_count: int = 0,
-    only_store: bytes = b"",
+    newest_unix_ms: int | None = None,
 ) -> RemoveResult:
     answers, deadline = Answers(), time.monotonic() + within_s
-    plane.remove(chunk.key, deadline, answers.callback("remove"), stripe_count, only_store)
+    plane.remove(chunk.key, deadline, answers.callback("remove"), stripe_count, newest_unix_ms)
     result: RemoveResult = answers.wait(1)[0]
     return result
 

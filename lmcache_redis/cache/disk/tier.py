@@ -161,9 +161,9 @@ class DiskTier:
         deadline: float,
         done: Done[RemoveResult],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
-        """See the contract. Nothing else stores here, and files have no stripes."""
+        """See the contract. Files have no stripes, and do not say when they were stored."""
 
         remove = partial(self._call, "a removal", partial(self.store.remove_or_keep, key))
         self._begin(self._reads, object(), deadline, remove, done, _not_removed)

@@ -171,7 +171,7 @@ class DictTier:
         deadline: float,
         done: Callable[[RemoveResult], None],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
         removed = self.chunks.pop(_parsed(key), None)
         done(RemoveResult(CallOutcome.DONE, removed is not None))
