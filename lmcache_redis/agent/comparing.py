@@ -7,6 +7,7 @@ finds no room, is read after the lease, or holds no numbers is not compared.
 It cannot be told which of two parts that differ is wrong, nor what else is. So the chunk leaves the
 pool and the tiers (`cache.doubted`), and the next store writes it anew. And its layout is
 distrusted in its epoch: nothing of it is loaded until it is trusted again (`peers.LayoutTrust`).
+Agents that hold the chunk are not told, and write it to Redis again until they find it wrong too.
 
 Where a name covers a medium, a client may have given two contents one name. If such a chunk differs
 it is removed, and its layout stays trusted: no client turns off the cache of others.
