@@ -240,7 +240,7 @@ class RegionStore:
         def cleared(result: RemoveResult) -> None:
             done([result.outcome is CallOutcome.DONE])
 
-        self._plane.clear(form.names.common, deadline, cleared)
+        self._plane.clear([form.names.common], deadline, cleared)
 
     def close(self, deadline_s: float) -> bool:
         """Finish stores for so long and answer everything. Idempotent."""

@@ -88,10 +88,14 @@ class ExistsResult(NamedTuple):
 
 
 class RemoveResult(NamedTuple):
-    """removed: how many keys of Redis or files were deleted, also if the outcome is not DONE."""
+    """removed: how many keys of Redis or files were deleted, also if the outcome is not DONE.
+
+    stripe_count: of the chunk, as far as the removal has seen it; 0: not known.
+    """
 
     outcome: CallOutcome
     removed: int = 0
+    stripe_count: int = 0
 
 
 class FramesResult(NamedTuple):
@@ -115,8 +119,7 @@ class ChunkIO:
     key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
     belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
-    the caller's use. store_id: of the store that was read or made, if the tier gives stores an id;
-    the tier sets it. Compared and hashed by identity.
+    the caller's use. Compared and hashed by identity.
     """
 
     key: bytes
@@ -124,7 +127,6 @@ class ChunkIO:
     slots: Sequence[memoryview]
     deadline: float
     tag: object = None
-    store_id: bytes = b""
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""
@@ -235,16 +237,24 @@ class Tier(Protocol):
         deadline: float,
         done: Done[RemoveResult],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
-        """Remove a chunk, or whatever is stored under its key. From then on it is not found.
+        """Remove a chunk, or whatever is stored under its key.
 
-        stripe_count: of the chunk; 0: not known. only_store: if the tier sees that another store
-        has replaced this one, it removes nothing; that is DONE.
+        stripe_count: of the chunk; 0: not known. newest_unix_ms: what says that it was stored later
+        than this, by its writer's clock, stays; what says nothing goes.
+
+        DONE: what was stored until the call, or until `newest_unix_ms`, is not found any more. A
+        newer chunk may be, also one that was left: then nothing is removed.
         """
 
-    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """Remove all chunks whose keys begin so, in the background, unless the tier is down."""
+    def clear(
+        self, key_prefixes: Sequence[bytes], deadline: float, done: Done[RemoveResult]
+    ) -> None:
+        """Remove all chunks whose keys begin with one of these, in the background, in one pass.
+
+        Nothing is removed while the tier is down.
+        """
 
 
 # Reads that found something else than the chunk, which a tier may take for it.

@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import lmcache_redis
 from lmcache_redis import AsyncKVStore, KVStore
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.resp import RedisOptions
+from tests.acl import PASSWORD
 from tests.harness import wait_until
 from tests.servers import RedisServer
 
@@ -45,6 +47,37 @@ def test_a_tensor_comes_back_as_it_was(store: KVStore) -> None:
     assert not store.exists("a")
     assert not store.delete("a")
     assert (store.stats.hits, store.stats.misses, store.stats.stored) == (1, 1, 2)
+
+
+def test_what_others_store_after_a_failure_stays(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a put that failed nor a delete that failed removes anything later."""
+    user = ("ACL", "SETUSER", "limited", "reset", "on", f">{PASSWORD}", "~*", "+@all")
+    server.command(*user)
+    with KVStore(server.url, "model") as other:
+        store = KVStore(f"redis://limited:{PASSWORD}@127.0.0.1:{server.port}", "model")
+        assert store.put_bytes("a", b"old")
+        server.command(*user, "-set", "-unlink")
+        assert not store.put_bytes("a", b"lost")
+        assert not store.delete("b")
+        assert other.put_bytes("a", b"new")
+        assert other.put_bytes("b", b"new")
+        server.command(*user)
+        assert (store.get_bytes("a"), store.get_bytes("b")) == (b"new", b"new")
+        unlinks = unlinked(server)
+        time.sleep(2)  # later attempts came half a second after the first
+        assert unlinked(server) == unlinks
+        store.close()
+        assert (other.get_bytes("a"), other.get_bytes("b")) == (b"new", b"new")
+    server.command("ACL", "DELUSER", "limited")
+    assert "removed" not in caplog.text
+
+
+def unlinked(server: RedisServer) -> int:
+    with server.client() as client:
+        calls: int = client.info("commandstats").get("cmdstat_unlink", {"calls": 0})["calls"]
+    return calls
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, np.array, mmap.mmap])

@@ -7,6 +7,7 @@ finds no room, is read after the lease, or holds no numbers is not compared.
 It cannot be told which of two parts that differ is wrong, nor what else is. So the chunk leaves the
 pool and the tiers (`cache.doubted`), and the next store writes it anew. And its layout is
 distrusted in its epoch: nothing of it is loaded until it is trusted again (`peers.LayoutTrust`).
+Agents that hold the chunk are not told, and write it to Redis again until they find it wrong too.
 
 Where a name covers a medium, a client may have given two contents one name. If such a chunk differs
 it is removed, and its layout stays trusted: no client turns off the cache of others.
@@ -96,7 +97,7 @@ class CompareJob(StoreJob):
     def _differs(self, chunk: int, cached: Entry, distance: Distance) -> None:
         chunk_hash, form = self._hashes[chunk], self._form
         self._cache.metrics.count("differing_chunks")
-        self._cache.remove(form.key(chunk_hash), cached)
+        self._cache.remove(form.key(chunk_hash), cached.form.stripe_count)
         if chunk >= len(self._hashes) - self._question.client_named:
             if self._agent.trust.differed_by_name(form.fingerprint):
                 logger.warning(

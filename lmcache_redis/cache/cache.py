@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.clearing import Clears
-from lmcache_redis.cache.doubted import MOST_KEYS
 from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, HostPool, PoolMemory
 from lmcache_redis.cache.threads import Owner, posting
-from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
+from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
@@ -136,18 +135,18 @@ class Cache:
 
     @property
     def backlog(self) -> int:
-        """Writes and attempts to remove that have not ended."""
+        """Writes and removals that have not ended."""
         return sum(map(len, self.queues))
 
     @property
     def failed_removals(self) -> int:
-        """Removals that wait for another attempt."""
+        """Wrong chunks that wait for another attempt to remove them."""
         return sum(len(queue.doubted) for queue in self.queues)
 
-    def say_what_stays(self, most: int = MOST_KEYS) -> None:
-        """After `close`, and what it has posted: logs the chunks that could not be removed."""
+    def say_what_stays(self) -> None:
+        """After `close`, and what it has posted: logs the wrong chunks that were not removed."""
         for queue in self.queues:
-            queue.doubted.say_what_stays(most)
+            queue.doubted.say_what_stays()
 
     def begin_writes(self) -> None:
         """Starts all writes now, because the owner is stopping."""
@@ -169,10 +168,10 @@ class Cache:
     ) -> Load | None:
         """A job for `begin_loads`, which the entry's watchers await.
 
-        None if there is no room, or the tier is to remove the chunk.
+        None if there is no room, or what the tier has is wrong.
         """
-        doubted = self.queues[level].doubted
-        if doubted.is_removing_some and doubted.is_removing(form.key(chunk_hash)):
+        wrong = self.queues[level].doubted.wrong
+        if wrong and form.key(chunk_hash) in wrong:
             return None
         entry = self.reserve(form, chunk_hash)
         if entry is None:
@@ -220,7 +219,6 @@ class Cache:
             return
         self._measure(load, arrived=outcome is ReadOutcome.LOADED)
         if outcome is ReadOutcome.LOADED:
-            entry.store_id = load.store_id
             self.pool.seen(load.level, (entry.key,))
             self.metrics.count(counters.loaded_chunks)
             self.metrics.count(counters.loaded_bytes, load.frame.chunk_bytes)
@@ -257,19 +255,17 @@ class Cache:
             load.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
         )  # fmt: skip
 
-    def remove(self, key: bytes, wrong: Entry | None = None) -> None:
+    def remove(self, key: bytes, stripe_count: int = 0) -> None:
         """A chunk is wrong: it leaves the pool at once, and the tiers in the background.
 
-        wrong: the entry, in the pool or not any more, that is known to be.
+        stripe_count: 0: not known.
         """
         entry = self.pool.get(key)
         if entry is not None:
             self.pool.cancel(entry)
             self._discard(entry)
-        known = (0, b"") if wrong is None else (wrong.form.stripe_count, wrong.store_id)
-        deadline_s = time.monotonic() + WRITE_DEADLINE_S
         for queue in self.queues:
-            queue.remove(key, deadline_s, lambda result: None, *known)
+            queue.doubted.remove(key, stripe_count)
 
     def _discard(self, entry: Entry) -> None:
         self.pool.discard(entry)

@@ -5,6 +5,9 @@ those of an epoch that only one engine had. Stores of that engine may still be o
 agent and at those of its other nodes; a server that answers nothing may keep what was sent to it.
 So such chunks are refused from then on, and tiers are cleared again: a while after the first time,
 and after a failure.
+
+A pass over a large tier takes long. So a tier makes one at a time, of all that is due, and after a
+failure the next one has twice the time.
 """
 
 from __future__ import annotations
@@ -12,24 +15,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.pool import Entry, HostPool
-from lmcache_redis.cache.threads import Owner, posting
+from lmcache_redis.cache.threads import OneTimer, Owner, posting
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import Backing, CallOutcome, RemoveResult
 
 logger = logging.getLogger(__name__)
 
-# Large servers hold millions of keys, and a clear has the lowest priority.
-_DEADLINE_S = 60.0
 # Longer than a chunk may wait to be written, at any agent.
 _AGAIN_S = 60.0
 _AGAIN_AT_MOST_S = 3600.0
-_SWEEPS = 2  # that succeed
-_MOST_ENDED = 4096
+_PASSES = 2  # that succeed
+_MOST_PREFIXES = 4096
 
 
 class EndedPrefixes:
@@ -44,7 +46,7 @@ class EndedPrefixes:
             return
         self._prefixes[prefix] = None
         self._lengths[len(prefix)] += 1
-        if len(self._prefixes) > _MOST_ENDED:
+        if len(self._prefixes) > _MOST_PREFIXES:
             oldest = next(iter(self._prefixes))
             del self._prefixes[oldest]
             self._lengths[len(oldest)] -= 1
@@ -66,9 +68,9 @@ class Clears:
         discard: Callable[[Entry], None],
     ) -> None:
         self.ended = EndedPrefixes()
-        self.owner, self.metrics = owner, metrics
         self._pool = pool
-        self._tiers = tuple(zip(backings, queues, strict=True))
+        self._queues = queues
+        self._sweeps = [Sweeps(owner, metrics, each) for each in backings]
         self._discard = discard
 
     def clear(self, prefixes: Sequence[bytes], *, for_good: bool = False) -> int:
@@ -83,56 +85,70 @@ class Clears:
                 self.ended.add(prefix)
         for entry in doomed:
             self._discard(entry)
-        for backing, queue in self._tiers:
-            sweep = _Sweep(self, backing, prefixes, for_good)
-            queue.after_writes(doomed, sweep.begin)
+        for queue, sweeps in zip(self._queues, self._sweeps, strict=True):
+            queue.after_writes(doomed, partial(sweeps.add, prefixes, for_good))
         return len(doomed)
 
 
+@dataclass(slots=True, eq=False)
 class _Sweep:
-    """The removal of chunks from one tier: once, or for good until it has succeeded twice."""
+    """The removal of a prefix. left: passes that are to succeed, each if it is for good."""
 
-    def __init__(
-        self, clears: Clears, backing: Backing, prefixes: Sequence[bytes], for_good: bool
-    ) -> None:
-        self._owner, self._metrics = clears.owner, clears.metrics
+    due_s: float
+    left: int
+    for_good: bool
+
+
+class Sweeps:
+    """Removes chunks from one tier: one pass at a time, of all prefixes that are due."""
+
+    def __init__(self, owner: Owner, metrics: Metrics, backing: Backing) -> None:
+        self._owner, self._metrics = owner, metrics
         self._backing = backing
-        self._prefixes = prefixes
-        self._for_good = for_good
-        self._done = 0
-        self._pause_s = _AGAIN_S
+        self._sweeps: dict[bytes, _Sweep] = {}
+        self._is_sweeping = False
+        self._timer = OneTimer(owner, self._begin)
+        self._pause_s = _AGAIN_S  # after a failure, and the time that a pass has
 
-    def begin(self) -> None:
-        self._clear(self._prefixes, time.monotonic() + _DEADLINE_S)
+    def add(self, prefixes: Sequence[bytes], for_good: bool) -> None:
+        """A prefix is removed once, or for good."""
+        for prefix in prefixes:
+            self._sweeps[prefix] = _Sweep(time.monotonic(), _PASSES if for_good else 1, for_good)
+            if len(self._sweeps) > _MOST_PREFIXES:
+                del self._sweeps[next(iter(self._sweeps))]
+        self._begin()
 
-    def _clear(self, prefixes: Sequence[bytes], deadline_s: float) -> None:
-        """Clears one prefix after the other, and stops at the first failure."""
-        if prefixes:
-            cleared = posting(self._owner, partial(self._cleared, prefixes, deadline_s))
-            self._backing.tier.clear(prefixes[0], deadline_s, cleared)
+    def _begin(self) -> None:
+        if self._is_sweeping:
             return
-        self._done += 1
-        if self._for_good and self._done < _SWEEPS:
-            self._again(_AGAIN_S)
+        now_s = time.monotonic()
+        due = {prefix: each for prefix, each in self._sweeps.items() if each.due_s <= now_s}
+        if due:
+            ended = posting(self._owner, partial(self._ended, due))
+            self._backing.tier.clear([*due], now_s + self._pause_s, ended)
+            self._is_sweeping = True
+        elif self._sweeps:
+            self._timer.fire_by(min(each.due_s for each in self._sweeps.values()))
 
-    def _cleared(self, prefixes: Sequence[bytes], deadline_s: float, result: RemoveResult) -> None:
-        is_remote = self._backing.counters.is_remote
-        if is_remote:
+    def _ended(self, due: Mapping[bytes, _Sweep], result: RemoveResult) -> None:
+        self._is_sweeping = False
+        is_done, pause_s = result.outcome is CallOutcome.DONE, self._pause_s
+        self._pause_s = _AGAIN_S if is_done else min(2 * pause_s, _AGAIN_AT_MOST_S)
+        for_good = any(each.for_good for each in due.values())
+        if self._backing.counters.is_remote:
             self._metrics.count("cleared_keys", result.removed)
-        if result.outcome is CallOutcome.DONE:
-            self._clear(prefixes[1:], deadline_s)
-            return
-        if is_remote:
-            self._metrics.count("clears_failed")
-            logger.warning(
-                "chunks of an old epoch stay in %s%s: %s",
-                self._backing.tier.name,
-                f" for {self._pause_s:.0f} s" if self._for_good else "",
-                result.outcome.value,
-            )
-        if self._for_good:
-            self._again(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, _AGAIN_AT_MOST_S)
-
-    def _again(self, pause_s: float) -> None:
-        self._owner.at(time.monotonic() + pause_s, self.begin)
+            if not is_done:
+                self._metrics.count("clears_failed")
+                logger.warning(
+                    "chunks of an old epoch stay in %s%s: %s",
+                    self._backing.tier.name,
+                    f" (tried again in {pause_s:.0f} s)" if for_good else "",
+                    result.outcome.value,
+                )
+        for prefix, each in due.items():
+            each.left -= is_done
+            each.due_s = time.monotonic() + (_AGAIN_S if is_done else pause_s)
+            is_over = not (each.left and each.for_good)
+            if is_over and self._sweeps.get(prefix) is each:
+                del self._sweeps[prefix]
+        self._begin()

@@ -153,14 +153,18 @@ class PrefixLookup:
             # The owner has just started, and does not know yet whether the server is up.
             owner.at(now_s + _PROBE_POLL_S, partial(self._scan, wanted))
             return
-        done = posting(owner, partial(self._scanned, wanted, now_s))
         asked = [each.key for each in self.parts.worth_asking(wanted)]
-        tier.scan(asked, self._request.deadline_s, done)
+        if asked:
+            done = posting(owner, partial(self._scanned, wanted, now_s))
+            tier.scan(asked, self._request.deadline_s, done)
+        else:
+            owner.post(partial(self._scanned, wanted, None, ScanResult(CallOutcome.DONE)))
 
-    def _scanned(self, wanted: list[PartState], asked_s: float, result: ScanResult) -> None:
+    def _scanned(self, wanted: list[PartState], asked_s: float | None, result: ScanResult) -> None:
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
         if result.outcome is CallOutcome.DONE:
-            self._cache.rates[-1].answered(time.monotonic() - asked_s)
+            if asked_s is not None:
+                self._cache.rates[-1].answered(time.monotonic() - asked_s)
             if rest:
                 self._cache.pool.seen(self.parts.last_level, (rest[0].key,), there=False)
         self.parts.found(found, self.parts.last_level)

@@ -279,11 +279,11 @@ class LookupParts:
         return rest
 
     def worth_asking(self, wanted: list[PartState]) -> list[PartState]:
-        """The leading parts that the last tier does not remove."""
-        doubted = self._cache.queues[-1].doubted
-        if not doubted.is_removing_some:
+        """The leading parts that are not wrong in the last tier."""
+        wrong = self._cache.queues[-1].doubted.wrong
+        if not wrong:
             return wanted
-        return [*takewhile(lambda state: not doubted.is_removing(state.key), wanted)]
+        return [*takewhile(lambda state: state.key not in wrong, wanted)]
 
     def found(self, here: Sequence[PartState], level: int) -> None:
         for state in here:

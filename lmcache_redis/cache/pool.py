@@ -161,7 +161,6 @@ class Entry:
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
         form, chunk_hash: of the chunk; whoever reserves the entry sets them.
-        store_id: of its store in a tier that gives stores an id, if it was read or written there.
     """
 
     key: bytes
@@ -175,7 +174,6 @@ class Entry:
     cancel: Callable[[], None] | None = None
     form: ChunkForm = field(init=False)
     chunk_hash: bytes = field(init=False)
-    store_id: bytes = b""
 
     def __repr__(self) -> str:
         return f"Entry({self.key.hex()}, {self.state.value}, units={self.units}, pins={self.pins})"

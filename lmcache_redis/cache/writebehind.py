@@ -15,8 +15,8 @@ the hottest chunks. So after a lookup they are told to keep its chunks.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls. A write whose
-entry is discarded before it begins is skipped. A removal that fails is tried again, but not after a
-write that was begun since and has stored the key.
+entry is discarded before it begins is skipped. A removal is one attempt; that of a wrong chunk is
+tried again (`doubted`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 
-from lmcache_redis.cache.doubted import DoubtedChunks, Removal
+from lmcache_redis.cache.doubted import DoubtedChunks, WrongChunk
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.schedule import PendingWrite, WriteScheduler
@@ -52,8 +52,8 @@ WRITE_DEADLINE_S = 30.0
 _BATCH_CHUNKS = 256
 
 
-# Of what is under a key.
-_Change = PendingWrite | Removal
+# Of what is under a key: a write, or what begins a removal.
+_Change = PendingWrite | Action
 
 
 class WriteBehind:
@@ -78,11 +78,11 @@ class WriteBehind:
         self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
         self.schedule = WriteScheduler(loads, backing.write_limit_bytes)
         self._timer = OneTimer(owner, self.begin_ready)
-        self.doubted = DoubtedChunks(backing.tier, owner, metrics, self._remove_again)
+        self.doubted = DoubtedChunks(backing.tier, owner, metrics, self._remove_wrong)
         self._warned_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
-        """Writes and attempts to remove that have not ended."""
+        """Writes and removals that have not ended."""
         changes = chain.from_iterable(self._changes.values())
         return len(self._writes) + sum(not isinstance(each, PendingWrite) for each in changes)
 
@@ -94,7 +94,7 @@ class WriteBehind:
         """Pins a READY entry to be written, unless the index has it or the queue is full."""
         if entry in self._writes:
             return
-        if entry.key not in self.doubted and self._backing.tier.lookup(entry.key):
+        if not self._is_doubted(entry.key) and self._backing.tier.lookup(entry.key):
             return
         if self._has_room(entry.form.chunk_bytes, entry.position):
             write = self._add(entry, WRITE_DEADLINE_S)
@@ -139,33 +139,44 @@ class WriteBehind:
         deadline_s: float,
         done: Done[RemoveResult],
         stripe_count: int = 0,
-        store_id: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
         """Removes a chunk from the tier after earlier writes of it; cancels one in flight.
 
-        The deadline is that of the first attempt, and `done` is told how it has ended. If it fails,
-        others follow. stripe_count: 0: not known. store_id: of what is to be removed, if it is
-        known.
+        stripe_count, newest_unix_ms: see `Tier.remove`.
         """
         first = self._changes.get(key, [None])[0]
         if isinstance(first, PendingWrite):
             self._backing.tier.cancel(first)
-        removal = Removal(key, deadline_s, done, stripe_count, store_id)
-        self.doubted.asked(removal)
         self._pool.seen(self._index, (key,), there=False)
-        if self._is_first(key, removal):
-            self._begin_removal(removal)
+
+        def begin() -> None:
+            end = partial(self._removed, key, done)
+            told = posting(self._owner, end)
+            try:
+                self._backing.tier.remove(key, deadline_s, told, stripe_count, newest_unix_ms)
+            except Exception:
+                end(RemoveResult(CallOutcome.UNAVAILABLE))
+                raise  # our own bug; the owner logs it
+
+        if self._is_first(key, begin):
+            begin()
 
     def is_removing(self, key: bytes) -> bool:
-        """Whether it is to be removed and has not been: the tier may still find the chunk."""
-        return self.doubted.is_removing(key)
+        """Whether it is being removed, or to be because it is wrong: the tier may still find it."""
+        changes = self._changes.get(key, ())
+        is_begun = any(not isinstance(each, PendingWrite) for each in changes)
+        return is_begun or key in self.doubted.wrong
 
-    def _remove_again(self, removal: Removal) -> bool:
-        if removal.key in self._changes:
+    def _is_doubted(self, key: bytes) -> bool:
+        return key in self.doubted or self.is_removing(key)
+
+    def _remove_wrong(self, chunk: WrongChunk) -> bool:
+        if chunk.has_failed and chunk.key in self._changes:
             return False
-        removal.deadline_s = time.monotonic() + WRITE_DEADLINE_S
-        self._is_first(removal.key, removal)
-        self._begin_removal(removal)
+        newest_unix_ms = chunk.newest_unix_ms if chunk.has_failed else None
+        deadline_s, ended = time.monotonic() + WRITE_DEADLINE_S, partial(self.doubted.ended, chunk)
+        self.remove(chunk.key, deadline_s, ended, chunk.stripe_count, newest_unix_ms)
         return True
 
     def cancel(self, entry: Entry) -> None:
@@ -209,8 +220,8 @@ class WriteBehind:
         writes = self.schedule.begin(now_s)
         self._timer.fire_by(self.schedule.next_s(now_s))
         self.schedule.loads.on_idle = self.begin_ready if self.schedule else None
-        self._ask([each for each in writes if each.key not in self.doubted])
-        self._write([each for each in writes if each.key in self.doubted])
+        self._ask([each for each in writes if not self._is_doubted(each.key)])
+        self._write([each for each in writes if self._is_doubted(each.key)])
 
     def _ask(self, writes: Sequence[PendingWrite]) -> None:
         """Asks the tier which of the chunks it has; writes the others."""
@@ -234,7 +245,7 @@ class WriteBehind:
             is_discarded = write.entry.state is EntryState.DISCARDED
             if is_discarded or result.outcome is CallOutcome.CANCELLED:
                 self._end(write, WriteOutcome.CANCELLED)
-            elif present and write.key not in self.doubted:
+            elif present and not self._is_doubted(write.key):
                 self._pool.seen(self._index, (write.entry.key,))
                 self._release(write)
                 if self._backing.counters.is_remote:
@@ -258,29 +269,11 @@ class WriteBehind:
         with self._ended_on_error(writes):
             self._backing.tier.store_all(writes, posting(self._owner, self._written))
 
-    def _begin_removal(self, removal: Removal) -> None:
-        end = partial(self._removed, removal)
-        only = removal.store_id if removal.is_again else b""
-        try:
-            self._backing.tier.remove(
-                removal.key,
-                removal.deadline_s,
-                posting(self._owner, end),
-                removal.stripe_count,
-                only,
-            )
-        except Exception:
-            end(RemoveResult(CallOutcome.UNAVAILABLE))
-            raise  # our own bug; the owner logs it
-
-    def _removed(self, removal: Removal, result: RemoveResult) -> None:
-        is_first = not removal.is_again
-        self._begin_next(removal.key)
-        self.doubted.ended(removal, result.outcome)
+    def _removed(self, key: bytes, done: Done[RemoveResult], result: RemoveResult) -> None:
+        self._begin_next(key)
         if result.outcome is CallOutcome.DONE:
-            self._pool.seen(self._index, (removal.key,), there=False)
-        if is_first:
-            removal.done(result)
+            self._pool.seen(self._index, (key,), there=False)
+        done(result)
 
     # ----------------------------------------------------- the changes of a key
 
@@ -302,7 +295,7 @@ class WriteBehind:
 
     def _begin_waiting(self, key: bytes, change: _Change) -> None:
         if not isinstance(change, PendingWrite):
-            self._begin_removal(change)
+            change()
         elif change.entry.state is EntryState.DISCARDED:
             self._begin_next(key)
             self._end(change, WriteOutcome.CANCELLED)
@@ -341,7 +334,6 @@ class WriteBehind:
         entry, counters = write.entry, self._backing.counters
         if outcome is WriteOutcome.STORED:
             self.doubted.stored(entry.key)
-            entry.store_id = write.store_id or entry.store_id
             self._pool.seen(self._index, (entry.key,))
             self._metrics.count(counters.stored_chunks)
             self._metrics.count(counters.stored_bytes, write.nbytes)

@@ -6,8 +6,9 @@
 
 A put replaces a chunk, and `remove` removes it. Neither is undone by a load of the key: one in
 flight is cancelled and leaves nothing in memory, and nothing is loaded from a tier that the chunk
-is being removed from. A tier that does not store a put removes what it has under the key, and
-serves it no more, however long the removal takes (`cache.doubted`).
+is being removed from. A tier that does not store a put removes what it has under the key. If it
+cannot do even that, because it is down, it keeps the previous chunk, and serves it once the tiers
+above have lost theirs: a later removal would take what others have stored meanwhile.
 
 A loaded chunk is promoted, in the background, to the tiers above the one that had it. The tiers are
 told to keep what memory serves; what one has lost is written again.
@@ -310,8 +311,7 @@ class ObjectCache:
     def remove(self, key: ObjectKey, deadline: float, done: Done[bool]) -> None:
         """Removes the chunk from memory at once, and from all tiers. done: whether there was one.
 
-        Also False if it was not in memory and no tier answered in time: other processes may still
-        find it then, until a later attempt succeeds.
+        Also False if it was not in memory and no tier answered in time: it may still be found then.
         """
         chunk_key = self._names.chunk_key(key)
         entry = self._pool.get(chunk_key)

@@ -99,7 +99,7 @@ _ALONE: Final = {
     "in time, or without numbers",
     "loaded_hits": "hits that an engine began to load, one a request",
     "local_hits": "of these, behind a prefix that vLLM had itself: no canary compares such hits",
-    "failed_removals": "attempts to remove a chunk from a tier that failed; others follow",
+    "failed_removals": "attempts to remove a wrong chunk from a tier that failed; others follow",
     # host pool and connections
     "evictions": "chunks evicted from the host pool to make room",
     "clears": "CLEAR requests carried out in the host pool",

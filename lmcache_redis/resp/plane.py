@@ -41,7 +41,7 @@ from lmcache_redis.resp.control import (
 )
 from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask
 from lmcache_redis.resp.net.commands import Command, Use, needed
-from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
+from lmcache_redis.resp.net.wire import escape_pattern, keys_commands, prefix_pattern
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import RedisOptions, parse_deployment, uses_of
 from lmcache_redis.resp.transfers import Read, Write
@@ -313,30 +313,33 @@ class RedisPlane:
         deadline: float,
         done: Done[RemoveResult],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
         """UNLINK all stripes of a chunk, before scans. Stripe 0, which hides it, waits for nothing.
 
         If their number is not known, the header tells it, if the user may GETRANGE. With
-        `only_store` the header is asked for first; if that is refused, the chunk is removed.
+        `newest_unix_ms` the header is asked for first; if that is refused, the chunk is removed.
         UNAVAILABLE if a stripe could not be asked for: its shard is down, or its slot moves.
         """
-        remove_chunk(self._nodes, key, deadline, done, stripe_count, only_store)
+        remove_chunk(self._nodes, key, deadline, done, stripe_count, newest_unix_ms)
 
-    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
+    def clear(
+        self, key_prefixes: Sequence[bytes], deadline: float, done: Done[RemoveResult]
+    ) -> None:
+        """UNLINK every key that begins with one of the prefixes, in small steps, after scans.
 
-        Raises ValueError unless the prefix is that of our keys (user prefix + b"lmcr1:" ...).
+        Raises ValueError unless they are those of our keys (user prefix + b"lmcr1:" ...).
         """
-        if KEY_MAGIC not in key_prefix:
-            raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
-        removed: list[int] = []
+        for prefix in key_prefixes:
+            if KEY_MAGIC not in prefix:
+                raise ValueError(f"{prefix!r} is not the beginning of keys of this package")
+        beginnings, removed = tuple(key_prefixes), list[int]()
 
         def found(some: list[bytes]) -> Sequence[bytes]:
-            # Whatever the server matched, only keys with this prefix are ours to delete.
-            return [key for key in some if key.startswith(key_prefix)]
+            # The pattern matches others too, and only keys with these prefixes are ours to delete.
+            return [key for key in some if key.startswith(beginnings)]
 
-        steps = partial(walk_keys, escape_pattern(key_prefix) + b"*", found, removed=removed.append)
+        steps = partial(walk_keys, prefix_pattern(beginnings), found, removed=removed.append)
         self._walk(steps, deadline, lambda outcome: done(RemoveResult(outcome, sum(removed))))
 
     # --------------------------------------------------------------- what they share

@@ -60,7 +60,7 @@ from lmcache_redis.resp.bulk import (
     StripeFailure,
 )
 from lmcache_redis.resp.health import DataServer, stop_for
-from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask, TaskQueue
+from lmcache_redis.resp.jobs import ChunkJob, StripeTask, TaskQueue
 from lmcache_redis.resp.lanes import SEALED_TOGETHER, BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix, value_head
 from lmcache_redis.seal import Opened
@@ -135,10 +135,6 @@ class Read(ChunkJob[ReadOutcome]):
         else:
             self.advance(found)
 
-    def leave(self, jobs: Jobs) -> None:
-        self.chunk.store_id = self._store_id
-        super().leave(jobs)
-
 
 class Reader(BulkWorker):
     """A thread with GET connections."""
@@ -211,7 +207,7 @@ class Write(ChunkJob[WriteOutcome]):
         self, chunk: ChunkIO, done: WriteDone, store_id: bytes, created_unix_ms: int
     ) -> None:
         super().__init__(chunk, done)
-        self.store_id = chunk.store_id = store_id
+        self.store_id = store_id
         self.created_unix_ms = created_unix_ms
 
     def acknowledged(self) -> None:

@@ -22,6 +22,9 @@ from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.tiers import CallOutcome, Done, RemoveResult
 
 _UNLINKS = partial(ask_each, partial(keys_commands, b"UNLINK"), parse_count, step_keys=STEP_KEYS)
+# What `_unlink_first` has found.
+_First = tuple[int, int]
+_NEWER: _First = (0, -1)
 
 
 def remove_chunk(
@@ -30,7 +33,7 @@ def remove_chunk(
     deadline: float,
     done: Done[RemoveResult],
     stripe_count: int,
-    only_store: bytes,
+    newest_unix_ms: int | None,
 ) -> None:
     """See `RedisPlane.remove`."""
     removed = 0  # stripe 0, if it was the first
@@ -39,50 +42,54 @@ def remove_chunk(
         counts = [reply for reply in replies if reply is not None]
         if outcome is CallOutcome.DONE and len(counts) < len(replies):
             outcome = CallOutcome.UNAVAILABLE
-        done(RemoveResult(outcome, removed + sum(counts)))
+        done(RemoveResult(outcome, removed + sum(counts), stripe_count))
 
-    def hidden(outcome: CallOutcome, found: Sequence[tuple[int, int] | None]) -> None:
-        nonlocal removed
+    def hidden(outcome: CallOutcome, found: Sequence[_First | None]) -> None:
+        nonlocal removed, stripe_count
         if outcome is not CallOutcome.DONE or (first := found[0]) is None:
             is_done = outcome is CallOutcome.DONE
             done(RemoveResult(CallOutcome.UNAVAILABLE if is_done else outcome))
             return
-        removed, stripes = first
-        others = range(1, max(stripes, stripe_count) if stripes else 0)
+        if first == _NEWER:
+            done(RemoveResult(CallOutcome.DONE))
+            return
+        removed, seen = first
+        stripe_count = max(stripe_count, seen)
         try:
-            unlink([stripe_key(key, index) for index in others])
+            unlink(range(1, stripe_count))
         except RuntimeError:  # the plane was closed in the meantime
-            done(RemoveResult(CallOutcome.CANCELLED, removed))
+            done(RemoveResult(CallOutcome.CANCELLED, removed, stripe_count))
 
-    def unlink(names: Sequence[bytes]) -> None:
+    def unlink(stripes: range) -> None:
+        names = [stripe_key(key, index) for index in stripes]
         nodes.ask_for_each(_UNLINKS, deadline, None, names, unlinked)
 
-    if stripe_count and not only_store:
-        unlink([stripe_key(key, index) for index in range(stripe_count)])
+    if stripe_count and newest_unix_ms is None:
+        unlink(range(stripe_count))
     else:
-        steps = partial(_unlink_first, only_store)
+        steps = partial(_unlink_first, newest_unix_ms)
         nodes.ask_for_each(steps, deadline, None, [stripe_key(key, 0)], hidden)
 
 
-def _unlink_first(only_store: bytes, keys: Sequence[bytes]) -> Steps[list[Any]]:
-    """UNLINK the stripe 0 of a chunk, unless another store than the named one has written it.
+def _unlink_first(newest_unix_ms: int | None, keys: Sequence[bytes]) -> Steps[list[Any]]:
+    """UNLINK the stripe 0 of a chunk, unless it says that it was stored later than that.
 
-    One result: how many keys were deleted, and how many stripes the chunk has, 1 if that cannot be
-    seen, 0 if it stays; or a RedisRedirect. The header is a GETRANGE, which may be refused.
+    One result: how many keys were deleted, and how many stripes the chunk has, 0 if that cannot be
+    seen; `_NEWER` if it stays; or a RedisRedirect. The header is a GETRANGE, which may be refused.
     """
     question, unlink = header_commands(keys), keys_commands(b"UNLINK", keys)
-    if only_store:
-        connection = yield (question,), 1
-        header = parse_header(connection.receive_all()[0])
-        if header is not None and header.store_id != only_store:
-            return [(0, 0)]
-        connection = yield (unlink,), 1
-        (reply,) = connection.receive_all()
-    else:
+    if newest_unix_ms is None:
         connection = yield (question, unlink), 2
         told, reply = connection.receive_all()
         header = parse_header(told)
+    else:
+        connection = yield (question,), 1
+        header = parse_header(connection.receive_all()[0])
+        if header is not None and header.created_unix_ms > newest_unix_ms:
+            return [_NEWER]
+        connection = yield (unlink,), 1
+        (reply,) = connection.receive_all()
     removed = result_of(reply, parse_count)
     if isinstance(removed, RedisRedirect):
         return [removed]
-    return [(removed, header.stripe_count if header is not None else 1)]
+    return [(removed, header.stripe_count if header is not None else 0)]

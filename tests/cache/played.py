@@ -49,8 +49,8 @@ class PlayedTier:
         self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
         self.described: list[tuple[bytes, Callable[[FramesResult], None]]] = []
         self.removed: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
-        self.removed_as: list[tuple[int, bytes]] = []
-        self.cleared: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
+        self.removed_as: list[tuple[int, int | None]] = []
+        self.cleared: list[tuple[Sequence[bytes], float, Callable[[RemoveResult], None]]] = []
         self.read: list[ChunkIO] = []
         self.written: list[Any] = []
         self.cancelled: list[ChunkIO] = []
@@ -113,15 +113,15 @@ class PlayedTier:
         deadline: float,
         done: Callable[[RemoveResult], None],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
         self.removed.append((key, done))
-        self.removed_as.append((stripe_count, only_store))
+        self.removed_as.append((stripe_count, newest_unix_ms))
 
     def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[RemoveResult], None]
+        self, key_prefixes: Sequence[bytes], deadline: float, done: Callable[[RemoveResult], None]
     ) -> None:
-        self.cleared.append((key_prefix, done))
+        self.cleared.append((key_prefixes, deadline, done))
 
     def close(self, deadline_s: float) -> bool:
         return True

@@ -67,7 +67,7 @@ def test_chunks_come_back_from_disk_and_from_redis(both: Both, server: RedisServ
     assert both.look_up() == {"all": 5, "disk": 5, "Redis": 0}
     both.cache.pool.clear()
     for name in HASHES[:3]:
-        both.disk.clear(FORM.key(name), time.monotonic() + 10, lambda result: None)
+        both.disk.clear([FORM.key(name)], time.monotonic() + 10, lambda result: None)
         wait_until(lambda name=name: not both.disk.lookup(FORM.key(name)))
     server.command("DEL", *[FORM.key(name) + b"\0\1" for name in HASHES[3:]])
     assert both.look_up() == {"all": 5, "disk": 2, "Redis": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -30,8 +31,8 @@ class Played(World):
     def swept(self, outcome: CallOutcome = CallOutcome.DONE) -> None:
         """The sweep that has begun ends."""
         self.run(lambda: self.tier.cleared)
-        ((prefix, done),) = self.tier.cleared
-        assert prefix == PREFIX
+        ((prefixes, _, done),) = self.tier.cleared
+        assert prefixes == [PREFIX]
         self.tier.cleared.clear()
         done(RemoveResult(outcome))
         self.loop.run_posted()
@@ -40,6 +41,14 @@ class Played(World):
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     monkeypatch.setattr(clearing, "_AGAIN_S", 0.001)
+    played = Played()
+    yield played
+    played.close()
+
+
+@pytest.fixture
+def slow() -> Iterator[Played]:
+    """With the pauses of every day."""
     played = Played()
     yield played
     played.close()
@@ -69,6 +78,43 @@ def test_a_tier_is_cleared_for_good_by_two_sweeps(played: Played) -> None:
     assert played.counted("clears_failed") == {"clears_failed": 4}
     assert played.loop.run_due() > 0
     assert not played.tier.cleared
+
+
+def test_one_pass_at_a_time_of_all_that_is_due(slow: Played) -> None:
+    """A pass looks at every key of a server."""
+    epochs = [[b"%d.%d" % (epoch, rank) for rank in range(32)] for epoch in range(3)]
+    for prefixes in epochs:
+        slow.cache.clear(prefixes, for_good=True)
+    for due in (epochs[0], [*epochs[1], *epochs[2]]):
+        ((prefixes, _, done),) = slow.tier.cleared
+        assert prefixes == due
+        slow.tier.cleared.clear()
+        done(RemoveResult(CallOutcome.DONE))
+        slow.loop.run_posted()
+    assert not slow.tier.cleared, "the second time is a while after the first"
+
+
+def test_a_pass_has_more_time_after_a_failure(
+    slow: Played, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it takes to look at every key, one ends."""
+    outcomes = [*[CallOutcome.TIMED_OUT] * 7, CallOutcome.DONE, CallOutcome.DONE]
+    minutes = []
+    for number, outcome in enumerate(outcomes):
+        slow.cache.clear([PREFIX], for_good=not number)
+        ((_, deadline_s, _),) = slow.tier.cleared
+        minutes.append(round((deadline_s - time.monotonic()) / 60))
+        slow.swept(outcome)
+    assert minutes == [1, 2, 4, 8, 16, 32, 60, 60, 1]
+    assert caplog.text.count("stay in Redis") == 7
+    assert caplog.text.count("tried again in") == 1
+    assert "stay in Redis (tried again in 60 s): not answered before its deadline" in caplog.text
+
+
+def test_nothing_to_clear_asks_nothing(slow: Played) -> None:
+    assert slow.cache.clear([], for_good=True) == 0
+    assert not slow.tier.cleared
+    assert not slow.loop._heap, "nor later"
 
 
 def test_any_other_clear_is_one_sweep(played: Played) -> None:
@@ -104,7 +150,7 @@ def test_what_arrives_late_is_removed(server: RedisServer, monkeypatch: pytest.M
 
 
 def test_the_newest_ended_epochs_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clearing, "_MOST_ENDED", 3)
+    monkeypatch.setattr(clearing, "_MOST_PREFIXES", 3)
     ended = EndedPrefixes()
     names = [b"%d" % number * (1 + number % 2) for number in range(5)]
     for name in (*names, *names[3:]):

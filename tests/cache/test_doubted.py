@@ -1,8 +1,9 @@
-"""Removals that fail: tried again, without a load, a skipped store or a lost one meanwhile."""
+"""Wrong chunks: removed until that succeeds; before, not loaded and no reason to skip a store."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,13 +15,16 @@ from lmcache_redis.tiers import (
     REDIS_COUNTERS,
     CallOutcome,
     ExistsResult,
+    ReadOutcome,
     RemoveResult,
     WriteOutcome,
 )
+from tests.acl import PASSWORD
 from tests.cache.played import FORM, HASHES, PlayedTier, World
+from tests.resp.helpers import Chunk, read, running, write
+from tests.servers import RedisServer
 
 KEY = FORM.key(HASHES[0])
-WRONG, OTHER = b"wrong", b"other"
 
 
 class Removing(World):
@@ -30,8 +34,7 @@ class Removing(World):
         self.tier = PlayedTier("Redis")
         super().__init__([(self.tier, REDIS_COUNTERS)])
         self.results: list[RemoveResult] = []
-        self.entry = self.hold(HASHES[0])
-        self.entry.store_id = WRONG
+        self.hold(HASHES[0])
 
     @property
     def queue(self) -> WriteBehind:
@@ -53,7 +56,6 @@ class Removing(World):
     def stored(self, entry: Entry) -> None:
         (job,) = self.tier.written
         assert job.entry is entry
-        job.store_id = OTHER
         self.tier.write_done(job, WriteOutcome.STORED)
         self.loop.run_posted()
 
@@ -63,26 +65,40 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Removing]:
     monkeypatch.setattr(doubted, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(doubted, "_LONGEST_PAUSE_S", 0.05)
     world = Removing()
-    world.cache.remove(KEY, world.entry)
+    world.cache.remove(KEY, FORM.stripe_count)
     yield world
     world.close()
 
 
 def test_it_is_tried_until_it_succeeds(world: Removing, caplog: pytest.LogCaptureFixture) -> None:
-    assert world.tier.removed_as == [(FORM.stripe_count, b"")]
+    assert world.tier.removed_as == [(FORM.stripe_count, None)]
     for attempts in range(1, 6):
         world.fail()
         assert world.counted() == {"failed_removals": attempts}
         assert (world.cache.failed_removals, world.cache.backlog) == (1, 0)
         assert world.queue.is_removing(KEY)
         world.next_attempt()
-    # A later attempt leaves alone what somebody else has stored since.
-    assert world.tier.removed_as[1:] == [(FORM.stripe_count, WRONG)] * 5
+    later = {*world.tier.removed_as[1:]}
+    assert [stripe_count for stripe_count, _ in later] == [FORM.stripe_count]
     world.answer(CallOutcome.DONE)
     assert (world.cache.failed_removals, world.queue.is_removing(KEY)) == (0, False)
     assert caplog.text.count(KEY.hex()) == 1
     world.cache.say_what_stays()
     assert caplog.text.count(KEY.hex()) == 1
+
+
+def test_a_later_attempt_leaves_what_is_newer(world: Removing) -> None:
+    """Than the moment at which the chunk was found wrong, as far as clocks agree."""
+    world.answer(CallOutcome.DONE)
+    before_ms = time.time_ns() // 1_000_000
+    world.cache.remove(KEY)
+    after_ms = time.time_ns() // 1_000_000
+    world.fail()
+    world.next_attempt()
+    _, newest_unix_ms = world.tier.removed_as[-1]
+    assert newest_unix_ms is not None
+    assert before_ms <= newest_unix_ms - doubted.CLOCKS_DIFFER_MS <= after_ms
+    world.answer(CallOutcome.DONE)
 
 
 def test_meanwhile_it_is_not_loaded(world: Removing) -> None:
@@ -103,7 +119,6 @@ def test_the_next_store_asks_nothing_and_takes_its_place(world: Removing) -> Non
     world.stored(entry)
     assert not world.queue.is_removing(KEY)
     assert world.cache.failed_removals == 0
-    assert entry.store_id == OTHER
     ended: list[None] = []
     world.loop.after(0.2, lambda: ended.append(None))  # longer than the longest pause
     world.run(lambda: ended)
@@ -163,21 +178,51 @@ def test_nothing_is_sent_while_the_tier_is_down(world: Removing) -> None:
     world.answer(CallOutcome.DONE)
 
 
-def test_the_caller_is_told_of_the_first_attempt_alone(world: Removing) -> None:
+def test_what_a_caller_removes_is_tried_once(
+    world: Removing, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later attempt would remove what others have stored since."""
     world.answer(CallOutcome.DONE)
+    caplog.clear()
     world.queue.remove(KEY, math.inf, world.results.append)
-    for _ in range(3):
-        world.fail()
-        assert world.results == [RemoveResult(CallOutcome.UNAVAILABLE)]
-        world.next_attempt()
-    # Another call takes its place, also while an attempt is in flight.
-    world.queue.remove(KEY, math.inf, world.results.append)
+    assert world.queue.is_removing(KEY)
     world.fail()
+    assert world.results == [RemoveResult(CallOutcome.UNAVAILABLE)]
+    assert (world.queue.is_removing(KEY), world.cache.failed_removals) == (False, 0)
+    ended: list[None] = []
+    world.loop.after(0.2, lambda: ended.append(None))  # longer than the longest pause
+    world.run(lambda: ended)
+    world.cache.begin_writes()
+    assert not world.tier.removed
+    world.cache.say_what_stays()
+    assert (caplog.text, world.counted("failed")) == ("", {})
+
+
+def test_a_chunk_is_found_wrong_again(world: Removing) -> None:
+    """During an attempt, and after it."""
+    for attempts in (2, 1):
+        world.cache.remove(KEY)
+        for _ in range(attempts):
+            world.next_attempt()
+            world.fail()
+        assert world.cache.failed_removals == 1
     world.next_attempt()
     world.answer(CallOutcome.DONE)
-    assert world.results[1:] == [RemoveResult(CallOutcome.DONE, 1)]
     assert not world.queue.is_removing(KEY)
     assert len(world.queue) == 0
+
+
+def test_what_an_attempt_has_seen_is_known_to_the_next(world: Removing) -> None:
+    """Stripe 0, which says how many there are, may be gone."""
+    world.answer(CallOutcome.DONE)
+    world.cache.remove(KEY)
+    ((_, done),) = world.tier.removed
+    world.tier.removed.clear()
+    done(RemoveResult(CallOutcome.UNAVAILABLE, 1, 10))
+    world.loop.run_posted()
+    world.next_attempt()
+    assert [stripe_count for stripe_count, _ in world.tier.removed_as[1:]] == [0, 10]
+    world.answer(CallOutcome.DONE)
 
 
 def test_after_one_success_the_others_follow_together(world: Removing) -> None:
@@ -230,3 +275,33 @@ def test_an_owner_that_stops_tries_once_more_and_says_what_stays(
     world.cache.say_what_stays()
     assert KEY.hex() not in caplog.text
     assert FORM.key(HASHES[1]).hex() in caplog.text
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("stored", ["before", "after"])
+def test_what_is_stored_after_a_chunk_was_found_wrong_stays(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, stored: str
+) -> None:
+    """As far as clocks agree: here they do."""
+    monkeypatch.setattr(doubted, "CLOCKS_DIFFER_MS", 0)
+    chunk = Chunk(1, 10_000, 1000, seed=1)
+    user = ("ACL", "SETUSER", "limited", "reset", "on", f">{PASSWORD}", "~*", "+@all")
+    server.command(*user, "-unlink")
+    url = f"redis://limited:{PASSWORD}@127.0.0.1:{server.port}"
+    with running(url) as plane, running(server.url) as other:
+        world = World([(plane, REDIS_COUNTERS)])
+        assert write(other, chunk) == [WriteOutcome.STORED]
+        time.sleep(0.002)
+        world.cache.remove(chunk.key, chunk.stripe_count)
+        world.run(lambda: world.cache.failed_removals)
+        if stored == "after":
+            time.sleep(0.002)
+            assert write(other, chunk) == [WriteOutcome.STORED]
+        server.command(*user)
+        world.run(lambda: not world.cache.failed_removals and not world.cache.backlog)
+        assert not world.cache.queues[0].is_removing(chunk.key)
+        is_there = read(other, chunk) == [ReadOutcome.LOADED]
+        assert is_there == (stored == "after")
+        assert server.command("DBSIZE") == is_there * chunk.stripe_count
+        world.close()
+    server.command("ACL", "DELUSER", "limited")

@@ -659,7 +659,7 @@ class Served(World):
         """As another node finds it: nothing in memory or on disk."""
         self.cache.pool.clear()
         for form in self.forms:
-            self.disk.clear(form.names.common, time.monotonic() + 10, lambda result: None)
+            self.disk.clear([form.names.common], time.monotonic() + 10, lambda result: None)
         wait_until(
             lambda: not any(self.disk.keys(f.names.common, 0.0, 99).keys for f in self.forms)
         )

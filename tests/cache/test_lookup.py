@@ -22,6 +22,7 @@ from lmcache_redis.tiers import (
     ChunkIO,
     ExistsResult,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
@@ -308,11 +309,34 @@ def test_a_cancelled_lookup_gives_everything_back(tiers: Tiers) -> None:
     assert tiers.cache.pool.pinned == 0
 
 
+def test_what_is_wrong_is_not_asked_about(tiers: Tiers) -> None:
+    """So no answer teaches what an answer takes."""
+    tiers.cache.rates[-1].answered(0.02)
+    tiers.cache.remove(KEYS[1])
+    tiers.look_up()
+    assert [keys for keys, _ in tiers.redis.scanned] == [KEYS[:1]]
+    tiers.answer_scan(0)
+    latency_s = tiers.cache.rates[-1].latency_s
+    tiers.hold(HASHES[0])
+    tiers.look_up()
+    tiers.loop.run_posted()
+    assert not tiers.redis.scanned
+    assert tiers.cache.rates[-1].latency_s == latency_s
+    assert [length for length, _ in tiers.found] == [0, 1]
+    for tier in (tiers.disk, tiers.redis):
+        ((_, done),) = tier.removed
+        done(RemoveResult(CallOutcome.DONE, 1))
+    tiers.loop.run_posted()
+    tiers.look_up()
+    assert [keys for keys, _ in tiers.redis.scanned] == [KEYS[1:]]
+    tiers.answer_scan(0)
+
+
 def test_what_is_cleared_while_it_is_loaded_is_not_found(tiers: Tiers) -> None:
     tiers.look_up()
     tiers.answer_scan(5)
     assert tiers.cache.clear([FORM.names.common]) == 5
-    assert [tier.cleared[0][0] for tier in (tiers.disk, tiers.redis)] == [FORM.names.common] * 2
+    assert [tier.cleared[0][0] for tier in (tiers.disk, tiers.redis)] == [[FORM.names.common]] * 2
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
     assert len(tiers.cache.pool) == 0

@@ -105,9 +105,9 @@ def test_what_a_tier_says_of_its_chunks(tier: Tier) -> None:
     assert tier.keys(one, time.monotonic() + 10, 0).outcome is CallOutcome.OVER_LIMIT
     objects.cache.pool.clear()
     counted: RemoveResult = objects.ask(tier.remove, one)
-    assert counted == (CallOutcome.DONE, 3 if tier.name == "Redis" else 1)
+    assert counted[:2] == (CallOutcome.DONE, 3 if tier.name == "Redis" else 1)
     counted = objects.ask(tier.remove, one)
-    assert counted == (CallOutcome.DONE, 0)
+    assert counted[:2] == (CallOutcome.DONE, 0)
     assert tier.keys(NAMES.common, time.monotonic() + 10, 9) == (CallOutcome.DONE, [])
     objects.close()
 

@@ -307,6 +307,23 @@ def test_a_tier_that_takes_no_chunk_forgets_the_one_before(
     assert objects.counted("drop") == {"drop_redis_full": 1}
 
 
+def test_a_put_that_fails_removes_at_once_or_not_at_all(make: Callable[..., Objects]) -> None:
+    """Others may store meanwhile."""
+    tier = redis()
+    objects = make(tier, keeps=0)
+    tier.is_up = False
+    written = objects.put(A, b"abc")
+    ((_, done),) = tier.removed
+    tier.removed.clear()
+    assert objects.find(A) == [None]
+    done(RemoveResult(CallOutcome.UNAVAILABLE))
+    objects.loop.run_posted()
+    assert written == [False]
+    tier.is_up = True
+    assert (objects.cache.failed_removals, objects.cache.backlog) == (0, 0)
+    objects.objects.release(objects.loaded_from(tier, b"from another process"))
+
+
 def test_a_tier_that_is_down(make: Callable[..., Objects]) -> None:
     tier = redis()
     objects = make(tier, keeps=0)

@@ -218,17 +218,17 @@ def remove(
     chunk: Chunk,
     within_s: float = PATIENCE_S,
     stripe_count: int = 0,
-    only_store: bytes = b"",
+    newest_unix_ms: int | None = None,
 ) -> RemoveResult:
     answers, deadline = Answers(), time.monotonic() + within_s
-    plane.remove(chunk.key, deadline, answers.callback("remove"), stripe_count, only_store)
+    plane.remove(chunk.key, deadline, answers.callback("remove"), stripe_count, newest_unix_ms)
     result: RemoveResult = answers.wait(1)[0]
     return result
 
 
-def clear(plane: RedisPlane, prefix: bytes) -> Any:
+def clear(plane: RedisPlane, *prefixes: bytes) -> Any:
     answers = Answers()
-    plane.clear(prefix, time.monotonic() + PATIENCE_S, answers.callback("clear"))
+    plane.clear(prefixes, time.monotonic() + PATIENCE_S, answers.callback("clear"))
     return answers.wait(1)[0]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from lmcache_redis.resp import RedisPlane
+from lmcache_redis.resp.net.wire import prefix_pattern
 from lmcache_redis.tiers import CallOutcome, ExistsResult, WriteOutcome
 from tests.resp.helpers import (
     NAMESPACE,
@@ -80,10 +83,10 @@ def test_chunks_are_described_listed_and_removed(
         assert exists(plane, []) == (done, ())
         assert list_keys(plane) == (done, every)
         assert list_keys(plane, 5)[0] is CallOutcome.OVER_LIMIT
-        assert remove(plane, chunks[4]) == (done, 10)
-        assert remove(plane, chunks[4]) == (done, 0)
+        assert remove(plane, chunks[4])[:2] == (done, 10)
+        assert remove(plane, chunks[4])[:2] == (done, 0)
         assert list_keys(plane) == (done, every - {chunks[4].key})
-        assert clear(plane, STEM) == (done, 190)
+        assert clear(plane, STEM)[:2] == (done, 190)
         assert list_keys(plane) == (done, set())
 
 
@@ -93,8 +96,8 @@ def test_calls_to_a_server_that_is_gone() -> None:
         unavailable = CallOutcome.UNAVAILABLE
         assert describe(plane, [chunk.key]) == (unavailable, ())
         assert exists(plane, [chunk.key]) == (unavailable, ())
-        assert remove(plane, chunk) == (unavailable, 0)
-        assert clear(plane, STEM) == (unavailable, 0)
+        assert remove(plane, chunk)[:2] == (unavailable, 0)
+        assert clear(plane, STEM)[:2] == (unavailable, 0)
         assert list_keys(plane) == (unavailable, set())
         assert refresh(plane, [chunk]) == (unavailable, ())
 
@@ -106,10 +109,10 @@ def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
         client.mset(dict.fromkeys(foreign, b"x"))
     assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
     each = chunks[0].stripe_count
-    assert remove(plane, chunks[0]) == (CallOutcome.DONE, each)
+    assert remove(plane, chunks[0])[:2] == (CallOutcome.DONE, each)
     keys = 29 * each
     assert server.command("DBSIZE") == keys + len(foreign)
-    assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, keys)
+    assert clear(plane, b"lmcr1:" + NAMESPACE)[:2] == (CallOutcome.DONE, keys)
     with server.client() as client:
         assert sorted(client.keys()) == sorted(foreign)
     with pytest.raises(ValueError, match="not the beginning"):
@@ -122,8 +125,34 @@ def test_clear_takes_a_prefix_literally(plane: RedisPlane, server: RedisServer) 
     with server.client() as client:
         client.mset(dict.fromkeys(ours, b"x"))
         client.set(b"p:lmcr1:b" + b"n" * 15, b"x")
-    assert clear(plane, b"p:lmcr1:" + namespace) == (CallOutcome.DONE, 2000)
+    assert clear(plane, b"p:lmcr1:" + namespace)[:2] == (CallOutcome.DONE, 2000)
     assert server.command("DBSIZE") == 1
+
+
+def test_a_clear_of_several_prefixes_is_one_walk(plane: RedisPlane, server: RedisServer) -> None:
+    special = [bytes([each]) * 2 for each in b"[]^-*?\\\0\xff\r\n09az"]
+    prefixes = [b"lmcr1:" + each for each in special] + [b"lmcr1:longer"]
+    others = [b"lmcr1:" + bytes([a, b]) for a, b in itertools.pairwise(b"[]^-*?\\\0\xffaz9")]
+    ours = [prefix + b"%d" % n for prefix in prefixes for n in range(200)]
+    with server.client() as client:
+        client.mset(dict.fromkeys([*ours, *others, b"lmcr1:long"], b"x"))
+        client.config_resetstat()
+        assert clear(plane, *prefixes)[:2] == (CallOutcome.DONE, len(ours))
+        assert sorted(client.keys()) == sorted([*others, b"lmcr1:long"])
+        scans = client.info("commandstats")["cmdstat_scan"]["calls"]
+    assert scans < 3 * len(ours) / 512, "512 keys a step"
+    with pytest.raises(ValueError, match="not the beginning"):
+        clear(plane, *prefixes, b"x")
+
+
+def test_the_pattern_of_digests_matches_few_others(server: RedisServer) -> None:
+    """What the server matches for nothing, it sends for nothing."""
+    prefixes = [b"lmcr1:" + hashlib.sha256(b"%d" % n).digest()[:16] for n in range(32)]
+    others = [b"lmcr1:" + hashlib.sha256(b"other %d" % n).digest() for n in range(5000)]
+    with server.client() as client:
+        client.mset(dict.fromkeys([*prefixes, *others], b"x"))
+        found = {*client.scan_iter(prefix_pattern(prefixes), count=1000)}
+    assert found == {*prefixes}
 
 
 # ----------------------------------------------------------------------- refresh

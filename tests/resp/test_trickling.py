@@ -367,7 +367,7 @@ def _check_call(plane: RedisPlane, name: bytes, caplog: pytest.LogCaptureFixture
     elif name == b"SCAN":
         answers = Answers()
         prefix = first_key(1)[:10]
-        plane.clear(prefix, time.monotonic() + DEADLINE_S, answers.callback("clear"))
+        plane.clear([prefix], time.monotonic() + DEADLINE_S, answers.callback("clear"))
         assert plane.keys(prefix, time.monotonic() + DEADLINE_S).keys == []
         assert [answer.outcome.name for answer in answers.wait(1)] == [late]
         assert "list of chunks is not complete: not answered before its deadline" in caplog.text

@@ -70,10 +70,10 @@ class DiskStore:
             for each in [file] if evicted is None else evicted:
                 self._unlink(each)
 
-    def keys(self, prefix: bytes = b"") -> list[bytes]:
+    def keys(self, prefixes: bytes | tuple[bytes, ...] = b"") -> list[bytes]:
         with self._lock:
             keys = list(self._entries)
-        return [key for key in keys if key.startswith(prefix)]
+        return [key for key in keys if key.startswith(prefixes)]
 
     def find(self, key: bytes) -> StoredFile | None:
         """The chunk's file in the index, or None. No I/O; does not count as a use."""

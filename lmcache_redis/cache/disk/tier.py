@@ -161,18 +161,21 @@ class DiskTier:
         deadline: float,
         done: Done[RemoveResult],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
-        """See the contract. Nothing else stores here, and files have no stripes."""
+        """See the contract. Files have no stripes, and do not say when they were stored."""
 
         remove = partial(self._call, "a removal", partial(self.store.remove_or_keep, key))
         self._begin(self._reads, object(), deadline, remove, done, _not_removed)
 
-    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
+    def clear(
+        self, key_prefixes: Sequence[bytes], deadline: float, done: Done[RemoveResult]
+    ) -> None:
         """See the contract. Goes on after its deadline: each file's removal has its patience."""
 
         def clear() -> RemoveResult:
-            removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
+            keys = self.store.keys(tuple(key_prefixes))
+            removals = (partial(self.store.remove, key) for key in keys)
             removed = sum(self._call("a removal", each) or False for each in removals)
             return RemoveResult(self._answer_now, removed)
 

@@ -131,7 +131,6 @@ class CacheThread:
             self._woken.clear()
             self._loop.run_posted()
         self._loop.run_posted()  # what the tiers posted when they closed
-        self.objects.cache.say_what_stays(most=16)
         for future in self.calls:
             future.set_exception(RuntimeError("the backend is closed"))
         self.objects.cache.pool.clear()

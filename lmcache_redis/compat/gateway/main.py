@@ -116,5 +116,4 @@ async def _run(config: GatewayConfig) -> int:
         stack.close()
         objects.close(_CLOSE_S)
         await asyncio.sleep(0)  # runs what the tiers posted when they closed
-        cache.say_what_stays(most=16)
     return 0

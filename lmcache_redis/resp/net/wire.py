@@ -144,6 +144,21 @@ def escape_pattern(literal: bytes) -> bytes:
     return re.sub(rb"([\\*?\[\]^-])", rb"\\\1", literal)
 
 
+def prefix_pattern(prefixes: Sequence[bytes]) -> bytes:
+    """A MATCH pattern of what begins with one of the prefixes, and of few others.
+
+    It has one class a byte, of what the prefixes have there: they differ in digests.
+    """
+    places = (sorted(set(bytes_there)) for bytes_there in zip(*prefixes, strict=False))
+    return b"".join(map(_one_of, places)) + b"*"
+
+
+def _one_of(options: Sequence[int]) -> bytes:
+    if len(options) == 1:
+        return escape_pattern(bytes(options))
+    return b"[%b]" % b"".join([b"\\%c" % each for each in options])
+
+
 # ------------------------------------------------------------------- replies
 
 

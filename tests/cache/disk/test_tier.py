@@ -213,14 +213,18 @@ def test_a_clear_takes_what_begins_so_and_nothing_else(tier: DiskTier, directory
     stored(tier, 1, 2, 300)
     write(tier, other := Job(1, key=key_of(1, others)))
     assert ended(other) == [[WriteOutcome.STORED]]
-    cleared = answer(lambda done: tier.clear(PREFIX + bytes(7), math.inf, done))
+    cleared = answer(lambda done: tier.clear([PREFIX + bytes(7)], math.inf, done))
     assert cleared == RemoveResult(CallOutcome.DONE, 2)
     assert len(files(directory)) == 2
     assert tier.lookup(key_of(300))
-    cleared = answer(lambda done: tier.clear(PREFIX, math.inf, done))
+    cleared = answer(lambda done: tier.clear([PREFIX], math.inf, done))
     assert cleared == RemoveResult(CallOutcome.DONE, 1)
     assert tier.lookup(key_of(1, others))
     assert tier.store.used_bytes == 4096 * 4
+    stored(tier, 1, 2)
+    beginnings = [PREFIX, key_of(1, others)]
+    cleared = answer(lambda done: tier.clear(beginnings, math.inf, done))
+    assert cleared == RemoveResult(CallOutcome.DONE, 3)
 
 
 class Gate:
@@ -286,7 +290,7 @@ def test_close_lets_writes_finish(directory: Path) -> None:
     read(tier, late[0])
     write(tier, late[1])
     assert [job.said for job in late] == [[ReadOutcome.CANCELLED], [WriteOutcome.CANCELLED]]
-    assert answer(lambda done: tier.clear(b"", 0, done)).outcome is CallOutcome.CANCELLED
+    assert answer(lambda done: tier.clear([b""], 0, done)).outcome is CallOutcome.CANCELLED
     assert DiskTier(directory, 1 << 20).close(1)
 
 
@@ -500,9 +504,9 @@ def test_a_clear_that_hangs_goes_on_when_the_disk_is_back(
 
     monkeypatch.setattr(ChunkFiles, "remove", hang_and_remove)
     unavailable = CallOutcome.UNAVAILABLE
-    assert answer(lambda done: tier.clear(PREFIX, math.inf, done)).outcome is unavailable
+    assert answer(lambda done: tier.clear([PREFIX], math.inf, done)).outcome is unavailable
     assert "a removal has not returned" in tier.state.reason
-    assert answer(lambda done: tier.clear(PREFIX, math.inf, done)).outcome is unavailable
+    assert answer(lambda done: tier.clear([PREFIX], math.inf, done)).outcome is unavailable
     release.set()
     wait_until(lambda: not files(directory))
     assert tier.store.used_bytes == 0

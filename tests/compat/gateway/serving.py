@@ -171,7 +171,7 @@ class DictTier:
         deadline: float,
         done: Callable[[RemoveResult], None],
         stripe_count: int = 0,
-        only_store: bytes = b"",
+        newest_unix_ms: int | None = None,
     ) -> None:
         removed = self.chunks.pop(_parsed(key), None)
         done(RemoveResult(CallOutcome.DONE, removed is not None))
@@ -187,7 +187,7 @@ class DictTier:
         return KeysResult(CallOutcome.DONE, keys)
 
     def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[RemoveResult], None]
+        self, key_prefixes: Sequence[bytes], deadline: float, done: Callable[[RemoveResult], None]
     ) -> None:
         raise AssertionError("a gateway clears nothing")
 
