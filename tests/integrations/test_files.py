@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
+from vllm import plugins
 from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -22,6 +23,7 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     look_at_files,
     require_looks,
 )
+from lmcache_redis.integrations.vllm.wrapping import wrap_once
 from tests.integrations.test_identity import LLAMA
 from tests.integrations.test_weights import write_safetensors
 
@@ -151,10 +153,43 @@ def test_every_process_of_an_engine_looks_first(config: VllmConfig) -> None:
         assert not files._seen
 
 
-def test_a_failing_look_is_no_reason_for_vllm_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_look_is_no_reason_for_vllm_to_fail() -> None:
     class Owner:
         def __init__(self, value: int) -> None:
             self.value = value
 
-    files._call_first(Owner, "__init__", lambda *_: 1 // 0)
+    wrap_once(Owner, "__init__", files._after(lambda *_: 1 // 0))
     assert Owner(3).value == 3
+
+
+@pytest.mark.parametrize(
+    ("moved", "without"),
+    [
+        ("vllm.v1.executor.abstract.Executor", "the cache stays off"),
+        ("vllm.v1.worker.worker_base.WorkerWrapperBase", "the cache stays off"),
+        ("vllm.v1.worker.worker_base.WorkerWrapperBase.init_device", "the cache stays off"),
+        ("vllm.platforms.interface.Platform.is_cpu", "no earlier epoch"),
+        (
+            "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory",
+            "there is no LMCacheRedisConnector",
+        ),
+        ("vllm.v1.kv_offload.tiering.factory.SecondaryTierFactory._registry", "no type redis"),
+    ],
+)
+def test_a_vllm_that_has_moved_something_starts(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    moved: str,
+    without: str,
+) -> None:
+    """vLLM loads plugins without a guard, whether the connector is used or not."""
+    monkeypatch.setenv("VLLM_PLUGINS", "lmcache_redis")
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    monkeypatch.delattr(moved)
+    with caplog.at_level("WARNING", logger="vllm.lmcache_redis"):
+        plugins.load_general_plugins()
+    (sentence,) = [each.getMessage() for each in caplog.records if each.name.endswith("_redis")]
+    assert without in sentence
+    with pytest.raises(Unsupported, match="was not seen reading"):
+        require_looks(config)

@@ -111,3 +111,58 @@ def test_full_attention_alone_needs_no_room_of_its_own(pool: BlockPool) -> None:
     planner.load(tracked(8, "first"), [list(range(1, 17))], 4 * CHUNK)
     pool.get_new_blocks(pool.get_num_free_blocks())
     assert planner.has_room(tracked(8, "second"), 4 * CHUNK)
+
+
+class CountedBlock:
+    """A block that counts how often somebody asks which one it is."""
+
+    is_null = False
+
+    def __init__(self, number: int) -> None:
+        self.number, self.asked = number, 0
+
+    @property
+    def block_id(self) -> int:
+        self.asked += 1
+        return self.number
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), window(8 * CHUNK)]])
+@pytest.mark.parametrize("loaded_chunks", [0, 2])
+def test_what_a_request_begins_with_is_looked_at_once(
+    pool: BlockPool, specs: list[Any], loaded_chunks: int
+) -> None:
+    """Most of a long prompt is in vLLM's own cache, and this is the scheduler's time."""
+    chunks, provenance = 8, planner_of(pool, *specs).provenance
+    local, end = (chunks - loaded_chunks) * CHUNK, chunks * CHUNK
+    blocks: Any = [
+        [CountedBlock(group * 1000 + number) for number in range(end // BLOCK + 1)]
+        for group in range(len(specs))
+    ]
+    provenance.fills(tracked(chunks + 1, "before"), blocks, local)
+    counted = [each for group in blocks for each in group]
+    for each in counted:
+        each.asked = 0
+    request = tracked(chunks + 1)
+    request.origin.local_tokens, request.origin.loaded_tokens = local, end - local
+    provenance.begins(request, blocks, end)
+    provenance.fills(request, blocks, end + BLOCK)
+    assert request.origin.known_tokens > end
+    assert all(each.asked == 1 for each in counted if each.number % 1000 < local // BLOCK)
+    again = tracked(chunks + 1, "again")
+    again.origin.local_tokens = end + BLOCK
+    provenance.begins(again, blocks, end + BLOCK)
+    assert again.origin.known_tokens > end + BLOCK
+
+
+def test_the_last_block_says_nothing_of_those_before(pool: BlockPool) -> None:
+    """All is forgotten while a request runs that fills more blocks, or a sibling fills one anew."""
+    provenance = planner_of(pool, full()).provenance
+    blocks = blocks_of(pool, [list(range(1, 17))])
+    before, request = tracked(4, "before"), tracked(4)
+    provenance.fills(before, blocks, 2 * CHUNK)
+    provenance.forget()
+    provenance.fills(before, blocks, 4 * CHUNK)
+    request.origin.local_tokens = 4 * CHUNK
+    provenance.begins(request, blocks, 4 * CHUNK)
+    assert request.origin.known_tokens == 0

@@ -6,13 +6,17 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 connector       vLLM's interface, in the scheduler and in workers
 scheduler       in each step, what to look up, load and store
 requests        requests: their options, names and lookups
+lookups         what can be loaded of a prompt; `prefill` says what computing it takes
 planning        the blocks of loads and stores, references to them, and whether there is room
+provenance      whose KV is in vLLM's blocks
+steps           the steps whose output vLLM has not taken
 worker          loads and stores of a worker, from their start to their end
 setup           makes these parts, and registers a worker's KV cache
 support         which engines can be cached, and the groups of their layers
 identity        what decides the bytes of the KV cache, besides its layout
 engine          what the connector needs of vLLM's engine beyond its interface: updates of weights,
-                pauses, resets; `parameters` tells whether the weights in memory have changed
+                pauses, resets; `parameters` tells whether the weights in memory have changed,
+                and `wrapping` wraps vLLM's methods
 epoch           separates the KV of old weights from that of new ones
 guard           keeps errors of the cache out of the engine
 reports         statistics, spans and events
@@ -20,10 +24,14 @@ reports         statistics, spans and events
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.lmcache_redis")
 
 CONNECTOR_NAME = "LMCacheRedisConnector"
 TIER_TYPE = "redis"
@@ -33,26 +41,46 @@ def register() -> None:
     """Registers the connector, and the tier of vLLM's own (`vllm_tier`), once per process.
 
     From now on, the files of a model are looked at before vLLM reads them (`identity.files`).
+    vLLM calls this whether the connector is used or not, and an error here would end it: whatever
+    this vLLM has moved, it starts.
     """
+    _guarded(_register_connector, f"there is no {CONNECTOR_NAME}")
+    _guarded(_watch_loading, "of models in local files the cache stays off")
+    _guarded(_watch_packing, "on a CPU an engine returns to no earlier epoch")
+    _guarded(_register_tier, "vLLM's own tiers have no type redis")
+
+
+def _guarded(part: Callable[[], None], without: str) -> None:
+    try:
+        part()
+    except Exception as error:  # whatever an import raises
+        logger.warning("this vLLM is not known to lmcache_redis (%r): %s", error, without)
+
+
+def _register_connector() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from lmcache_redis.integrations.vllm.identity import files
-
-    files.watch_loading(_look_at_files)
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "lmcache_redis.integrations.vllm.connector", CONNECTOR_NAME
         )
-    _watch_packing()
+
+
+def _register_tier() -> None:
     try:
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-    except ImportError:  # a vLLM that has moved it: the connector needs none of it
+    except ImportError:  # a vLLM without tiers
         return
     if TIER_TYPE not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(
             TIER_TYPE, "lmcache_redis.integrations.vllm_tier", "RedisTierManager"
         )
+
+
+def _watch_loading() -> None:
+    from lmcache_redis.integrations.vllm.identity.files import watch_loading
+
+    watch_loading(_look_at_files)
 
 
 def _watch_packing() -> None:

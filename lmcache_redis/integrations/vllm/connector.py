@@ -3,7 +3,7 @@
 No error of the cache reaches the engine: what is not cached is computed. Every entry point is
 guarded.
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to 0.33
-(0.33 was read, not run).
+(of 0.33 the scheduler was run, the workers read).
 """
 
 from __future__ import annotations

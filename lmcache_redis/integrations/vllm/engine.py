@@ -4,7 +4,7 @@ The engine makes the scheduler, and the scheduler makes the connector, so both a
 stack (`Engine.found`). These methods are wrapped; they run in the scheduler's process, between two
 steps:
 
-collective_rpc        every update of weights goes through it
+collective_rpc        every update of weights by vLLM goes through it; `parameters` notices others
 set_weight_version    names the weights
 sleep, wake_up        of the executor: at level 2 the weights are thrown away
 add_lora              reads an adapter, perhaps hours before its first request
@@ -15,7 +15,6 @@ update_from_output    of the scheduler (`Engine.watch_outputs`): it takes the ou
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import uuid
@@ -30,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from lmcache_redis.integrations.vllm.epoch import EpochChange, Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdaptersInMemory
 from lmcache_redis.integrations.vllm.parameters import Parameters, parameters_digest
+from lmcache_redis.integrations.vllm.wrapping import wrap, wrap_once
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -56,15 +56,12 @@ _HARMLESS = frozenset(
         "shutdown_weight_transfer_engine", "synchronize_device", "update_max_model_len", "wake_up",
     }
 )  # fmt: skip
+# Of those, methods that read adapters, or drop them from memory, as an update of weights may.
+_OF_ADAPTERS = ("add_lora", "remove_lora")
 # Methods that end an update: the weights may be those of an earlier epoch again.
 _LOADED = frozenset({"finish_weight_update", "reload_weights"})
 # From this level of sleep on, the weights are thrown away.
 _WITHOUT_WEIGHTS = 2
-# On a function of vLLM's that is wrapped.
-_WATCHED = "lmcache_redis_watched"
-
-# Of those, methods that read adapters, or drop them from memory, as an update of weights may.
-_OF_ADAPTERS = ("add_lora", "remove_lora")
 
 _T = TypeVar("_T")
 
@@ -170,16 +167,13 @@ class Engine:
 
         It never does for a step that raises, even if vLLM goes on.
         """
-        scheduler = self._scheduler()
-        update = scheduler.update_from_output
 
-        @functools.wraps(update)
-        def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        def around(update: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = update(scheduler_output, *args, **kwargs)
             taken(scheduler_output)
             return outputs
 
-        scheduler.update_from_output = watched
+        wrap(self._scheduler(), "update_from_output", around)
 
     def give_up_load(self, request: Request) -> None:
         """Frees the blocks of a request whose load has begun or ended; it starts over.
@@ -215,28 +209,24 @@ def watch_resets(
     during: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Calls ``before()`` at every reset of vLLM's prefix cache, which runs inside ``during()``."""
-    reset = pool.reset_prefix_cache
 
-    @functools.wraps(reset)
-    def watched() -> bool:
+    def around(reset: Callable[[], bool]) -> bool:
         before()
         with during():
             return bool(reset())
 
-    pool.reset_prefix_cache = watched
+    wrap(pool, "reset_prefix_cache", around)
 
 
 def watch_new_blocks(pool: BlockPool, given: Callable[[Sequence[KVCacheBlock]], None]) -> None:
     """Calls ``given(blocks)`` for blocks that a request gets to write to."""
-    get = pool.get_new_blocks
 
-    @functools.wraps(get)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def around(get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         blocks = get(*args, **kwargs)
         given(blocks)
         return blocks
 
-    pool.get_new_blocks = watched
+    wrap(pool, "get_new_blocks", around)
 
 
 def listen(listener: Any) -> None:
@@ -245,20 +235,15 @@ def listen(listener: Any) -> None:
     from vllm.v1.executor.abstract import Executor
 
     listeners.add(listener)
-    _watch(EngineCore, "collective_rpc", _watched_rpc)
-    _watch(EngineCore, "set_weight_version", _watched_version)
-    _watch(EngineCore, "add_lora", _watched_adapter)
-    _watch(Executor, "sleep", _watched_sleep)
-    _watch(Executor, "wake_up", _watched_wake_up)
-
-
-def _watch(owner: type, name: str, watched: Callable[[Any], Any]) -> None:
-    """Wraps a method once, whatever else wraps it."""
-    found = getattr(owner, name, None)  # this vLLM may not have it
-    if found is not None and not hasattr(found, _WATCHED):
-        wrapper = functools.wraps(found)(watched(found))
-        setattr(wrapper, _WATCHED, True)
-        setattr(owner, name, wrapper)
+    for owner, name, around in (
+        (EngineCore, "collective_rpc", _around_rpc),
+        (EngineCore, "set_weight_version", _around_version),
+        (EngineCore, "add_lora", _around_adapter),
+        (Executor, "sleep", _around_sleep),
+        (Executor, "wake_up", _around_wake_up),
+    ):
+        if hasattr(owner, name):  # this vLLM may not have it
+            wrap_once(owner, name, around)
 
 
 def _change_epochs(change: EpochChange, why: str) -> None:
@@ -266,71 +251,60 @@ def _change_epochs(change: EpochChange, why: str) -> None:
         listener.change_epoch(change, why)
 
 
-def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method == WEIGHTS_ID_RPC:
-            return _name_weights(core, *args, **kwargs)
-        change: EpochChange = Epochs.weights_may_differ  # also after a failure: some may be new
-        try:
-            result = collective_rpc(core, method, *args, **kwargs)
-            if method in _LOADED:
-                change = Epochs.weights_were_loaded
-            return result
-        finally:
-            if method not in _HARMLESS or method in _OF_ADAPTERS:
-                _adapters_read()
-            if method not in _HARMLESS:
-                name = method if isinstance(method, str) else "a function"
-                _change_epochs(change, f"collective_rpc of {name}")
-            elif method == _RESTORE_RPC:
-                _rename(core)
-
-    return watched
-
-
-def _watched_adapter(add_lora: Callable[..., bool]) -> Callable[..., bool]:
-    def watched(core: Any, lora_request: Any) -> bool:
-        try:
-            return add_lora(core, lora_request)
-        finally:
-            _adapters_read()
-
-    return watched
-
-
 def _adapters_read() -> None:
     for listener in list(listeners):
         listener.adapters_read()
 
 
-def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(core: Any, weight_version: str) -> Any:
-        result = set_weight_version(core, weight_version)
-        change = methodcaller("weights_have_version", weight_version)
-        _change_epochs(change, f"weight version {weight_version!r}")
+def _around_rpc(
+    collective_rpc: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if method == WEIGHTS_ID_RPC:
+        return _name_weights(core, *args, **kwargs)
+    change: EpochChange = Epochs.weights_may_differ  # also after a failure: some may be new
+    try:
+        result = collective_rpc(core, method, *args, **kwargs)
+        if method in _LOADED:
+            change = Epochs.weights_were_loaded
         return result
-
-    return watched
-
-
-def _watched_sleep(sleep: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(executor: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return sleep(executor, level, *args, **kwargs)
-        finally:
-            if level >= _WITHOUT_WEIGHTS:
-                _change_epochs(Epochs.weights_may_differ, f"sleep at level {level}")
-
-    return watched
+    finally:
+        if method not in _HARMLESS or method in _OF_ADAPTERS:
+            _adapters_read()
+        if method not in _HARMLESS:
+            name = method if isinstance(method, str) else "a function"
+            _change_epochs(change, f"collective_rpc of {name}")
+        elif method == _RESTORE_RPC:
+            _rename(core)
 
 
-def _watched_wake_up(wake_up: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        result = wake_up(executor, *args, **kwargs)
-        _change_epochs(Epochs.check_unknown, "the engine has woken")
-        return result
+def _around_adapter(add_lora: Callable[..., bool], core: Any, lora_request: Any) -> bool:
+    try:
+        return add_lora(core, lora_request)
+    finally:
+        _adapters_read()
 
-    return watched
+
+def _around_version(set_weight_version: Callable[..., Any], core: Any, weight_version: str) -> Any:
+    result = set_weight_version(core, weight_version)
+    change = methodcaller("weights_have_version", weight_version)
+    _change_epochs(change, f"weight version {weight_version!r}")
+    return result
+
+
+def _around_sleep(
+    sleep: Callable[..., Any], executor: Any, level: int = 1, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return sleep(executor, level, *args, **kwargs)
+    finally:
+        if level >= _WITHOUT_WEIGHTS:
+            _change_epochs(Epochs.weights_may_differ, f"sleep at level {level}")
+
+
+def _around_wake_up(wake_up: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> Any:
+    result = wake_up(executor, *args, **kwargs)
+    _change_epochs(Epochs.check_unknown, "the engine has woken")
+    return result
 
 
 def _name_weights(

@@ -108,8 +108,10 @@ class PrefixLookups:
             # What vLLM has of its prefix was not made under the names that it has now. Nothing is
             # loaded behind that, because vLLM would compute from there. Or it is being computed in
             # the step that vLLM is scheduling: then the next step knows.
-            lookup.doubted = not lookup.doubted
-            return None if lookup.doubted else 0
+            if lookup.asked_again:
+                return 0
+            lookup.asked_again = True
+            return None
         return tokens - local_tokens
 
     def _is_canary(self, tracked: Tracked, lookup: RequestLookup, tokens: int) -> bool:

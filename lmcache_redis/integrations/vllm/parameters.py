@@ -19,7 +19,6 @@ parameters: what is read is the memory that these are filled from.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 import struct
@@ -30,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lmcache_redis.integrations.vllm.wrapping import wrap_once
 
 _WORD_BYTES = 8
 _WORDS_AT_ONCE = 1 << 21  # the sum on a device takes five times 16 MiB of its memory
@@ -103,25 +104,19 @@ def parameters_digest(worker: Any) -> tuple[bytes, bytes | None]:
 def watch_packing(ops: Any) -> None:
     """From now on, what ``ops`` (``vllm._custom_ops``) packs has a digest of what was packed."""
     for name in _PACKERS:
-        pack = getattr(ops, name, None)
-        if pack is not None and not hasattr(pack, _PACKED_DIGEST):
-            setattr(ops, name, _watched_packer(pack))
+        if hasattr(ops, name):  # this vLLM may not have it
+            wrap_once(ops, name, _packed)
 
 
-def _watched_packer(pack: Any) -> Any:
-    @functools.wraps(pack)
-    def packer(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        packed = pack(weight, *args, **kwargs)
-        rows = weight.t() if weight.t().is_contiguous() else weight
-        digests = _Digests()
-        for each in (rows, *args, *kwargs.values()):
-            if isinstance(each, torch.Tensor):
-                digests.add("", each)
-        setattr(packed, _PACKED_DIGEST, digests.digest())
-        return packed
-
-    setattr(packer, _PACKED_DIGEST, b"")
-    return packer
+def _packed(pack: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    packed = pack(weight, *args, **kwargs)
+    rows = weight.t() if weight.t().is_contiguous() else weight
+    digests = _Digests()
+    for each in (rows, *args, *kwargs.values()):
+        if isinstance(each, torch.Tensor):
+            digests.add("", each)
+    setattr(packed, _PACKED_DIGEST, digests.digest())
+    return packed
 
 
 class _Digests:

@@ -13,7 +13,8 @@ What is known of a block holds for all tokens before it too: they were known whe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from lmcache_redis.integrations.vllm.engine import watch_new_blocks
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     Blocks = Sequence[Sequence[KVCacheBlock]]
+
+_NOTHING = None, 0  # is known of a block
 
 
 class BlockProvenance:
@@ -59,14 +62,15 @@ class BlockProvenance:
         """A request begins, or resumes, behind so many tokens: how many of them are known?"""
         if tracked.prefix is None:
             return
-        local, prefix = min(tracked.origin.local_tokens, computed_tokens), tracked.prefix
-        known = self._known_tokens(blocks, local, prefix)
+        origin, prefix = tracked.origin, tracked.prefix
+        local = min(origin.local_tokens, computed_tokens)
+        known = self._known_end(blocks, range(local), prefix)
         if known == local:
-            loaded = range(local, min(local + tracked.origin.loaded_tokens, computed_tokens))
+            loaded = range(local, min(local + origin.loaded_tokens, computed_tokens))
             self._filled(blocks, loaded, prefix)
-            known = self._known_tokens(blocks, computed_tokens, prefix)
-        tracked.origin.known_tokens = sys.maxsize if known == computed_tokens else known
-        tracked.origin.filled_tokens = 0
+            known = self._known_end(blocks, range(local, computed_tokens), prefix)
+        origin.known_tokens = sys.maxsize if known == computed_tokens else known
+        origin.filled_tokens = known
 
     def fills(self, tracked: Tracked, blocks: Blocks, tokens: int) -> None:
         """The request has its first ``tokens``, all of them known, in its blocks."""
@@ -84,27 +88,36 @@ class BlockProvenance:
 
     def _filled(self, blocks: Blocks, tokens: range, prefix: bytes) -> None:
         for group in self._groups:
-            size = group.block_size_tokens
-            numbers = range(tokens.start // size, -(-tokens.stop // size))
-            for number, block in zip(numbers, blocks[group.number][numbers.start :], strict=False):
-                end = min((number + 1) * size, tokens.stop)
+            for block, end in _with_ends(blocks[group.number], tokens, group.block_size_tokens):
                 # vLLM may compute tokens again that a block already has.
-                if not block.is_null and not self._is_known(block, end, prefix):
+                if not (block.is_null or self._is_known(block, end, prefix)):
                     self._known[block.block_id] = prefix, end
 
-    def _known_tokens(self, blocks: Blocks, tokens: int, prefix: bytes) -> int:
-        """How many of a request's first ``tokens`` are known, up to the end of a block."""
-        known = tokens
+    def _known_end(self, blocks: Blocks, tokens: range, prefix: bytes) -> int:
+        """Up to where ``tokens`` of a request are known: their end, or where a block begins."""
+        known_end, known = tokens.stop, self._known.get
         for group in self._groups:
             size, held = group.block_size_tokens, blocks[group.number]
-            known = min(known, len(held) * size)
-            for number, block in enumerate(held[: -(-known // size)]):
-                end = min((number + 1) * size, tokens)
-                if not block.is_null and not self._is_known(block, end, prefix):
-                    known = min(known, number * size)
+            known_end = min(known_end, len(held) * size)
+            # A request may begin with thousands of blocks: no call for each of them but one.
+            for block, end in _with_ends(held, tokens, size):
+                found = known(block.block_id, _NOTHING)
+                if not (block.is_null or (found[1] >= end and found[0] == prefix)):
+                    known_end = min(known_end, (end - 1) // size * size)
                     break
-        return known
+        return known_end
 
     def _is_known(self, block: KVCacheBlock, end: int, prefix: bytes | None) -> bool:
-        found, known_end = self._known.get(block.block_id, (None, 0))
-        return found is not None and found == prefix and end <= known_end
+        found, known_end = self._known.get(block.block_id, _NOTHING)
+        return end <= known_end and found == prefix
+
+
+def _with_ends(
+    held: Sequence[KVCacheBlock], tokens: range, size: int
+) -> Iterator[tuple[KVCacheBlock, int]]:
+    """The blocks that have a request's ``tokens``, each with the end of those that it has."""
+    if not tokens:
+        return iter(())
+    first = tokens.start // size
+    ends = chain(range((first + 1) * size, tokens.stop, size), (tokens.stop,))
+    return zip(held[first:], ends, strict=False)

@@ -1,4 +1,4 @@
-"""What the scheduler knows of requests: their options, names, lookups, and what computing takes."""
+"""What the scheduler knows of requests: their options, names and lookups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CachePolicy:
     stores: bool = True
     load_always: bool = False  # also what is computed faster
     adapters_only: bool = False  # prompts without an adapter are not cached
-    beside_others: bool = False
+    beside_others: bool = False  # others of a MultiConnector may bring a prompt
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,8 +77,8 @@ class RequestLookup:
 
     first_chunk: where it began. asked_s: when, until it is answered (`time.monotonic()`).
     local_tokens: computed locally when it was answered. canary_chunks: leading chunks to be
-    compared; None: not decided. doubted: what vLLM has of the prefix is looked at once more before
-    nothing is loaded behind it. load_began_s: when blocks were allocated for its load. loaded: the
+    compared; None: not decided. asked_again: vLLM was told to ask once more, because what it has of
+    the prefix was not known. load_began_s: when blocks were allocated for its load. loaded: the
     tokens of this load, by tier.
     """
 
@@ -86,7 +86,7 @@ class RequestLookup:
     asked_s: float | None
     local_tokens: int = 0
     canary_chunks: int | None = None
-    doubted: bool = False
+    asked_again: bool = False
     load_began_s: float = 0.0
     loaded: Mapping[str, int] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class KVOrigin:
 
     local_tokens: vLLM had these in its own cache when it asked last. loaded_tokens: planned since.
     known_tokens: what lies behind them was not computed or loaded by this engine under the prefix
-    of the request's names. filled_tokens: whose blocks are known since it has begun.
+    of the request's names. filled_tokens: whose blocks are known.
     """
 
     local_tokens: int = 0

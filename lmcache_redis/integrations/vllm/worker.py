@@ -81,7 +81,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     ended: for each rank, the transfers that no longer touch their blocks there.
     failed: requests whose load failed on some rank.
-    dropped: not all chunks of a store were begun, or accepted by the agent.
+    dropped: the agent has not accepted all chunks of a store, or has not answered.
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     places: ranks that are now registered with another agent than before, or with none.
     adapters: of ranks where that has changed, the digests of the adapters in memory, by id.

@@ -13,7 +13,6 @@ once after it, is not seen.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_redis.errors import Unsupported
+from lmcache_redis.integrations.vllm.wrapping import wrap_once
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
 # Size, mtime and ctime.
 FileState = tuple[int, int, int]
 
-_WATCHED = "_lmcache_redis_looks_first"
 # What was seen before vLLM read it: by file or directory, the states of its files. Of a process.
 _seen: dict[Path, Mapping[Path, FileState]] = {}
 
@@ -40,25 +39,21 @@ def watch_loading(look: Callable[[Any], None]) -> None:
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    _call_first(Executor, "__init__", lambda executor, config, *_: look(config))
-    _call_first(WorkerWrapperBase, "init_device", lambda worker, *_: look(worker.vllm_config))
+    wrap_once(Executor, "__init__", _after(lambda executor, config, *_: look(config)))
+    wrap_once(WorkerWrapperBase, "init_device", _after(lambda worker, *_: look(worker.vllm_config)))
 
 
-def _call_first(owner: type, name: str, first: Callable[..., None]) -> None:
-    method = getattr(owner, name)
-    if hasattr(method, _WATCHED):
-        return
+def _after(first: Callable[..., None]) -> Callable[..., Any]:
+    """Has ``first`` called with a method's arguments before the method is."""
 
-    @functools.wraps(method)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def around(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             first(*args, *kwargs.values())
         except Exception:  # it has not seen the files, and so they are not known
             logger.exception("the files of the model were not looked at; please report this")
         return method(*args, **kwargs)
 
-    setattr(watched, _WATCHED, True)
-    setattr(owner, name, watched)
+    return around
 
 
 def saw(root: Path, files: Iterable[Path]) -> None:

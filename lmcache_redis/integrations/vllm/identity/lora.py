@@ -15,16 +15,16 @@ A file system may hang, and the scheduler must not: a thread looks for it (`adap
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.integrations.vllm.identity.adapter_looks import AdapterLooks
 from lmcache_redis.integrations.vllm.identity.weights import digest_file
+from lmcache_redis.integrations.vllm.wrapping import wrap
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -47,17 +47,15 @@ class AdaptersInMemory:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._read: dict[int, bytes] = {}
-        load = manager._load_adapter
 
-        @functools.wraps(load)
-        def watched(lora_request: LoRARequest) -> Any:
+        def around(load: Callable[..., Any], lora_request: LoRARequest) -> Any:
             before = _look(lora_request)
             adapter = load(lora_request)
             after = _look(lora_request)
             self._read[lora_request.lora_int_id] = after[1] if after == before else b""
             return adapter
 
-        manager._load_adapter = watched
+        wrap(manager, "_load_adapter", around)
 
     @classmethod
     def of(cls, runner: Any) -> AdaptersInMemory:
