@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.support import LayerGroup
-from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
+from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, Told, WorkerReport
 from tests.integrations.played_memory import Agent, Memory
 
 
@@ -82,9 +82,7 @@ class Transfers:
         self._loads: list[_Load] = []
         self._stores: list[Planned] = []
         self._ended: list[int] = []
-        self._told: dict[int, int] = {}
-        self._lost: set[str] = set()
-        self._step = 0
+        self._told = Told()
 
     @property
     def busy(self) -> bool:
@@ -127,27 +125,21 @@ class Transfers:
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         """Before the step computes; some are quick. Reports of lost steps are made again."""
-        self._step = metadata.number
+        self._told.step = metadata.number
         for each in metadata.unsure:
             number = each.transfer_id
             held = [load.planned.transfer_id for load in self._loads]
             held += [store.transfer_id for store in self._stores]
             if number not in held:
                 self._ended.append(number)
-            told = self._told.get(number)
-            is_lost = number not in held if told is None else told in metadata.lost_steps
-            if each.request_id and is_lost:
-                self._tell(number)
-                self._lost.add(each.request_id)
-                self.counts.lost_loads += 1
+            is_held = number in held
+            if each.request_id:
+                self._told.again(each, is_held, metadata.lost_steps)
         for load in metadata.loads:
             self.counts.loads += 1
             self._loads.append(_Load(load))
             if self._rng.random() < 0.2:
                 self._write(load)
-
-    def _tell(self, transfer_id: int) -> None:
-        self._told[transfer_id] = self._step
 
     def begin_stores(self, metadata: StepMetadata) -> None:
         """After the step has computed."""
@@ -158,8 +150,9 @@ class Transfers:
 
     def end_some(self, lost: Set[str]) -> KVConnectorOutput:
         """Ends transfers at random, and reports it. lost: requests whose loads never began."""
-        lost = lost | self._lost
-        self._lost = set()
+        again = self._told.take_lost().keys()
+        self.counts.lost_loads += len(again)
+        lost = lost | again
         received, failed = set(lost), set(lost)
         for load in list(self._loads):
             request_id = load.planned.request_id
@@ -171,7 +164,7 @@ class Transfers:
                 failed.add(request_id)
                 self.counts.failed_loads += 1
                 load.told = True
-                self._tell(load.planned.transfer_id)
+                self._told.add(load.planned.transfer_id)
                 self._write(load.planned, spoil=True)
                 continue
             self._loads.remove(load)
@@ -181,7 +174,7 @@ class Transfers:
                 self._write(load.planned, spoil=True)
                 continue
             received.add(request_id)
-            self._tell(load.planned.transfer_id)
+            self._told.add(load.planned.transfer_id)
             if not self._write(load.planned, count=True):
                 failed.add(request_id)
                 self.counts.failed_loads += 1

@@ -876,7 +876,7 @@ def test_nothing_that_a_failed_step_has_computed_is_stored(
     assert len(asked_behind(scheduler, "t", 0, list(range(40, 57)))[1].stores) == 1
 
 
-def test_the_load_of_a_step_that_fails_is_asked_for_while_vllm_waits_for_it(
+def test_loads_of_failed_steps_are_asked_for_while_vllm_waits(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
 ) -> None:
     adapter.tokens = 2 * CHUNK

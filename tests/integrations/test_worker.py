@@ -333,7 +333,7 @@ class Steps:
         return {*found}, {name for name, blocks in found.items() if blocks}
 
 
-def test_the_end_of_a_load_that_was_told_in_a_lost_step_is_told_again() -> None:
+def test_what_was_told_in_a_lost_step_is_told_again() -> None:
     steps = Steps()
     loads = [Planned(number, f"r{number}", OPS[:1]) for number in (1, 2, 3)]
     asked = [Unsure(number, [10, 11], f"r{number}") for number in (1, 2, 3, 4)]

@@ -120,6 +120,35 @@ class _Begun:
         return all(each.over for each in self.transfers)
 
 
+class Told:
+    """In which step vLLM has learned that a load has ended, of the newest loads.
+
+    step: the number of this step. lost: requests of which it is to learn again, that their load has
+    failed, and the blocks of each.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.lost: dict[str, set[int]] = {}
+        self._steps: dict[int, int] = {}  # by transfer
+
+    def add(self, transfer_id: int) -> None:
+        self._steps[transfer_id] = self.step
+        if len(self._steps) > _MOST_TOLD:
+            del self._steps[next(iter(self._steps))]
+
+    def again(self, unsure: Unsure, is_held: bool, lost_steps: Sequence[int]) -> None:
+        """Of a load that vLLM waits for. is_held: it was begun, and has not ended."""
+        told = self._steps.get(unsure.transfer_id)
+        if not is_held if told is None else told in lost_steps:
+            self.add(unsure.transfer_id)
+            self.lost[unsure.request_id] = set(unsure.block_ids)
+
+    def take_lost(self) -> dict[str, set[int]]:
+        lost, self.lost = self.lost, {}
+        return lost
+
+
 class ConnectorWorker:
     """The loads and stores of one rank.
 
@@ -134,13 +163,11 @@ class ConnectorWorker:
         self._recorder = recorder
         self._after: int | None = None  # the steps before this one
         self._client = client
-        self._rank, self._label = rank, str(rank)
+        self._rank = rank
         self._reallocates = reallocates
         self._stores: dict[int, _Begun] = {}
         self._loads: dict[int, _Begun] = {}
-        self._step = 0  # its number
-        self._told: dict[int, int] = {}  # by load, the step in which vLLM has learned of its end
-        self._lost: dict[str, set[int]] = {}  # requests to be reported as failed, and their blocks
+        self._told = Told()
         self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
         self.adapters: AdaptersInMemory | None = None
@@ -151,7 +178,7 @@ class ConnectorWorker:
 
         So do loads, which also wait for the zeroing of new blocks.
         """
-        self._step = metadata.number
+        self._told.step = metadata.number
         if metadata.loads or metadata.stores:
             self._after = self._client.signal()
         for store in metadata.stores:
@@ -169,20 +196,12 @@ class ConnectorWorker:
         if metadata.adapters:
             self._digests = None
         for each in metadata.unsure:
-            is_held = each.transfer_id in self._stores or each.transfer_id in self._loads
+            number = each.transfer_id
+            is_held = number in self._stores or number in self._loads
             if not is_held:
-                self._ended.append(each.transfer_id)
-            told = self._told.get(each.transfer_id)
-            is_lost = not is_held if told is None else told in metadata.lost_steps
-            if each.request_id and is_lost:
-                self._tell(each.transfer_id)
-                self._lost[each.request_id] = set(each.block_ids)
-
-    def _tell(self, transfer_id: int) -> None:
-        """vLLM learns in this step that a load has ended."""
-        self._told[transfer_id] = self._step
-        if len(self._told) > _MOST_TOLD:
-            del self._told[next(iter(self._told))]
+                self._ended.append(number)
+            if each.request_id:
+                self._told.again(each, is_held, metadata.lost_steps)
 
     def ended_loads(self, metadata: StepMetadata) -> dict[str, set[int]]:
         """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
@@ -192,22 +211,22 @@ class ConnectorWorker:
                 lambda: any(all(each.call.done for each in load.transfers) for load in awaited),
                 _IDLE_WAIT_S,
             )
-        ended, self._lost = self._lost, {}
+        ended = self._told.take_lost()
         self._next.failed |= ended.keys()
         for load in awaited:
             given_up = self._reallocates and any(each.given_up for each in load.transfers)
             if not load.is_over and not given_up:
                 continue
             load.is_told = True
-            self._tell(load.planned.transfer_id)
+            self._told.add(load.planned.transfer_id)
             request_id = load.planned.request_id
             ended[request_id] = set().union(*(each.failed_blocks for each in load.transfers))
             if ended[request_id]:
                 self._next.failed |= {request_id}
             failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
             loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
-            self._recorder.count("failed_chunks", failed_chunks, self._label)
-            self._recorder.count("loaded_chunks", loaded_chunks, self._label)
+            self._recorder.count("failed_chunks", failed_chunks, str(self._rank))
+            self._recorder.count("loaded_chunks", loaded_chunks, str(self._rank))
             found = {"chunks": loaded_chunks, "failed_chunks": failed_chunks}
             self._took("load_seconds", "retrieve", load, found)
         for transfer_id, load in list(self._loads.items()):
@@ -221,8 +240,8 @@ class ConnectorWorker:
             store = self._stores.pop(transfer_id)
             results = [each.result for each in store.transfers]
             stored, dropped = (sum(getattr(r, n) for r in results) for n in ("stored", "dropped"))
-            self._recorder.count("stored_chunks", stored, self._label)
-            self._recorder.count("dropped_chunks", dropped, self._label)
+            self._recorder.count("stored_chunks", stored, str(self._rank))
+            self._recorder.count("dropped_chunks", dropped, str(self._rank))
             self._next.dropped |= dropped > 0
             found = {"chunks": stored, "dropped_chunks": dropped}
             self._took("store_seconds", "store", store, found)
@@ -243,5 +262,5 @@ class ConnectorWorker:
 
     def _took(self, name: str, span: str, begun: _Begun, found: Mapping[str, int]) -> None:
         """Records that a transfer has ended. found: chunks, counted once for each group."""
-        self._recorder.observe(name, time.monotonic() - begun.begun_s, self._label)
+        self._recorder.observe(name, time.monotonic() - begun.begun_s, str(self._rank))
         self._recorder.span(span, begun.planned, begun.begun_s, {"rank": self._rank, **found})
