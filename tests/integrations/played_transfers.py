@@ -126,15 +126,11 @@ class Transfers:
     def begin_loads(self, metadata: StepMetadata) -> None:
         """Before the step computes; some are quick. Reports of lost steps are made again."""
         self._told.step = metadata.number
-        for each in metadata.unsure:
-            number = each.transfer_id
-            held = [load.planned.transfer_id for load in self._loads]
-            held += [store.transfer_id for store in self._stores]
-            if number not in held:
-                self._ended.append(number)
-            is_held = number in held
-            if each.request_id:
-                self._told.again(each, is_held, metadata.lost_steps)
+        begun = [load.planned.transfer_id for load in self._loads]
+        begun += [store.transfer_id for store in self._stores]
+        self._ended.extend(each for each in metadata.unsure if each not in begun)
+        for load in metadata.awaited:
+            self._told.again(load, load.transfer_id in begun, metadata.lost_steps)
         for load in metadata.loads:
             self.counts.loads += 1
             self._loads.append(_Load(load))

@@ -65,7 +65,7 @@ FEW_BLOCKS = {1: 56, 2: 80, 3: 98, 4: 108}
 # Of each group, for the tokens of another step in flight.
 _BLOCKS_IN_FLIGHT = 16
 _ROUNDS = 16
-_LOST = 0.02  # in this share of rounds steps are lost
+_LOST = 0.05  # in this share of rounds steps are lost
 
 
 def write_config(directory: Path) -> Path:

@@ -110,8 +110,9 @@ def test_overlapping_steps_count_from_the_last_end() -> None:
 def test_steps_that_have_failed_are_forgotten() -> None:
     rate = PrefillRate()
     rate.scheduled(1000, 0.0)
-    rate.failed()
-    rate.scheduled(1000, 5.0)
+    rate.scheduled(1000, 4.0)
+    rate.scheduled(1000, 4.5)
+    rate.failed(5.0, in_flight=1)
     rate.ended(6.0)
     assert rate.token_s == pytest.approx(0.001)
     assert rate.busy_s(6.0) == 0.0

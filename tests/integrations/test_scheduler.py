@@ -865,9 +865,7 @@ def test_nothing_that_a_failed_step_has_computed_is_stored(
     scheduler.output_taken(behind)
     after = scheduler.build_metadata(step())
     assert after.stores == []
-    # Its end may have been reported in the failed step.
-    assert [each.transfer_id for each in after.unsure] == [sent]
-    assert after.lost_steps == (2, 3)
+    assert after.unsure == [sent]  # its end may have been reported in the failed step
     references.ended({0: [sent], 1: [sent]})
     assert pool.get_num_free_blocks() == free
     # What vLLM still has of it in its own cache is not stored, nor what others compute behind it.
@@ -892,13 +890,32 @@ def test_loads_of_failed_steps_are_asked_for_while_vllm_waits(
     scheduler.load_ended("ended")  # vLLM 0.33 saves some reports of a failed step
     scheduler.output_taken(after)
     asked = scheduler.build_metadata(step())
-    assert [(each.transfer_id, each.request_id) for each in asked.unsure] == [
-        (loads[0].transfer_id, "waits"),
-        (loads[1].transfer_id, ""),
-    ]
-    assert asked.unsure[0].block_ids == list(range(1, 9))
+    assert asked.unsure == [each.transfer_id for each in loads]
+    assert asked.awaited == [loads[0]]
+    assert loads[0].written == list(range(1, 9))
     assert (asked.number, asked.lost_steps) == (3, (1,))
-    assert not scheduler.build_metadata(step()).unsure
+    assert not scheduler.build_metadata(step()).awaited
+
+
+def test_a_step_behind_a_lost_one_may_be_lost_too(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
+) -> None:
+    """Its reports are asked for again, although nothing of it would be stored."""
+    adapter.tokens = 2 * CHUNK
+    request = FakeRequest("r")
+    assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
+    scheduler.allocated(request, [list(range(1, 18))], 2 * CHUNK)
+    steps = [step() for _ in range(5)]
+    for each in steps[:3]:
+        references.sent(load.transfer_id for load in scheduler.build_metadata(each).loads)
+    scheduler.output_taken(steps[1])
+    asked = scheduler.build_metadata(steps[3])
+    assert [each.request_id for each in asked.awaited] == ["r"]
+    assert asked.lost_steps == (1,)
+    scheduler.output_taken(steps[3])
+    again = scheduler.build_metadata(steps[4])
+    assert [each.request_id for each in again.awaited] == ["r"]
+    assert again.lost_steps == (1, 3)
 
 
 @pytest.mark.parametrize("taken", [False, True])

@@ -27,7 +27,6 @@ from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     Planned,
     StepMetadata,
-    Unsure,
     WorkerReport,
 )
 from tests import cuda_driver
@@ -304,8 +303,7 @@ def test_what_never_began_has_ended_if_the_scheduler_asks() -> None:
     connector, client = on_cuda([])
     stores = [Planned(1, "s", OPS[:1])]
     connector.bind_connector_metadata(StepMetadata(stores=stores))
-    unsure = [Unsure(number, [1]) for number in (1, 2, 3)]
-    again = StepMetadata(loads=[Planned(3, "r", OPS[:1])], unsure=unsure)
+    again = StepMetadata(loads=[Planned(3, "r", OPS[:1])], unsure=[1, 2, 3])
     connector.bind_connector_metadata(again)
     connector.start_load_kv(None)  # type: ignore[arg-type]
     report = connector.build_connector_worker_meta()
@@ -335,21 +333,20 @@ class Steps:
 
 def test_what_was_told_in_a_lost_step_is_told_again() -> None:
     steps = Steps()
-    loads = [Planned(number, f"r{number}", OPS[:1]) for number in (1, 2, 3)]
-    asked = [Unsure(number, [10, 11], f"r{number}") for number in (1, 2, 3, 4)]
-    steps.step(loads=loads)
+    asked = [Planned(number, f"r{number}", OPS[:1]) for number in (1, 2, 3, 4)]
+    steps.step(loads=asked[:3])
     steps.client.begun[0].over = True
     assert steps.step() == ({"r1"}, set())  # this step is lost
     steps.client.begun[1].over = True
     assert steps.step() == ({"r2"}, set())  # this one is not
     # The first was told in the lost step, the third has not ended, and the fourth never began.
-    assert steps.step(unsure=asked, lost_steps=[2]) == ({"r1", "r4"}, {"r1", "r4"})
+    assert steps.step(awaited=asked, lost_steps=[2]) == ({"r1", "r4"}, {"r1", "r4"})
     report = steps.connector.build_connector_worker_meta()
     assert report is not None
     assert {"r1", "r4"} <= report.failed
     # So was the step in which they were told again.
-    assert steps.step(unsure=asked, lost_steps=[2, 4]) == ({"r1", "r4"}, {"r1", "r4"})
-    assert steps.step(unsure=asked, lost_steps=[2, 4]) == (set(), set())
+    assert steps.step(awaited=asked, lost_steps=[2, 4]) == ({"r1", "r4"}, {"r1", "r4"})
+    assert steps.step(awaited=asked, lost_steps=[2, 4]) == (set(), set())
     steps.client.begun[2].over = True
     assert steps.step() == ({"r3"}, set())
 

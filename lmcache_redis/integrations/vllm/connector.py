@@ -351,8 +351,7 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
         metadata = self._step()
         self._awaited.update(metadata.lost_loads)
         for load in metadata.loads:
-            written = [block_id for op in load.ops for block_id in op.block_ids[op.skip_blocks :]]
-            self._awaited[load.request_id] = written
+            self._awaited[load.request_id] = load.written
         if self._worker is not None:
             self._worker.begin_loads(metadata)
 

@@ -20,7 +20,7 @@ from lmcache_redis.client.worker import TransferOp
 from lmcache_redis.integrations.vllm.provenance import BlockProvenance
 from lmcache_redis.integrations.vllm.requests import Tracked
 from lmcache_redis.integrations.vllm.support import LayerGroup
-from lmcache_redis.integrations.vllm.worker import Planned, Unsure
+from lmcache_redis.integrations.vllm.worker import Planned
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -94,13 +94,9 @@ class BlockReferences:
             self._held[transfer_id].sent_s = now_s
 
     @property
-    def in_flight(self) -> list[Unsure]:
+    def in_flight(self) -> list[int]:
         """The transfers that were sent and have not ended."""
-        return [
-            Unsure(number, [block.block_id for block in held.blocks])
-            for number, held in self._held.items()
-            if held.sent_s is not None
-        ]
+        return [number for number, held in self._held.items() if held.sent_s is not None]
 
     def release(self, transfer_ids: Iterable[int]) -> None:
         """These transfers are never sent."""
@@ -259,8 +255,9 @@ class StepPlanner:
             ops.append(TransferOp(ids[begin:stop], hashes, skip_blocks=first - begin, group=place))
         self.missing_blocks[request_id] = self._missing(tracked, end)
         written = (block_id for op in ops for block_id in op.block_ids[op.skip_blocks :])
-        tracked.loading = transfer_id = self.references.take(written)
-        self._loads.append(Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers))
+        transfer_id = self.references.take(written)
+        tracked.loading = Planned(transfer_id, request_id, tuple(ops), tracked.trace_headers)
+        self._loads.append(tracked.loading)
 
     def forget_load(self, request_id: str) -> None:
         """The request has been scheduled since its load, or holds no blocks of one."""

@@ -77,9 +77,11 @@ class PrefillRate:
             self._measured(tokens, (now_s - max(scheduled_s, self._last_end_s)) / tokens)
         self._last_end_s = now_s
 
-    def failed(self) -> None:
-        """None of the steps in flight is measured."""
-        self._scheduled.clear()
+    def failed(self, now_s: float, *, in_flight: int) -> None:
+        """Steps were lost, and the one behind them has ended: so many are still in flight."""
+        while len(self._scheduled) > in_flight:
+            self._scheduled.popleft()
+        self._last_end_s = now_s
 
     def _measured(self, tokens: int, token_s: float) -> None:
         is_large = tokens >= _LARGE_TOKENS

@@ -13,6 +13,7 @@ import msgspec
 
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.worker import Planned
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -125,8 +126,7 @@ class Tracked:
     prefix: of the names of its chunks; None if it is not cached. considered_chunks: leading chunks
     for which a store was planned or ruled out. matched: vLLM knows the number of tokens to load,
     and has not allocated blocks since. started: vLLM has allocated blocks for it, perhaps before a
-    preemption. loading: the transfer of its load, until that has ended; 0: none. computes: the
-    rest, without another lookup.
+    preemption. loading: its load, until that has ended. computes: the rest, without another lookup.
     """
 
     request: Request
@@ -139,7 +139,7 @@ class Tracked:
     origin: KVOrigin = field(default_factory=KVOrigin)
     matched: bool = False
     started: bool = False
-    loading: int = 0
+    loading: Planned | None = None
     computes: bool = False
 
     @property

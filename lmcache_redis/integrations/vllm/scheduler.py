@@ -146,6 +146,7 @@ class ConnectorScheduler:
         loads, idle = self._planner.begin_step(), output.total_num_scheduled_tokens == 0
         stores, self._steps.stores = self._steps.stores, []
         unsure, self._steps.unsure = self._steps.unsure, ()
+        awaited, self._steps.awaited = self._steps.awaited, ()
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 self._lookups.forget(tracked)
@@ -170,7 +171,7 @@ class ConnectorScheduler:
             if tracked.prefix is not None and tracked.request.lora_request is not None:
                 adapted.append((tracked.request, tracked.prefix))
         self._lookups.step_scheduled(prompt_tokens, idle=idle)
-        number, lost = self._steps.number, tuple(self._steps.lost) if unsure else ()
+        number, lost = self._steps.number, tuple(self._steps.lost) if awaited else ()
         self._steps.scheduled(Step(number, output, filled, stores, adapted))
         self._is_idle = idle
         asks = self._names.adapters.are_forgotten
@@ -178,6 +179,7 @@ class ConnectorScheduler:
             loads,
             stores,
             unsure=unsure,
+            awaited=awaited,
             number=number,
             lost_steps=lost,
             adapters=asks,
@@ -216,17 +218,14 @@ class ConnectorScheduler:
         """What they have left in their blocks is not known."""
         logger.warning("a step of this engine has failed: nothing that it computed is stored")
         self._never_sent([store for step in steps for store in step.stores])
-        self._lookups.prefill.failed()
+        self._lookups.prefill.failed(time.monotonic(), in_flight=len(self._steps))
         self._planner.provenance.forget()
         for tracked in self._tracked.values():
             if tracked.started:
                 tracked.prefix = None
         # What the workers have reported in that step is lost.
-        waiting = {each.loading: name for name, each in self._tracked.items() if each.loading}
-        self._steps.unsure = [
-            each._replace(request_id=waiting.get(each.transfer_id, ""))
-            for each in self._planner.references.in_flight
-        ]
+        self._steps.unsure = self._planner.references.in_flight
+        self._steps.awaited = [each.loading for each in self._tracked.values() if each.loading]
         self._names.adapters.forget()
 
     def _never_sent(self, stores: Sequence[Planned]) -> None:
@@ -258,7 +257,7 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.loading:
             return  # another connector's load
-        tracked.loading = 0
+        tracked.loading = None
         if (lookup := tracked.lookup) is not None:
             found = {f"{tier}_tokens": tokens for tier, tokens in lookup.loaded.items()}
             found["failed"] = tracked.computes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lmcache_redis.integrations.vllm.worker import Planned, Unsure
+from lmcache_redis.integrations.vllm.worker import Planned
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,15 +43,20 @@ class StepsInFlight:
 
     stores: of steps whose output was taken. number: of the next step. lost: numbers of steps whose
     output was never taken. unsure: transfers of which a report may be lost with them.
+    awaited: loads that vLLM waits for then.
     """
 
     def __init__(self) -> None:
         self.stores: list[Planned] = []
-        self.unsure: Sequence[Unsure] = ()
+        self.unsure: Sequence[int] = ()
+        self.awaited: Sequence[Planned] = ()
         self.lost: deque[int] = deque(maxlen=_MOST_LOST)
         self.number = 1
         self._steps: deque[Step] = deque()
         self._ended: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def scheduled(self, step: Step) -> None:
         self._steps.append(step)
@@ -69,8 +74,8 @@ class StepsInFlight:
         if place == 0:
             return self._steps.popleft(), ()
         failed = tuple(self._steps)
-        self._steps.clear()
         self.lost.extend(step.number for step in failed[:place])
+        self._steps = deque(replace(step, stores=(), adapted=()) for step in failed[place + 1 :])
         return None, failed
 
     def request_ended(self, request_id: str) -> None:

@@ -26,17 +26,6 @@ _MOST_TOLD = 4096
 _IDLE_WAIT_S = 0.005
 
 
-class Unsure(NamedTuple):
-    """A transfer that was sent, of which a report may be lost.
-
-    request_id: whose load it is, if vLLM waits for that. block_ids: of the transfer.
-    """
-
-    transfer_id: int
-    block_ids: Sequence[int]
-    request_id: str = ""
-
-
 class Planned(NamedTuple):
     """A load or a store that every worker starts: an operation for each group of layers.
 
@@ -50,6 +39,11 @@ class Planned(NamedTuple):
     trace_headers: Mapping[str, str] | None = None
     compare: bool = False
 
+    @property
+    def written(self) -> list[int]:
+        """The blocks that a load fills."""
+        return [number for op in self.ops for number in op.block_ids[op.skip_blocks :]]
+
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
@@ -58,8 +52,8 @@ class StepMetadata(KVConnectorMetadata):
     loads: to start in this step. stores: of what steps before it have computed.
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
-    unsure: the workers report those that they do not have as ended, and as failed those loads of
-        which vLLM has not learned.
+    unsure: transfers of which a report may be lost: the workers report those that they do not have.
+    awaited: loads that vLLM waits for then: those of which it has not learned have failed.
     number: of this step. lost_steps: of steps that have failed, whose reports are lost.
     adapters: the workers report again which ones they have in memory.
     idle: the step runs no model, so that a short wait delays no computation.
@@ -68,7 +62,8 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
-    unsure: Sequence[Unsure] = ()
+    unsure: Sequence[int] = ()
+    awaited: Sequence[Planned] = ()
     number: int = 0
     lost_steps: Sequence[int] = ()
     adapters: bool = False
@@ -137,12 +132,12 @@ class Told:
         if len(self._steps) > _MOST_TOLD:
             del self._steps[next(iter(self._steps))]
 
-    def again(self, unsure: Unsure, is_held: bool, lost_steps: Sequence[int]) -> None:
+    def again(self, load: Planned, is_held: bool, lost_steps: Sequence[int]) -> None:
         """Of a load that vLLM waits for. is_held: it was begun, and has not ended."""
-        told = self._steps.get(unsure.transfer_id)
+        told = self._steps.get(load.transfer_id)
         if not is_held if told is None else told in lost_steps:
-            self.add(unsure.transfer_id)
-            self.lost[unsure.request_id] = set(unsure.block_ids)
+            self.add(load.transfer_id)
+            self.lost[load.request_id] = set(load.written)
 
     def take_lost(self) -> dict[str, set[int]]:
         lost, self.lost = self.lost, {}
@@ -195,13 +190,10 @@ class ConnectorWorker:
             self._loads[load.transfer_id] = _Begun(load, time.monotonic(), transfers)
         if metadata.adapters:
             self._digests = None
-        for each in metadata.unsure:
-            number = each.transfer_id
-            is_held = number in self._stores or number in self._loads
-            if not is_held:
-                self._ended.append(number)
-            if each.request_id:
-                self._told.again(each, is_held, metadata.lost_steps)
+        begun = {*self._stores, *self._loads}
+        self._ended.extend(each for each in metadata.unsure if each not in begun)
+        for load in metadata.awaited:
+            self._told.again(load, load.transfer_id in begun, metadata.lost_steps)
 
     def ended_loads(self, metadata: StepMetadata) -> dict[str, set[int]]:
         """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
