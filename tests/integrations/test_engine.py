@@ -9,6 +9,7 @@ import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ class Core(EngineCore):
         self.vllm_config = played.scheduler.vllm_config
         inner = played.connector._scheduler
         assert inner is not None
-        engine = Engine(self, played.scheduler)
+        engine = played.connector._engine = Engine(self, played.scheduler)
         self.epochs = inner._names.epochs = Epochs(None, run, engine.parameters)
         # No transfer ends until the test says so.
         self._random = played._rng.random
@@ -97,6 +98,10 @@ class Core(EngineCore):
         """All requests end, and all transfers; the played engine checks every block."""
         self.let_transfers_end(True)
         self.played.run()
+
+
+class Ended(Exception):
+    """The core has begun to shut down."""
 
 
 @pytest.fixture
@@ -422,3 +427,19 @@ def test_an_engine_whose_parameters_cannot_be_read(
     assert core.reset_prefix_cache()
     assert core.epochs.is_own
     assert "check_weights" in caplog.text
+
+
+def test_an_epoch_ends_before_the_workers_do(make_core: Callable[..., Core]) -> None:
+    """vLLM kills a core whose workers take 5 s to end. Another engine of its process goes on."""
+    ends, goes_on = make_core(), make_core()
+    for core in (ends, goes_on):
+        core.epochs.is_used = True
+
+    def clear_backend() -> None:
+        raise Ended
+
+    ends.structured_output_manager = SimpleNamespace(clear_backend=clear_backend)  # type: ignore[assignment]
+    with pytest.raises(Ended):
+        ends.shutdown()
+    assert ends.epochs.is_own
+    assert not goes_on.epochs.is_own

@@ -293,6 +293,12 @@ class LMCacheRedisConnector(ReportingHooks, SupportsHMA):
             self._scheduler.adapters_read(dict(enumerate(found)))
 
     @guarded(nothing)
+    def engine_ends(self, core: Any) -> None:
+        """vLLM calls `shutdown` once its workers have ended, or never if that takes them long."""
+        if self._scheduler is not None and self._engine is not None and self._engine.is_of(core):
+            self._scheduler.end()
+
+    @guarded(nothing)
     def renamed(self, suffix: str) -> None:
         """This engine is a copy of another, restored from a snapshot (either role)."""
         if self._adapter is not None:

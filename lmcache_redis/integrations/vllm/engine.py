@@ -8,6 +8,7 @@ collective_rpc        every update of weights by vLLM goes through it; `paramete
 set_weight_version    names the weights
 sleep, wake_up        of the executor: at level 2 the weights are thrown away
 add_lora              reads an adapter, perhaps hours before its first request
+shutdown              ends its workers first, and is killed if that takes 5 s
 reset_prefix_cache    of the block pool (`watch_resets`): whoever asks for a reset, it ends there
 get_new_blocks        of the block pool (`watch_new_blocks`): whoever allocates, it comes from there
 update_from_output    of the scheduler (`Engine.watch_outputs`): it takes the output of a step
@@ -67,8 +68,9 @@ _T = TypeVar("_T")
 
 
 # Of a process. They have `change_epoch(change, why)`, in the scheduler's process: the weights may
-# have changed, or have a name; `adapters_read()`: so may the adapters in memory; and
-# `renamed(suffix)`: the engine is a copy of another, and has the suffix in its id from now on.
+# have changed, or have a name; `adapters_read()`: so may the adapters in memory;
+# `engine_ends(core)`: an engine ends, whose workers still live; and `renamed(suffix)`: the engine
+# is a copy of another, and has the suffix in its id from now on.
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -115,6 +117,10 @@ class Engine:
     def vllm_config(self) -> VllmConfig | None:
         """None if no engine is being made."""
         return getattr(self._core(), "vllm_config", None)
+
+    def is_of(self, core: Any) -> bool:
+        """Whether this is the engine of an ``EngineCore``."""
+        return core is not None and self._core() is core
 
     def in_workers(self, function: Callable[[Any], _T]) -> list[_T]:
         """What a function of a module returns for each rank's worker, in order of the ranks."""
@@ -239,6 +245,7 @@ def listen(listener: Any) -> None:
         (EngineCore, "collective_rpc", _around_rpc),
         (EngineCore, "set_weight_version", _around_version),
         (EngineCore, "add_lora", _around_adapter),
+        (EngineCore, "shutdown", _around_shutdown),
         (Executor, "sleep", _around_sleep),
         (Executor, "wake_up", _around_wake_up),
     ):
@@ -282,6 +289,12 @@ def _around_adapter(add_lora: Callable[..., bool], core: Any, lora_request: Any)
         return add_lora(core, lora_request)
     finally:
         _adapters_read()
+
+
+def _around_shutdown(shutdown: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    for listener in list(listeners):
+        listener.engine_ends(core)
+    return shutdown(core, *args, **kwargs)
 
 
 def _around_version(set_weight_version: Callable[..., Any], core: Any, weight_version: str) -> Any:
