@@ -64,7 +64,7 @@ class Rights:
 
     user: who tried; empty if only a credential provider knows it. agent: the user of this node's
     agent; empty if that is not known. tried: names of commands. refused: those of them that were,
-    and why. keys: a pattern of the keys of chunks. failure: why nothing could be tried.
+    and why. keys: a pattern of the keys of chunks. failure: why not all could be tried.
     """
 
     where: str

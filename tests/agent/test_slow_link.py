@@ -72,20 +72,22 @@ def test_the_first_requests_of_an_agent_lose_nothing(
         for hashes in prompts:
             engine.store(f"store {next(names)}", hashes, range(len(hashes)))
         agent.wait_idle()
-        agent.restart()
-        engine.wait_ready()
-        link.limit(mbit_per_s)
-        for hashes in prompts[:5]:
-            begun_s, name = time.monotonic(), f"first {next(names)}"
-            assert engine.lookup(name, hashes, token_s=compute_s / tokens) == 0
-            waited_s = time.monotonic() - begun_s
-            print(f"{mbit_per_s} Mbit/s: {1 + waited_s / compute_s:.3f} of computing")
-            engine.scheduler.end_session(name)
-            time.sleep(compute_s)
-        # No load was begun for a request and given up; one chunk showed the rate. On a busy machine
-        # that chunk may be late.
-        assert (cut := agent.counter("lookups_cut")) <= 1
-        assert 1 <= agent.counter("probes") <= 1 + cut
+        for _ in range(3):  # on a busy machine the chunk that shows the rate may be late
+            agent.restart()
+            engine.wait_ready()
+            link.limit(mbit_per_s)
+            for hashes in prompts[:5]:
+                begun_s, name = time.monotonic(), f"first {next(names)}"
+                assert engine.lookup(name, hashes, token_s=compute_s / tokens) == 0
+                waited_s = time.monotonic() - begun_s
+                print(f"{mbit_per_s} Mbit/s: {1 + waited_s / compute_s:.3f} of computing")
+                engine.scheduler.end_session(name)
+                time.sleep(compute_s)
+            if not agent.counter("lookups_cut"):
+                break
+        # No load was begun for a request and given up; one chunk showed the rate.
+        assert agent.counter("lookups_cut") == 0
+        assert agent.counter("probes") == 1
         wait_until(lambda: agent.counter("loaded_chunks") == 1, "the chunk that shows the rate")
         # The rate is known now. Each ends sooner than it was expected to be computed.
         for hashes in prompts[5:]:
