@@ -18,7 +18,7 @@ _FREED_WITHIN_S = 90.0
 
 
 def left_by(work: Callable[[int], object], times: int, settle: Callable[[], object]) -> list[str]:
-    """What calls of ``work`` leave, one in four times or more, and how many of it.
+    """What calls of ``work`` leave, more often than one in four times, and how many of it.
 
     work: gets the number of the call, in two rounds of ``times``. settle: returns when what the
     calls began has ended. Of the objects in cycles, and what hangs on them, those of this package
@@ -41,7 +41,7 @@ def left_by(work: Callable[[int], object], times: int, settle: Callable[[], obje
         deadline_s = time.monotonic() + _FREED_WITHIN_S
         while True:
             settle()
-            grown = {name: n for name, n in (_living() - before).items() if n >= times / 4}
+            grown = {name: n for name, n in (_living() - before).items() if n > times / 4}
             if not grown or time.monotonic() > deadline_s:
                 break
             time.sleep(1.0)
@@ -49,7 +49,7 @@ def left_by(work: Callable[[int], object], times: int, settle: Callable[[], obje
     finally:
         gc.enable()
         logging.disable(logging.NOTSET)
-    found = [f"{name}, in a cycle: {n}" for name, n in cycles.items() if n >= times / 4]
+    found = [f"{name}, in a cycle: {n}" for name, n in cycles.items() if n > times / 4]
     return found + [f"{name}: {n}" for name, n in grown.items()]
 
 

@@ -44,6 +44,9 @@ from lmcache_redis.tiers import CallOutcome
 _WIDEN_AGAIN_S = 1.0
 # Sealed stripes in a call: while the next are sealed or opened, the kernel moves these.
 SEALED_TOGETHER = 4
+# What an idle lane has.
+_NO_TASK: StripeTask = (None, 0)
+_NOTHING_PACKED: Packed = (b"", b"", memoryview(b""), b"")
 
 
 class NativeMover:
@@ -71,9 +74,13 @@ class Lane:
 
     connection: Connection
     handle: Handle
-    task: StripeTask = (None, 0)
-    packed: Packed = (b"", b"", memoryview(b""), b"")
+    task: StripeTask = _NO_TASK
+    packed: Packed = _NOTHING_PACKED
     until: float = 0.0
+
+    def rest(self) -> None:
+        """Nothing is in flight: its stripe and the memory of it are let go."""
+        self.task, self.packed = _NO_TASK, _NOTHING_PACKED
 
 
 class BulkWorker(ABC):
@@ -234,6 +241,9 @@ class BulkWorker(ABC):
         self._busy = [lane for lane, _ in in_flight]
         busy = set(self._busy)
         self._idle = [lane for lane in free if lane not in busy]
+        for lane, _ in ended:
+            if lane not in busy:
+                lane.rest()
 
         good = [
             (task, result)
