@@ -115,7 +115,7 @@ def run_agent(config: AgentConfig, file: SettingsFile | None = None) -> int:
         if config.metrics is not None:
             stack.enter_context(_exporter(config.metrics, agent))
         _log_ready(config, plane, started_s)
-        _prefault(stack, arena)
+        _prefault(stack, arena, lambda: len(agent.sessions) > 0)
         agent.loop.post(lambda: manager.ready(status))
         if manager.watchdog_s is not None:
             # On the loop: a loop that does not turn is what the watchdog is for.
@@ -157,7 +157,7 @@ def _arena(config: AgentConfig) -> Arena:
     return arena
 
 
-def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
+def _prefault(stack: contextlib.ExitStack, arena: Arena, is_busy: Callable[[], bool]) -> None:
     """Faults in the host pool, on a thread, while the first requests run.
 
     A copy into a fresh page takes as long as four copies into a page that is present.
@@ -167,7 +167,7 @@ def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
     def fault() -> None:
         started_s = time.monotonic()
         try:
-            arena.prefault(stop)
+            arena.prefault(stop, is_busy)
         except MemoryError:
             logger.error("there is not enough memory for the host pool: set a smaller --pool-bytes")
             return

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -37,6 +38,12 @@ from lmcache_redis.native.madvise import (
     ask_for_huge_pages,
     fault_in,
 )
+
+# Faulting in takes this share of a core; this share of all cores while requests run, except for
+# the memory that the next of them will use.
+_SHARE = 0.5
+_BUSY_SHARE = 0.025
+_NEAR_BYTES = 128 << 20
 
 
 class PoolMemory(Protocol):
@@ -95,13 +102,16 @@ class Arena:
         self.prefaulted_bytes = 0  # from the start on; all when `prefault` has ended, however
         self._view = memoryview(mapped)[start : start + self.size_bytes]
 
-    def prefault(self, stop: threading.Event) -> bool:
+    def prefault(self, stop: threading.Event, is_busy: Callable[[], bool] = lambda: False) -> bool:
         """Fault in the whole arena, so that first use causes no page faults. Releases the GIL.
 
-        Contents are kept. A step blocks threads that map memory; after each it pauses for as long.
-        (A low priority would be worse: a thread without a core keeps the kernel's lock.) False:
-        ``stop`` was set, or the kernel is older than 5.14. Raises MemoryError.
+        Contents are kept. A step blocks threads that map memory; after each it pauses, for as long.
+        (A low priority would be worse: a thread without a core keeps the kernel's lock.) While
+        ``is_busy``, what lies far ahead of use takes `_BUSY_SHARE` of the cores: an engine may
+        compute on them. False: ``stop`` was set, or the kernel is older than 5.14. Raises
+        MemoryError.
         """
+        busy_share = min(_SHARE, _BUSY_SHARE * len(os.sched_getaffinity(0)))
         try:
             for offset in range(0, self.size_bytes, HUGE_PAGE_BYTES):
                 started_s = time.monotonic()
@@ -110,7 +120,10 @@ class Arena:
                 if stop.is_set() or not fault_in(step, nbytes, for_write=True):
                     return False
                 self.prefaulted_bytes = offset + nbytes
-                stop.wait(time.monotonic() - started_s)
+                used_bytes = (self.capacity - len(self._free)) * self.slot_stride_bytes
+                is_far = self.prefaulted_bytes > used_bytes + _NEAR_BYTES
+                share = busy_share if is_far and is_busy() else _SHARE
+                stop.wait((time.monotonic() - started_s) * (1 / share - 1))
             return True
         finally:
             self.prefaulted_bytes = self.size_bytes

@@ -51,11 +51,11 @@ def test_the_host_pool_is_faulted_in_at_full_priority() -> None:
     found: list[int] = []
 
     class Watched:
-        def prefault(self, stop: threading.Event, **_: object) -> None:
+        def prefault(self, *_: object) -> None:
             found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     with contextlib.ExitStack() as stack:
-        _prefault(stack, Watched())  # type: ignore[arg-type]
+        _prefault(stack, Watched(), lambda: False)  # type: ignore[arg-type]
     assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 

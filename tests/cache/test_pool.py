@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -157,6 +158,34 @@ class TestArena:
         assert pool.prefault(threading.Event())
         assert done_bytes == [0, 2 << 20, 4 << 20]
         assert pool.prefaulted_bytes == 5 << 20
+
+    def test_prefault_leaves_the_cores_to_engines_that_compute(
+        self, arena: Arenas, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On two cores it takes a twentieth of one while requests run, but not near of use."""
+        mib = 1 << 20
+        pool = arena(12 * mib, mib)
+        pool.take(2)
+        now_s = [0.0]
+        pauses_s: list[float | None] = []
+
+        def fault_in(*_: object, for_write: bool) -> bool:
+            now_s[0] += 1.0
+            return True
+
+        class Stop(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                pauses_s.append(timeout)
+                return False
+
+        clock = SimpleNamespace(monotonic=lambda: now_s[0])
+        cores = SimpleNamespace(sched_getaffinity=lambda _: {0, 1})
+        patches = {"fault_in": fault_in, "time": clock, "os": cores, "_NEAR_BYTES": 4 * mib}
+        for name, value in patches.items():
+            monkeypatch.setattr(f"lmcache_redis.cache.pool.{name}", value)
+        requests = iter([1, 1, 0])  # asked only for what is far ahead
+        assert pool.prefault(Stop(), lambda: next(requests) > 0)
+        assert pauses_s == pytest.approx([1.0, 1.0, 1.0, 19.0, 19.0, 1.0])
 
     def test_prefault_stops(self, arena: Arenas) -> None:
         pool = arena(64 << 20, 1 << 20)
