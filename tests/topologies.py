@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from tests.servers import RedisServer, free_port, wait_until
 
 # A cluster's nodes talk to each other on their port plus this.
 _BUS = 10_000
+# Of a packet between them: the id of the node that sent it.
+_BUS_SENDER = slice(40, 80)
 _HIGHEST_PORT = (1 << 16) - 1
 
 
@@ -27,9 +31,14 @@ def cluster_node(directory: Path, name: str) -> RedisServer:
     args += ["--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"]
     args += ["--cluster-announce-ip", "127.0.0.1", "--repl-diskless-sync-delay", "0"]
     server = RedisServer(folder, args=args, unix=False)
-    while server.port + _BUS > _HIGHEST_PORT:
-        server.port = free_port()
+    server.port = free_node_port()
     return server
+
+
+def free_node_port() -> int:
+    while (port := free_port()) + _BUS > _HIGHEST_PORT:
+        pass
+    return port
 
 
 class Cluster:
@@ -234,3 +243,131 @@ def info(server: RedisServer, section: str) -> dict[str, str]:
 
 def keys_on(nodes: Sequence[RedisServer]) -> list[int]:
     return [int(node.command("DBSIZE")) for node in nodes]
+
+
+class BusProxy:
+    """A port that leads to the bus of a cluster node. A context manager.
+
+    cut: nodes whose packets do not get through any more, by their ids.
+    """
+
+    def __init__(self, node: RedisServer) -> None:
+        self._node = node
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._cut: set[str] = set()
+        self._links: list[tuple[str, socket.socket, socket.socket]] = []
+        self._threads: list[threading.Thread] = []
+
+    def cut(self, *senders: str) -> None:
+        self._cut.update(senders)
+        for sender, *ends in list(self._links):
+            if sender in self._cut:
+                _shut(*ends)
+
+    def __enter__(self) -> BusProxy:
+        self._spawn(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _shut(self._listener)
+        for _sender, *ends in list(self._links):
+            _shut(*ends)
+        for thread in self._threads:
+            thread.join(10)
+        self._listener.close()
+
+    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._spawn(self._link, self._listener.accept()[0])
+
+    def _link(self, client: socket.socket) -> None:
+        with client, suppress(OSError):
+            head = b""
+            self._links.append(("", client, client))
+            while len(head) < _BUS_SENDER.stop:
+                if not (data := client.recv(1 << 16)):
+                    return
+                head += data
+            sender = head[_BUS_SENDER].decode()
+            with socket.create_connection(("127.0.0.1", self._node.port + _BUS)) as server:
+                self._links.append((sender, client, server))
+                if sender in self._cut:
+                    return
+                server.sendall(head)
+                back = threading.Thread(target=_pump, args=(server, client), daemon=True)
+                back.start()
+                _pump(client, server)
+                back.join()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    _shut(source, target)
+
+
+def _shut(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+class CuttableCluster(Cluster):
+    """Nodes hear each other through proxies: one can be cut off, and clients still reach it."""
+
+    def __init__(self, directory: Path, stack: ExitStack, masters: int = 3) -> None:
+        self._buses: list[BusProxy] = []
+        super().__init__(directory, stack, masters)
+
+    def cut_off(self, node: RedisServer) -> None:
+        ids = [node_id(each) for each in self.nodes]
+        for each, bus in zip(self.nodes, self._buses, strict=True):
+            bus.cut(*(ids if each is node else [node_id(node)]))
+
+    def _start_node(self) -> RedisServer:
+        node = cluster_node(self._directory, f"node-{len(self.nodes)}")
+        bus = self._stack.enter_context(BusProxy(node))
+        node.add_arguments("--cluster-announce-bus-port", str(bus.port))
+        self._buses.append(bus)
+        self.nodes.append(self._stack.enter_context(node))
+        return node
+
+    def _meet(self) -> None:
+        for node, bus in zip(self.nodes[1:], self._buses[1:], strict=True):
+            self.nodes[0].command("CLUSTER", "MEET", "127.0.0.1", node.port, bus.port)
+        wait_until(lambda: all(self._knows_all(node) for node in self.nodes))
+
+
+@contextmanager
+def another_sentinel(watched: Watched, folder: Path, port: int, master: int) -> Iterator[None]:
+    """One more Sentinel of the same master, which it takes to be at another port of loopback."""
+    folder.mkdir()
+    config = folder / "sentinel.conf"
+    lines = [f"port {port}", "bind 127.0.0.1", f"dir {folder}"]
+    lines += [f"sentinel monitor mymaster 127.0.0.1 {master} 2"]
+    lines += ["sentinel down-after-milliseconds mymaster 500"]
+    config.write_text("\n".join(lines) + "\n")
+    words = [watched.servers[0]._executable, str(config), "--sentinel"]
+    with (folder / "sentinel.log").open("ab") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+    try:
+        with redis.Redis(port=port, socket_timeout=5.0) as client:
+            wait_until(lambda: _answers(client))
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.execute_command("SENTINEL", "MASTER", "mymaster"))
+    except redis.exceptions.RedisError:
+        return False

@@ -20,7 +20,7 @@ from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advi
 from lmcache_redis.admin.server import CONNECT_TIMEOUT_S, OP_TIMEOUT_S
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.errors import ConfigError, RedisError
-from lmcache_redis.resp.maps import find_servers
+from lmcache_redis.resp.finder import find_servers
 from lmcache_redis.resp.net.commands import (
     CHANNEL,
     COMMANDS,

@@ -63,7 +63,7 @@ def print_checked(of: type[TierSettings], options: Mapping[str, Any], as_json: b
 def _connect(config: TierSettings, url: str) -> None:
     """As agents do: tools need more rights. Raises ``RedisError`` and ``ConfigError``."""
     from lmcache_redis.resp import RedisOptions
-    from lmcache_redis.resp.maps import find_servers
+    from lmcache_redis.resp.finder import find_servers
     from lmcache_redis.resp.net.connection import Connector
     from lmcache_redis.resp.options import parse_deployment
 

@@ -35,6 +35,7 @@ from lmcache_redis.resp.jobs import Jobs, TaskQueue, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.sources import Doubt
 from lmcache_redis.tiers import CallOutcome, PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Health:
         self._last_error = ""
         self._lines = RepeatedLines()
         self._logged_down = False
+        self.has_answered = False  # at any time
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
 
@@ -170,6 +172,9 @@ class Health:
             self._state = PlaneState(True, True, "")
             was_logged, self._logged_down = self._logged_down, False
             self._changed.notify_all()
+        if not self.has_answered:
+            self.has_answered = True
+            self._server.came_up()
         where = self._server.connector.endpoint.where
         if not before.probed:
             logger.info("connected to Redis at %s", where)
@@ -198,8 +203,9 @@ class Health:
             self._logged_down |= log
         if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
-        if before.up:
+        if before.up or not before.probed:
             self._server.went_down()
+        if before.up:
             self._server.questions.put((None,), urgent=True)
 
 
@@ -218,7 +224,7 @@ class DataServer:
         endpoint: Endpoint,
         options: RedisOptions,
         jobs: Jobs,
-        look_up: Callable[[], None] | None = None,
+        look_up: Callable[[Doubt], None] | None = None,
     ) -> None:
         self.options = options
         self.jobs = jobs
@@ -226,6 +232,7 @@ class DataServer:
         self.health = Health(self)
         self.questions: TaskQueue[Any] = TaskQueue()
         self._look_up = look_up
+        self.came_up: Callable[[], None] = lambda: None  # called when it answers first
         self._refusal = WriteOutcome.REJECTED
         self._refused_until = 0.0
         self._renewed_at = 0.0
@@ -239,16 +246,18 @@ class DataServer:
     def went_down(self) -> None:
         """Called on the thread that noticed, after `health.is_up` has become False."""
         self.jobs.stop_all(CallOutcome.UNAVAILABLE, node=self)
-        self.map_is_old()
+        self.map_is_old(Doubt.BROKEN)
 
-    def map_is_old(self) -> None:
+    def map_is_old(self, doubt: Doubt = Doubt.MOVED) -> None:
         if self._look_up is not None:
-            self._look_up()
+            self._look_up(doubt)
 
     def note(self, error: RedisError) -> None:
         """An operation failed, others may succeed."""
-        if isinstance(error, (RedisClusterDown, RedisReadOnly, RedisRedirect)):
+        if isinstance(error, RedisRedirect):
             self.map_is_old()
+        elif isinstance(error, (RedisClusterDown, RedisReadOnly)):
+            self.map_is_old(Doubt.BROKEN)
         # In a cluster, redirections are no fault.
         if self._look_up is None or not isinstance(error, RedisRedirect):
             self.health.note(error)

@@ -15,17 +15,19 @@ single reply says opens no connection, and sends no password anywhere.
 from __future__ import annotations
 
 import binascii
+import contextlib
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.errors import RedisRedirect
+from lmcache_redis.errors import RedisRedirect, RedisUnavailable
 from lmcache_redis.resp.control import Controller, KeyQuestion, Steps
+from lmcache_redis.resp.finder import MapWatcher, ServerFinder
 from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import (
     Jobs,
@@ -34,7 +36,7 @@ from lmcache_redis.resp.jobs import (
     TaskQueue,
     wait_for,
 )
-from lmcache_redis.resp.maps import SLOTS, MapWatcher, ServerFinder, ServerMap
+from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import Removals
@@ -51,6 +53,9 @@ _OF_ANY = (
     CallOutcome.TIMED_OUT,
 )
 NodeT = TypeVar("NodeT")
+# Of the servers that a map names and that have never answered, so many are tried at a time: a map
+# may name what does not exist.
+_MOST_UNPROVEN = 32
 
 
 class Routes(Generic[NodeT]):
@@ -102,21 +107,56 @@ def slot_of(key: bytes) -> int:
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
+class _WorkerQueue(TaskQueue[StripeTask]):
+    """Stripes for threads that start with the first of them.
+
+    Their server is down for a moment if the process may not have them.
+    """
+
+    __slots__ = ("_server", "workers")
+
+    def __init__(self, server: DataServer) -> None:
+        super().__init__()
+        self.workers: list[LoopThread] = []
+        self._server = server
+
+    def put(self, tasks: Iterable[StripeTask], urgent: bool = False) -> None:
+        super().put(tasks, urgent)
+        if len(self) and not all(thread.ident for thread in self.workers):
+            try:
+                self.start()
+            except RuntimeError as error:
+                at = f"Redis at {self._server.connector.endpoint.where} cannot be used"
+                failure = RedisUnavailable(f"{at}: {error}")
+                down = partial(self._server.health.down, failure, time.monotonic())
+                # Not here: callers of the plane are not called back on their threads.
+                with contextlib.suppress(RuntimeError):
+                    self._server.jobs.post(down)
+
+    def start(self) -> None:
+        """Raises RuntimeError."""
+        with self._changed:
+            for thread in self.workers:
+                if thread.ident is None and not self.closed:
+                    thread.start()
+
+
 class DataNode(DataServer):
     """One server. Queues work whether it is up or not."""
 
     def __init__(self, endpoint: Endpoint, nodes: DataNodes, shards: int) -> None:
         options = nodes.options
         super().__init__(endpoint, options, nodes.jobs, nodes.look_up)
-        self.reads: TaskQueue[StripeTask] = TaskQueue()
+        self.came_up = nodes.start_more
+        self.reads = _WorkerQueue(self)
         self.control = Controller(self)
         readers = _shares(options.get_connections, shards, options.network_threads)
         writers = _shares(options.set_connections, shards, options.network_threads)
-        self._writes: list[TaskQueue[StripeTask]] = [TaskQueue() for _ in writers]
-        self._workers = [
-            *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
-            *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
-        ]
+        self._writes = [_WorkerQueue(self) for _ in writers]
+        for number, count in enumerate(readers):
+            self.reads.workers.append(Reader(f"get-{number}", self, self.reads, count).thread)
+        for number, (queue, count) in enumerate(zip(self._writes, writers, strict=True)):
+            queue.workers.append(Writer(f"set-{number}", self, queue, count).thread)
 
     def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
@@ -131,14 +171,19 @@ class DataNode(DataServer):
         return self.health.is_up
 
     @property
-    def _threads(self) -> list[LoopThread]:
-        return [self.control.thread, *[worker.thread for worker in self._workers]]
+    def is_started(self) -> bool:
+        return self.control.thread.ident is not None
 
-    def start(self) -> None:
-        """Start all threads or none. Raises RuntimeError if the process may not have them."""
+    def start(self, at_once: bool) -> None:
+        """Start the control thread; the others start with their first tasks, or at once.
+
+        Starts all or none. Raises RuntimeError if the process may not have them.
+        """
         try:
-            for thread in self._threads:
-                thread.start()
+            self.control.thread.start()
+            if at_once:
+                for queue in (self.reads, *self._writes):
+                    queue.start()
         except BaseException:
             self.stop()
             self.join()
@@ -155,7 +200,10 @@ class DataNode(DataServer):
     def join(self) -> int:
         """Wait for the threads; return how many did not end in time."""
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
-        return [thread.ends_within(timeout_s) for thread in self._threads].count(False)
+        threads = [self.control.thread]
+        for queue in (self.reads, *self._writes):
+            threads += queue.workers
+        return [thread.ends_within(timeout_s) for thread in threads].count(False)
 
 
 def _shares(connections: int, shards: int, threads: int) -> list[int]:
@@ -178,7 +226,7 @@ class DataNodes:
         self._closing = False
         self.removals = Removals(options.key_prefix, lambda: self.routes.nodes)
         self.watcher = MapWatcher(
-            ServerFinder(deployment, options.connect_timeout_s), self.adopt, self.servers
+            ServerFinder(deployment, options.connect_timeout_s), self.adopt, self.down
         )
         is_alone = deployment.topology is Topology.STANDALONE
         self.look_up = None if is_alone else self.watcher.hint
@@ -224,9 +272,13 @@ class DataNodes:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
         return PlaneState(len(down) < len(states), all(state.probed for state in states), reason)
 
-    def servers(self) -> dict[Endpoint, bool]:
-        """The servers of the map, and whether each is up."""
-        return {node.connector.endpoint: node.is_up for node in self.routes.nodes}
+    def down(self) -> list[Endpoint] | None:
+        """The servers of the map that have been probed and are down; None without a map."""
+        nodes = self.routes.nodes
+        if not nodes:
+            return None
+        states = [(node.connector.endpoint, node.health.state) for node in nodes]
+        return [endpoint for endpoint, state in states if state.probed and not state.up]
 
     def ask_for_each(
         self,
@@ -300,8 +352,8 @@ class DataNodes:
     def adopt(self, found: ServerMap) -> bool:
         """Use the servers of a map from now on; return whether it is another map.
 
-        Raises RuntimeError if the process may not have the threads of a new server; then the last
-        map stays.
+        Called again with the same map, it starts more of its servers. Raises RuntimeError if the
+        process may not have the threads of a new server; then the last map stays.
         """
         before = self.routes
         with self._lock:
@@ -309,9 +361,8 @@ class DataNodes:
                 return False
             for server in found.servers:
                 if server not in self._nodes:
-                    node = DataNode(server, self, len(found.servers))
-                    node.start()
-                    self._nodes[server] = node
+                    self._nodes[server] = DataNode(server, self, len(found.servers))
+            self._start_some(found.servers)
             self.routes = Routes(found, self._nodes)
             retired = [self._nodes[server] for server in self._nodes.keys() - set(found.servers)]
         for node in retired:
@@ -321,6 +372,28 @@ class DataNodes:
             places = ", ".join(server.where for server in found.servers)
             logger.info("%s: the data is with %s", self.deployment.url, places)
         return is_new or before.map.ranges != found.ranges
+
+    def start_more(self) -> None:
+        """A server has answered for the first time."""
+        with self._lock:
+            if not self._closing:
+                # Without room for threads, when the map is looked up next.
+                with contextlib.suppress(RuntimeError):
+                    self._start_some(self.routes.map.servers)
+
+    def _start_some(self, servers: Iterable[Endpoint]) -> None:
+        """Start servers, under the lock; the others when some of these have answered."""
+        at_once = self.deployment.topology is Topology.STANDALONE
+        unproven = [each for each in servers if not self._nodes[each].health.has_answered]
+        started = sum(self._nodes[each].is_started for each in unproven)
+        for server in unproven:
+            if not self._nodes[server].is_started and started < _MOST_UNPROVEN:
+                try:
+                    self._nodes[server].start(at_once)
+                except BaseException:
+                    del self._nodes[server]
+                    raise
+                started += 1
 
     def _retire(self, node: DataNode) -> None:
         """End a server that the map does not name any more. What it was asked is not known."""

@@ -198,7 +198,7 @@ class TestInACluster:
     @pytest.fixture(autouse=True)
     def _user(self, cluster: Cluster) -> None:
         for node in cluster.nodes:
-            documented_url(node, "agent", "+cluster|slots")
+            documented_url(node, "agent", "+cluster|slots", "+cluster|info")
         self.cluster = cluster
         self.options = RedisOptions(cluster.url, username="agent", password=PASSWORD)
 
@@ -245,11 +245,12 @@ class TestInACluster:
     @pytest.mark.parametrize("tools", [False, True])
     def test_servers_that_are_not_told(self, tools: bool) -> None:
         """The one that is named is tried."""
-        self.change("-cluster|slots", "-cluster", *(("+command",) if tools else ()))
+        self.change("-cluster", *(("+command",) if tools else ()))
         diagnosis = self.examined()
-        (found,) = findings_about("rights", diagnosis.findings)
-        assert found.severity is Severity.CRITICAL
+        found, less = findings_about("rights", diagnosis.findings)
+        assert (found.severity, less.severity) == (Severity.CRITICAL, Severity.WARNING)
         assert found.seen == "CLUSTER SLOTS, which agents send, is refused to agent"
+        assert less.change == ("ACL SETUSER agent +cluster|info",)
         assert found.change == ("ACL SETUSER agent +cluster|slots",)
         assert findings_about("tools", diagnosis.findings)
 
@@ -281,11 +282,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield watched
 
 
+RIGHTS = ("+sentinel|get-master-addr-by-name", "+sentinel|master")
+
+
 class TestBehindASentinel:
     @pytest.fixture(autouse=True)
     def _user(self, watched: Watched) -> None:
         self.watched = watched
-        self.at_sentinel("reset", "on", f">{PASSWORD}", "+sentinel|get-master-addr-by-name")
+        self.at_sentinel("reset", "on", f">{PASSWORD}", *RIGHTS)
         parameters = f"?sentinel_username=seer&sentinel_password={PASSWORD}"
         self.options = RedisOptions(watched.url + parameters, username="agent", password=PASSWORD)
 
@@ -304,7 +308,7 @@ class TestBehindASentinel:
         assert at_server.where == f"127.0.0.1:{self.watched.master.port}"
         assert at_server.seen.startswith("agent may send what agents send: PING, SET, GET")
         assert at_sentinel.where == f"127.0.0.1:{self.watched.port}"
-        said = "seer may send what agents send: SENTINEL GET-MASTER-ADDR-BY-NAME"
+        said = "seer may send what agents send: SENTINEL GET-MASTER-ADDR-BY-NAME, SENTINEL MASTER"
         assert at_sentinel.seen == said
         (tools,) = findings_about("tools", diagnosis.findings)
         assert tools.why == "they also send SENTINEL MASTERS to the Sentinels"
@@ -321,8 +325,8 @@ class TestBehindASentinel:
     def test_a_sentinel_that_refuses(self) -> None:
         """Tools find the server all the same."""
         self.at_sentinel("-@all", "+sentinel|masters")
-        (found,) = findings_about("rights", self.examined().findings)
-        assert found.severity is Severity.CRITICAL
+        found, less = findings_about("rights", self.examined().findings)
+        assert (found.severity, less.severity) == (Severity.CRITICAL, Severity.WARNING)
         assert found.where == f"127.0.0.1:{self.watched.port}"
         assert found.change == ("ACL SETUSER seer +sentinel|get-master-addr-by-name",)
 

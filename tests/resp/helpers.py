@@ -19,8 +19,9 @@ from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTION
 from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.bulk import End, MoveCall, Packed, Result
+from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.lanes import Mover
-from lmcache_redis.resp.maps import ServerFinder, ServerMap
+from lmcache_redis.resp.maps import ServerMap
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.options import Deployment
 from lmcache_redis.tiers import ChunkIO, FramesResult, ReadOutcome, RemoveResult, WriteOutcome

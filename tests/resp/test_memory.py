@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.errors import ConfigError, RedisError
-from lmcache_redis.resp.maps import ServerFinder
+from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.options import RedisOptions, parse_deployment
 from tests.cycles import left_by

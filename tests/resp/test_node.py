@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.jobs import Jobs, LoopThread
-from lmcache_redis.resp.maps import SLOTS, ServerFinder, ServerMap
+from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.resp.sources import Doubt
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
@@ -81,11 +84,13 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         return b"-%b 1 127.0.0.1:%d\r\n" % (kind, other.port if port % 2 else port)
 
     with LyingServer() as other, shard(answer) as server, running(cluster_url(server)) as plane:
+        chunk = Chunk(1, 100, 4096)
+        assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
+        assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
         threads = len(plane_threads())
         keys = [chunk_key(number) for number in range(300)]
         assert scan(plane, keys) == (CallOutcome.DONE, 0)
         assert exists(plane, keys) == (CallOutcome.DONE, [False] * 300)
-        chunk = Chunk(1, 100, 4096)
         assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
         assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
         assert len(plane_threads()) == threads
@@ -137,31 +142,43 @@ def test_a_cluster_that_is_down_keeps_its_connections() -> None:
 
 
 def test_a_finder_keeps_its_connection_and_many_spread() -> None:
+    """One seed: it is asked once, then a node of the map that it names."""
     servers = [LyingServer(lambda words: slots_of(*ports)) for _ in range(3)]
     ports = [server.port for server in servers]
-    seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
-    deployment = parse_deployment(RedisOptions(f"redis+cluster://{seeds}"))
+    deployment = parse_deployment(RedisOptions(f"redis+cluster://127.0.0.1:{ports[0]}"))
     with servers[0], servers[1], servers[2]:
-        finder = ServerFinder(deployment, 5.0)
-        for _ in range(20):
-            assert len(finder.find().servers) == 3
-        names = [words for each in servers for words in each.commands if words[0] == b"CLIENT"]
-        assert len(names) == 1
-        finder.close()
         for _ in range(40):
-            other = ServerFinder(deployment, 5.0)
-            other.find()
-            other.close()
-        assert all(each.commands for each in servers)
+            with contextlib.closing(ServerFinder(deployment, 5.0)) as finder:
+                for _ in range(6):
+                    assert len(finder.find().servers) == 3
+        opened = [[words[0] for words in each.commands].count(b"CLIENT") for each in servers]
+        assert sum(opened) <= 80
+        assert min(opened) > 0
 
 
-def test_known_servers_are_asked_when_the_seeds_have_gone() -> None:
-    with LyingServer(lambda words: slots_of(7000)) as left:
-        deployment = parse_deployment(RedisOptions("redis+cluster://127.0.0.1:1"))
-        finder = ServerFinder(deployment, 5.0)
-        known = deployment.at("127.0.0.1", left.port)
-        assert [each.port for each in finder.find([known]).servers] == [7000]
-        finder.close()
+def test_seeds_are_asked_when_no_node_answers() -> None:
+    def start() -> None:
+        nodes.append(stack.enter_context(LyingServer(lambda words: slots_of(nodes[-1].port))))
+
+    with contextlib.ExitStack() as stack:
+        nodes: list[LyingServer] = []
+        start()
+        start()
+        seeds = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+        deployment = parse_deployment(RedisOptions(f"redis+cluster://{seeds}"))
+        finder = stack.enter_context(contextlib.closing(ServerFinder(deployment, 5.0)))
+        assert [each.port for each in finder.find().servers] == [nodes[1].port]
+        asked = len(nodes[0].commands)
+        for _ in range(10):
+            finder.find()
+        assert len(nodes[0].commands) == asked
+        # The only node of the map goes; a seed names another.
+        nodes[1].__exit__(None, None, None)
+        nodes[1] = stack.enter_context(LyingServer(lambda words: slots_of(nodes[1].port)))
+        assert [each.port for each in finder.find().servers] == [nodes[1].port]
+        # Now the seeds are gone, too.
+        nodes[0].__exit__(None, None, None)
+        assert [each.port for each in finder.find().servers] == [nodes[1].port]
 
 
 def test_more_servers_than_a_cluster_has_are_refused() -> None:
@@ -216,12 +233,49 @@ def test_a_plane_without_threads_does_not_start(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_shard_starts_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    again = failing_start(monkeypatch, "lmcr-set-0")
+    again = failing_start(monkeypatch, "lmcr-control")
     with shard() as server, running(cluster_url(server)) as plane:
         assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
         assert set(plane_threads()) == {"lmcr-time", "lmcr-topology"}
         again.append(1)
         wait_until(lambda: scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0))
+
+
+def test_the_threads_of_a_shard_start_with_their_first_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again = failing_start(monkeypatch, "lmcr-set-0")
+    with shard() as server, running(cluster_url(server)) as plane:
+        assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
+        assert set(plane_threads()) == {"lmcr-time", "lmcr-topology", "lmcr-control"}
+        chunk = Chunk(1, 100, 4096)
+        assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
+        assert "can't start" in plane.state.reason
+        again.append(1)
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+        assert set(plane_threads()) == {
+            "lmcr-time", "lmcr-topology", "lmcr-control", "lmcr-set-0",
+        }  # fmt: skip
+
+
+def test_servers_that_nobody_has_seen_get_few_threads() -> None:
+    """Of a map of 900 invented servers; and all that answer are started."""
+    with contextlib.ExitStack() as stack:
+        real = [stack.enter_context(LyingServer()) for _ in range(40)]
+        first = stack.enter_context(
+            LyingServer(
+                lambda words: slots_of(*ports, first.port) if words[0] == b"CLUSTER" else None
+            )
+        )
+        ports = [*range(10_000, 10_900)]
+        with running(cluster_url(first)) as plane:
+            wait_until(lambda: len(plane._nodes.routes.nodes) == 901)
+            assert len(plane_threads()) == 34
+            ports[:] = [server.port for server in real]
+            plane._nodes.watcher.hint(Doubt.BROKEN)
+            wait_until(lambda: plane.state.probed and not plane.state.reason)
+            assert len(plane._nodes.routes.nodes) == 41
+            assert all(server.commands for server in real)
 
 
 def test_a_name_that_could_not_be_looked_up_is_looked_up_again(
@@ -251,9 +305,15 @@ def test_no_thread_of_a_plane_ends_by_an_exception(
             raise MemoryError
         open_original(sock, address)
 
+    def answer(words: list[bytes]) -> Answer:
+        return b"$-1\r\n" if words[0] == b"GET" else None
+
     monkeypatch.setattr(socket.socket, "connect", connect)
-    with shard() as server, running(cluster_url(server)) as plane:
-        wait_until(lambda: open_streams(plane) == 3)
+    with shard(answer) as server, running(cluster_url(server)) as plane:
+        chunk = Chunk(1, 100, 4096)
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+        wait_until(lambda: read(plane, chunk) == [ReadOutcome.MISSING])
+        assert open_streams(plane) == 3
         assert failed == {
             "lmcr-topology",
             "lmcr-control",

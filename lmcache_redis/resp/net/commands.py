@@ -51,6 +51,10 @@ COMMANDS: Final = (
     Command("ping", ("PING",), "a server that hangs is noticed late"),
     Command("select", ("SELECT", DATABASE), "agents cannot connect", Use.DATABASE, True),
     Command("cluster|slots", ("CLUSTER", "SLOTS"), "no server is found", Use.CLUSTER, True),
+    Command(
+        "cluster|info", ("CLUSTER", "INFO"),
+        "a node that is cut off from its cluster is noticed later", Use.CLUSTER,
+    ),
     Command("set", ("SET", KEY, "", "EX", _EXPIRES_S), "nothing is stored", is_vital=True),
     Command("get", ("GET", KEY), "nothing is loaded", is_vital=True),
     Command("exists", ("EXISTS", KEY), "nothing is found", is_vital=True),
@@ -83,6 +87,10 @@ COMMANDS: Final = (
     Command(
         "sentinel|get-master-addr-by-name", ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE),
         "no server is found", Use.SENTINEL, True,
+    ),
+    Command(
+        "sentinel|master", ("SENTINEL", "MASTER", SERVICE),
+        "a Sentinel with an old configuration is noticed later", Use.SENTINEL,
     ),
 )  # fmt: skip
 # What redis-py needs beside these to find the servers. (For one server it needs nothing.)

@@ -3,7 +3,7 @@
 Name look-up, connect and TLS handshake have the connect time-out together, however many addresses a
 name has. The greeting has the op time-out, however slowly its replies arrive. A caller's deadline
 shortens both. A name look-up cannot be interrupted: it has a thread of its own, and no call waits
-for it beyond its deadline.
+for it beyond its deadline. A connector has one in flight, which all its callers wait for.
 
 A connection closes itself after a time-out, a loss or a malformed reply: the next bytes on the
 socket would be unknown. An error reply leaves it in step and open.
@@ -11,7 +11,6 @@ socket would be unknown. An error reply leaves it in step and open.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import math
 import os
@@ -20,7 +19,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -59,6 +58,8 @@ _RECEIVE_BYTES = 64 << 10
 _LEAST_TIMEOUT_S = 0.001
 _TLS_SEND_BYTES = 256 << 10
 _TLS_TOGETHER_BYTES = 4096
+# Resolvers give up sooner; after this, a look-up that hangs is not waited for any more.
+_LONGEST_NAME_S = 60.0
 
 BytesLike = bytes | bytearray | memoryview
 
@@ -315,6 +316,7 @@ class Connector:
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._aborted = False
+        self._name: _NameLookUp | None = None  # the last one
 
     def open(self, client_name: str, deadline: float = math.inf) -> Connection:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
@@ -406,26 +408,52 @@ class Connector:
             return [(socket.AF_UNIX, self.endpoint.path)]
         with contextlib.suppress(socket.gaierror):
             return self._resolve(socket.AI_NUMERICHOST)
-        found: concurrent.futures.Future[list[Address]] = concurrent.futures.Future()
-        thread = threading.Thread(target=self._look_up, args=(found,), name="redis-name")
-        thread.daemon = True
-        thread.start()
-        try:
-            return found.result(max(0.0, deadline - time.monotonic()))
-        except concurrent.futures.TimeoutError:
-            raise TimeoutError from None
-        finally:
-            del found  # else its error and this frame would keep each other
-
-    def _look_up(self, found: concurrent.futures.Future[list[Address]]) -> None:
-        try:
-            found.set_result(self._resolve(0))
-        except (OSError, UnicodeError) as error:
-            found.set_exception(error)
-        finally:
-            del found  # as above
+        with self._lock:
+            name = self._name
+            if name is None or not name.is_in_flight:
+                name = _NameLookUp(self._resolve)
+                name.thread.start()
+                self._name = name
+        return name.result(deadline)
 
     def _resolve(self, flags: int) -> list[Address]:
         host, port = self.endpoint.host, self.endpoint.port
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, address) for family, _, _, _, address in found]
+
+
+class _NameLookUp:
+    """A look-up on a thread of its own. Those who wait for it share what it finds."""
+
+    def __init__(self, resolve: Callable[[int], list[Address]]) -> None:
+        self.thread = threading.Thread(target=self._run, name="redis-name", daemon=True)
+        self._resolve = resolve
+        self._given_up_at = time.monotonic() + _LONGEST_NAME_S
+        self._done = threading.Event()
+        self._found: list[Address] = []
+        # Each waiter raises its own.
+        self._failure: tuple[type[Exception], tuple[Any, ...]] | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return not self._done.is_set() and time.monotonic() < self._given_up_at
+
+    def result(self, deadline: float) -> list[Address]:
+        """Raises OSError and UnicodeError; TimeoutError at the deadline."""
+        if not self._done.wait(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        if self._failure is not None:
+            kind, words = self._failure
+            raise kind(*words)
+        return list(self._found)
+
+    def _run(self) -> None:
+        try:
+            self._found = self._resolve(0)
+        except (OSError, UnicodeError) as error:
+            self._failure = type(error), error.args
+        except BaseException:
+            self._failure = OSError, ("the name look-up failed",)
+            raise
+        finally:
+            self._done.set()

@@ -1,0 +1,232 @@
+"""Whom to ask and whom to believe, over random histories."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.resp.maps import Answer, ServerMap
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.sources import PANEL, Doubt, Sources
+
+pytestmark = pytest.mark.unit
+
+NODES = [Endpoint(Transport.TCP, f"node-{number}", 1) for number in range(9)]
+SEEDS = [Endpoint(Transport.TCP, f"seed-{number}", 1) for number in range(3)]
+
+
+def map_of(*servers: Endpoint, half: int = 8192) -> ServerMap:
+    """half: maps of the same servers may differ."""
+    return ServerMap(servers, ((0, half, 0), (half + 1, 16383, len(servers) - 1)))
+
+
+@dataclass
+class World:
+    """What each source would say now; those that are missing do not answer."""
+
+    sources: Sources
+    says: dict[Endpoint, Answer] = field(default_factory=dict)
+    asked: list[Endpoint] = field(default_factory=list)
+
+    def look_up(self, doubt: Doubt = Doubt.NONE, down: Sequence[Endpoint] = ()) -> list[Endpoint]:
+        """Who was asked in a round."""
+        self.asked = []
+        self.sources.begin(doubt, down)
+        while (source := self.sources.next_source()) is not None:
+            assert source not in self.asked, "nobody is asked twice in a round"
+            self.asked.append(source)
+            if source in self.says:
+                self.sources.answered(source, self.says[source])
+            else:
+                self.sources.failed(source)
+        self.sources.end()
+        assert len(self.sources.panel) <= PANEL
+        assert not {*self.sources.panel} & ({*self.asked} - {*self.says})
+        return self.asked
+
+    @property
+    def map(self) -> ServerMap | None:
+        return None if self.sources.belief is None else self.sources.belief.map
+
+
+def sentinels(count: int = 3, seed: int = 0) -> World:
+    return World(Sources(NODES[:count], True, random.Random(seed)))
+
+
+def cluster(seed: int = 0) -> World:
+    return World(Sources(SEEDS, False, random.Random(seed)))
+
+
+OLD, NEW, OTHER = (ServerMap((node,)) for node in NODES[6:9])
+chances = st.integers(0, 1 << 32)
+
+
+@given(chances, st.sampled_from([(1, ""), (2, "s_down"), (1, "s_down"), (None, "")]))
+def test_a_sentinel_that_is_outdated_is_left(seed: int, old: tuple[int | None, str]) -> None:
+    """It was alone at first. The others know better by epoch, by what they see, or are more."""
+    world = sentinels(3, seed)
+    world.says[NODES[0]] = Answer(OLD, *old)
+    world.look_up()
+    assert world.map == OLD
+    epoch = None if old[0] is None else 2
+    world.says |= dict.fromkeys(NODES[1:3], Answer(NEW, epoch))
+    for _ in range(2):
+        world.look_up(Doubt.BROKEN)
+    assert world.map == NEW
+    for number in range(200):
+        world.look_up([Doubt.NONE, Doubt.BROKEN][number % 2])
+        assert world.map == NEW
+
+
+@given(chances)
+def test_a_cluster_is_asked_where_it_is_not_cut_off(seed: int) -> None:
+    before, after = map_of(*NODES[:6]), map_of(NODES[6], *NODES[1:6])
+    world = cluster(seed)
+    world.says = dict.fromkeys([*NODES[:6], SEEDS[0]], Answer(before, 3))
+    world.look_up()
+    assert world.look_up()[0] in NODES
+    # Half of the nodes do not hear of the other half, which knows the new one.
+    world.says |= dict.fromkeys(NODES[:3], Answer(before, 3, "cluster_state fail"))
+    world.says |= dict.fromkeys(NODES[3:7], Answer(after, 4))
+    for _ in range(2):
+        world.look_up(Doubt.BROKEN)
+    assert world.map == after
+    for _ in range(200):
+        world.look_up(Doubt.BROKEN)
+        assert world.map == after
+
+
+@given(chances)
+def test_clients_spread_and_change_and_leave_the_seeds(seed: int) -> None:
+    world = cluster(seed)
+    world.says = dict.fromkeys([*NODES, *SEEDS], Answer(map_of(*NODES), 1))
+    world.look_up()
+    told = [world.look_up() for _ in range(150)]
+    assert all(len(asked) == 1 and asked[0] in NODES for asked in told)
+    assert len({asked[0] for asked in told}) > 2
+    changes = sum(one != other for one, other in itertools.pairwise(told))
+    assert changes < 8
+
+
+@given(chances)
+def test_all_nodes_move(seed: int) -> None:
+    world = cluster(seed)
+    world.says = dict.fromkeys([*NODES[:3], *SEEDS], Answer(map_of(*NODES[:3]), 7))
+    world.look_up()
+    for node in NODES[:3]:
+        del world.says[node]
+    after = Answer(map_of(*NODES[3:6]), 7)
+    world.says |= dict.fromkeys([*NODES[3:6], *SEEDS], after)
+    world.look_up(Doubt.BROKEN, NODES[:3])
+    assert world.map == after.map
+
+
+@given(chances)
+def test_a_cluster_that_begins_anew(seed: int) -> None:
+    """Its epochs, too. While the map works it stays; then nobody knows the old epoch any more."""
+    world = cluster(seed)
+    world.says = dict.fromkeys([*NODES, *SEEDS], Answer(map_of(*NODES), 70))
+    world.look_up()
+    again = Answer(map_of(*reversed(NODES)), 1)
+    world.says = dict.fromkeys([*NODES, *SEEDS], again)
+    rounds = 0
+    while world.map != again.map:
+        world.look_up(Doubt.BROKEN)
+        rounds += 1
+        assert rounds < 8
+
+
+@given(chances)
+def test_slots_that_move_are_asked_for_at_one_node(seed: int) -> None:
+    world = cluster(seed)
+    world.says = dict.fromkeys([*NODES, *SEEDS], Answer(map_of(*NODES), 1))
+    world.look_up()
+    for half in range(1, 100):
+        world.says = dict.fromkeys([*NODES, *SEEDS], Answer(map_of(*NODES, half=half), 1))
+        assert len(world.look_up(Doubt.MOVED)) == 1
+        assert world.map == map_of(*NODES, half=half)
+
+
+def test_a_dead_server_without_news_costs_few_connections() -> None:
+    world = cluster()
+    world.says = dict.fromkeys(NODES, Answer(map_of(*NODES), 1))
+    world.sources.belief = Answer(map_of(*NODES), 1)
+    opened, kept = 0, set[Endpoint]()
+    for _ in range(1000):
+        asked = world.look_up(Doubt.BROKEN, NODES[:1])
+        opened += len(set(asked) - kept)
+        kept = set(world.sources.panel)
+    assert opened < 60
+
+
+# ------------------------------------------------------------- random histories
+
+
+@dataclass(frozen=True)
+class Event:
+    """Some sources say something from now on (None: nothing), and then there are some rounds."""
+
+    who: frozenset[int]
+    says: tuple[int, int | None, str] | None
+    doubt: Doubt
+    rounds: int
+
+
+@st.composite
+def events(draw: Callable[..., object]) -> Event:
+    who = draw(st.frozensets(st.integers(0, 5), min_size=1))
+    said = st.tuples(
+        st.integers(0, 3), st.none() | st.integers(0, 5), st.sampled_from(["", "", "s_down"])
+    )
+    doubt = draw(st.sampled_from(Doubt))
+    return Event(who, draw(st.none() | said), doubt, draw(st.integers(1, 4)))  # type: ignore[arg-type]
+
+
+MAPS = [map_of(*NODES[:6], half=half) for half in (1, 2, 3, 4)]
+
+
+@given(st.lists(events(), max_size=20), chances, st.booleans())
+def test_random_histories(history: list[Event], seed: int, is_cluster: bool) -> None:
+    sources = Sources(NODES[:6], not is_cluster, random.Random(seed))
+    world = World(sources)
+    useless: Endpoint | None = None
+    for event in history:
+        for number in event.who:
+            if event.says is None:
+                world.says.pop(NODES[number], None)
+            else:
+                index, epoch, doubt = event.says
+                world.says[NODES[number]] = Answer(MAPS[index], epoch, doubt)
+        for _ in range(event.rounds):
+            before = sources.belief
+            asked = world.look_up(event.doubt)
+            after = sources.belief
+            # Nobody who brought no news is asked twice in a row.
+            assert useless is None or asked[0] != useless
+            has_news = before is None or (after is not None and after.map != before.map)
+            useless = None if event.doubt is Doubt.NONE or has_news else asked[-1]
+            # If somebody answers at all, somebody is heard.
+            assert bool(sources.answers) == bool(world.says) or len(asked) >= PANEL
+            if before is None or after is None or after == before:
+                continue
+            if before.epoch is None or after.epoch is None or after.epoch >= before.epoch:
+                continue
+            # An older epoch: of who is sure, after one that nobody was sure of; or nobody knows a
+            # newer one any more.
+            knows = [each.epoch for each in world.says.values()]
+            is_alone = all(epoch is not None and epoch < before.epoch for epoch in knows)
+            assert is_alone or (before.doubt and not after.doubt)
+    # In the end all agree, and one who was cut off does not.
+    world.says = dict.fromkeys(NODES[1:6], Answer(MAPS[0], 9))
+    world.says[NODES[0]] = Answer(MAPS[1], 1, "s_down")
+    for _ in range(8):
+        world.look_up(Doubt.BROKEN)
+    for doubt in (*[Doubt.NONE] * 100, *[Doubt.BROKEN] * 10):
+        assert world.map == MAPS[0]
+        world.look_up(doubt)
