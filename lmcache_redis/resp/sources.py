@@ -115,6 +115,7 @@ class Sources:
             self._rounds_left -= 1
             if self._rounds_left < 0:
                 self._rounds_left = self._chance.randrange(_ROUNDS_WITH_ONE, 2 * _ROUNDS_WITH_ONE)
+                self._last = next(iter(self.panel), None)
                 self.panel.clear()
 
     def next_source(self) -> Endpoint | None:

