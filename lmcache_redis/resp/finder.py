@@ -80,10 +80,10 @@ class ServerFinder:
         sources.begin(doubt, down)
         while not closing() and (source := sources.next_source()) is not None:
             failure = self._hear(source) or failure
-        before = sources.belief
+        before = {} if sources.belief is None else {sources.teller: sources.belief}
         is_news = sources.end()
         self._keep(sources.panel)
-        self._tell(before if is_news else None)
+        self._tell(before if is_news else {})
         try:
             if not sources.answers or sources.belief is None:
                 raise failure or RedisUnavailable(f"{self.deployment.url} has no servers")
@@ -98,19 +98,21 @@ class ServerFinder:
         for endpoint in self._connections.keys() - set(panel):
             self._connections.pop(endpoint).close()
 
-    def _tell(self, before: Answer | None) -> None:
-        """Log who said what, if they do not agree. before: what was believed until now."""
+    def _tell(self, before: Mapping[Endpoint, Answer]) -> None:
+        """Log who named which servers, if they do not agree. before: what was believed until now,
+        and who had said it.
+        """
         sources = self._sources
-        said = {source.where: answer for source, answer in sources.answers.items()}
-        if before is not None:
-            said["before"] = before
-        if sources.belief is None or len({answer.map for answer in said.values()}) < 2:
+        said = {**before, **sources.answers}
+        if (
+            sources.belief is None
+            or len({frozenset(each.map.servers) for each in said.values()}) < 2
+        ):
             return
-        where = self.deployment.url
-        each = "; ".join(f"{who}: {answer.shown}" for who, answer in sorted(said.items()))
-        line = f"the servers are named differently ({each}). Used: {sources.belief.shown}"
+        each = "; ".join(sorted(f"{who.where} says {said[who].shown}" for who in said))
+        line = f"the servers are named differently: {each}. Used: {sources.belief.shown}"
         if self._lines.is_new(line):
-            logger.info("%s: %s", where, line)
+            logger.info("%s: %s", self.deployment.url, line)
 
     # ---------------------------------------------------------------- questions
 

@@ -72,7 +72,7 @@ class Sources:
     """See the module. Of each round: `begin`, then `next_source` and its answer in turn, `end`.
 
     seeds: of the URL. are_seeds_all: they are all sources (Sentinels); else the servers of the map
-    are. belief: the map in use, and who told it. panel: whose connections to keep.
+    are. belief: the map in use. teller: who named it last. panel: whose connections to keep.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Sources:
         self.belief: Answer | None = None
         self.panel: list[Endpoint] = []
         self._round = _Round()  # this one, or the last
-        self._teller: Endpoint | None = None  # who named the map last
+        self.teller = seeds[0]
         self._seeds = seeds
         self._are_seeds_all = are_seeds_all
         self._chance = chance or random.Random()
         self._records: dict[Endpoint, _Record] = {}
-        self._last: Endpoint | None = None  # asked last, in a round without news
+        self._last: Endpoint | None = None  # not to be asked first
         self._in_doubt = 0  # rounds in doubt without news, in a row
         self._rounds_left = 0
         self._outdated: set[Endpoint] = set()  # who knows the belief's epoch no more, or failed
@@ -115,7 +115,7 @@ class Sources:
             self._rounds_left -= 1
             if self._rounds_left < 0:
                 self._rounds_left = self._chance.randrange(_ROUNDS_WITH_ONE, 2 * _ROUNDS_WITH_ONE)
-                self._last = next(iter(self.panel), None)
+                self._last = self._last or next(iter(self.panel), None)
                 self.panel.clear()
 
     def next_source(self) -> Endpoint | None:
@@ -227,7 +227,7 @@ class Sources:
             return None if found.doubt and not (belief.doubt or is_broken) else found
         if belief.doubt and not found.doubt:
             return found
-        teller = self.answers.get(self._teller) if self._teller is not None else None
+        teller = self.answers.get(self.teller)
         has_changed = teller is not None and teller.map == found.map
         if _is_newer(belief, found):
             is_unknown = set(self._sources) <= self._outdated
@@ -256,8 +256,8 @@ class Sources:
     def _adopt(self, news: Answer) -> None:
         self.belief = news
         self._outdated.clear()
-        self._teller = next(self._tellers(news.map))
-        self.panel.sort(key=lambda each: each != self._teller)
+        self.teller = next(self._tellers(news.map))
+        self.panel.sort(key=lambda each: each != self.teller)
 
     def _confirm(self) -> None:
         """No news: perhaps the same map, with a newer epoch or less doubt."""
@@ -267,7 +267,7 @@ class Sources:
                 _is_newer(answer, self.belief) or (self.belief.doubt and not answer.doubt)
             ):
                 self.belief = answer
-        self._teller = next(self._tellers(self.belief.map), self._teller)
+        self.teller = next(self._tellers(self.belief.map), self.teller)
 
     def _tellers(self, server_map: ServerMap) -> Iterator[Endpoint]:
         return (each for each, answer in self.answers.items() if answer.map == server_map)

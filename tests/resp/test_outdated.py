@@ -56,7 +56,7 @@ def test_an_outdated_sentinel_is_left(
             # It stays with those.
             for number in range(2, 40):
                 assert write(plane, Chunk(number, 5000, SLOT)) == [WriteOutcome.STORED]
-    assert f"127.0.0.1:{ports[0]}: 127.0.0.1:{believed}" in caplog.text
+    assert f"127.0.0.1:{ports[0]} says 127.0.0.1:{believed}" in caplog.text
 
 
 def test_a_primary_cut_off_from_its_cluster_with_its_clients(tmp_path: Path) -> None:
