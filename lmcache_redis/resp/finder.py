@@ -104,10 +104,8 @@ class ServerFinder:
         """
         sources = self._sources
         said = {**before, **sources.answers}
-        if (
-            sources.belief is None
-            or len({frozenset(each.map.servers) for each in said.values()}) < 2
-        ):
+        named = {frozenset(answer.map.servers) for answer in said.values()}
+        if sources.belief is None or len(named) < 2:
             return
         each = "; ".join(sorted(f"{who.where} says {said[who].shown}" for who in said))
         line = f"the servers are named differently: {each}. Used: {sources.belief.shown}"

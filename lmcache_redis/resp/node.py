@@ -179,11 +179,10 @@ class DataNode(DataServer):
 
         Starts all or none. Raises RuntimeError if the process may not have them.
         """
+        self.control.thread.start()
         try:
-            self.control.thread.start()
-            if at_once:
-                for queue in (self.reads, *self._writes):
-                    queue.start()
+            for queue in (self.reads, *self._writes) if at_once else ():
+                queue.start()
         except BaseException:
             self.stop()
             self.join()
@@ -363,7 +362,8 @@ class DataNodes:
                 if server not in self._nodes:
                     self._nodes[server] = DataNode(server, self, len(found.servers))
             self._start_some(found.servers)
-            self.routes = Routes(found, self._nodes)
+            if found != before.map:
+                self.routes = Routes(found, self._nodes)
             retired = [self._nodes[server] for server in self._nodes.keys() - set(found.servers)]
         for node in retired:
             self._retire(node)
@@ -388,11 +388,7 @@ class DataNodes:
         started = sum(self._nodes[each].is_started for each in unproven)
         for server in unproven:
             if not self._nodes[server].is_started and started < _MOST_UNPROVEN:
-                try:
-                    self._nodes[server].start(at_once)
-                except BaseException:
-                    del self._nodes[server]
-                    raise
+                self._nodes[server].start(at_once)
                 started += 1
 
     def _retire(self, node: DataNode) -> None:
