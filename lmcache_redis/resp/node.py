@@ -1,7 +1,7 @@
 """The data servers of a plane: which has which keys, and their queues, threads and health.
 
 A `DataNode` is one server: the only one, the master of Sentinels, or a shard of a cluster.
-`DataNodes` starts and retires them by the map, which `maps` looks up.
+`DataNodes` starts and retires them by the map, which `finder` looks up.
 
 A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its part between the first
 { and the next } (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/). The
