@@ -80,7 +80,8 @@ class Job(ABC, Generic[OutcomeT]):
 
     def tell_servers(self) -> None:
         """As `leave`: whether operations of this kind work."""
-        nodes = {node for node in self.nodes if node is not None}
+        nodes = set(self.nodes)
+        nodes.discard(None)
         if self.outcome is self.good or (len(nodes) == 1 and self.has_verdict):
             for node in nodes:
                 node.health.failures.worked(self.operation)

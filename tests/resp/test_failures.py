@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from lmcache_redis import KVStore
 from lmcache_redis.errors import ConfigError, RedisReplyError, RedisTimeout, RedisUnavailable
@@ -158,6 +159,35 @@ def test_replies_that_are_cut_by_a_limit(
         client.config_set("client-output-buffer-limit", "normal 0 0 0")
         assert read(plane, Chunk(1, 2 * STRIPE_BYTES, STRIPE_BYTES)) == [ReadOutcome.LOADED]
         assert plane.state.reason == ""
+
+
+def test_clients_that_are_evicted(server: RedisServer) -> None:
+    chunk = Chunk(1, 4 * STRIPE_BYTES, STRIPE_BYTES, seed=1)
+    with running(server.url) as plane:
+        try:
+            server.config_set("maxmemory-clients", "1mb")
+        except redis.ResponseError:
+            pytest.skip("this server evicts no clients")
+        assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
+        assert plane.state.up
+        assert "maxmemory-clients" in plane.state.reason
+        assert {error.operation for error in plane.state.errors} == {Operation.STORE}
+        server.config_set("maxmemory-clients", "0")
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert plane.state.reason == ""
+
+
+def test_a_question_about_each_key_is_moved() -> None:
+    """An answer to it, that they are not there, is no sign that it works."""
+
+    def answer(words: list[bytes]) -> Answer:
+        return b"-MOVED 7 127.0.0.1:1\r\n" if words[0] == b"EXISTS" else None
+
+    with LyingServer(answer) as node, running(node.url) as plane:
+        assert exists(plane, [chunk_key(1), chunk_key(2)]).present == [False, False]
+        assert plane.state.up
+        assert "write redis+cluster://" in plane.state.reason
+        assert plane.stats().refused["MOVED"] == 2
 
 
 @pytest.mark.parametrize(
