@@ -326,14 +326,18 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
             "inspect and purge need +@read and +unlink on the agents' keys, in a cluster +command "
             "and +cluster|slots too, and on Sentinels +sentinel|masters"
         )
-        change = "; ".join(filter(None, (missing_right(text), tools)))
-        return RedisNotAllowed(f"{at} does not allow it to this user ({text}): {change}")
+        rights = "; ".join(filter(None, (missing_right(text), tools)))
+        return RedisNotAllowed(f"{at} does not allow it to this user ({text}): {rights}")
+    if (code := getattr(error, "status_code", None)) is not None:
+        text = f"{code} {text}"  # redis-py has a class for it, and leaves it out
+    change = advice_on(error_reply(text).code, text).change
+    said = advised(f"{at} says: {text}", change)
+    if isinstance(error, exceptions.BusyLoadingError):
+        return RedisUnavailable(said)
     if isinstance(error, exceptions.ConnectionError):
         return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")
     if isinstance(error, exceptions.ResponseError):
-        # Without the code in the text, where redis-py has a class for it.
-        code = getattr(error, "status_code", None) or error_reply(text).code
-        return RedisReplyError(advised(f"{at} says: {text}", advice_on(code, text).change))
+        return RedisReplyError(said)
     return translated(RedisProtocolError(), endpoint)
 
 
