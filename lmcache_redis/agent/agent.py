@@ -39,8 +39,7 @@ _SAID = {
     *("lookups", "lookup_chunks", "hit_chunks_host", "hit_chunks_disk", "hit_chunks_redis"),
     *("retrieved_chunks", "gathered_chunks", "compared_chunks", "saved_tokens"),
     *("stored_chunks", "disk_stored_chunks", "retrieves_failed", "lookups_timed_out"),
-    "lookups_failed",
-    *("sessions_timed_out", "differing_chunks", "failed_removals", "wire_errors"),
+    *("lookups_failed", "sessions_timed_out", "differing_chunks", "failed_removals", "wire_errors"),
 }
 
 

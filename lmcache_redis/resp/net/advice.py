@@ -50,7 +50,7 @@ LOST: Final = (
     "if Redis is up, see its client-output-buffer-limit and maxmemory-clients, and the proxies "
     "before it"
 )
-SILENT: Final = "if it answers PING, it is overloaded, its link too slow, or a proxy before it reaches no server"
+SILENT: Final = "if it answers PING: overload, a slow link, or a proxy that reaches no server"
 
 BY_CODE: Final[Mapping[str, Advice]] = MappingProxyType(
     {
