@@ -105,6 +105,7 @@ class Health:
 
     @property
     def state(self) -> PlaneState:
+        """Its reason says why operations fail, also while the server is up."""
         state, errors = self._state, self.failures.errors
         if not errors:
             return state
