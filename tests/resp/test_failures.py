@@ -274,7 +274,7 @@ def test_a_proxy_that_is_silent_behind_ping() -> None:
 def test_why_down_is_empty_only_if_the_last_call_worked(server: RedisServer) -> None:
     options = RedisOptions(server.url, connect_timeout_s=5.0, op_timeout_s=5.0)
     with KVStore(options, "names") as store, server.client() as client:
-        assert store.why_down == ""
+        wait_until(lambda: store.why_down == "", "the server is up, and nothing was tried")
         assert store.put_bytes("a", b"1" * 100)
         for command, call in (
             ("get", lambda: store.get_bytes("a")),
@@ -293,6 +293,6 @@ def test_why_down_is_empty_only_if_the_last_call_worked(server: RedisServer) -> 
 
 def test_why_down_behind_a_proxy_without_backends() -> None:
     with LyingServer(behind_ping(NO_BACKEND)) as proxy, KVStore(proxy.url, "names") as store:
-        assert store.why_down == ""
+        wait_until(lambda: store.why_down == "", "the proxy is up, and nothing was tried")
         assert store.get_bytes("a") is None
         assert "upstream failure" in store.why_down
