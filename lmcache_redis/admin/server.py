@@ -330,14 +330,15 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
         return RedisNotAllowed(f"{at} does not allow it to this user ({text}): {rights}")
     if (code := getattr(error, "status_code", None)) is not None:
         text = f"{code} {text}"  # redis-py has a class for it, and leaves it out
-    change = advice_on(error_reply(text).code, text).change
+    kind, change = advice_on(error_reply(text).code, text)
     said = advised(f"{at} says: {text}", change)
     if isinstance(error, exceptions.BusyLoadingError):
         return RedisUnavailable(said)
     if isinstance(error, exceptions.ConnectionError):
         return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")
     if isinstance(error, exceptions.ResponseError):
-        return RedisReplyError(said)
+        # One reply among others says nothing of the connection.
+        return kind(said) if issubclass(kind, RedisReplyError) else RedisReplyError(said)
     return translated(RedisProtocolError(), endpoint)
 
 
