@@ -54,7 +54,12 @@ class GpuLost(CudaError):
 
 
 class RedisError(LMCacheRedisError):
-    """Base class of the failures of a Redis server and of the connection to it."""
+    """Base class of the failures of a Redis server and of the connection to it.
+
+    refusal: which of `resp.net.advice.REASONS` the server's reply is; empty if it is no reply.
+    """
+
+    refusal = ""
 
 
 class RedisUnavailable(RedisError):

@@ -7,8 +7,8 @@
         store.get("prompt-17")                  # an equal tensor, or None
 
 What is stored is checked on the way back, so a get returns what was put or nothing. While the
-server cannot be reached, calls return at once: a put is False, a get is None, and `why_down` says
-why. Wrong arguments raise, as does everything after `close`.
+server cannot be reached, or refuses them, calls end: a put is False, a get is None, and `why_down`
+says why. Wrong arguments raise, as does everything after `close`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ class KVStore:
 
     @property
     def why_down(self) -> str:
-        """Why the server cannot be used now; empty if it can, or if nothing is known yet."""
+        """Why calls fail: why the server is down, or what the last ones were answered.
+
+        Empty if the last of each kind (get, put, question) worked, or none was tried and it is up.
+        """
         return self._backend.why_down
 
     @property

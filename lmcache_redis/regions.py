@@ -155,10 +155,14 @@ class RegionStore:
         self._plane.start()
 
     @property
+    def is_up(self) -> bool:
+        """Whether Redis is asked at all."""
+        return self._plane.state.up
+
+    @property
     def why_down(self) -> str:
-        """Why Redis cannot be used now; empty if it can."""
-        state = self._plane.state
-        return "" if state.up else state.reason
+        """Why Redis is down, or what its last operations were answered; empty if they worked."""
+        return self._plane.state.reason
 
     def wait_probed(self, timeout_s: float) -> bool:
         """Wait until Redis was probed; whether it can be used."""

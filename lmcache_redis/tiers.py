@@ -149,21 +149,55 @@ ReadDone = Callable[[ChunkIO, ReadOutcome], None]
 WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 
 
+class Operation(_Outcome):
+    """Kinds that fail by themselves: a PING may be answered, and every GET refused."""
+
+    PROBE = "to connect, and to be told that it lives"
+    ASK = "about keys"
+    LOAD = "of chunks"
+    STORE = "of chunks, or of parts of one"
+
+
+@dataclass(frozen=True, slots=True)
+class LastError:
+    """What operations of one kind fail with now. text: with what to change.
+
+    count: how many, since one worked. at_s: of the last one (`time.monotonic()`). is_silence: it
+    was not answered in time.
+    """
+
+    operation: Operation
+    text: str
+    count: int
+    at_s: float
+    is_silence: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PlaneState:
-    """up: operations are tried. reason: a sentence that says why it is down, or the last error.
+    """up: operations are tried. probed: the server has been probed since the start.
 
-    probed: the server has been probed since the start.
+    reason: why operations fail: why it is down, or what the last ones were answered. Empty while
+    they work. errors: one of each kind of operation whose last one failed, the newest first.
     """
 
     up: bool
     probed: bool
     reason: str
+    errors: tuple[LastError, ...] = ()
+
+    @property
+    def read_error(self) -> LastError | None:
+        """The newest that says why something was not found or not loaded."""
+        return next((e for e in self.errors if e.operation is not Operation.STORE), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneStats:
-    """Counts since the start. bytes_in, bytes_out: payload of the chunks loaded and stored."""
+    """Counts since the start. bytes_in, bytes_out: payload of the chunks loaded and stored.
+
+    refused: error replies, by the reasons of `resp.net.advice`.
+    """
 
     bytes_in: int
     bytes_out: int
@@ -172,6 +206,7 @@ class PlaneStats:
     connects: int
     connections_lost: int
     errors: int
+    refused: Mapping[str, int]
 
 
 class Tier(Protocol):
@@ -273,7 +308,8 @@ DOUBTFUL = frozenset(
 class TierCounters:
     """Names of counters, and of the histograms of loads: a chunk's time, and the tier's rate.
 
-    misses, drops: by the outcome of a read or write. is_remote: chunks that the tier already had
+    misses, drops: by the outcome of a read or write; a read that was cancelled is no miss of the
+    tier. silent: misses because it has not answered. is_remote: chunks that the tier already had
     and cleared keys are counted too; drops and failed clears are logged.
     """
 
@@ -286,6 +322,7 @@ class TierCounters:
     misses: Mapping[ReadOutcome, str]
     drops: Mapping[WriteOutcome, str]
     queue_full: str
+    silent: str
     is_remote: bool
 
 
@@ -305,11 +342,11 @@ REDIS_COUNTERS = TierCounters(
         ReadOutcome.NOT_OPENED: "miss_sealed",
         ReadOutcome.TIMED_OUT: "miss_deadline",
         ReadOutcome.UNAVAILABLE: "miss_redis_error",
-        ReadOutcome.CANCELLED: "miss_deadline",
     },
     drops=dict.fromkeys(WriteOutcome, "drop_redis_error")
     | {WriteOutcome.FULL: "drop_redis_full", WriteOutcome.CANCELLED: "drop_shutdown"},
     queue_full="drop_queue_full",
+    silent="miss_redis_silent",
     is_remote=True,
 )
 
@@ -323,6 +360,7 @@ DISK_COUNTERS = TierCounters(
     misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},
     drops=dict.fromkeys(WriteOutcome, "drop_disk"),
     queue_full="drop_disk",
+    silent="miss_disk",
     is_remote=False,
 )
 

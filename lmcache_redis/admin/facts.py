@@ -42,7 +42,8 @@ class Facts:
 
     local: on this machine. private: every address is a private one. nodes: how many servers share
     the keys. as_cluster: named as a Redis Cluster, so that agents send each key to its node.
-    normal_buffer: hard limit, soft limit and soft seconds of client-output-buffer-limit. save: the
+    normal_buffer: hard limit, soft limit and soft seconds of client-output-buffer-limit.
+    clients_memory_bytes: maxmemory-clients, 0: no limit. save: the
     schedule as configured, "" for none. unseen: what was refused, in words. pool_bytes: of this
     node's agent. oldest_idle_s: of a sample of chunks, the longest time without a use.
     """
@@ -68,6 +69,7 @@ class Facts:
     append_only: bool | None = None
     io_threads: int | None = None
     normal_buffer: tuple[int, int, int] | None = None
+    clients_memory_bytes: int | None = None
     unseen: tuple[str, ...] = ()
     ping_s: float | None = None
     read_bytes_per_s: float | None = None
@@ -86,7 +88,7 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
     if isinstance(info, RedisError):
         unseen.append("INFO is refused: memory, persistence, version and connections")
     # One CONFIG GET per setting: before Redis 7 the command takes only one.
-    settings = ("save", "io-threads", "client-output-buffer-limit")
+    settings = ("save", "io-threads", "client-output-buffer-limit", "maxmemory-clients")
     replies = node.ask_all([("CONFIG GET", name) for name in settings])
     if any(isinstance(reply, RedisError) for reply in replies):
         unseen.append("CONFIG is refused: save, client-output-buffer-limit, io-threads")
@@ -115,13 +117,14 @@ def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any)
     version = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(valkey or info.get("redis_version")))
     limits = str(settings.get("client-output-buffer-limit"))
     normal = re.search(r"\bnormal (\d+) (\d+) (\d+)", limits)
+    maxmemory_bytes = _told(info, "maxmemory", int)
     return Facts(
         product="valkey" if valkey else "redis",
         version=tuple(int(part) for part in version.groups() if part) if version else None,
         role=_told(info, "role", str),
         cluster_enabled=_told(info, "cluster_enabled", bool),
         machine_bytes=_told(info, "total_system_memory", int),
-        maxmemory_bytes=_told(info, "maxmemory", int),
+        maxmemory_bytes=maxmemory_bytes,
         policy=_told(info, "maxmemory_policy", str),
         evicted_keys=_told(info, "evicted_keys", int),
         save=_told(settings, "save", str),
@@ -129,8 +132,17 @@ def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any)
         append_only=_told(info, "aof_enabled", bool),
         io_threads=_told(settings, "io-threads", int),
         normal_buffer=(int(normal[1]), int(normal[2]), int(normal[3])) if normal else None,
+        clients_memory_bytes=_limit_of(settings.get("maxmemory-clients"), maxmemory_bytes),
         **known,
     )
+
+
+def _limit_of(value: str | None, maxmemory_bytes: int | None) -> int | None:
+    """A limit in bytes, or as a share of maxmemory."""
+    match = re.fullmatch(r"(\d+)(%?)", str(value))
+    if match is None or not match[2]:
+        return None if match is None else int(match[1])
+    return None if maxmemory_bytes is None else maxmemory_bytes * int(match[1]) // 100
 
 
 def _told(fields: Mapping[str, Any], name: str, kind: Callable[[Any], _T]) -> _T | None:

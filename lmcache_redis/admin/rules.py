@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.names import gigabytes, shown_age, shown_bytes
 from lmcache_redis.chunks.frame import HEADER_BYTES
-from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
+from lmcache_redis.config import (
+    DEFAULT_GET_CONNECTIONS,
+    DEFAULT_SET_CONNECTIONS,
+    DEFAULT_SLOT_BYTES,
+)
+from lmcache_redis.resp.net.advice import NAME_THE_CLUSTER, NAME_THE_PRIMARY
 from lmcache_redis.resp.net.endpoint import Transport
 
 OLDEST_VERSION = (6, 2)
 STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES
 # An agent has one GET in flight per connection: one reply has to fit, with room to spare.
 LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
+# What the connections of one agent need.
+LEAST_CLIENTS_BYTES = (DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS) * STRIPE_BYTES
 # Shares of the machine's memory: the safe maximum, and what to set.
 _MOST_OF_MEMORY, _ADVISED_OF_MEMORY = 0.85, 0.75
 # A cache that holds fewer prompts, or for less long, is emptied before it helps.
@@ -66,11 +73,11 @@ _POLICIES = {
 ADVICE: dict[str, tuple[str, ...]] = {
     "role": (
         "a replica takes no writes: nothing would ever be stored",
-        "point --redis-url at the primary",
+        NAME_THE_PRIMARY,
     ),
     "cluster": (
         "it answers only for its own slots: stores and loads of all other keys fail",
-        "write redis+cluster://HOST:PORT instead of redis://HOST:PORT, for agents too",
+        f"{NAME_THE_CLUSTER}, for agents too",
     ),
     "maxmemory": ("",),
     "maxmemory-policy": ("", *_set("maxmemory-policy", "allkeys-lru")),
@@ -92,6 +99,10 @@ ADVICE: dict[str, tuple[str, ...]] = {
         f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would close connections in "
         "the middle of loads",
         *_set("client-output-buffer-limit", '"normal 0 0 0"'),
+    ),
+    "maxmemory-clients": (
+        "the server closes the connections that use most memory: those of loads and stores",
+        *_set("maxmemory-clients", "0"),
     ),
     "bandwidth": ("agents get the same error",),
     "load bandwidth": (
@@ -236,6 +247,10 @@ def _settings(f: Facts) -> Iterator[Finding]:
         is_low = any(0 < limit < LEAST_BUFFER_BYTES for limit in (hard, soft))
         seen = f"normal {hard} {soft} {soft_s}"
         yield Finding(CRITICAL if is_low else OK, "client-output-buffer-limit", seen)
+    if (limit := f.clients_memory_bytes) is not None:
+        is_low = 0 < limit < LEAST_CLIENTS_BYTES
+        seen = f"{shown_bytes(limit)} for all clients" if limit else "no limit"
+        yield Finding(WARNING if is_low else OK, "maxmemory-clients", seen)
 
 
 def _speed(f: Facts) -> Iterator[Finding]:

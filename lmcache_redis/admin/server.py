@@ -33,6 +33,12 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
+from lmcache_redis.resp.net.advice import (
+    NO_CONNECTION_LEFT,
+    advice_on,
+    advised,
+    missing_right,
+)
 from lmcache_redis.resp.net.endpoint import (
     NO_PASSWORD,
     NO_SENTINEL,
@@ -44,6 +50,7 @@ from lmcache_redis.resp.net.endpoint import (
     translated,
 )
 from lmcache_redis.resp.net.tls import TlsParameters, tls_context
+from lmcache_redis.resp.net.wire import error_reply
 from lmcache_redis.resp.options import (
     Deployment,
     PasswordFile,
@@ -303,15 +310,11 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
     if is_no_sentinel(text):
         return RedisUnavailable(f"{at} {NO_SENTINEL}")
     if "max number of clients" in text:
-        return RedisUnavailable(f"{at} has no connection left: raise its maxclients")
+        return RedisUnavailable(f"{at} has no connection left: {NO_CONNECTION_LEFT}")
     if "cluster support disabled" in text:
         return RedisUnavailable(f"{at} is no cluster: write redis:// instead of redis+cluster://")
     if isinstance(reason, OSError):
         return translated(reason, endpoint)
-    if isinstance(error, exceptions.AskError):
-        return RedisReplyError(
-            f"{at} is one node of a cluster: write redis+cluster:// instead of redis://"
-        )
     if isinstance(error, exceptions.SlotNotCoveredError):
         return RedisUnavailable(
             "no server of the cluster has the slot of this key: see `redis-cli --cluster check`"
@@ -319,15 +322,23 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
     if isinstance(error, exceptions.AuthenticationError):
         return RedisAuthError(f"{at} refuses the user or the password: {text}")
     if isinstance(error, exceptions.NoPermissionError):
-        return RedisNotAllowed(
-            f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "
-            "+unlink on the agents' keys, in a cluster +command and +cluster|slots too, and on "
-            "Sentinels +sentinel|masters"
+        tools = (
+            "inspect and purge need +@read and +unlink on the agents' keys, in a cluster +command "
+            "and +cluster|slots too, and on Sentinels +sentinel|masters"
         )
+        rights = "; ".join(filter(None, (missing_right(text), tools)))
+        return RedisNotAllowed(f"{at} does not allow it to this user ({text}): {rights}")
+    if (code := getattr(error, "status_code", None)) is not None:
+        text = f"{code} {text}"  # redis-py has a class for it, and leaves it out
+    kind, change = advice_on(error_reply(text).code, text)
+    said = advised(f"{at} says: {text}", change)
+    if isinstance(error, exceptions.BusyLoadingError):
+        return RedisUnavailable(said)
     if isinstance(error, exceptions.ConnectionError):
         return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")
     if isinstance(error, exceptions.ResponseError):
-        return RedisReplyError(f"{at} says: {text}")
+        # One reply among others says nothing of the connection.
+        return kind(said) if issubclass(kind, RedisReplyError) else RedisReplyError(said)
     return translated(RedisProtocolError(), endpoint)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from lmcache_redis.messages import TIER_NAMES
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.options import user_of
 from lmcache_redis.resp.plane import RedisPlane
-from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.tiers import DISK_COUNTERS, REDIS_COUNTERS, Backing, LastError
 from lmcache_redis.transport import Wakeup
 
 Line = tuple[int, str]
@@ -39,7 +39,7 @@ _SAID = {
     *("lookups", "lookup_chunks", "hit_chunks_host", "hit_chunks_disk", "hit_chunks_redis"),
     *("retrieved_chunks", "gathered_chunks", "compared_chunks", "saved_tokens"),
     *("stored_chunks", "disk_stored_chunks", "retrieves_failed", "lookups_timed_out"),
-    *("sessions_timed_out", "differing_chunks", "failed_removals", "wire_errors"),
+    *("lookups_failed", "sessions_timed_out", "differing_chunks", "failed_removals", "wire_errors"),
 }
 
 
@@ -214,7 +214,8 @@ def _loads(agent: Agent) -> dict[str, Any]:
         tier.name.lower(): {
             "bytes_per_s": round(rate.per_second()),
             "in_flight_bytes": rate.in_flight_bytes,
-            "is_slow": rate.is_slow,
+            # A tier whose operations fail is not slow.
+            "is_slow": rate.is_slow and tier.state.read_error is None,
         }
         for tier, rate in zip(cache.tiers, cache.rates, strict=True)
     }
@@ -236,6 +237,7 @@ def _redis(agent: Agent) -> dict[str, Any]:
         "key_prefix": agent.config.key_prefix.decode("utf-8", "backslashreplace"),
         "up": state.up,
         "reason": state.reason,
+        "last_error": _last_error(state.errors),
         "bytes_in": stats.bytes_in,
         "bytes_out": stats.bytes_out,
         "reads": {outcome.name.lower(): n for outcome, n in stats.reads.items()},
@@ -243,9 +245,19 @@ def _redis(agent: Agent) -> dict[str, Any]:
         "connects": stats.connects,
         "connections_lost": stats.connections_lost,
         "errors": stats.errors,
+        "refused": dict(stats.refused),
         # Why routers are not told what it evicts and expires; empty also if none wants to know.
         "removals_untold": agent.plane.removals.why_silent,
     }
+
+
+def _last_error(errors: Sequence[LastError]) -> dict[str, Any] | None:
+    """None while operations work."""
+    if not errors:
+        return None
+    error = errors[0]
+    seconds_ago = round(time.monotonic() - error.at_s, 3)
+    return {"text": error.text, "count": error.count, "seconds_ago": seconds_ago}
 
 
 def summary(before: Mapping[str, float], after: Mapping[str, float]) -> Line | None:

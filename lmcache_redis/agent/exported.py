@@ -92,6 +92,13 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
         ["tier"],
         {label: tier["is_slow"] for label, tier in tiers.items()},
     )
+    yield labelled(
+        CounterMetricFamily,
+        "redis_replies_refused",
+        "error replies of Redis, by their code",
+        ["reason"],
+        {(reason,): n for reason, n in status["redis"]["refused"].items()},
+    )
     engines = Counter(
         (each["model"], each["layout"], "yes" if each["ready"] else "no")
         for each in status["engines"]

@@ -29,8 +29,8 @@ from lmcache_redis.chunks.names import ChunkForm, PartNames
 logger = logging.getLogger(__name__)
 
 _JOIN_POLL_S = 0.01
-# Why a prefix is not longer, if a tier that is down may be the cause.
-_OF_TIERS = frozenset({"redis_error", "disk", "deadline"})
+# Why a prefix is not longer, if a tier that fails may be the cause.
+_OF_TIERS = frozenset({"redis_error", "redis_silent", "disk", "deadline"})
 
 
 class LookupJob:
@@ -197,6 +197,8 @@ class LookupJob:
             if reason in _OF_TIERS:
                 states = [tier.state for tier in self._agent.cache.tiers]
                 words += [state.reason for state in states if not state.up]
+                errors = [state.read_error for state in states if state.up]
+                words += [error.text for error in errors if error is not None]
             if reason == "absent" and len(layouts) > 1 and found.parts.has_some_of(found.bound):
                 reason = "in_part"
         self._keep(

@@ -155,9 +155,13 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> 
 
 def _pills(report: Mapping[str, Any]) -> Iterator[str]:
     redis, disk, distrusted = report["redis"], report["disk"], report["canaries"]["distrusted"]
-    if redis["up"]:
+    bad = []
+    if not redis["up"]:
+        bad.append(f"Redis is down: {redis['reason']}")
+    elif failing := words.failing(redis):
+        bad.append(f"Redis is up, and fails: {failing}")
+    else:
         yield '<span class="pill good">Redis is up</span>'
-    bad = [] if redis["up"] else [f"Redis is down: {redis['reason']}"]
     if disk and not disk["up"]:
         bad.append(f"disk is down: {disk['reason']}")
     if distrusted:

@@ -70,6 +70,18 @@ def load_rate(tier: Mapping[str, Any]) -> str:
     return f"{text} (slower than computing)" if tier["is_slow"] else text
 
 
+def failing(redis: Mapping[str, Any]) -> str:
+    """What operations of a Redis that is up fail with, how often and when; empty if they work.
+
+    redis: of a STATUS document.
+    """
+    error = redis.get("last_error")
+    if error is None or not redis["up"]:
+        return ""
+    times = f"{error['count']:,} times, last " if error["count"] > 1 else ""
+    return f"{error['text']} ({times}{shown_age(error['seconds_ago'])} ago)"
+
+
 def reasons(report: Mapping[str, Any], kind: str) -> dict[str, int]:
     found = {
         name.removeprefix(kind): n

@@ -30,12 +30,15 @@ _PROBE_DEADLINE_S = 30.0
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Load(ChunkIO):
-    """A chunk that is being read into an entry, from tier ``level``. outcome: if a read failed."""
+    """A chunk that is being read into an entry, from tier ``level``.
+
+    missed: the counter of why a read failed.
+    """
 
     entry: Entry
     level: int
     begun_s: float = 0.0
-    outcome: ReadOutcome | None = None
+    missed: str | None = None
 
 
 class Cache:
@@ -242,10 +245,12 @@ class Cache:
             self.metrics.observe(counters.load_rate, rate.per_second())
 
     def _missed(self, load: Load, outcome: ReadOutcome) -> None:
-        level, key, load.outcome = load.level, load.key, outcome
-        counter = self.counters[level].misses.get(outcome)
-        if counter is not None:
-            self.metrics.count(counter)
+        level, key = load.level, load.key
+        load.missed = self.counters[level].misses.get(outcome)
+        if outcome is ReadOutcome.TIMED_OUT:
+            load.missed = self.failure_of(level) or load.missed
+        if load.missed is not None:
+            self.metrics.count(load.missed)
         if outcome in DOUBTFUL:
             self.queues[level].distrust(key)
         if outcome in DOUBTFUL or outcome is ReadOutcome.MISSING:
@@ -254,6 +259,18 @@ class Cache:
             "chunk %s was not loaded from %s: %s",
             load.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
         )  # fmt: skip
+
+    def failure_of(self, level: int) -> str | None:
+        """The counter of misses from a tier whose reads fail now: it is not that it is slow."""
+        error, counters = self.tiers[level].state.read_error, self.counters[level]
+        if error is None:
+            return None
+        return counters.silent if error.is_silence else counters.misses[ReadOutcome.UNAVAILABLE]
+
+    def is_failure(self, counter: str) -> bool:
+        """Whether it counts what a tier failed to say or to deliver."""
+        unavailable = ReadOutcome.UNAVAILABLE
+        return any(counter in (each.silent, each.misses[unavailable]) for each in self.counters)
 
     def remove(self, key: bytes, stripe_count: int = 0) -> None:
         """A chunk is wrong: it leaves the pool at once, and the tiers in the background.

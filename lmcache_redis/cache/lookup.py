@@ -31,14 +31,15 @@ The counters of reads (``loaded_chunks``, and misses of reads that fail) are par
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pacing import Bet, TransferRate, WorthLoading
+from lmcache_redis.cache.pacing import Bet, WorthLoading
 from lmcache_redis.cache.parts import LookupParts, LookupRequest, PartState
 from lmcache_redis.cache.pool import EntryState
 from lmcache_redis.cache.threads import Action, Timer, posting
@@ -51,6 +52,9 @@ _LONGEST_WAIT_S = 60.0
 # How often the rate of loads is looked at, and what makes a difference.
 _SHORTEST_LOOK_S = 0.005
 _SLOWER = 0.8
+# A tier that takes so many times as long to answer as it does as a rule is silent, not slow.
+_SILENT = 4.0
+_FAILS = "what a tier was asked for before has failed"
 
 
 class _Stage(Enum):
@@ -143,7 +147,8 @@ class PrefixLookup:
         if self._worth is not None:
             rate = self._cache.rates[-1]
             patience_s = self._worth.patience_s(rate, time.monotonic())
-            self._wake_in(patience_s, partial(self._give_up, rate))
+            give_up = partial(self._give_up, self.parts.last_level, waited_s=patience_s)
+            self._wake_in(patience_s, give_up)
 
     def _scan(self, wanted: list[PartState]) -> None:
         if self._state is not _Stage.ASKING:
@@ -181,8 +186,25 @@ class PrefixLookup:
         """The counter of chunks that a question with this outcome did not find."""
         if outcome is CallOutcome.DONE:
             return "miss_absent"
-        self.end.reasons.add(f"{self._cache.tiers[-1].name} is not available")
-        return self._cache.counters[-1].misses[ReadOutcome.UNAVAILABLE]
+        name, counters = self._cache.tiers[-1].name, self._cache.counters[-1]
+        is_silent = outcome is CallOutcome.TIMED_OUT
+        self.end.reasons.add(f"{name} {'has not answered' if is_silent else 'is not available'}")
+        return counters.silent if is_silent else counters.misses[ReadOutcome.UNAVAILABLE]
+
+    def _late(self, levels: Iterable[int], otherwise: str, waited_s: float = 0.0) -> str:
+        """The counter of what these tiers did not deliver in time.
+
+        waited_s: for an answer. A tier that takes much longer than as a rule, or that has never
+        answered, is silent.
+        """
+        cache, last = self._cache, self.parts.last_level
+        for level in levels:
+            if (counter := cache.failure_of(level)) is not None:
+                return counter
+            is_asked = self._state is _Stage.ASKING and level == last
+            if is_asked and waited_s >= _SILENT * cache.rates[level].latency_s:
+                return cache.counters[level].silent
+        return otherwise
 
     def _ends_at(self, chunk: int, counter: str) -> None:
         # The prefix may already end earlier, because the host pool had no room.
@@ -290,14 +312,17 @@ class PrefixLookup:
             question_s = max(rate.latency_s for rate in self._cache.rates)
             loads = ((length, load_s and load_s + question_s) for length, load_s in loads)
         length = self._worth.prefix(loads, now_s)
+        late = [self.parts.last_level] if asks else []
         for level, first in self.parts.first(awaited).items():
             self._cache.rates[level].is_slow = is_slow = first.part[0] >= length
             if is_slow:
+                late.append(level)
                 self.parts.probe(first, level)
         if length == self.bound:
             return False
-        self._ends_at(length, "miss_slower")
-        self.end.reasons.add("computing was faster")
+        miss = self._late(late, "miss_slower")
+        self._ends_at(length, miss)
+        self.end.reasons.add("computing was faster" if miss == "miss_slower" else _FAILS)
         return True
 
     def _wait_for_room(self) -> None:
@@ -367,13 +392,16 @@ class PrefixLookup:
             self._state = _Stage.SETTLING
 
     def _expire(self) -> None:
-        self._end_now("lookups_timed_out", "miss_deadline", "the lookup deadline passed")
+        levels = self.parts.first(self.parts.awaited()) or [self.parts.last_level]
+        miss = self._late(levels, "miss_deadline", math.inf)
+        self._end_now("lookups_timed_out", miss, "the lookup deadline passed")
 
     def _end_now(self, event: str, miss: str, reason: str) -> None:
         """Answers with the parts that are READY. event, miss: counters of lookups and chunks."""
         if self._state is _Stage.ENDED:
             return
-        self._cache.metrics.count(event)
+        if not self._cache.is_failure(miss):  # those are counted with the answer
+            self._cache.metrics.count(event)
         self.end.reasons.add(reason)
         self._state = _Stage.SETTLING
         self._ends_at(self.parts.needs.longest(self.bound, self.parts.is_ready), miss)
@@ -403,24 +431,28 @@ class PrefixLookup:
     def _recheck(self, worth: WorthLoading) -> None:
         """Ends the prefix if computing the rest is faster."""
         now_s, left = time.monotonic(), self.parts.bytes_left()
-        late = [(rate, n) for rate, n in zip(self._cache.rates, left, strict=True) if n]
-        left_s = max((rate.seconds(n, now_s) for rate, n in late), default=0.0)
+        late = [level for level, nbytes in enumerate(left) if nbytes]
+        rates = self._cache.rates
+        left_s = max((rates[level].seconds(left[level], now_s) for level in late), default=0.0)
         ready = self.parts.needs.longest(self.bound, self.parts.is_ready)
         if left_s <= worth.compute_s(self.bound - ready, now_s):
             self._wake_in(max(left_s / 2, _SHORTEST_LOAD_S), partial(self._recheck, worth))
         else:
-            self._give_up(*(rate for rate, _ in late))
+            self._give_up(*late)
 
-    def _give_up(self, *rates: TransferRate) -> None:
-        """Waits for nothing any more; ``rates`` are of tiers that took too long."""
-        for rate in rates:
-            rate.gave_up(time.monotonic())
-        self._end_now("lookups_cut", "miss_slower", "loading took too long")
+    def _give_up(self, *levels: int, waited_s: float = 0.0) -> None:
+        """Waits for nothing any more; ``levels`` are those of tiers that took too long."""
+        miss = self._late(levels, "miss_slower", waited_s)
+        for level in levels:
+            self._cache.rates[level].gave_up(time.monotonic())
+        self._end_now("lookups_cut", miss, "loading took too long")
 
     def _check(self) -> None:
         if self._state is _Stage.SETTLING:
             self._settle()
         if self._state is _Stage.LOADING and not (self.parts.filling or self.parts.to_load):
+            if self._cache.is_failure(self.end.counter):
+                self._cache.metrics.count("lookups_failed")
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
             self.cancel()

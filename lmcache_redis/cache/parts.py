@@ -313,9 +313,9 @@ class LookupParts:
     def failure_of(self, state: PartState) -> str:
         """The counter of the reason why a part was not filled."""
         load = state.load
-        if load is None or load.outcome is None:
+        if load is None or load.missed is None:
             return "miss_load"  # another request's load, or a store, of the part
-        return self._cache.counters[load.level].misses.get(load.outcome, "miss_load")
+        return load.missed
 
     def level_of(self, state: PartState) -> int:
         """The tier that a part is loaded from."""

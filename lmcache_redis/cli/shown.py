@@ -194,8 +194,12 @@ def _overview(change: _CounterChange) -> Iterator[tuple[str, RenderableType]]:
     stays = f"; {removals:,} chunks could not be removed yet" if removals else ""
     yield "queues", f"{queued}; {waiting} lookups wait for room{stays}"
     redis = report["redis"]
-    down = Text(f"DOWN: {redis['reason']} ({redis['server']})", "bold red")
-    yield "Redis", Text(f"{redis['server']}: up") if redis["up"] else down
+    if not redis["up"]:
+        yield "Redis", Text(f"DOWN: {redis['reason']} ({redis['server']})", "bold red")
+    elif failing := words.failing(redis):
+        yield "Redis", Text(f"{redis['server']}: up, and FAILS: {failing}", "bold red")
+    else:
+        yield "Redis", Text(f"{redis['server']}: up")
     tiers = report["loads"]["tiers"]
     yield "loads", ", ".join(f"{name} {words.load_rate(tier)}" for name, tier in tiers.items())
     ready, engines = sum(each["ready"] for each in report["engines"]), len(report["engines"])

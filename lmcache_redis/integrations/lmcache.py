@@ -200,7 +200,7 @@ class RedisL2Adapter(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         why = self._store.why_down
         counted = {name: n for name, n in self._store.metrics.snapshot().items() if n}
-        return {"is_healthy": not why, "type": "lmcache_redis", "reason": why, **counted}
+        return {"is_healthy": self._store.is_up, "type": "lmcache_redis", "reason": why, **counted}
 
     def get_memory_tags(self) -> Any:
         """Of LMCache 0.5.7: storage that is not on this node."""

@@ -121,11 +121,12 @@ DECLARED: Final = (
         },
     ),
     Declared(
-        Counter, "cut_lookups", "lookups answered with fewer chunks than found, by reason",
+        Counter, "cut_lookups", "lookups answered with fewer chunks than there may be, by reason",
         "reason",
         {
             "lookups_cut": ("slower", "lookups cut short because their loads fell behind"),
             "lookups_timed_out": ("deadline", "lookups cut short by their deadline"),
+            "lookups_failed": ("error", "lookups cut short because a tier failed or was silent"),
         },
     ),
     Declared(
@@ -140,6 +141,7 @@ DECLARED: Final = (
             foreign="chunks of another layout, another key or an unknown format version",
             sealed="chunks sealed with a key that is not in the key file, or not sealed",
             redis_error="chunks not loaded because Redis failed or could not be reached",
+            redis_silent="chunks not loaded because Redis had not answered in time",
             deadline="chunks not loaded before the lookup deadline",
             pool_full="chunks not loaded because every slot of the host pool was in use",
             slower="chunks not loaded because computing them was expected to be faster",

@@ -32,7 +32,7 @@ from lmcache_redis.errors import (
     RedisReplyError,
 )
 from lmcache_redis.resp.health import DataServer, stop_for
-from lmcache_redis.resp.jobs import Job, LoopThread, TaskQueue
+from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import (
     PING_COMMAND,
@@ -43,7 +43,7 @@ from lmcache_redis.resp.net.wire import (
     keys_commands,
     pack_command,
 )
-from lmcache_redis.tiers import CallOutcome
+from lmcache_redis.tiers import CallOutcome, Operation
 
 ResultT = TypeVar("ResultT")
 # Packed commands, perhaps made on demand, and how many replies they have.
@@ -211,6 +211,7 @@ class KeyQuestion(Job[CallOutcome]):
 
     __slots__ = ("_done", "_request", "_result", "_steps", "is_urgent")
     good = CallOutcome.DONE
+    operation = Operation.ASK
 
     def __init__(
         self,
@@ -244,6 +245,9 @@ class KeyQuestion(Job[CallOutcome]):
         except StopIteration as end:
             self._result = end.value
             return False
+
+    def leave(self, jobs: Jobs) -> None:
+        self.tell_servers()
 
     def answer(self, outcome: CallOutcome) -> None:
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
@@ -357,7 +361,7 @@ class Controller:
             connection.arm(question.deadline)
             goes_on = question.take_step(connection)
         except RedisError as error:
-            self._server.judge(error, connection)
+            self._server.judge(error, connection, Operation.ASK)
             self._jobs.end(question, stop_for(error))
         except BaseException:
             # A bug of ours. The next question must not get these replies.
@@ -376,4 +380,4 @@ class Controller:
                 connection.arm(inf)
                 connection.receive_all()
             except RedisError as error:
-                self._server.judge(error, connection)
+                self._server.judge(error, connection, Operation.ASK)

@@ -31,12 +31,14 @@ from lmcache_redis.errors import (
     RedisUnavailable,
     RedisWriteRefused,
 )
+from lmcache_redis.resp.failures import Failures
 from lmcache_redis.resp.jobs import Jobs, TaskQueue, backoff_s, jittered
+from lmcache_redis.resp.net.advice import LOST, SILENT, advised
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.sources import Doubt
-from lmcache_redis.tiers import CallOutcome, PlaneState, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, Operation, PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class Health:
         self._since = time.monotonic()  # when this state began
         self._next_probe_at = 0.0
         self._failures = 0  # since the server was last steady
-        self._last_error = ""
+        self.failures = Failures(server.connector.endpoint.where)
         self._lines = RepeatedLines()
         self._logged_down = False
         self.has_answered = False  # at any time
@@ -105,9 +107,11 @@ class Health:
 
     @property
     def state(self) -> PlaneState:
-        """Its reason is the last error, while the server is up."""
-        state = self._state
-        return replace(state, reason=state.reason or self._last_error)
+        """Its reason says why operations fail, also while the server is up."""
+        state, errors = self._state, self.failures.errors
+        if not errors:
+            return state
+        return replace(state, reason=state.reason or errors[0].text, errors=errors)
 
     def wait_up(self) -> bool:
         """Wait until the server is up; False if the plane is closed first."""
@@ -115,10 +119,10 @@ class Health:
             self._changed.wait_for(lambda: self._state.up or self._closing)
             return not self._closing
 
-    def suspect(self, error: RedisError) -> None:
+    def suspect(self, error: RedisError, operation: Operation) -> None:
         """An operation timed out: the server may only be slow. Have it probed."""
+        self.note(RedisTimeout(advised(str(error), SILENT)), operation)
         with self._changed:
-            self._count(error)
             if self._state.up:
                 self._next_probe_at = time.monotonic()
                 self._server.questions.put((None,), urgent=True)
@@ -129,16 +133,16 @@ class Health:
             # Otherwise a later probe has found it up, or it is down.
             self.failed(error)
 
-    def note(self, error: RedisError) -> None:
+    def note(self, error: RedisError, operation: Operation) -> None:
         """An operation failed; others may succeed. Logged once a minute."""
         with self._changed:
-            self._count(error)
+            self._count(error, operation)
             log = self._lines.is_new(str(error))
         if log:
             logger.warning("%s", error)
 
-    def _count(self, error: RedisError | ConfigError) -> None:
-        self._last_error = str(error)
+    def _count(self, error: RedisError | ConfigError, operation: Operation) -> None:
+        self.failures.failed(operation, error)
         self._server.jobs.count("errors")
 
     def close(self) -> None:
@@ -170,6 +174,7 @@ class Health:
             # In this order: `down` reads both without the lock.
             down_s, self._since = now - self._since, now
             self._state = PlaneState(True, True, "")
+            self.failures.outage_is_over()
             was_logged, self._logged_down = self._logged_down, False
             self._changed.notify_all()
         if not self.has_answered:
@@ -197,7 +202,7 @@ class Health:
             self._state = PlaneState(False, True, str(error))
             if before.up:
                 self._since = now
-            self._count(error)
+            self._count(error, Operation.PROBE)
             self._changed.notify_all()
             log = self._lines.is_new(str(error))
             self._logged_down |= log
@@ -252,7 +257,7 @@ class DataServer:
         if self._look_up is not None:
             self._look_up(doubt)
 
-    def note(self, error: RedisError) -> None:
+    def note(self, error: RedisError, operation: Operation) -> None:
         """An operation failed, others may succeed."""
         if isinstance(error, RedisRedirect):
             self.map_is_old()
@@ -260,7 +265,7 @@ class DataServer:
             self.map_is_old(Doubt.BROKEN)
         # In a cluster, redirections are no fault.
         if self._look_up is None or not isinstance(error, RedisRedirect):
-            self.health.note(error)
+            self.health.note(error, operation)
 
     @property
     def refusal(self) -> WriteOutcome | None:
@@ -269,7 +274,7 @@ class DataServer:
 
     def refuses_writes(self, error: RedisError) -> WriteOutcome:
         """The server refused a write: pause writes; return the outcome of this one."""
-        self.note(error)
+        self.refused(error, Operation.STORE)
         refusal = _REFUSALS.get(type(error))
         if refusal is None:
             # About this write alone, as far as one can tell.
@@ -284,22 +289,36 @@ class DataServer:
             self.connector.drop()
         return refusal
 
-    def judge(self, error: RedisError, connection: Connection) -> None:
+    def refused(self, error: RedisError, operation: Operation) -> None:
+        """A key was refused in an answer to a question about several."""
+        self._count_reply(error)
+        self.note(error, operation)
+
+    def _count_reply(self, error: RedisError) -> None:
+        if error.refusal:
+            self.jobs.count(f"refused {error.refusal}")
+
+    def judge(self, error: RedisError, connection: Connection, operation: Operation) -> None:
         """What an error says of the server and of the connection on which it came."""
+        self._count_reply(error)
         is_answer = connection.is_open
         if not is_answer or isinstance(error, RedisProtocolError):
             self.jobs.count("connections_lost")
         if isinstance(error, RedisTimeout):
             if not is_answer:
-                self.health.suspect(error)
+                self.health.suspect(error, operation)
         elif isinstance(error, RedisUnavailable) and not isinstance(error, RedisClusterDown):
-            # Lost: the attempt to connect again tells whether the server is there.
-            if is_answer:
+            if not is_answer:
+                # The attempt to connect again tells whether the server is there.
+                if self.health.is_up:
+                    self.health.note(RedisUnavailable(advised(str(error), LOST)), operation)
+            else:
                 # The server said so itself (LOADING, BUSY): it would refuse any request.
                 connection.close()
+                self.health.failures.failed(operation, error)
                 self.health.down(error, time.monotonic())
         else:
-            self.note(error)
+            self.note(error, operation)
             if isinstance(error, RedisAuthError):
                 # Credentials were revoked: connecting again shows it.
                 connection.close()

@@ -22,7 +22,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
-from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ChunkIO, Operation, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Job(ABC, Generic[OutcomeT]):
         "steps_left",
     )
     good: ClassVar[enum.Enum]
+    operation: ClassVar[Operation]
 
     def __init__(self, steps: int, deadline: float) -> None:
         self.deadline = deadline
@@ -77,6 +78,21 @@ class Job(ABC, Generic[OutcomeT]):
     def leave(self, jobs: Jobs) -> None:
         """Under the lock, before the answer."""
 
+    def tell_servers(self) -> None:
+        """As `leave`: whether operations of this kind work."""
+        nodes = set(self.nodes)
+        nodes.discard(None)
+        if self.outcome is self.good or (len(nodes) == 1 and self.has_verdict):
+            for node in nodes:
+                node.health.failures.worked(self.operation)
+        elif len(nodes) == 1 and self.outcome is type(self.good)["TIMED_OUT"]:
+            nodes.pop().health.failures.late(self.operation)
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether its server answered, and not with an error."""
+        return self.outcome is self.good
+
     @abstractmethod
     def answer(self, outcome: OutcomeT) -> None:
         """Tell the caller. Called once, outside the lock, on the thread that ended the job."""
@@ -97,6 +113,7 @@ class ChunkJob(Job[OutcomeT]):
         self._done = done
 
     def leave(self, jobs: Jobs) -> None:
+        self.tell_servers()
         jobs.transfers.pop(self.chunk, None)
         outcome: Any = self.outcome
         jobs.counts[outcome] += 1

@@ -38,7 +38,7 @@ from lmcache_redis.resp.bulk import (
 from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import LoopThread, StripeTask, TaskQueue, jittered
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.tiers import CallOutcome
+from lmcache_redis.tiers import CallOutcome, Operation
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
@@ -91,6 +91,7 @@ class BulkWorker(ABC):
     """
 
     _is_load: ClassVar[bool]
+    _operation: ClassVar[Operation]
 
     def __init__(
         self, name: str, server: DataServer, queue: TaskQueue[StripeTask], connections: int
@@ -303,7 +304,7 @@ class BulkWorker(ABC):
             except (RedisError, ConfigError) as error:
                 # The open connections show whether the server is up.
                 if isinstance(error, RedisError):
-                    self._server.health.note(error)
+                    self._server.health.note(error, self._operation)
                 self._widen_at = time.monotonic() + jittered(_WIDEN_AGAIN_S)
                 return
             self._add_lane(connection)

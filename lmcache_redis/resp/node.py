@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.errors import RedisRedirect, RedisUnavailable
 from lmcache_redis.resp.control import Controller, KeyQuestion, Steps
+from lmcache_redis.resp.failures import newest_first
 from lmcache_redis.resp.finder import MapWatcher, ServerFinder
 from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import (
@@ -41,7 +42,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import Removals
 from lmcache_redis.resp.transfers import Reader, Writer
-from lmcache_redis.tiers import CallOutcome, PlaneState
+from lmcache_redis.tiers import CallOutcome, Operation, PlaneState
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +270,9 @@ class DataNodes:
         reason = next((state.reason for state in down or states if state.reason), "")
         if down:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
-        return PlaneState(len(down) < len(states), all(state.probed for state in states), reason)
+        is_probed = all(state.probed for state in states)
+        errors = newest_first(error for state in states for error in state.errors)
+        return PlaneState(len(down) < len(states), is_probed, reason, errors)
 
     def down(self) -> list[Endpoint] | None:
         """The servers of the map that have been probed and are down; None without a map."""
@@ -300,7 +303,7 @@ class DataNodes:
             for node, some in found.items():
                 for index, result in zip(by_node[node], some, strict=True):
                     if isinstance(result, RedisRedirect):
-                        node.map_is_old()
+                        node.refused(result, Operation.ASK)
                     else:
                         results[index] = result
             done(next(each for each in _OF_ANY if each in outcomes), results)

@@ -40,6 +40,7 @@ from lmcache_redis.resp.control import (
     walk_keys,
 )
 from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask
+from lmcache_redis.resp.net.advice import REASONS
 from lmcache_redis.resp.net.commands import Command, Use, needed
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands, prefix_pattern
 from lmcache_redis.resp.node import DataNode, DataNodes
@@ -166,6 +167,7 @@ class RedisPlane:
                 connects=jobs.counts["connects"],
                 connections_lost=jobs.counts["connections_lost"],
                 errors=jobs.counts["errors"],
+                refused={reason: jobs.counts[f"refused {reason}"] for reason in REASONS},
             )
 
     def lookup(self, key: bytes) -> None:

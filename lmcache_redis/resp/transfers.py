@@ -67,12 +67,14 @@ from lmcache_redis.seal import Opened
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
+    Operation,
     ReadDone,
     ReadOutcome,
     WriteDone,
     WriteOutcome,
 )
 
+_UNANSWERED = (ReadOutcome.TIMED_OUT, ReadOutcome.UNAVAILABLE, ReadOutcome.CANCELLED)
 _OPENED = {
     Opened.OK: None,
     Opened.UNKNOWN_KEY: ReadOutcome.NOT_OPENED,
@@ -118,10 +120,15 @@ class Read(ChunkJob[ReadOutcome]):
 
     __slots__ = ("_store_id",)
     good = ReadOutcome.LOADED
+    operation = Operation.LOAD
 
     def __init__(self, chunk: ChunkIO, done: ReadDone) -> None:
         super().__init__(chunk, done)
         self._store_id = b""
+
+    @property
+    def has_verdict(self) -> bool:
+        return self.outcome not in _UNANSWERED
 
     def ended(self, index: int, found: ReadOutcome | bytes) -> None:
         """Under the lock: stripe `index` was in flight, and is good (its store id) or not."""
@@ -140,6 +147,7 @@ class Reader(BulkWorker):
     """A thread with GET connections."""
 
     _is_load = True
+    _operation = Operation.LOAD
 
     def _pack(self, task: StripeTask) -> Packed:
         job, index = task
@@ -190,7 +198,7 @@ class Reader(BulkWorker):
             self._server.refuses_writes(error)
             self._queue.put((task,), urgent=True)
             return
-        self._server.judge(error, lane.connection)
+        self._server.judge(error, lane.connection, Operation.LOAD)
         self._jobs.stop((job,), stop_for(error))
 
 
@@ -202,6 +210,7 @@ class Write(ChunkJob[WriteOutcome]):
 
     __slots__ = ("created_unix_ms", "store_id")
     good = WriteOutcome.STORED
+    operation = Operation.STORE
 
     def __init__(
         self, chunk: ChunkIO, done: WriteDone, store_id: bytes, created_unix_ms: int
@@ -222,6 +231,7 @@ class Writer(BulkWorker):
     """A thread with SET connections."""
 
     _is_load = False
+    _operation = Operation.STORE
 
     def __init__(
         self, name: str, server: DataServer, queue: TaskQueue[StripeTask], connections: int
@@ -281,7 +291,7 @@ class Writer(BulkWorker):
         """The connection is unusable, and the others are replaced with it."""
         job: Write = task[0]
         self._jobs.release((job,))
-        self._server.judge(error, lane.connection)
+        self._server.judge(error, lane.connection, Operation.STORE)
         if self._loss is None:
             self._loss = stop_for(error)
         self._jobs.stop((job,), stop_for(error))

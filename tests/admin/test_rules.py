@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lmcache_redis.admin.facts import Facts, Need
 from lmcache_redis.admin.rules import ADVICE, Finding, Severity, judge
+from lmcache_redis.resp.net.advice import NAME_THE_CLUSTER, NAME_THE_PRIMARY
 from lmcache_redis.resp.net.endpoint import Transport
 from tests.servers import RedisServer
 
@@ -59,8 +60,9 @@ def test_of_a_good_server_nothing_is_to_be_changed() -> None:
 
 # What is changed about the good server; how much it matters, where it is said, and with what.
 TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
-    ({"role": "slave"}, CRITICAL, "role", "point --redis-url at the primary"),
+    ({"role": "slave"}, CRITICAL, "role", NAME_THE_PRIMARY),
     ({"cluster_enabled": True}, CRITICAL, "cluster", "one node of a Redis Cluster"),
+    ({"cluster_enabled": True}, CRITICAL, "cluster", NAME_THE_CLUSTER),
     ({"maxmemory_bytes": 0}, CRITICAL, "maxmemory", "CONFIG SET maxmemory 49152mb"),
     (
         {"maxmemory_bytes": 0, "machine_bytes": None},
@@ -95,6 +97,14 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
         "client-output-buffer-limit",
         "redis.conf: client-output-buffer-limit normal 0 0 0",
     ),
+    (
+        {"clients_memory_bytes": 4 << 20},
+        WARNING,
+        "maxmemory-clients",
+        "CONFIG SET maxmemory-clients 0",
+    ),
+    ({"clients_memory_bytes": GIB}, OK, "maxmemory-clients", "1 GiB for all clients"),
+    ({"clients_memory_bytes": 0}, OK, "maxmemory-clients", "no limit"),
     ({"normal_buffer": (GIB, 64 << 20, 60)}, OK, "client-output-buffer-limit", "normal 107"),
     ({"io_threads": 1}, HINT, "io-threads", "redis.conf: io-threads 4"),
     ({"io_threads": 1, "read_bytes_per_s": 1e8}, WARNING, "io-threads", "one core copies"),
@@ -146,7 +156,7 @@ def test_the_server_takes_what_it_is_to_be_told(own_server: RedisServer, tmp_pat
     changes = [c for changed, *_ in TABLE for finding in say(**changed) for c in finding.change]
     changes = [c for c in changes if "SIZE" not in c]  # depends on the machine
     commands = {c for c in changes if c.startswith("CONFIG SET ")}
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         assert own_server.command(*shlex.split(command))
     # TLS wants files.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from redis._parsers.base import BaseParser
 
-from lmcache_redis.admin.server import open_server
+from lmcache_redis.admin.server import open_server, sentence_of
 from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
@@ -17,6 +18,9 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.net.advice import BY_CODE, missing_right
+from lmcache_redis.resp.net.wire import ErrorReply, error_of
+from lmcache_redis.resp.options import parse_deployment
 from tests.resp.helpers import running
 from tests.resp.trickling import LyingServer, Trickle
 from tests.servers import RedisServer
@@ -91,6 +95,18 @@ def test_error_replies_stay_in_place(redis_server: RedisServer) -> None:
         with pytest.raises(RedisReplyError, match="WRONGTYPE"):
             node.ask("GET", "list")
         assert node.ask_all([]) == []
+
+
+@pytest.mark.parametrize("code", sorted(set(BY_CODE) - {"ERR", "NOAUTH", "WRONGPASS"}))
+def test_tools_give_the_advice_of_agents(code: str) -> None:
+    """Which have a sentence of their own for credentials, in both."""
+    words = "User ann has no permissions to run the 'get' command" if code == "NOPERM" else "1 h:1"
+    endpoint = parse_deployment(RedisOptions("redis://h:1")).server
+    told = str(sentence_of(BaseParser.parse_error(f"{code} {words}"), endpoint))
+    change = missing_right(words) or BY_CODE[code].change
+    assert change
+    assert change in told
+    assert change in str(error_of(ErrorReply(code, f"{code} {words}")))
 
 
 def test_a_forbidden_command_says_what_to_allow(own_server: RedisServer) -> None:

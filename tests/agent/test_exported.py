@@ -134,7 +134,7 @@ STATUS: dict[str, Any] = {
     "queues": {"write_bytes": 9},
     "write_queue_bytes": 512,
     "sessions": 6,
-    "redis": {"up": False},
+    "redis": {"refused": {"OOM": 3}, "up": False},
     "canaries": {"distrusted": ["one"]},
     "engines": [{"model": "m", "layout": "l", "ready": ready} for ready in (True, True, False)],
     "models": {
@@ -167,6 +167,7 @@ def test_values_of_a_status() -> None:
         ("waiting_lookups",): 1,
         ("sessions",): 6,
         ("redis_up",): 0,
+        ("redis_replies_refused_total", "OOM"): 3,
         ("disk_up",): 1,
         ("disk_used_bytes",): 7,
         ("load_bytes_per_second", "redis"): 5,

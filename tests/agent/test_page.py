@@ -97,6 +97,10 @@ def test_trouble_is_in_the_header() -> None:
     assert "Redis is down: Connection refused" in text
     assert "disk is down: no space" in text
     assert "other KV was cached than is computed: 1 layouts" in text
+    fails = {"text": "Redis says: CROSSSLOT", "count": 1_200, "seconds_ago": 3.0}
+    text = shown(redis={"up": True, "reason": "", "server": "h:1", "last_error": fails})
+    assert "Redis is up, and fails: Redis says: CROSSSLOT (1,200 times, last 3 s ago)" in text
+    assert "Redis is up " not in text
 
 
 def test_names_of_others_are_text() -> None:

@@ -202,7 +202,9 @@ def test_a_far_server_is_asked_if_computing_takes_longer(
         stored(agent, engine)
         whole = CHUNKS * CHUNK_TOKENS
         assert engine.lookup("short", HASHES, token_s=1e-4) == 0
-        assert agent.counter("lookups_cut") == 1
+        # It has never answered until then.
+        assert agent.counter("lookups_failed") == 1
+        assert agent.counter("miss_redis_silent") == CHUNKS
         engine.scheduler.end_session("short")
         assert engine.lookup("long", HASHES, token_s=0.1) == whole
         assert engine.retrieve("long", HASHES, range(40)) == set()
@@ -233,7 +235,8 @@ def test_a_server_busy_with_others_costs_the_time_of_computing(
         busy = executor.submit(client.eval, turn, 0)
         wait_until(lambda: not answers(redis_server), "a busy server")
         assert engine.lookup("now", HASHES, token_s=1e-4) == 0
-        assert agent.counter("lookups_cut") == 1
+        assert agent.counter("lookups_failed") == 1
+        assert agent.counter("miss_redis_silent") == CHUNKS
         busy.result()
         # Until the chunk that shows the rate has arrived, nothing else is loaded.
         tier = lambda: agent.status()["loads"]["tiers"]["redis"]  # noqa: E731
@@ -293,7 +296,8 @@ def test_a_server_that_stops_costs_the_time_of_computing(
             assert engine.lookup("r", HASHES, token_s=1e-4) == 0
         finally:
             redis_server.cont()
-        assert agent.counter("lookups_cut") == 1
+        assert agent.counter("lookups_failed") == 1
+        assert agent.counter("miss_redis_silent") == CHUNKS
         assert agent.counter("lookups_timed_out") == 0
 
 

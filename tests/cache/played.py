@@ -19,6 +19,7 @@ from lmcache_redis.tiers import (
     ExistsResult,
     FramesResult,
     KeysResult,
+    LastError,
     PlaneState,
     ReadDone,
     RemoveResult,
@@ -42,6 +43,7 @@ class PlayedTier:
         self.index = index
         self.is_up = True
         self.is_probed = True
+        self.errors: tuple[LastError, ...] = ()
         self.asked: list[tuple[Sequence[bytes], Callable[[ExistsResult], None]]] = []
         self.refreshed: list[
             tuple[Sequence[tuple[bytes, int]], Callable[[ExistsResult], None]]
@@ -57,7 +59,7 @@ class PlayedTier:
 
     @property
     def state(self) -> PlaneState:
-        return PlaneState(self.is_up, self.is_probed, "")
+        return PlaneState(self.is_up, self.is_probed, "", self.errors)
 
     def lookup(self, key: bytes) -> bool | None:
         return None if self.index is None else self.is_up and key in self.index

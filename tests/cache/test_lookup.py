@@ -21,6 +21,8 @@ from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     ExistsResult,
+    LastError,
+    Operation,
     ReadOutcome,
     RemoveResult,
     ScanResult,
@@ -195,8 +197,8 @@ def test_a_load_that_fails_ends_the_prefix(
     assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
     assert [job.key for job in tiers.redis.cancelled] == KEYS[3:]
     tiers.end(tiers.redis, rest=ReadOutcome.CANCELLED)
-    # A cancelled load counts as one that missed the deadline.
-    assert tiers.counted("miss_")[counter] == 1 + 2 * (counter == "miss_deadline")
+    # Those behind it have failed in nothing themselves.
+    assert tiers.counted("miss_") == {counter: 1}
     assert len(tiers.cache.pool) == 2
 
 
@@ -273,14 +275,22 @@ def test_a_deadline_before_the_scan_answers_with_the_pool(tiers: Tiers) -> None:
     assert tiers.redis.scanned == [], "a server that was never asked is waited for"
 
 
-@pytest.mark.parametrize("outcome", [CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT])
-def test_a_tier_that_cannot_be_asked_ends_the_prefix(tiers: Tiers, outcome: CallOutcome) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "counter", "reason"),
+    [
+        (CallOutcome.UNAVAILABLE, "miss_redis_error", "Redis is not available"),
+        (CallOutcome.TIMED_OUT, "miss_redis_silent", "Redis has not answered"),
+    ],
+)
+def test_a_tier_that_cannot_be_asked_ends_the_prefix(
+    tiers: Tiers, outcome: CallOutcome, counter: str, reason: str
+) -> None:
     tiers.hold(HASHES[0])
     lookup = tiers.look_up()
     tiers.answer_scan(0, outcome)
     assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
-    assert tiers.counted() == {"miss_redis_error": 4}
-    assert lookup.end.reasons == {"Redis is not available"}
+    assert tiers.counted() == {counter: 4, "lookups_failed": 1}
+    assert lookup.end.reasons == {reason}
 
 
 def test_a_chunk_counts_when_every_rank_has_its_part(tiers: Tiers) -> None:
@@ -634,7 +644,7 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     tiers.look_up(computing=computing(0.01))
     tiers.run(lambda: tiers.found)
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
-    assert tiers.counted() == {"lookups_cut": 1, "miss_slower": 5}
+    assert tiers.counted() == {"lookups_failed": 1, "miss_redis_silent": 5}
     # The answer comes late, and the next lookup has a rate.
     tiers.answer_scan(5)
     assert [job.key for job in tiers.redis.read] == [KEYS[0]]
@@ -642,6 +652,44 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     (_, rate) = tiers.cache.rates
     assert rate.per_second() > 0
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
+
+
+def test_a_tier_that_is_usually_as_slow_as_that_is_slow(tiers: Tiers) -> None:
+    (_, rate) = tiers.cache.rates
+    rate.answered(60.0)
+    rate.is_slow = True  # it is asked all the same: its rate is not known
+    tiers.look_up(computing=computing(0.01))
+    tiers.run(lambda: tiers.found)
+    assert tiers.counted() == {"lookups_cut": 1, "miss_slower": 5}
+
+
+@pytest.mark.parametrize(
+    ("operation", "is_silence", "counter"),
+    [
+        (Operation.LOAD, True, "miss_redis_silent"),
+        (Operation.ASK, False, "miss_redis_error"),
+        (Operation.STORE, True, "miss_slower"),
+    ],
+)
+def test_a_tier_whose_reads_fail_is_not_slow(
+    tiers: Tiers, operation: Operation, is_silence: bool, counter: str
+) -> None:
+    """What was not worth loading from it, because it delivers nothing."""
+    measured(tiers, FORM.chunk_bytes / 2.0, ago_s=60.0)
+    tiers.redis.errors = (LastError(operation, "no", 1, 0.0, is_silence),)
+    tiers.look_up(computing=computing(1.0))
+    tiers.answer_scan(5)
+    tiers.look_up(computing=computing(1.0))
+    assert tiers.redis.scanned == [], "it is not even asked"
+    assert tiers.counted("miss_") == {counter: 10}
+    failed = 2 * (counter != "miss_slower")
+    assert tiers.counted("lookups_") == ({"lookups_failed": failed} if failed else {})
+    # Of the probe.
+    tiers.end(tiers.redis, rest=ReadOutcome.TIMED_OUT)
+    late = "miss_deadline" if counter == "miss_slower" else counter
+    assert tiers.counted("miss_") == {counter: 10 + (late == counter)} | (
+        {late: 1} if late != counter else {}
+    )
 
 
 def test_a_lookup_that_was_cancelled_asks_nothing(

@@ -152,6 +152,7 @@ def test_other_ends() -> None:
 
 def test_every_reason_has_a_sentence() -> None:
     counters = {*REDIS_COUNTERS.misses.values(), *DISK_COUNTERS.misses.values()}
+    counters |= {each.silent for each in (REDIS_COUNTERS, DISK_COUNTERS)}
     counters |= {"miss_slower", "miss_pool_full", "miss_load", "miss_mapping"}
     others = {"in_part", "distrusted", "not_registered", "layouts_differ"}
     assert set(REASONS) == {each.removeprefix("miss_") for each in counters} | others

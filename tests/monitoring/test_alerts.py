@@ -173,6 +173,7 @@ def test_alerts_fire_in_their_faults_alone(tmp_path: Path, start: Callable[..., 
             for hashes in next(faults, ()):
                 reader.ask(hashes, token_s=1e-9 if hashes in slow else 0.0)
             reader.load_in_vain()
+            without_redis.ask(block_hashes("nowhere", 4))
             full.store(1)
             fired |= prometheus.firing()
             time.sleep(0.12)  # the broken chunks are enough for twelve seconds: 40 minutes

@@ -28,11 +28,12 @@ from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import DataServer, Health, RepeatedLines
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
+from lmcache_redis.resp.net.advice import SILENT
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.resp.sources import Doubt
 from lmcache_redis.resp.transfers import Reader
-from lmcache_redis.tiers import CallOutcome, PlaneState, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, Operation, PlaneState, WriteOutcome
 from tests.resp.helpers import SLOW_S, open_streams
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer
@@ -90,21 +91,24 @@ def test_up_and_down_are_told_once_each(clock: Clock) -> None:
         assert clock.health._next_probe_at == now + 2.0
     for now in (15.0, 15.2):
         clock.failed(now)
-        assert clock.health.state == PlaneState(False, True, "gone")
+        found = clock.health.state
+        assert (found.up, found.probed, found.reason) == (False, True, "gone")
         assert clock.health._since == 15.0
     assert clock.went_down_at == [15.0]
     assert len(clock.came_up_at) == 1
+    (error,) = clock.health.state.errors
+    assert (error.text, error.count, error.at_s) == ("gone", 2, 15.2)
     clock.answered(16.0)
-    assert clock.health.is_up
+    assert clock.health.state == PlaneState(True, True, "")
 
 
 def test_a_suspicion_moves_the_heartbeat_only(clock: Clock) -> None:
     clock.failed(0.5)
-    clock.health.suspect(RedisTimeout("slow"))
+    clock.health.suspect(RedisTimeout("slow"), Operation.ASK)
     assert clock.health._next_probe_at == 0.7
     clock.answered(1.0)
     clock.now = 1.5
-    clock.health.suspect(RedisTimeout("slow"))
+    clock.health.suspect(RedisTimeout("slow"), Operation.ASK)
     assert clock.health.is_up
     assert clock.health._next_probe_at == 1.5
 
@@ -385,12 +389,12 @@ def test_wrong_credentials_are_not_tried_again_soon(
 def test_a_suspected_server_is_probed_at_once(probed: LyingServer) -> None:
     prober = Prober(probed, heartbeat_s=60.0)
     prober.step()
-    prober.health.suspect(RedisTimeout("slow"))
+    prober.health.suspect(RedisTimeout("slow"), Operation.ASK)
     began_s = time.monotonic()
     prober.step()
     assert time.monotonic() - began_s < 10
     assert (pings(probed), prober.health.is_up) == (2, True)
-    assert (prober.errors, prober.health.state.reason) == (1, "slow")
+    assert (prober.errors, prober.health.state.reason) == (1, f"slow ({SILENT})")
     close(prober)
 
 
@@ -446,7 +450,7 @@ JUDGED = [
     (RedisTimeout("slow"), False, (False, 1, True, 1, 0)),
     (RedisTimeout("a script is slow"), True, (True, 0, True, 0, 0)),
     (RedisUnavailable("LOADING"), True, (False, 0, False, 1, 0)),
-    (RedisUnavailable("lost"), False, (False, 1, True, 0, 0)),
+    (RedisUnavailable("lost"), False, (False, 1, True, 1, 0)),
     (RedisClusterDown("CLUSTERDOWN"), True, (True, 0, True, 1, 1)),
     (RedisRedirect("MOVED"), True, (True, 0, True, 0, 1)),
     (RedisAuthError("NOAUTH"), True, (False, 0, True, 1, 0)),
@@ -464,7 +468,7 @@ def test_what_an_error_says_of_connection_and_server(
     connection = prober.open("get-0")
     if not is_open:
         connection.close()
-    prober.judge(error, connection)
+    prober.judge(error, connection, Operation.LOAD)
     lost = prober.jobs.counts["connections_lost"]
     found = (connection.is_open, lost, prober.health.is_up, prober.errors, prober.maps_are_old)
     assert found == expected

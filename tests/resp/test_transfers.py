@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
 from lmcache_redis.resp import RedisOptions, health
 from lmcache_redis.resp.bulk import End
+from lmcache_redis.resp.failures import Failures
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
@@ -101,6 +103,7 @@ class Queued:
     """A node that notes what it is to store."""
 
     is_up = True
+    health = SimpleNamespace(failures=Failures("a server"))
 
     def __init__(self) -> None:
         self.indexes: list[int] = []

@@ -183,9 +183,9 @@ class ChunkBackend:
 
     @property
     def why_down(self) -> str:
-        """Why the last storage cannot be used now; empty if it can, or if nothing is known yet."""
-        states = [tier.state for tier in self._tiers[-1:]]
-        return "".join(state.reason for state in states if not state.up)
+        """Why calls fail at the last storage: why it is down, or what its last operations were
+        answered. Empty if they worked, or if none was tried and it is up."""
+        return "".join(tier.state.reason for tier in self._tiers[-1:])
 
     # ---------------------------------------------------------------- bytes
 

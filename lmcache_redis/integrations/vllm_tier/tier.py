@@ -104,7 +104,7 @@ class RedisTierManager(SecondaryTierManager):
         cache = self._cache
         if cache is None or not cache.is_current(req_context.req_id):
             return LookupResult.MISS
-        found = False if cache.store.why_down else cache.lookup(key, req_context)
+        found = cache.lookup(key, req_context) if cache.store.is_up else False
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
@@ -195,7 +195,7 @@ class RedisTierManager(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats, store = OffloadingConnectorStats(), self._cache and self._cache.store
-        is_up = store is not None and not store.why_down
+        is_up = store is not None and store.is_up
         stats.set_gauge(_UP, int(is_up), (self.tier_type,))
         counted = {} if store is None else store.metrics.snapshot()
         for name, count in counted.items():

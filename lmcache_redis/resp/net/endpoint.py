@@ -17,6 +17,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
+from lmcache_redis.resp.net.advice import NO_CONNECTION_LEFT
 from lmcache_redis.resp.net.tls import TlsParameters, tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, error_of
 
@@ -107,7 +108,7 @@ def judge_greeting(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
     at = f"Redis at {endpoint.where}"
     error = error_of(reply)
     if "max number of clients" in reply.text:
-        raise RedisUnavailable(f"{at} has no connection left: raise its maxclients")
+        raise RedisUnavailable(f"{at} has no connection left: {NO_CONNECTION_LEFT}")
     if reply.code == "LOADING":
         raise RedisUnavailable(f"{at} is still loading its data")
     if isinstance(error, RedisAuthError) or name == "AUTH":

@@ -16,19 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import hiredis
 
-from lmcache_redis.errors import (
-    RedisAuthError,
-    RedisClusterDown,
-    RedisError,
-    RedisFull,
-    RedisProtocolError,
-    RedisReadOnly,
-    RedisRedirect,
-    RedisReplyError,
-    RedisUnavailable,
-    RedisWriteRefused,
-)
-from lmcache_redis.resp.net.commands import Use, shown
+from lmcache_redis.errors import RedisError, RedisProtocolError
+from lmcache_redis.resp.net.advice import advice_on, advised, reason_of
 
 CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
@@ -49,30 +38,6 @@ _HEAD = re.compile(rb"[*%~>|][0-9]{0,19}\Z")
 _HEAD_BYTES = 20
 _INCOMPLETE = object()
 _CODE = re.compile(r"[A-Z]{2,20}")
-_IS_A_CLUSTER: Final = " (a Redis Cluster: write redis+cluster://HOST:PORT)"
-_CHECK_PASSWORD: Final = " (set the user and password of the Redis URL)"
-# By the code of an error reply: the exception, and what to change.
-_ERRORS: Final[dict[str, tuple[type[RedisError], str]]] = {
-    "OOM": (RedisFull, " (set maxmemory-policy allkeys-lru, or a larger maxmemory)"),
-    "NOAUTH": (RedisAuthError, _CHECK_PASSWORD),
-    "WRONGPASS": (RedisAuthError, _CHECK_PASSWORD),
-    "LOADING": (RedisUnavailable, ""),
-    "BUSY": (RedisUnavailable, ""),
-    "MASTERDOWN": (RedisUnavailable, ""),
-    "TRYAGAIN": (RedisUnavailable, ""),
-    "CLUSTERDOWN": (RedisClusterDown, ""),
-    "CROSSSLOT": (RedisReplyError, _IS_A_CLUSTER),
-    "MOVED": (RedisRedirect, _IS_A_CLUSTER),
-    "ASK": (RedisRedirect, _IS_A_CLUSTER),
-    "READONLY": (RedisReadOnly, ""),
-    "NOREPLICAS": (RedisWriteRefused, ""),
-    "MISCONF": (RedisWriteRefused, ""),
-    "NOPERM": (
-        RedisReplyError,
-        f" (allow this user {shown(Use.ALWAYS)} on our keys; with --ttl-refresh also "
-        f"{shown(Use.TTL_REFRESH)}; `lmcache-redis doctor` tries what is needed)",
-    ),
-}
 
 
 class ErrorReply(NamedTuple):
@@ -176,12 +141,11 @@ def error_reply(text: str) -> ErrorReply:
 
 
 def error_of(reply: ErrorReply) -> RedisError:
-    """The exception for an error reply. The connection stays in step."""
-    said = f"Redis says: {reply.text[:200]}"
-    kind, advice = _ERRORS.get(reply.code, (RedisReplyError, ""))
-    if "max number of clients" in reply.text:
-        kind = RedisUnavailable
-    return kind(said + advice)
+    """The exception for an error reply, with what to change. The connection stays in step."""
+    kind, change = advice_on(reply.code, reply.text)
+    error = kind(advised(f"Redis says: {reply.text[:200]}", change))
+    error.refusal = reason_of(reply.code)
+    return error
 
 
 class ReplyBuffer:
