@@ -9,6 +9,9 @@
 What is stored is checked on the way back, so a get returns what was put or nothing. While the
 server cannot be reached, or refuses them, calls end: a put is False, a get is None, and `why_down`
 says why. Wrong arguments raise, as does everything after `close`.
+
+A process that is forked may use the stores that it inherits: each opens connections, threads and a
+memory of its own at the next call.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -86,9 +91,29 @@ class KVStore:
         storages = [in_redis(redis, deadline_s=deadline_s, layout=layout)]
         if memory_bytes:
             storages.insert(0, in_memory(memory_bytes))
-        self._backend = ChunkBackend(storages, device)
+        self._open = functools.partial(ChunkBackend, storages, device)
+        self._opened: ChunkBackend | None = self._open()
+        self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
+        _stores.add(self)
+
+    @property
+    def _backend(self) -> ChunkBackend:
+        """Raises RuntimeError after `close`."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the store is closed")
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
+
+    def _forked(self) -> None:
+        """In a new process: what belongs to the parent is left to it. Another thread of it may have
+        had the lock.
+        """
+        self._lock = threading.Lock()
+        self._opened = None
 
     def put(self, name: str, tensor: torch.Tensor) -> bool:
         """Store a dense tensor of one to eight dimensions in place of what the name has."""
@@ -179,7 +204,7 @@ class KVStore:
 
         Empty if the last of each kind (get, put, question) worked, or none was tried and it is up.
         """
-        return self._backend.why_down
+        return "" if self._opened is None else self._opened.why_down
 
     @property
     def stats(self) -> StoreStats:
@@ -188,7 +213,10 @@ class KVStore:
 
     def close(self) -> None:
         """End all calls and connections. Idempotent."""
-        self._backend.close()
+        with self._lock:
+            self._is_closed = True
+        if self._opened is not None:
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -250,6 +278,10 @@ class AsyncKVStore:
 
     def __init__(self, redis: str | RedisOptions, namespace: str = "default", **named: Any) -> None:
         self.sync = KVStore(redis, namespace, **named)
+        self._forked()
+        _stores.add(self)
+
+    def _forked(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "lmcr-kvstore")
 
     put = _in_thread(KVStore.put)
@@ -291,3 +323,15 @@ class AsyncKVStore:
 
     def __repr__(self) -> str:
         return f"Async{self.sync!r}"
+
+
+# A child process opens anew what it inherits: threads and connections stay with the parent.
+_stores: weakref.WeakSet[KVStore | AsyncKVStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in _stores:
+        store._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -40,6 +40,15 @@ def has_ended(pid: int, start_time: int) -> bool:
     return _runs(pid, start_time) is False
 
 
+def check_not_forked(what: str, pid: int) -> None:
+    """Raises RuntimeError if this process is not ``pid``, which made it, but a fork of that."""
+    if os.getpid() != pid:
+        raise RuntimeError(
+            f"{what} was made before a fork, and its threads are in the parent process: "
+            "make one in each process"
+        )
+
+
 def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """SIGTERM, then SIGKILL if the process has not ended after ``grace_s`` seconds."""
     process.terminate()

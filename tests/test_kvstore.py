@@ -110,6 +110,19 @@ def test_many_are_in_flight_at_once(store: KVStore) -> None:
     assert sorted(store.names()) == sorted(tensors)
 
 
+@pytest.mark.parametrize("small_bytes", [3, 1 << 10, 1 << 16])
+def test_large_values_after_small_ones(store: KVStore, small_bytes: int) -> None:
+    """What a tiny write takes says nothing of how much fits into the queue."""
+    large = np.random.default_rng(0).bytes(50 << 20)
+    for _ in range(20):
+        assert store.put_bytes("small", bytes(small_bytes))
+    assert store.put_bytes("large", large)
+    assert store.get_bytes("large") == large
+    tensors = {f"t{n}": torch.full((40 << 20,), n, dtype=torch.uint8) for n in range(3)}
+    store.put_bytes("small", bytes(small_bytes))
+    assert store.put_many(tensors) == 3
+
+
 def test_namespaces_are_apart_and_processes_share(server: RedisServer, store: KVStore) -> None:
     store.put("a", torch.ones(3))
     with KVStore(RedisOptions(server.url), "model") as same, KVStore(server.url, "other") as other:

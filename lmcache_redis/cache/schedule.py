@@ -25,6 +25,8 @@ from lmcache_redis.tiers import ChunkIO, WriteOutcome
 # The writes in flight: what the tier writes in this time, but not more bytes.
 IN_FLIGHT_BYTES = 32 << 20
 _IN_FLIGHT_S = 0.25
+# With fewer bytes in flight a write takes as long as its round trip: it tells no rate.
+LEAST_MEASURED_BYTES = 1 << 20
 # Loads are never waited for longer.
 GIVE_WAY_S = 1.0
 # Chunks that are due within this time, such as those of one prefill, begin in one batch.
@@ -142,6 +144,15 @@ class WriteScheduler:
     def ended(self, write: PendingWrite) -> None:
         """A write is no longer in flight."""
         self._in_flight.discard(write)
+
+    def given(self, nbytes: int, now_s: float) -> None:
+        """The tier was given a write."""
+        self.rate.begun(nbytes, now_s)
+
+    def answered(self, nbytes: int, now_s: float, *, is_stored: bool) -> None:
+        """The tier has answered a write."""
+        is_measured = is_stored and self.rate.in_flight_bytes >= LEAST_MEASURED_BYTES
+        self.rate.ended(nbytes, now_s, arrived=is_measured)
 
     def most_bytes(self, seconds: float) -> float:
         """The limit of what is queued: no more than the tier is known to write in that time."""

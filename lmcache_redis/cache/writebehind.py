@@ -265,7 +265,7 @@ class WriteBehind:
     def _begin_writes(self, writes: Sequence[PendingWrite]) -> None:
         now_s = time.monotonic()
         for each in writes:
-            self.schedule.rate.begun(each.nbytes, now_s)
+            self.schedule.given(each.nbytes, now_s)
         with self._ended_on_error(writes):
             self._backing.tier.store_all(writes, posting(self._owner, self._written))
 
@@ -320,7 +320,7 @@ class WriteBehind:
             return  # it was ended by a bug of ours
         if self._changes.get(write.key, [None])[0] is write:
             is_stored = outcome is WriteOutcome.STORED
-            self.schedule.rate.ended(write.nbytes, time.monotonic(), arrived=is_stored)
+            self.schedule.answered(write.nbytes, time.monotonic(), is_stored=is_stored)
             self._begin_next(write.key)
         self._end(write, outcome)
 
@@ -355,11 +355,16 @@ class WriteBehind:
     # ---------------------------------------------------------------- the queue
 
     def _has_room(self, nbytes: int, position: float = math.inf) -> bool:
-        """Whether there is room, also in place of what is queued behind the ``position``."""
+        """Whether there is room, also in place of what is queued behind the ``position``.
+
+        There is always room for one.
+        """
         counters = self._backing.counters
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
+        if not self.queued_bytes:
+            return True
         lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
         dropped = []
         for write in self.schedule.after(position):

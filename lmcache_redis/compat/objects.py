@@ -252,8 +252,8 @@ class ObjectCache:
     def publish(self, key: ObjectKey, held: HeldChunk, written: Done[bool]) -> None:
         """Makes memory that was reserved for the key, and filled, its chunk; begins all writes.
 
-        written: called when every tier has answered, with whether any of them, or memory, keeps the
-        chunk.
+        written: called when every tier has answered, with whether any of them keeps the chunk; if
+        there is none, memory.
         """
         entry = held.entry
         chunk_key = entry.form.key(key.chunk_hash)
@@ -262,7 +262,8 @@ class ObjectCache:
         entry.refreshed_s = time.monotonic()
         queues = self.cache.queues
         try:
-            add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
+            is_kept = not queues and entry.units <= self._pool.idle_limit
+            add = _any_of(is_kept, len(queues), written)
             for queue in queues:
                 written_to = partial(self._written, queue, entry, add)
                 queue.write(entry, self._write_s, written_to)

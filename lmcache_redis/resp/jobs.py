@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 import random
 import threading
 import time
@@ -22,6 +23,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
+from lmcache_redis.processes import check_not_forked
 from lmcache_redis.tiers import CallOutcome, ChunkIO, Operation, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -139,6 +141,7 @@ class Jobs:
 
     def __init__(self) -> None:
         self.started = self.closing = self.closed = False
+        self.pid = os.getpid()
         self.lock = threading.Lock()
         self.counts: Counter[enum.Enum | str] = Counter()
         self.moved_bytes: dict[enum.Enum, int] = {ReadOutcome.LOADED: 0, WriteOutcome.STORED: 0}
@@ -152,7 +155,8 @@ class Jobs:
         self._wake_at = inf
 
     def check_usable(self) -> None:
-        """Raises RuntimeError unless the plane runs."""
+        """Raises RuntimeError unless the plane runs, in this process."""
+        check_not_forked("the Redis plane", self.pid)
         if not self.started or self.closed:
             raise RuntimeError("the Redis plane is not running")
 

@@ -126,8 +126,8 @@ class RedisPlane:
         does not answer. Returns False if a thread did not end (it is a daemon).
         """
         jobs = self._jobs
-        if not jobs.started or jobs.closing:
-            return True
+        if not jobs.started or jobs.closing or jobs.pid != os.getpid():
+            return True  # of a fork, the threads and the connections are the parent's
         jobs.closing = True
         deadline = time.monotonic() + deadline_s
         # Every callback is called on a thread of the plane: the timekeeper stops the jobs.

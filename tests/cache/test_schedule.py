@@ -32,8 +32,9 @@ def loads() -> TransferRate:
 
 @pytest.fixture
 def writes(loads: TransferRate, monkeypatch: pytest.MonkeyPatch) -> WriteScheduler:
-    """Two chunks are in flight at most."""
+    """Two chunks are in flight at most. One tells a rate."""
     monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 200)
+    monkeypatch.setattr(schedule, "LEAST_MEASURED_BYTES", 100)
     return WriteScheduler(loads, 1000)
 
 
@@ -139,8 +140,19 @@ def test_what_is_dropped_first_would_be_written_last(writes: WriteScheduler) -> 
 
 def test_the_queue_is_no_longer_than_the_tier_writes_in_time(writes: WriteScheduler) -> None:
     assert writes.most_bytes(30) == 1000, "nothing is known of the tier"
-    writes.rate.begun(100, NOW)
-    writes.rate.ended(100, NOW + 4, arrived=True)
+    writes.given(100, NOW)
+    writes.answered(100, NOW + 4, is_stored=True)
     assert writes.most_bytes(30) == pytest.approx(750)
     assert writes.most_bytes(4) == 200, "what may be in flight"
     assert writes.most_bytes(100) == 1000
+
+
+def test_a_write_alone_that_is_tiny_tells_no_rate(writes: WriteScheduler) -> None:
+    """It takes a round trip; several that are in flight together tell one."""
+    writes.given(99, NOW)
+    writes.answered(99, NOW + 4, is_stored=True)
+    assert writes.most_bytes(30) == 1000
+    writes.given(50, NOW + 4)
+    writes.given(50, NOW + 4)
+    writes.answered(50, NOW + 8, is_stored=True)
+    assert writes.most_bytes(30) == pytest.approx(375)

@@ -458,6 +458,7 @@ def test_a_queue_takes_what_the_tier_writes_in_time(
 ) -> None:
     """At 8 bytes a second, 240 bytes in 30 s: one chunk."""
     monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", FORM.chunk_bytes)
+    monkeypatch.setattr(schedule, "LEAST_MEASURED_BYTES", FORM.chunk_bytes)
     monotonic, later_s = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
     queue.cache.write_behind(queue.entries[0])

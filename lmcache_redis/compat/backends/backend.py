@@ -9,7 +9,7 @@ Calls may come from several threads at once; an iterator of `batched_get` is for
 time. Every call ends by a deadline. No call raises because of stored bytes, because a server or a
 disk fails, or because a chunk does not fit: then a put stores nothing and returns False, and a get
 is a miss. Misuse raises: FormatError for a key or a chunk without an encoding, ValueError for wrong
-buffers of `allocate`, RuntimeError after `close`.
+buffers of `allocate`, RuntimeError after `close`, and in a process that was forked since.
 
 Single flight, promotion and the order of the changes of a key are the cache's (`compat.objects`).
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -41,6 +42,7 @@ from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.objects import HeapMemory, HeldChunk
 from lmcache_redis.errors import FormatError, LMCacheRedisError
+from lmcache_redis.processes import check_not_forked
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
 
@@ -78,6 +80,7 @@ class CacheThread:
         self._loop = OwnerLoop(self._woken.set)
         self._memory = HeapMemory()
         self.objects = open_cache(storages, self._loop, self._memory, self.deadline_s)
+        self._pid = os.getpid()
         self._calls: set[Future[Any]] = set()
         self._has_ended = False
         self.is_closed = False
@@ -92,15 +95,20 @@ class CacheThread:
     def call(self, begin: Callable[[Done[ResultT]], None]) -> Future[ResultT]:
         """The result of an asynchronous call to the cache: what it passes to its `done`.
 
-        begin: the call without its `done`. Raises RuntimeError after `close`.
+        begin: the call without its `done`. Raises RuntimeError as `check_usable`.
         """
-        if self.is_closed:
-            raise RuntimeError("the backend is closed")
+        self.check_usable()
         future: Future[ResultT] = Future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
         self._loop.post(partial(_begin, begin, future))
         return future
+
+    def check_usable(self) -> None:
+        """Raises RuntimeError after `close`, and after a fork."""
+        check_not_forked("the backend", self._pid)
+        if self.is_closed:
+            raise RuntimeError("the backend is closed")
 
     def release(self, held: HeldChunk | None) -> None:
         """Unpins a chunk that a get has found."""
@@ -115,9 +123,11 @@ class CacheThread:
     def close(self, timeout_s: float) -> None:
         """Calls have this time to end, and writes as much again; those that do not raise.
 
-        Idempotent.
+        Idempotent. After a fork it leaves all to the parent.
         """
         self.is_closed = True
+        if os.getpid() != self._pid:
+            return
         wait(self.calls, timeout_s)
         self._loop.post(partial(self._close, timeout_s))
         self._thread.join(timeout_s + _JOIN_S)
@@ -250,8 +260,7 @@ class ChunkBackend:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all earlier puts are stored or dropped; False after the timeout."""
-        if self._thread.is_closed:
-            raise RuntimeError("the backend is closed")
+        self._thread.check_usable()
         return not wait(self._thread.calls, timeout_s).not_done
 
     def close(self) -> None:
@@ -361,7 +370,7 @@ class ChunkBackend:
         return _Put(ended, deadline, nbytes)
 
     def _is_stored(self, put: _Put) -> bool:
-        return _result(put.ended, put.deadline, put.nbytes <= self._memory_bytes)
+        return _result(put.ended, put.deadline, False) or put.nbytes <= self._memory_bytes
 
     def _begin_get(self, key: AnyKey, deadline: float) -> Future[HeldChunk | None]:
         return self._thread.call(partial(self._objects.get, object_key_of(key), deadline))
