@@ -25,6 +25,7 @@ from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
+from tests.resp.odd import ENVOY, TWEMPROXY, Answers, OddProxy
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer, free_port
 
@@ -143,10 +144,12 @@ def test_something_else_than_redis(greeting: bytes) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        client, _ = listener.accept()
-        with client:
-            client.recv(1 << 16)
-            client.sendall(greeting)
+        # Who is closed on is tried twice.
+        for _ in range(1 if greeting else 2):
+            client, _ = listener.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(greeting)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -176,10 +179,60 @@ def test_refusals_of_the_first_command(reply: bytes, kind: type[RedisError]) -> 
         assert type(refused(connector(server.url))) is kind
 
 
-@pytest.mark.parametrize("reply", [b"-NOPERM no CLIENT\r\n", b"-ERR unknown command\r\n"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-NOPERM no CLIENT\r\n",
+        b"-ERR unknown command\r\n",
+        b"-unsupported command 'client'\r\n",
+        b"-Error: Server closed the connection\r\n",
+        b"-invalid request\r\n",
+        b"-\r\n",
+        b"+QUEUED\r\n",
+    ],
+)
 def test_a_name_is_not_needed(reply: bytes) -> None:
     with LyingServer(lambda words: reply if words[0] == b"CLIENT" else None) as server:
         check(connector(server.url))
+
+
+@pytest.mark.parametrize("password", [None, SECRET])
+def test_a_server_that_closes_at_a_name_gets_none(
+    own_server: RedisServer, password: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    if password is not None:
+        own_server.config_set("requirepass", password)
+    with OddProxy(own_server.port, TWEMPROXY) as proxy:
+        unnamed = connector(proxy.url, password=password)
+        check(unnamed)
+        assert proxy.accepted == 2
+        check(unnamed)
+        assert proxy.accepted == 3, "it is remembered"
+        assert len([each for each in caplog.messages if "unnamed" in each]) == 1
+        if password is not None:
+            error = refused(connector(proxy.url, password="wrong" + SECRET))
+            assert isinstance(error, RedisAuthError)
+            assert isinstance(refused(connector(proxy.url)), RedisAuthError)
+
+
+def test_who_always_closes_is_tried_twice_and_told() -> None:
+    with OddProxy(0, dict.fromkeys((b"CLIENT", b"PING"))) as proxy:
+        error = refused(connector(proxy.url))
+        assert isinstance(error, RedisUnavailable)
+        assert "was lost" in str(error)
+        assert proxy.accepted == 2
+
+
+@pytest.mark.parametrize("answers", [ENVOY, TWEMPROXY])
+def test_chunks_pass_a_proxy_that_knows_few_commands(server: RedisServer, answers: Answers) -> None:
+    with OddProxy(server.port, answers) as proxy, running(proxy.url) as plane:
+        chunk = Chunk(1, 300_000, 1 << 16, seed=1)
+        wanted = chunk.content
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        loaded = Chunk(1, 300_000, 1 << 16)
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == wanted
 
 
 def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
@@ -208,7 +261,7 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert [type(error) for error in errors] == [RedisUnavailable] * 2
+    assert [isinstance(error, RedisUnavailable) for error in errors] == [True] * 2
     with pytest.raises(RedisUnavailable, match="closed"):
         patient.open("z")
     own_server.cont()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import math
 import os
 import select
@@ -45,6 +46,10 @@ from lmcache_redis.resp.net.wire import (
     pack_command,
 )
 
+logger = logging.getLogger(__name__)
+
+# A server that closed a connection at its name is given none for so long.
+_UNNAMED_S = 600.0
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
 # Keep-alive: on an idle connection, a dead machine is noticed within 45 s.
@@ -61,6 +66,11 @@ _TLS_SEND_BYTES = 256 << 10
 _TLS_TOGETHER_BYTES = 4096
 
 BytesLike = bytes | bytearray | memoryview
+
+
+class _Lost(RedisUnavailable):
+    """The connection was closed or reset, by whomever."""
+
 
 # As in the socket module: the family, and the argument of `connect`.
 Address = tuple[int, Any]
@@ -287,7 +297,7 @@ class Connection:
             return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
         where = self._endpoint.where
-        return RedisUnavailable(f"the connection to Redis at {where} was lost: {why}")
+        return _Lost(f"the connection to Redis at {where} was lost: {why}")
 
 
 def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
@@ -315,6 +325,7 @@ class Connector:
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._aborted = False
+        self._unnamed_until = -math.inf
 
     def open(self, client_name: str, deadline: float = math.inf) -> Connection:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
@@ -327,19 +338,37 @@ class Connector:
         commands = [] if auth is None else [auth]
         if self.endpoint.db:
             commands.append(("SELECT", str(self.endpoint.db)))
-        commands.append(("CLIENT", "SETNAME", client_name))
         try:
-            connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
-            try:
-                connection.greet(commands, deadline)
-            except BaseException:
-                connection.close()
-                raise
+            connection = self._greeted(commands, client_name, deadline)
         except (RedisError, OSError, UnicodeError, RuntimeError) as error:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
         # If it was aborted in the meantime, it fails at its first use.
+        return connection
+
+    def _greeted(
+        self, commands: list[tuple[str, ...]], client_name: str, deadline: float
+    ) -> Connection:
+        """A connection after `commands`. Some proxies close one that is given a name (twemproxy):
+        then it is tried once more without, and for a while none gets a name."""
+        if self._unnamed_until <= time.monotonic():
+            with contextlib.suppress(_Lost):
+                return self._try([*commands, ("CLIENT", "SETNAME", client_name)], deadline)
+        connection = self._try([*commands, ("PING",)], deadline)
+        if self._unnamed_until <= time.monotonic():
+            self._unnamed_until = time.monotonic() + _UNNAMED_S
+            where = self.endpoint.where
+            logger.info("Redis at %s closes connections at CLIENT: they stay unnamed", where)
+        return connection
+
+    def _try(self, commands: list[tuple[str, ...]], deadline: float) -> Connection:
+        connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
+        try:
+            connection.greet(commands, deadline)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def abort(self) -> None:

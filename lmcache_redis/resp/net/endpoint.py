@@ -20,8 +20,9 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp.net.tls import TlsParameters, tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, error_of
 
-# Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
-_TOLERATED = ("NOPERM", "ERR")
+# Commands of a greeting whose errors say nothing about the server, unless it takes nobody: it may
+# not know them, or the user may not send them.
+_MAY_FAIL = ("CLIENT", "PING")
 
 
 class Credentials(Protocol):
@@ -119,7 +120,7 @@ def judge_greeting(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
             f"{at} refuses the user or the password: correct them where they are set "
             f"({brief(reply.text)})"
         )
-    if name != "CLIENT" or reply.code not in _TOLERATED:
+    if name not in _MAY_FAIL or reply.code == "DENIED":
         raise RedisUnavailable(f"{at} refuses the connection: {brief(reply.text)}")
 
 
