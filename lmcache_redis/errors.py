@@ -29,6 +29,10 @@ class FormatError(LMCacheRedisError, ValueError):
     """A value that cannot be encoded, or bytes that cannot be decoded."""
 
 
+class NotListed(LMCacheRedisError):
+    """Not all names could be listed; the message says why."""
+
+
 class WireError(LMCacheRedisError):
     """The peer of a ZeroMQ socket broke the protocol."""
 

@@ -8,6 +8,7 @@ what to change and contains no secret. Not thread-safe.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -30,6 +31,7 @@ from lmcache_redis.errors import (
     RedisError,
     RedisNotAllowed,
     RedisProtocolError,
+    RedisRedirect,
     RedisReplyError,
     RedisUnavailable,
 )
@@ -43,7 +45,7 @@ from lmcache_redis.resp.net.endpoint import (
     is_no_sentinel,
     translated,
 )
-from lmcache_redis.resp.net.tls import TlsParameters, tls_context
+from lmcache_redis.resp.net.tls import name_in_certificate, tls_context
 from lmcache_redis.resp.options import (
     Deployment,
     PasswordFile,
@@ -66,6 +68,8 @@ _FAILURES = (
     exceptions.RedisError, exceptions.RedisClusterException, RedisError, OSError,
     TypeError, ValueError, LookupError, AttributeError,
 )  # fmt: skip
+# As Redis and Valkey name what a user may not send.
+_REFUSED_COMMAND = re.compile(r"run the '([\w|-]+)' command")
 Command = tuple[bytes | str | int, ...]
 
 
@@ -183,15 +187,16 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
             client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
             servers = PrimaryServers([_primary(server, client, stack)])
         for node in servers.nodes:
-            node.ask("PING")
+            # Whether it lets us in; a user who may not PING may still read.
+            with contextlib.suppress(RedisNotAllowed):
+                node.ask("PING")
         yield servers
 
 
 def _primary(endpoint: Endpoint, client: redis.Redis, stack: contextlib.ExitStack) -> Primary:
     stack.callback(client.close)
     pool = client.connection_pool
-    if endpoint.transport is Transport.TLS:
-        pool.connection_class = _trusting(pool.connection_class, endpoint.tls)
+    pool.connection_class = _adapted(pool.connection_class, endpoint)
     return Primary(endpoint, client)
 
 
@@ -221,7 +226,7 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
             # With a host instead of a URL it ignores the class of connections.
             url=f"redis://{first.where}",
             startup_nodes=[ClusterNode(seed.host, seed.port) for seed in others],
-            connection_class=_trusting(SSLConnection, first.tls) if is_tls else Connection,
+            connection_class=_adapted(SSLConnection if is_tls else Connection, first),
             require_full_coverage=False,
             **_of_all(first),
         )
@@ -262,13 +267,25 @@ class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]
         return (auth_command(self._endpoint.credentials) or ())[1:]
 
 
-def _trusting(connection_class: type, tls: TlsParameters) -> type:
-    """redis-py would trust the system's CAs beside those that are named."""
+def _adapted(kind: type, endpoint: Endpoint) -> type:
+    """A class of connections, which are not named, at which some proxies close one (twemproxy).
+
+    Over TLS they are: redis-py takes unread session tickets for a reply. There it would trust the
+    system's CAs beside those that are named.
+    """
+
+    def start(connection: Any, *args: Any, **named: Any) -> None:
+        kind.__init__(connection, *args, **named)  # type: ignore[misc]
+        # By what its versions call it.
+        connection.driver_info = connection.lib_name = connection.lib_version = None
 
     def wrap(connection: Any, connected: socket) -> SSLSocket:
-        return tls_context(tls).wrap_socket(connected, server_hostname=connection.host)
+        name = name_in_certificate(connection.host)
+        return tls_context(endpoint.tls).wrap_socket(connected, server_hostname=name)
 
-    return type("TlsConnection", (connection_class,), {"_wrap_socket_with_ssl": wrap})
+    if endpoint.transport is Transport.TLS:
+        return type("TlsConnection", (kind,), {"_wrap_socket_with_ssl": wrap})
+    return type("UnnamedConnection", (kind,), {"__init__": start})
 
 
 # ------------------------------------------------------------------ its errors
@@ -309,7 +326,7 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
     if isinstance(reason, OSError):
         return translated(reason, endpoint)
     if isinstance(error, exceptions.AskError):
-        return RedisReplyError(
+        return RedisRedirect(
             f"{at} is one node of a cluster: write redis+cluster:// instead of redis://"
         )
     if isinstance(error, exceptions.SlotNotCoveredError):
@@ -319,8 +336,10 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
     if isinstance(error, exceptions.AuthenticationError):
         return RedisAuthError(f"{at} refuses the user or the password: {text}")
     if isinstance(error, exceptions.NoPermissionError):
+        refused = _REFUSED_COMMAND.search(text)
+        add = f"add +{refused[1]}; " if refused else ""
         return RedisNotAllowed(
-            f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "
+            f"{at} does not allow it to this user ({text}): {add}inspect and purge need +@read and "
             "+unlink on the agents' keys, in a cluster +command and +cluster|slots too, and on "
             "Sentinels +sentinel|masters"
         )

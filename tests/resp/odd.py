@@ -20,7 +20,7 @@ ENVOY: Answers = {
     b"CLIENT": b"-unsupported command 'client'\r\n",
     b"CONFIG": b"-ERR unknown command 'CONFIG', with args beginning with: get\r\n",
     b"DBSIZE": b"-ERR unknown command 'DBSIZE', with args beginning with: \r\n",
-    b"CLUSTER": b"-ERR unknown command 'CLUSTER', with args beginning with: slots\r\n",
+    b"CLUSTER": b"-ERR This instance has cluster support disabled\r\n",
     b"INFO": b"$%d\r\n%b\r\n" % (len(_INFO), _INFO),
     # Both backends' replies, one after the other.
     b"SCAN": b"*4\r\n$1\r\n0\r\n*0\r\n$1\r\n0\r\n*0\r\n",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
@@ -337,6 +338,29 @@ def test_tls_refusals_say_why(tls_server: tuple[RedisServer, str], certificates:
         connector(f"{url}?ssl_ca_certs={certificates}/server.ext").open("x")
     error = refused(connector(url.replace("rediss", "redis"), timeout_s=2.0))
     assert isinstance(error, RedisError)
+
+
+@pytest.mark.servers
+def test_an_absolute_name_is_in_the_certificate_without_its_dot(
+    tls_server: tuple[RedisServer, str], certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look-up gets the dot: it saves those of a search list."""
+    _, url = tls_server
+    asked: list[str] = []
+    look_up = socket.getaddrinfo
+
+    def played(host: str, *args: Any, **named: Any) -> Any:
+        asked.append(host)
+        return look_up("localhost" if host == "localhost." else host, *args, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", played)
+    absolute = f"{url.replace('localhost', 'localhost.')}?ssl_ca_certs={certificates}/ca.pem"
+    check(connector(absolute))
+    assert set(asked) == {"localhost."}
+    asked.clear()
+    with open_server(RedisOptions(absolute)) as server:
+        assert server.nodes[0].ask("DBSIZE") == 0
+    assert set(asked) == {"localhost."}
 
 
 def test_plain_sockets_get_the_fast_path(server: RedisServer) -> None:

@@ -37,7 +37,7 @@ from lmcache_redis.resp.net.endpoint import (
     judge_greeting,
     translated,
 )
-from lmcache_redis.resp.net.tls import tls_context
+from lmcache_redis.resp.net.tls import name_in_certificate, tls_context
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
     Reply,
@@ -416,7 +416,9 @@ class Connector:
                     sock.setsockopt(*option)
             if endpoint.transport is Transport.TLS:
                 sock = tls_context(endpoint.tls).wrap_socket(
-                    sock, server_hostname=endpoint.host, do_handshake_on_connect=False
+                    sock,
+                    server_hostname=name_in_certificate(endpoint.host),
+                    do_handshake_on_connect=False,
                 )
             return Connection(sock, endpoint, self._op_timeout_s, self._connections)
         except BaseException:
