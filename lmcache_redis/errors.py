@@ -65,6 +65,10 @@ class RedisUnavailable(RedisError):
     """No usable connection: refused, reset, a server that is starting, an unresolvable name."""
 
 
+class RedisLost(RedisUnavailable):
+    """The connection was closed or reset, by whomever."""
+
+
 class RedisClusterDown(RedisUnavailable):
     """A shard refuses keys because its cluster is not complete; the shard itself is well."""
 

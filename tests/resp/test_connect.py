@@ -268,6 +268,48 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     own_server.cont()
 
 
+# ---------------------------------------------------------------- sentences
+
+
+def test_a_name_server_that_does_not_answer_is_no_wrong_url(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for kind, says in (
+        (socket.EAI_AGAIN, "cannot be looked up now: is the name server reachable"),
+        (socket.EAI_NONAME, "has a host name that is unknown: correct the Redis URL"),
+    ):
+
+        def fails(*args: Any, kind: int = kind, **named: Any) -> Any:
+            raise socket.gaierror(kind, "as told")
+
+        monkeypatch.setattr(socket, "getaddrinfo", fails)
+        assert says in str(refused(connector("redis://cache.example")))
+
+
+def test_a_sentinel_that_wants_a_password_of_its_own() -> None:
+    """The one in the URL is of the servers."""
+    with LyingServer(lambda words: b"-NOAUTH Authentication required.\r\n") as sentinel:
+        url = sentinel.url.replace("redis://", "redis+sentinel://:data@") + "/name"
+        (seed,) = parse_deployment(RedisOptions(url)).seeds
+        said = str(refused(Connector(seed, 5.0, 5.0)))
+        assert "?sentinel_password= into the Redis URL, or set LMCACHE_REDIS_SENTINEL" in said
+        with pytest.raises(RedisAuthError, match=r"\?sentinel_password="):
+            open_server(RedisOptions(url)).__enter__()
+
+
+def test_tls_is_for_sentinels_and_servers_or_for_neither(own_server: RedisServer) -> None:
+    both = "rediss+sentinel:// is TLS to Sentinels and servers, redis+sentinel:// to neither"
+    url = f"rediss+sentinel://127.0.0.1:{own_server.port}/name"
+    found = parse_deployment(RedisOptions(url))
+    for endpoint in (*found.seeds, found.at("127.0.0.1", own_server.port)):
+        assert both in str(refused(Connector(endpoint, 5.0, 5.0)))
+    with LyingServer(lambda words: b"\x15\x03\x01") as server:
+        plain = parse_deployment(RedisOptions("redis+sentinel://h/name")).at(
+            "127.0.0.1", server.port
+        )
+        assert both in str(refused(Connector(plain, 2.0, 2.0)))
+
+
 # -------------------------------------------------------------------- TLS
 
 

@@ -85,8 +85,8 @@ COMMANDS: Final = (
         "no server is found", Use.SENTINEL, True,
     ),
 )  # fmt: skip
-# What redis-py needs beside these to find the servers. (For one server it needs nothing.)
-TOOLS: Final = {Use.CLUSTER: ("command", "asking"), Use.SENTINEL: ("sentinel|masters",)}
+# What redis-py needs beside these to find the servers. (Elsewhere it needs nothing.)
+TOOLS: Final = {Use.SENTINEL: ("sentinel|masters",)}
 
 
 def needed(uses: Collection[Use]) -> tuple[Command, ...]:

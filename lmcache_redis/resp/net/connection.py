@@ -26,6 +26,7 @@ from typing import Any
 
 from lmcache_redis.errors import (
     RedisError,
+    RedisLost,
     RedisProtocolError,
     RedisTimeout,
     RedisUnavailable,
@@ -66,10 +67,6 @@ _TLS_SEND_BYTES = 256 << 10
 _TLS_TOGETHER_BYTES = 4096
 
 BytesLike = bytes | bytearray | memoryview
-
-
-class _Lost(RedisUnavailable):
-    """The connection was closed or reset, by whomever."""
 
 
 # As in the socket module: the family, and the argument of `connect`.
@@ -297,7 +294,7 @@ class Connection:
             return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
         where = self._endpoint.where
-        return _Lost(f"the connection to Redis at {where} was lost: {why}")
+        return RedisLost(f"the connection to Redis at {where} was lost: {why}")
 
 
 def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
@@ -353,7 +350,7 @@ class Connector:
         """A connection after `commands`. Some proxies close one that is given a name (twemproxy):
         then it is tried once more without, and for a while none gets a name."""
         if self._unnamed_until <= time.monotonic():
-            with contextlib.suppress(_Lost):
+            with contextlib.suppress(RedisLost):
                 return self._try([*commands, ("CLIENT", "SETNAME", client_name)], deadline)
         connection = self._try([*commands, ("PING",)], deadline)
         if self._unnamed_until <= time.monotonic():
