@@ -179,16 +179,16 @@ def _seen(error: Exception, endpoint: Endpoint) -> tuple[str, str]:
     if code == errno.EACCES:
         return "may not be used by this user", "see its permissions"
     known = errno.errorcode.get(code, str(code)) if code is not None else brief(str(error))
-    return "cannot be reached", known
+    return f"cannot be reached: {known}", ""
 
 
 def _unreachable(endpoint: Endpoint, what: str, advice: str) -> str:
     """A sentence that blames who names the address."""
-    origin = endpoint.origin
+    origin, at = endpoint.origin, f"Redis at {endpoint.where}"
     if origin.named_by:
         at = f"{origin.named_by} names {endpoint.where}, which"
-        return f"{at} {what}: start it, or see {origin.settings}"
-    return f"Redis at {endpoint.where} {what}: {advice}"
+        advice = f"start it, or see {origin.settings}"
+    return f"{at} {what}{';' if ':' in what else ':'} {advice}" if advice else f"{at} {what}"
 
 
 def brief(text: str) -> str:
