@@ -19,7 +19,13 @@ from lmcache_redis.admin.server import BATCH_KEYS, Command, Primary, PrimaryServ
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import parse_stripe_key
-from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError, RedisReplyError
+from lmcache_redis.errors import (
+    FormatError,
+    RedisError,
+    RedisProtocolError,
+    RedisReplyError,
+    RedisUnavailable,
+)
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
@@ -295,15 +301,19 @@ def survey(
 def _scanned(node: Primary, cursor: int, pattern: bytes) -> tuple[int, list[bytes]]:
     """A step of a SCAN: the next cursor, and some keys. Raises RedisError."""
     scan = ("SCAN", cursor, "MATCH", pattern, "COUNT", BATCH_KEYS, "TYPE", "string")
+    why = "the reply to SCAN is malformed"
     try:
         match node.ask(*scan):
             case [int() as after, list() as keys] if all(isinstance(key, bytes) for key in keys):
                 return after, keys
     except RedisProtocolError:  # redis-py cannot read it
         pass
+    except RedisUnavailable:
+        node.ask("PING")  # says whether it is there
+        why = "it closes the connection at SCAN"
     raise RedisReplyError(
-        f"Redis at {node.endpoint.where} does not list its keys (the reply to SCAN is malformed): "
-        "if this is a proxy, name the servers behind it"
+        f"Redis at {node.endpoint.where} does not list its keys ({why}): if this is a proxy, name "
+        "the servers behind it"
     )
 
 

@@ -70,9 +70,9 @@ def test_inspect_and_purge_go_on_without_a_total(
 
 
 @pytest.mark.parametrize(
-    "reply", [ENVOY[b"SCAN"], b"*2\r\n$1\r\nx\r\n*0\r\n", b"*0\r\n", b"+OK\r\n"]
+    "reply", [ENVOY[b"SCAN"], b"*2\r\n$1\r\nx\r\n*0\r\n", b"*0\r\n", b"+OK\r\n", None]
 )
-def test_a_server_that_cannot_list_is_named(own_server: RedisServer, reply: bytes) -> None:
+def test_a_server_that_cannot_list_is_named(own_server: RedisServer, reply: bytes | None) -> None:
     with (
         OddProxy(own_server.port, {b"SCAN": reply}) as proxy,
         open_server(RedisOptions(proxy.url)) as server,
