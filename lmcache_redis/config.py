@@ -118,6 +118,9 @@ class TierSettings:
     redis_password: str | None = setting(
         "password, if not in the URL", None, secret=True, repr=False
     )
+    redis_sentinel_password: str | None = setting(
+        "password of the Sentinels, if not in the URL", None, secret=True, repr=False
+    )
     redis_password_file: str | None = setting(
         "file with the password, read at each connect", None, form="FILE"
     )

@@ -29,6 +29,10 @@ class FormatError(LMCacheRedisError, ValueError):
     """A value that cannot be encoded, or bytes that cannot be decoded."""
 
 
+class NotListed(LMCacheRedisError):
+    """Not all names could be listed; the message says why."""
+
+
 class WireError(LMCacheRedisError):
     """The peer of a ZeroMQ socket broke the protocol."""
 
@@ -64,6 +68,10 @@ class RedisError(LMCacheRedisError):
 
 class RedisUnavailable(RedisError):
     """No usable connection: refused, reset, a server that is starting, an unresolvable name."""
+
+
+class RedisLost(RedisUnavailable):
+    """The connection was closed or reset, by whomever."""
 
 
 class RedisClusterDown(RedisUnavailable):

@@ -8,7 +8,8 @@
 
 What is stored is checked on the way back, so a get returns what was put or nothing. While the
 server cannot be reached, or refuses them, calls end: a put is False, a get is None, and `why_down`
-says why. Wrong arguments raise, as does everything after `close`.
+says why. `names` raises then, for a list that is not whole is none. Wrong arguments raise, as does
+everything after `close`.
 
 A process that is forked may use the stores that it inherits: each opens connections, threads and a
 memory of its own at the next call.
@@ -195,7 +196,11 @@ class KVStore:
         return self._backend.batched_contains(map(self._key_of, names))
 
     def names(self) -> list[str]:
-        """What this namespace has, in any order. Looks at all keys of the server."""
+        """What this namespace has, in any order. Looks at all keys of the server.
+
+        Raises `lmcache_redis.errors.NotListed` if that may not be all: the server is down, may not
+        be asked, or has more than fit in memory.
+        """
         return [key.chunk_hash.decode("utf-8", "replace") for key in self._backend.stored_keys()]
 
     @property

@@ -97,15 +97,21 @@ class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.url,
             self.key_prefix.encode(),
             self.username,
-            os.environ.get("LMCACHE_REDIS_PASSWORD"),
+            _secret("LMCACHE_REDIS_PASSWORD"),
             self.password_file,
             None if provider is None else load_provider(provider),
+            _secret("LMCACHE_REDIS_SENTINEL_PASSWORD"),
             get_connections=self.connections,
             set_connections=self.connections,
             network_threads=self.network_threads,
             ttl_s=self.ttl_s,
             seal_keys=read_seal_keys(self.seal_key_file),
         )
+
+
+def _secret(variable: str) -> str | None:
+    text = os.environ.get(variable)
+    return None if text is None else text.rstrip("\r\n")
 
 
 class RegionChunk(NamedTuple):

@@ -54,7 +54,8 @@ def given(config: type[Any], options: Mapping[str, Any]) -> Given:
     # From the lowest precedence to the highest.
     found = {} if path is None else {n: (t, p) for n, t, p in _lines(path, known)}
     for name, each in known.items():
-        if text := os.environ.get(each.variable):
+        # What a file was read into, as by Kubernetes, may end with a line's end.
+        if text := os.environ.get(each.variable, "").rstrip("\r\n"):
             found[name] = (text, each.variable)
         if options.get(name) is not None:
             found[name] = (options[name], each.option)

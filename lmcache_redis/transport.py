@@ -191,9 +191,16 @@ class Admission:
 
 
 def why_untrusted(endpoint: str) -> str | None:
-    """Why there may be a listener of other users: an agent writes into an engine's memory."""
+    """Why there may be a listener of other users, to whom an engine would open its memory; or why
+    this user cannot reach the agent."""
+    directory = endpoint_path(endpoint).parent
     try:
-        return why_unsafe(endpoint_path(endpoint).parent)
+        why = why_unsafe(directory)
+        if why is None and not os.access(directory, os.X_OK, effective_ids=True):
+            raise PermissionError
+        return why
+    except PermissionError:
+        return f"{directory} may not be entered by this user: run engine and agent as one user"
     except OSError:
         return None  # no directory, so no listener
 

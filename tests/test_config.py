@@ -30,6 +30,7 @@ from lmcache_redis.settings import (
     parse_size,
     settings_of,
 )
+from lmcache_redis.sources import config_from
 
 MIB = 1 << 20
 
@@ -385,3 +386,13 @@ def test_the_schema_has_every_setting_and_no_secret() -> None:
     assert schema["additionalProperties"] is False
     reloadable = {n for n, each in schema["properties"].items() if each.get("x-reloadable")}
     assert {"log-level", "session-timeout-s"} <= reloadable < names
+
+
+def test_a_variable_that_ends_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Secret does that was made from a file: the end is no part of a password."""
+    monkeypatch.setenv("LMCACHE_REDIS_USERNAME", "agent\n")
+    monkeypatch.setenv("LMCACHE_REDIS_PASSWORD", " s3cr3t \r\n")
+    monkeypatch.setenv("LMCACHE_REDIS_SENTINEL_PASSWORD", "\n")
+    config = config_from(AgentConfig, {"redis_url": "redis://h"})
+    assert (config.redis_username, config.redis_password) == ("agent", " s3cr3t ")
+    assert config.redis_sentinel_password is None

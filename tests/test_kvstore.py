@@ -16,10 +16,11 @@ import torch
 
 import lmcache_redis
 from lmcache_redis import AsyncKVStore, KVStore
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.errors import ConfigError, FormatError, NotListed
 from lmcache_redis.resp import RedisOptions
 from tests.acl import PASSWORD
 from tests.harness import wait_until
+from tests.resp.odd import ENVOY, OddProxy
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
@@ -130,6 +131,26 @@ def test_namespaces_are_apart_and_processes_share(server: RedisServer, store: KV
         assert not other.exists("a")
         assert other.get("a") is None
         assert other.names() == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (ENVOY[b"SCAN"], "malformed reply to SCAN"),
+        (b"-ERR unknown command 'SCAN'\r\n", "unknown command"),
+        (b"-NOPERM no\r\n", "NOPERM"),
+        (None, "cannot be used|was lost"),
+    ],
+)
+def test_names_that_cannot_be_listed_are_not_empty(
+    server: RedisServer, reply: bytes | None, why: str
+) -> None:
+    """A program that removes what is not listed would remove everything."""
+    with OddProxy(server.port, {b"SCAN": reply}) as proxy, KVStore(proxy.url, "model") as store:
+        assert store.put("a", torch.ones(3))
+        with pytest.raises(NotListed, match=why):
+            store.names()
+        assert store.get("a") is not None
 
 
 @pytest.mark.parametrize("name", ["", "x" * 64, b"a", 7, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import zmq
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.transport import bind_router, hidden_path
+from lmcache_redis.transport import bind_router, hidden_path, why_untrusted
 
 
 def test_a_file_is_kept(tmp_path: Path) -> None:
@@ -43,3 +44,27 @@ def test_an_agent_that_lets_nobody_in_is_not_replaced(tmp_path: Path) -> None:
         path.rename(hidden_path(path))
         with pytest.raises(ConfigError, match="is in use"):
             bind_router(context, f"ipc://{path}").close()
+
+
+@pytest.mark.parametrize("closed", ["the directory", "what it is in"])
+def test_a_directory_that_this_user_may_not_enter_is_told(tmp_path: Path, closed: str) -> None:
+    """It is not taken for an agent that has not started yet."""
+    outer = tmp_path / "outer"
+    directory = outer / "lmcache-redis"
+    directory.mkdir(parents=True)
+    endpoint = f"ipc://{directory}/agent.sock"
+    assert why_untrusted(endpoint) is None
+    assert why_untrusted(f"ipc://{outer}/none/agent.sock") is None
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    (directory if closed == "the directory" else outer).chmod(0o600)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        why = why_untrusted(endpoint)
+    finally:
+        os.seteuid(user)
+        outer.chmod(0o700)
+        directory.chmod(0o700)
+    assert why == f"{directory} may not be entered by this user: run engine and agent as one user"

@@ -129,6 +129,7 @@ def diagnose(
         known = gather(
             server,
             node,
+            prefix,
             need=need,
             pool_bytes=pool and pool["slots"] * pool["slot_bytes"],
             oldest_idle_s=oldest_idle_s,
@@ -210,7 +211,7 @@ def measure_ping(node: Primary, pings: int = PINGS) -> float:
     times = []
     for _ in range(pings):
         started = time.perf_counter()
-        node.ask("PING")
+        node.ask_all([("PING",)])  # a refusal takes as long
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 

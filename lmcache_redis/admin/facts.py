@@ -7,12 +7,13 @@ import ipaddress
 import re
 import socket
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmcache_redis.admin.server import Primary, PrimaryServers
-from lmcache_redis.errors import RedisError
+from lmcache_redis.admin.server import Command, Primary, PrimaryServers
+from lmcache_redis.chunks.keys import KEY_MAGIC
+from lmcache_redis.errors import RedisError, RedisNotAllowed, RedisRedirect, RedisTimeout
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 
 _T = TypeVar("_T")
@@ -80,22 +81,25 @@ class Facts:
     oldest_idle_s: float | None = None
 
 
-def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
-    """The facts of one node, beside those that are known. Raises RedisError if the connection
-    fails."""
+def gather(server: PrimaryServers, node: Primary, prefix: bytes = b"", **known: Any) -> Facts:
+    """The facts of one node, beside those that are known. prefix: of keys. Raises RedisTimeout."""
     unseen: list[str] = []
-    (info,) = node.ask_all([("INFO",)])
-    if isinstance(info, RedisError):
+    (info,) = _asked(node, ("INFO",))
+    if not isinstance(info, dict):
         unseen.append("INFO is refused: memory, persistence, version and connections")
     # One CONFIG GET per setting: before Redis 7 the command takes only one.
     settings = ("save", "io-threads", "client-output-buffer-limit", "maxmemory-clients")
-    replies = node.ask_all([("CONFIG GET", name) for name in settings])
-    if any(isinstance(reply, RedisError) for reply in replies):
+    replies = _asked(node, *[("CONFIG GET", name) for name in settings])
+    if not all(isinstance(reply, dict) for reply in replies):
         unseen.append("CONFIG is refused: save, client-output-buffer-limit, io-threads")
+    info = info if isinstance(info, dict) else {}
+    # Some proxies say so for themselves (Envoy), and are no node.
+    if info.get("cluster_enabled") and not server.is_cluster:
+        info["cluster_enabled"] = _is_of_a_cluster(node, prefix)
     endpoint = node.endpoint
     local, private = _place(endpoint)
     return facts_of(
-        info if isinstance(info, dict) else {},
+        info,
         dict(ChainMap(*(reply for reply in replies if isinstance(reply, dict)))),
         where=endpoint.where,
         transport=endpoint.transport,
@@ -108,6 +112,28 @@ def gather(server: PrimaryServers, node: Primary, **known: Any) -> Facts:
         unseen=tuple(unseen),
         **known,
     )
+
+
+def _asked(node: Primary, *commands: Command) -> Sequence[Any]:
+    """The replies. Some servers close the connection instead of an error reply (twemproxy): whether
+    they are there at all, later questions tell. Raises RedisTimeout."""
+    try:
+        return node.ask_all(commands)
+    except RedisTimeout:
+        raise
+    except RedisError as error:
+        return [error] * len(commands)
+
+
+def _is_of_a_cluster(node: Primary, prefix: bytes) -> bool:
+    """Whether it has slots, or names who has those of a key. Raises RedisTimeout."""
+    # By its first word, redis-py takes the reply as it is.
+    (slots,) = _asked(node, ("CLUSTER", "SLOTS"))
+    if not isinstance(slots, RedisNotAllowed):
+        return isinstance(slots, list)
+    keys = [b"%b%bdoctor:%d" % (prefix, KEY_MAGIC, number) for number in range(50)]
+    replies = _asked(node, *[("EXISTS", key) for key in keys])
+    return any(isinstance(reply, RedisRedirect) for reply in replies)
 
 
 def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any) -> Facts:

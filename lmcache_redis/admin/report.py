@@ -135,10 +135,13 @@ def summary_lines(summary: Summary) -> Iterator[str]:
             rows = [[*row, cell] for row, cell in zip(rows, damaged, strict=True)]
         yield from table(rows)
     if not found.whole:
-        share = found.looked_at / max(1, found.database_keys)
+        of = share = ""
+        if found.database_keys is not None:
+            share = f" ({found.looked_at / max(1, found.database_keys):.0%})"
+            of = f" of {found.database_keys:,}"
         yield (
-            f"a sample: about {found.looked_at:,} of {found.database_keys:,} keys "
-            f"({share:.0%}) were looked at; --all looks at every one"
+            f"a sample: about {found.looked_at:,}{of} keys{share} were looked at; "
+            "--all looks at every one"
         )
     if found.other_keys:
         keys = counted(len(found.other_keys), "key")

@@ -1,7 +1,7 @@
 """Whether a user may send the commands that agents send: each is tried, as the agent would.
 
-Servers are found as agents find them, because redis-py needs more rights for that. What is written
-names no stripe; it is removed, or expires.
+Servers are found as agents find them: on Sentinels redis-py needs more rights for that. What is
+written names no stripe; it is removed, or expires.
 """
 
 from __future__ import annotations
@@ -221,7 +221,9 @@ def _listed(commands: Iterable[Command]) -> str:
 
 def tools_refused(deployment: Deployment, rights: Sequence[Rights]) -> Finding:
     """That redis-py may not ask the servers, or their Sentinels, as this user."""
-    refused = [each for each in ("select", "ping") if any(each in on.refused for on in rights)]
+    refused = [
+        each for each in ("select", "cluster|slots") if any(each in on.refused for on in rights)
+    ]
     more = next((TOOLS[use] for use in uses_of(deployment, False) if use in TOOLS), refused)
     at, asked = deployment.server, "the servers"
     if deployment.topology is Topology.SENTINEL:

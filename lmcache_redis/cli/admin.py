@@ -335,6 +335,8 @@ def shown_progress(line_s: float = PROGRESS_S) -> Callable[[str, int, int], None
         nonlocal due_s
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + line_s
-            print(f"{what}: {min(done, total):,} of {total:,}", file=sys.stderr, flush=True)
+            # 0: it is not known of how many.
+            shown = f"{min(done, total):,} of {total:,}" if total else f"{done:,}"
+            print(f"{what}: {shown}", file=sys.stderr, flush=True)
 
     return show

@@ -111,9 +111,9 @@ class Found(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """is_complete: every tier answered in time, and there are no more than the limit."""
+    """why_not: why keys are missing: a tier did not answer, or there are too many; else empty."""
 
-    is_complete: bool
+    why_not: str
     keys: list[ObjectKey]
 
 
@@ -340,13 +340,17 @@ class ObjectCache:
         On any thread: tiers wait for servers, and there may be many keys. limit: most keys that
         memory is taken for.
         """
-        found, is_complete = pooled, True
+        found, why_not = pooled, ""
         for tier, queue in zip(self._tiers, self.cache.queues, strict=True):
             outcome, keys = tier.keys(self._names.common, deadline, limit)
             found = found.union(key for key in keys if not queue.is_removing(key))
-            is_complete = is_complete and outcome is CallOutcome.DONE
+            if outcome is not CallOutcome.DONE:
+                reason = "" if outcome is CallOutcome.OVER_LIMIT else tier.state.reason
+                why_not = f"{outcome.value}{reason and f' ({reason})'}"
+        if len(found) > limit:
+            why_not = why_not or CallOutcome.OVER_LIMIT.value
         parsed = map(self._names.parse, found)
-        return Listing(is_complete and len(found) <= limit, [key for key in parsed if key])
+        return Listing(why_not, [key for key in parsed if key])
 
     def close(self, deadline_s: float) -> bool:
         """See `Cache.close`. Calls in flight end as if no tier had the chunk."""

@@ -141,14 +141,14 @@ def expire_commands(ttl_s: int, keys: Sequence[bytes]) -> bytes:
 
 def walk_keys(
     pattern: bytes,
-    found: Callable[[list[bytes]], Sequence[bytes]],
+    found: Callable[[list[bytes]], Sequence[bytes] | None],
     *more: str,
     removed: Callable[[int], None] = lambda count: None,
 ) -> Steps[None]:
     """SCAN a server for keys that match, and UNLINK those of them that `found` returns.
 
-    A key that exists all the time is found, perhaps twice. removed: called with how many keys were
-    deleted. more: further words of the SCAN.
+    It ends early if that is None. A key that exists all the time is found, perhaps twice. removed:
+    called with how many keys were deleted. more: further words of the SCAN.
     """
     cursor = b""
     while cursor != b"0":
@@ -159,7 +159,10 @@ def walk_keys(
                 keys = [key for key in some if isinstance(key, bytes)]
             case _:
                 raise RedisProtocolError("malformed reply to SCAN: expected a cursor and keys")
-        if unwanted := found(keys):
+        unwanted = found(keys)
+        if unwanted is None:
+            return
+        if unwanted:
             connection = yield (keys_commands(b"UNLINK", unwanted),), len(unwanted)
             removed(sum([parse_count(reply) for reply in connection.receive(len(unwanted))]))
 

@@ -5,6 +5,7 @@
     redis+sentinel://[...@]host[:port],.../name[/db]        the master that Sentinels call `name`
     redis+cluster://[...@]host[:port],...                   all shards; the hosts are the seeds
     rediss://..., rediss+sentinel://..., rediss+cluster://  the same over TLS
+    valkey://, valkeys:// and so on                         the same as redis:// and rediss://
 
 Parameters: db (of one server); sentinel_username and sentinel_password; and for TLS those of
 redis-py: ssl_ca_certs, ssl_ca_path, ssl_certfile, ssl_keyfile, ssl_password, ssl_cert_reqs
@@ -35,7 +36,7 @@ from lmcache_redis.config import (
 )
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp.net.commands import Use
-from lmcache_redis.resp.net.endpoint import Credentials, Endpoint, Transport, brief
+from lmcache_redis.resp.net.endpoint import Credentials, Endpoint, Origin, Transport, brief
 from lmcache_redis.resp.net.tls import TLS_FILES
 from lmcache_redis.seal import SealKeys, read_seal_keys
 
@@ -43,8 +44,11 @@ from lmcache_redis.seal import SealKeys, read_seal_keys
 DEFAULT_USER = "default"
 WRONG_SCHEME = (
     "the Redis URL must begin with redis://, unix:// (socket path), redis+sentinel:// or "
-    "redis+cluster://; for TLS with rediss://, rediss+sentinel:// or rediss+cluster://"
+    "redis+cluster://; for TLS with rediss://, rediss+sentinel:// or rediss+cluster:// (valkey and "
+    "valkeys are the same)"
 )
+# As clients of Valkey write it.
+_ALIASES = {"valkey": Transport.TCP.value, "valkeys": Transport.TLS.value}
 _ESCAPE = "characters like : / ? # @ in a user or password must be percent-encoded"
 _TLS_PARAMETERS = (*TLS_FILES, "ssl_password", "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
@@ -62,7 +66,8 @@ class RedisOptions:
     url: see the module. key_prefix: precedes every key. username, password: override those of
     the URL. password_file: contains the password, and is read at each connect; `password` precedes
     it. credential_provider: one of redis-py, instead of user and password; asked at each connect,
-    on any thread of the plane. get_connections, set_connections: connections for stripes, of a
+    on any thread of the plane. sentinel_password: of Sentinels, overrides that of the URL.
+    get_connections, set_connections: connections for stripes, of a
     server or, divided, of all shards of a cluster. network_threads: threads for each of the two;
     more than one is for servers that are faster than a thread. connect_timeout_s: for name look-up,
     connect and TLS handshake together. op_timeout_s: for a request and all of its reply; deadlines
@@ -80,6 +85,7 @@ class RedisOptions:
     password: str | None = field(default=None, repr=False)
     password_file: str | None = field(default=None, repr=False)
     credential_provider: Credentials | None = field(default=None, repr=False)
+    sentinel_password: str | None = field(default=None, repr=False)
     get_connections: int = DEFAULT_GET_CONNECTIONS
     set_connections: int = DEFAULT_SET_CONNECTIONS
     network_threads: int = DEFAULT_NETWORK_THREADS
@@ -106,6 +112,7 @@ class RedisOptions:
             settings.redis_password,
             settings.redis_password_file,
             None if provider is None else load_provider(provider),
+            settings.redis_sentinel_password,
             seal_keys=read_seal_keys(settings.seal_key_file),
             **more,
         )
@@ -200,6 +207,13 @@ class Topology(enum.Enum):
     CLUSTER = "+cluster"
 
 
+_TLS_FOR_BOTH = "rediss+sentinel:// is TLS to Sentinels and servers, redis+sentinel:// to neither"
+_OF_SENTINELS = Origin(
+    password="put ?sentinel_password= into the Redis URL, or set LMCACHE_REDIS_SENTINEL_PASSWORD",
+    tls=_TLS_FOR_BOTH,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """All servers of a URL.
@@ -216,8 +230,16 @@ class Deployment:
     service: str = ""
 
     def at(self, host: str, port: int) -> Endpoint:
-        """The data server at an address."""
-        return dataclasses.replace(self.server, host=host, port=port)
+        """The data server at an address, which Sentinels or a cluster name."""
+        first = self.seeds[0].where
+        if self.topology is Topology.SENTINEL:
+            origin = Origin(
+                f"the Sentinel at {first}", "replica-announce-ip of the servers", tls=_TLS_FOR_BOTH
+            )
+        else:
+            settings = "cluster-announce-ip and cluster-announce-hostname of its nodes"
+            origin = Origin(f"the cluster at {first}", settings)
+        return dataclasses.replace(self.server, host=host, port=port, origin=origin)
 
 
 def uses_of(deployment: Deployment, ttl_refresh: bool) -> tuple[Use, ...]:
@@ -254,6 +276,7 @@ def parse_deployment(options: RedisOptions) -> Deployment:
         raise ConfigError(f"the Redis URL cannot be read: {_ESCAPE}")
     user, hosts, path, query = (part or "" for part in parts.groups())
     parameters = _parameters(query, transport, topology)
+    _check_hosts(hosts, path, topology)
     service, db = _service_and_db(transport, topology, path, parameters)
     server = Endpoint(
         transport, db=db, credentials=_credentials(user, options), tls=_tls(parameters)
@@ -270,8 +293,12 @@ def parse_deployment(options: RedisOptions) -> Deployment:
         ]
     server = seeds[0]
     if topology is Topology.SENTINEL:
-        credentials = _static(*(parameters.get(name) for name in _SENTINEL_PARAMETERS))
-        seeds = [dataclasses.replace(seed, db=0, credentials=credentials) for seed in seeds]
+        user, password = (parameters.get(name) for name in _SENTINEL_PARAMETERS)
+        credentials = _static(user, options.sentinel_password or password)
+        seeds = [
+            dataclasses.replace(seed, db=0, credentials=credentials, origin=_OF_SENTINELS)
+            for seed in seeds
+        ]
     shown = urlencode({name: parameters[name] for name in parameters if name not in _SECRET})
     url = f"{transport.value}{topology.value}://{hosts}{path}{shown and '?'}{shown}"
     return Deployment(url, topology, tuple(seeds), server, service)
@@ -280,6 +307,7 @@ def parse_deployment(options: RedisOptions) -> Deployment:
 def _split_scheme(url: str) -> tuple[Transport, Topology, str]:
     scheme, separator, rest = url.partition("://")
     name, plus, kind = scheme.lower().partition("+")
+    name = _ALIASES.get(name, name)
     try:
         transport, topology = Transport(name if separator else ""), Topology(plus + kind)
     except ValueError:
@@ -342,6 +370,17 @@ def _credentials(user: str, options: RedisOptions) -> Credentials | None:
 
 def _static(username: str | None, password: str | None) -> StaticPassword | None:
     return StaticPassword(username, password or "") if username or password else None
+
+
+def _check_hosts(hosts: str, path: str, topology: Topology) -> None:
+    """What is well-formed, and most likely means something else. Raises ConfigError."""
+    if topology is Topology.STANDALONE and "," in hosts:
+        raise ConfigError(
+            "the Redis URL names several hosts: write redis+cluster:// for a Redis Cluster, "
+            "redis+sentinel://HOST:PORT,HOST:PORT/NAME for Sentinels, or one host"
+        )
+    if "@" in path and hosts and (topology is not Topology.SENTINEL or hosts.startswith(":")):
+        raise ConfigError(f"the Redis URL has a / before its @: {_ESCAPE}")
 
 
 def _service_and_db(

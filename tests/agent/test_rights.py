@@ -19,7 +19,7 @@ from tests.servers import RedisServer
 EPOCH = b"epoch..1"
 # What the tests themselves send, what any user may, and what agents do not miss.
 _OTHERS = {"auth", "info", "acl|setuser", "config|resetstat", "hello", "client|setinfo"}
-_OTHERS |= {"client|setname", "config|get"}
+_OTHERS |= {"client|setname", "config|get", "acl|log"}
 
 
 def rules(*uses: Use) -> set[str]:
@@ -86,6 +86,9 @@ def test_agents_send_what_is_listed(
         wait_until(lambda: agent.status()["queues"]["removals"] == 2, what="failed removals")
         server.command("ACL", "SETUSER", "agent", "+unlink")
         wait_until(lambda: not agent.status()["queues"]["removals"], what="late removals")
+    with server.client() as client:
+        denied = {entry["object"] for entry in client.acl_log()}
+    assert denied <= _OTHERS | {"unlink"}, "the page does not allow what is sent"
     wanted = {each.name for each in needed(uses)}
     assert sent(server) - {"cluster|slots"} <= wanted, sent(server) - wanted
     unsent = wanted - sent(server) - ({"get", "touch"} if refreshes else set())

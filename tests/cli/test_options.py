@@ -128,7 +128,8 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
     words = [word for name, value in VALUES.items() for word in (option_name(name), value)]
     assert run(*words, "--ttl-refresh") == 0
     assert started == [MEANT]
-    assert settings_of(AgentConfig).keys() - VALUES.keys() == {"redis_password", "ttl_refresh"}
+    secrets = {"redis_password", "redis_sentinel_password"}
+    assert settings_of(AgentConfig).keys() - VALUES.keys() == secrets | {"ttl_refresh"}
 
 
 def test_every_setting_has_its_variable(started: list[AgentConfig]) -> None:

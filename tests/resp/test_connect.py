@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
@@ -25,6 +26,7 @@ from lmcache_redis.resp.options import parse_deployment
 from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
+from tests.resp.odd import ENVOY, TWEMPROXY, Answers, OddProxy
 from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer, free_port
 
@@ -143,10 +145,12 @@ def test_something_else_than_redis(greeting: bytes) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        client, _ = listener.accept()
-        with client:
-            client.recv(1 << 16)
-            client.sendall(greeting)
+        # Who is closed on is tried twice.
+        for _ in range(1 if greeting else 2):
+            client, _ = listener.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(greeting)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -176,10 +180,60 @@ def test_refusals_of_the_first_command(reply: bytes, kind: type[RedisError]) -> 
         assert type(refused(connector(server.url))) is kind
 
 
-@pytest.mark.parametrize("reply", [b"-NOPERM no CLIENT\r\n", b"-ERR unknown command\r\n"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-NOPERM no CLIENT\r\n",
+        b"-ERR unknown command\r\n",
+        b"-unsupported command 'client'\r\n",
+        b"-Error: Server closed the connection\r\n",
+        b"-invalid request\r\n",
+        b"-\r\n",
+        b"+QUEUED\r\n",
+    ],
+)
 def test_a_name_is_not_needed(reply: bytes) -> None:
     with LyingServer(lambda words: reply if words[0] == b"CLIENT" else None) as server:
         check(connector(server.url))
+
+
+@pytest.mark.parametrize("password", [None, SECRET])
+def test_a_server_that_closes_at_a_name_gets_none(
+    own_server: RedisServer, password: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    if password is not None:
+        own_server.config_set("requirepass", password)
+    with OddProxy(own_server.port, TWEMPROXY) as proxy:
+        unnamed = connector(proxy.url, password=password)
+        check(unnamed)
+        assert proxy.accepted == 2
+        check(unnamed)
+        assert proxy.accepted == 3, "it is remembered"
+        assert len([each for each in caplog.messages if "unnamed" in each]) == 1
+        if password is not None:
+            error = refused(connector(proxy.url, password="wrong" + SECRET))
+            assert isinstance(error, RedisAuthError)
+            assert isinstance(refused(connector(proxy.url)), RedisAuthError)
+
+
+def test_who_always_closes_is_tried_twice_and_told() -> None:
+    with OddProxy(0, dict.fromkeys((b"CLIENT", b"PING"))) as proxy:
+        error = refused(connector(proxy.url))
+        assert isinstance(error, RedisUnavailable)
+        assert "was lost" in str(error)
+        assert proxy.accepted == 2
+
+
+@pytest.mark.parametrize("answers", [ENVOY, TWEMPROXY])
+def test_chunks_pass_a_proxy_that_knows_few_commands(server: RedisServer, answers: Answers) -> None:
+    with OddProxy(server.port, answers) as proxy, running(proxy.url) as plane:
+        chunk = Chunk(1, 300_000, 1 << 16, seed=1)
+        wanted = chunk.content
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        loaded = Chunk(1, 300_000, 1 << 16)
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == wanted
 
 
 def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
@@ -208,10 +262,52 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert [type(error) for error in errors] == [RedisUnavailable] * 2
+    assert [isinstance(error, RedisUnavailable) for error in errors] == [True] * 2
     with pytest.raises(RedisUnavailable, match="closed"):
         patient.open("z")
     own_server.cont()
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def test_a_name_server_that_does_not_answer_is_no_wrong_url(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for kind, says in (
+        (socket.EAI_AGAIN, "cannot be looked up now: is the name server reachable"),
+        (socket.EAI_NONAME, "has a host name that is unknown: correct the Redis URL"),
+    ):
+
+        def fails(*args: Any, kind: int = kind, **named: Any) -> Any:
+            raise socket.gaierror(kind, "as told")
+
+        monkeypatch.setattr(socket, "getaddrinfo", fails)
+        assert says in str(refused(connector("redis://cache.example")))
+
+
+def test_a_sentinel_that_wants_a_password_of_its_own() -> None:
+    """The one in the URL is of the servers."""
+    with LyingServer(lambda words: b"-NOAUTH Authentication required.\r\n") as sentinel:
+        url = sentinel.url.replace("redis://", "redis+sentinel://:data@") + "/name"
+        (seed,) = parse_deployment(RedisOptions(url)).seeds
+        said = str(refused(Connector(seed, 5.0, 5.0)))
+        assert "?sentinel_password= into the Redis URL, or set LMCACHE_REDIS_SENTINEL" in said
+        with pytest.raises(RedisAuthError, match=r"\?sentinel_password="):
+            open_server(RedisOptions(url)).__enter__()
+
+
+def test_tls_is_for_sentinels_and_servers_or_for_neither(own_server: RedisServer) -> None:
+    both = "rediss+sentinel:// is TLS to Sentinels and servers, redis+sentinel:// to neither"
+    url = f"rediss+sentinel://127.0.0.1:{own_server.port}/name"
+    found = parse_deployment(RedisOptions(url))
+    for endpoint in (*found.seeds, found.at("127.0.0.1", own_server.port)):
+        assert both in str(refused(Connector(endpoint, 5.0, 5.0)))
+    with LyingServer(lambda words: b"\x15\x03\x01") as server:
+        plain = parse_deployment(RedisOptions("redis+sentinel://h/name")).at(
+            "127.0.0.1", server.port
+        )
+        assert both in str(refused(Connector(plain, 2.0, 2.0)))
 
 
 # -------------------------------------------------------------------- TLS
@@ -284,6 +380,29 @@ def test_tls_refusals_say_why(tls_server: tuple[RedisServer, str], certificates:
         connector(f"{url}?ssl_ca_certs={certificates}/server.ext").open("x")
     error = refused(connector(url.replace("rediss", "redis"), timeout_s=2.0))
     assert isinstance(error, RedisError)
+
+
+@pytest.mark.servers
+def test_an_absolute_name_is_in_the_certificate_without_its_dot(
+    tls_server: tuple[RedisServer, str], certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look-up gets the dot: it saves those of a search list."""
+    _, url = tls_server
+    asked: list[str] = []
+    look_up = socket.getaddrinfo
+
+    def played(host: str, *args: Any, **named: Any) -> Any:
+        asked.append(host)
+        return look_up("localhost" if host == "localhost." else host, *args, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", played)
+    absolute = f"{url.replace('localhost', 'localhost.')}?ssl_ca_certs={certificates}/ca.pem"
+    check(connector(absolute))
+    assert set(asked) == {"localhost."}
+    asked.clear()
+    with open_server(RedisOptions(absolute)) as server:
+        assert server.nodes[0].ask("DBSIZE") == 0
+    assert set(asked) == {"localhost."}
 
 
 def test_plain_sockets_get_the_fast_path(server: RedisServer) -> None:

@@ -27,6 +27,9 @@ SECRET = "s3cr3t"
         ("redis://[::1]:7000", Endpoint(Transport.TCP, "::1", 7000)),
         ("redis://h?db=4", Endpoint(Transport.TCP, "h", 6379, db=4)),
         ("rediss://h:1", Endpoint(Transport.TLS, "h", 1)),
+        ("valkey://h:1/2", Endpoint(Transport.TCP, "h", 1, db=2)),
+        ("Valkeys://h:1", Endpoint(Transport.TLS, "h", 1)),
+        ("redis://h.svc.local.", Endpoint(Transport.TCP, "h.svc.local.", 6379)),
         ("unix:///run/r.sock", Endpoint(Transport.UNIX, path="/run/r.sock")),
         ("unix:///run/r%20s?db=2", Endpoint(Transport.UNIX, path="/run/r s", db=2)),
         (
@@ -262,3 +265,38 @@ def test_the_url_that_tools_are_given_has_no_secret(given: str, shown: str) -> N
     again = parse_deployment(RedisOptions(shown))
     assert (again.url, again.server.db) == (deployment.url, deployment.server.db)
     assert dict(again.server.tls).keys() == dict(deployment.server.tls).keys() - {"ssl_password"}
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://h1:6379,h2:6379", "several hosts: write redis\\+cluster://"),
+        ("valkeys://h1,h2/0", "several hosts"),
+        (f"redis://:a/{SECRET}@h", "a / before its @: characters like"),
+        (f"redis://u:a/{SECRET}@h:1/2", "a / before its @"),
+        (f"redis+cluster://u:a/{SECRET}@h", "a / before its @"),
+        (f"redis+sentinel://:a/{SECRET}@h/name", "a / before its @"),
+        ("valkey+unix://x", "must begin with redis://"),
+    ],
+)
+def test_what_most_likely_means_something_else(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_url(RedisOptions(url))
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [*Topology])
+def test_valkey_is_another_word_for_redis(kind: Topology) -> None:
+    rest = f"{kind.value}://u:p@h:1{'/name' if kind is Topology.SENTINEL else ''}"
+    for ours, theirs in (("redis", "valkey"), ("rediss", "valkeys")):
+        assert parse_deployment(RedisOptions(theirs + rest)) == parse_deployment(
+            RedisOptions(ours + rest)
+        )
+
+
+def test_the_password_of_sentinels_need_not_be_in_the_url() -> None:
+    url = "redis+sentinel://:data@h/name?sentinel_username=u&sentinel_password=old"
+    found = parse_deployment(RedisOptions(url, sentinel_password=SECRET))
+    assert found.seeds[0].credentials == StaticPassword("u", SECRET)
+    assert found.server.credentials == StaticPassword(None, "data")
+    assert SECRET not in repr(RedisOptions(url, sentinel_password=SECRET))

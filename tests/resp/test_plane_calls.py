@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lmcache_redis.resp import RedisPlane
+from lmcache_redis.resp import RedisPlane, listing
 from lmcache_redis.resp.net.wire import prefix_pattern
 from lmcache_redis.tiers import CallOutcome, ExistsResult, WriteOutcome
 from tests.resp.helpers import (
@@ -22,13 +22,14 @@ from tests.resp.helpers import (
     clear,
     describe,
     exists,
+    first_key,
     remove,
     running,
     scan,
     write,
 )
 from tests.resp.test_node import cluster_url, shard
-from tests.resp.trickling import Answer
+from tests.resp.trickling import Answer, LyingServer
 from tests.servers import RedisServer
 from tests.topologies import Cluster, running_cluster
 
@@ -88,6 +89,32 @@ def test_chunks_are_described_listed_and_removed(
         assert list_keys(plane) == (done, every - {chunks[4].key})
         assert clear(plane, STEM)[:2] == (done, 190)
         assert list_keys(plane) == (done, set())
+
+
+@pytest.mark.parametrize(("room_bytes", "limit"), [(1 << 20, 1 << 60), (1 << 30, 300)])
+def test_a_scan_without_end_fills_no_memory(
+    room_bytes: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that are not asked for, twice the same, and then more than there is room for."""
+    monkeypatch.setattr(listing, "MOST_BYTES", room_bytes)
+    numbers, steps = itertools.count(), itertools.count()
+
+    def scan(words: list[bytes]) -> bytes | None:
+        if words[0] != b"SCAN":
+            return None
+        ours = next(steps) >= 50
+        names = [b"else%d" % next(numbers) for _ in range(100)] + [first_key(7)] * 100
+        names += [first_key(next(numbers)) for _ in range(100 if ours else 0)]
+        body = b"".join(b"$%d\r\n%b\r\n" % (len(name), name) for name in names)
+        return b"*2\r\n$1\r\n7\r\n*%d\r\n%b" % (len(names), body)
+
+    with LyingServer(scan) as server, running(server.url) as plane:
+        outcome, found = list_keys(plane, limit)
+        assert outcome is CallOutcome.OVER_LIMIT
+        assert all(name.startswith(STEM) for name in found)
+        assert sum(map(len, found)) < room_bytes
+        assert len(found) <= limit
+        assert next(steps) < 300
 
 
 def test_calls_to_a_server_that_is_gone() -> None:

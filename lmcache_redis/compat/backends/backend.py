@@ -41,7 +41,7 @@ from lmcache_redis.compat.backends.buffers import (
 from lmcache_redis.compat.backends.storage import ChunkStorage, open_cache
 from lmcache_redis.compat.cache_engine_key import AnyKey, object_key_of
 from lmcache_redis.compat.objects import HeapMemory, HeldChunk
-from lmcache_redis.errors import FormatError, LMCacheRedisError
+from lmcache_redis.errors import FormatError, LMCacheRedisError, NotListed
 from lmcache_redis.processes import check_not_forked
 from lmcache_redis.resp import RedisPlane
 from lmcache_redis.tiers import Done
@@ -251,12 +251,20 @@ class ChunkBackend:
     def stored_keys(self) -> list[ObjectKey]:
         """The keys of all chunks of the backend's layout, in any order.
 
-        Those put or removed meanwhile may be missing.
+        Those put or removed meanwhile may be missing. Raises NotListed if others may be: a server
+        does not answer, or refuses, or has more than fit in memory.
         """
         objects, deadline = self._objects, self._deadline()
-        pooled: Future[set[bytes]] = self._thread.call(lambda done: done(objects.pooled_keys()))
-        found = _result(pooled, deadline, set())
-        return objects.listed(found, deadline + _LIST_S).keys
+        call: Future[set[bytes] | None] = self._thread.call(
+            lambda done: done(objects.pooled_keys())
+        )
+        pooled = _result(call, deadline, None)
+        if pooled is None:
+            raise NotListed("not all names can be listed: memory did not answer in time")
+        found = objects.listed(pooled, deadline + _LIST_S)
+        if found.why_not:
+            raise NotListed(f"not all names can be listed: {found.why_not}")
+        return found.keys
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all earlier puts are stored or dropped; False after the timeout."""

@@ -302,7 +302,7 @@ class ClientConnection:
         for key in found.keys:
             with contextlib.suppress(FormatError):
                 texts.append(key_text_of(key))
-        return "\n".join(texts).encode("utf-8") if found.is_complete else None
+        return None if found.why_not else "\n".join(texts).encode("utf-8")
 
     async def _send_payload(self, header: bytes, payload: memoryview) -> None:
         await self.stream.send(header, payload)

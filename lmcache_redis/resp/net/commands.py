@@ -93,8 +93,8 @@ COMMANDS: Final = (
         "a Sentinel with an old configuration is noticed later", Use.SENTINEL,
     ),
 )  # fmt: skip
-# What redis-py needs beside these to find the servers. (For one server it needs nothing.)
-TOOLS: Final = {Use.CLUSTER: ("command", "asking"), Use.SENTINEL: ("sentinel|masters",)}
+# What redis-py needs beside these to find the servers. (Elsewhere it needs nothing.)
+TOOLS: Final = {Use.SENTINEL: ("sentinel|masters",)}
 
 
 def needed(uses: Collection[Use]) -> tuple[Command, ...]:

@@ -12,6 +12,7 @@ socket would be unknown. An error reply leaves it in step and open.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
@@ -24,6 +25,7 @@ from typing import Any
 
 from lmcache_redis.errors import (
     RedisError,
+    RedisLost,
     RedisProtocolError,
     RedisTimeout,
     RedisUnavailable,
@@ -35,7 +37,7 @@ from lmcache_redis.resp.net.endpoint import (
     judge_greeting,
     translated,
 )
-from lmcache_redis.resp.net.tls import tls_context
+from lmcache_redis.resp.net.tls import name_in_certificate, tls_context
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
     Reply,
@@ -44,6 +46,10 @@ from lmcache_redis.resp.net.wire import (
     pack_command,
 )
 
+logger = logging.getLogger(__name__)
+
+# A server that closed a connection at its name is given none for so long.
+_UNNAMED_S = 600.0
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
 # Keep-alive: on an idle connection, a dead machine is noticed within 45 s.
@@ -62,6 +68,7 @@ _TLS_TOGETHER_BYTES = 4096
 _LONGEST_NAME_S = 60.0
 
 BytesLike = bytes | bytearray | memoryview
+
 
 # As in the socket module: the family, and the argument of `connect`.
 Address = tuple[int, Any]
@@ -288,7 +295,7 @@ class Connection:
             return self.late()
         why = "it was closed by the server" if error is None else error.strerror or str(error)
         where = self._endpoint.where
-        return RedisUnavailable(f"the connection to Redis at {where} was lost: {why}")
+        return RedisLost(f"the connection to Redis at {where} was lost: {why}")
 
 
 def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
@@ -317,6 +324,7 @@ class Connector:
         self._connections: set[Connection] = set()
         self._aborted = False
         self._name: _NameLookUp | None = None  # the last one
+        self._unnamed_until = -math.inf
 
     def open(self, client_name: str, deadline: float = math.inf) -> Connection:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
@@ -329,19 +337,37 @@ class Connector:
         commands = [] if auth is None else [auth]
         if self.endpoint.db:
             commands.append(("SELECT", str(self.endpoint.db)))
-        commands.append(("CLIENT", "SETNAME", client_name))
         try:
-            connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
-            try:
-                connection.greet(commands, deadline)
-            except BaseException:
-                connection.close()
-                raise
+            connection = self._greeted(commands, client_name, deadline)
         except (RedisError, OSError, UnicodeError, RuntimeError) as error:
             with self._lock:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
         # If it was aborted in the meantime, it fails at its first use.
+        return connection
+
+    def _greeted(
+        self, commands: list[tuple[str, ...]], client_name: str, deadline: float
+    ) -> Connection:
+        """A connection after `commands`. Some proxies close one that is given a name (twemproxy):
+        then it is tried once more without, and for a while none gets a name."""
+        if self._unnamed_until <= time.monotonic():
+            with contextlib.suppress(RedisLost):
+                return self._try([*commands, ("CLIENT", "SETNAME", client_name)], deadline)
+        connection = self._try([*commands, ("PING",)], deadline)
+        if self._unnamed_until <= time.monotonic():
+            self._unnamed_until = time.monotonic() + _UNNAMED_S
+            where = self.endpoint.where
+            logger.info("Redis at %s closes connections at CLIENT: they stay unnamed", where)
+        return connection
+
+    def _try(self, commands: list[tuple[str, ...]], deadline: float) -> Connection:
+        connection = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
+        try:
+            connection.greet(commands, deadline)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def abort(self) -> None:
@@ -389,7 +415,9 @@ class Connector:
                     sock.setsockopt(*option)
             if endpoint.transport is Transport.TLS:
                 sock = tls_context(endpoint.tls).wrap_socket(
-                    sock, server_hostname=endpoint.host, do_handshake_on_connect=False
+                    sock,
+                    server_hostname=name_in_certificate(endpoint.host),
+                    do_handshake_on_connect=False,
                 )
             return Connection(sock, endpoint, self._op_timeout_s, self._connections)
         except BaseException:

@@ -13,6 +13,7 @@ from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
     RedisError,
+    RedisLost,
     RedisProtocolError,
     RedisTimeout,
     RedisUnavailable,
@@ -21,8 +22,9 @@ from lmcache_redis.resp.net.advice import NO_CONNECTION_LEFT
 from lmcache_redis.resp.net.tls import TlsParameters, tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, error_of
 
-# Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
-_TOLERATED = ("NOPERM", "ERR")
+# Commands of a greeting whose errors say nothing about the server, unless it takes nobody: it may
+# not know them, or the user may not send them.
+_MAY_FAIL = ("CLIENT", "PING")
 
 
 class Credentials(Protocol):
@@ -64,11 +66,25 @@ class Transport(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What an address and a password come from, for sentences that say what to change.
+
+    named_by: who names the address, if the URL does not, and settings: of what settles which one.
+    password: how to give one. tls: what else may be wrong if it is not the same on both sides.
+    """
+
+    named_by: str = ""
+    settings: str = ""
+    password: str = "put one into the Redis URL, or set LMCACHE_REDIS_PASSWORD"
+    tls: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """One server. host and port for TCP and TLS, path for a unix socket.
 
-    tls: parameters by their redis-py names. repr and `where`, the server's name in messages,
-    contain no credentials.
+    tls: parameters by their redis-py names. origin: tells no servers apart. repr and `where`, the
+    server's name in messages, contain no credentials.
     """
 
     transport: Transport
@@ -78,6 +94,7 @@ class Endpoint:
     db: int = 0
     credentials: Credentials | None = field(default=None, repr=False)
     tls: TlsParameters = field(default=(), repr=False)
+    origin: Origin = field(default=Origin(), repr=False, compare=False)
 
     @property
     def where(self) -> str:
@@ -113,42 +130,66 @@ def judge_greeting(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
         raise RedisUnavailable(f"{at} is still loading its data")
     if isinstance(error, RedisAuthError) or name == "AUTH":
         if endpoint.credentials is None:
-            raise RedisAuthError(f"{at} wants a password: put one into the Redis URL")
+            raise RedisAuthError(f"{at} wants a password: {endpoint.origin.password}")
         if has_no_password(reply.text):
             raise RedisAuthError(f"{at} {NO_PASSWORD}")
         raise RedisAuthError(
             f"{at} refuses the user or the password: correct them where they are set "
             f"({brief(reply.text)})"
         )
-    if name != "CLIENT" or reply.code not in _TOLERATED:
+    if name not in _MAY_FAIL or reply.code == "DENIED":
         raise RedisUnavailable(f"{at} refuses the connection: {brief(reply.text)}")
 
 
 def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
     """The error, with a sentence that says what to change, for one of connecting or greeting."""
-    at = f"Redis at {endpoint.where}"
+    at, tls = f"Redis at {endpoint.where}", endpoint.origin.tls
+    is_tls = endpoint.transport is Transport.TLS
+    more = f" ({tls})" if tls else ""
     if isinstance(error, (RedisTimeout, TimeoutError)) and not isinstance(error, ssl.SSLError):
-        tls = ", or is there no TLS" if endpoint.transport is Transport.TLS else ""
-        return RedisTimeout(f"{at} does not answer: is it stopped, or the address wrong{tls}?")
+        advice = f"is it stopped, or the address wrong{', or is there no TLS' if is_tls else ''}?"
+        return RedisTimeout(_unreachable(endpoint, "does not answer", advice) + more)
     if isinstance(error, RedisProtocolError):
-        return RedisProtocolError(f"{at} does not speak Redis: is the port right, does it use TLS?")
+        return RedisProtocolError(
+            f"{at} does not speak Redis: is the port right, does it use TLS?{more}"
+        )
+    if isinstance(error, RedisLost):
+        return RedisLost(f"{error}{more}")
     if isinstance(error, RedisError):
         return error
-    if endpoint.transport is Transport.TLS and isinstance(error, FileNotFoundError):
+    if is_tls and isinstance(error, FileNotFoundError):
         return ConfigError("a TLS file that the Redis URL names cannot be read")
     if isinstance(error, ssl.SSLError):
-        return RedisUnavailable(f"{at} cannot be reached over TLS: {tls_advice(error)}")
+        return RedisUnavailable(f"{at} cannot be reached over TLS: {tls_advice(error)}{more}")
+    return RedisUnavailable(_unreachable(endpoint, *_seen(error, endpoint)))
+
+
+def _seen(error: Exception, endpoint: Endpoint) -> tuple[str, str]:
+    """What is wrong with an address, and what to do if the URL names it."""
+    if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+        # The host may be right: nobody who knows has been asked.
+        what = "has a host name that cannot be looked up now"
+        return what, "is the name server reachable (temporary failure in name resolution)?"
     if isinstance(error, (socket.gaierror, UnicodeError)):
-        return RedisUnavailable(f"{at}: this host name is unknown: correct the Redis URL")
+        return "has a host name that is unknown", "correct the Redis URL"
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.ECONNREFUSED:
-        return RedisUnavailable(f"{at} refuses connections: start it, or correct the Redis URL")
+        return "refuses connections", "start it, or correct the Redis URL"
     if code == errno.ENOENT and endpoint.transport is Transport.UNIX:
-        return RedisUnavailable(f"{at} does not exist: start Redis, or correct the Redis URL")
+        return "does not exist", "start Redis, or correct the Redis URL"
     if code == errno.EACCES:
-        return RedisUnavailable(f"{at} may not be used by this user: see its permissions")
-    known = errno.errorcode.get(code, code) if code is not None else brief(str(error))
-    return RedisUnavailable(f"{at} cannot be reached: {known}")
+        return "may not be used by this user", "see its permissions"
+    known = errno.errorcode.get(code, str(code)) if code is not None else brief(str(error))
+    return f"cannot be reached: {known}", ""
+
+
+def _unreachable(endpoint: Endpoint, what: str, advice: str) -> str:
+    """A sentence that blames who names the address."""
+    origin, at = endpoint.origin, f"Redis at {endpoint.where}"
+    if origin.named_by:
+        at = f"{origin.named_by} names {endpoint.where}, which"
+        advice = f"start it, or see {origin.settings}"
+    return f"{at} {what}{';' if ':' in what else ':'} {advice}" if advice else f"{at} {what}"
 
 
 def brief(text: str) -> str:

@@ -47,6 +47,11 @@ def _context(parameters: TlsParameters, _seen: tuple[tuple[int, ...], ...]) -> s
     return context
 
 
+def name_in_certificate(host: str) -> str:
+    """A host as certificates name it: without the dot that ends an absolute name."""
+    return host.removesuffix(".")
+
+
 def tls_advice(error: ssl.SSLError) -> str:
     """What to change, after "cannot be reached over TLS:"."""
     if isinstance(error, ssl.SSLCertVerificationError):

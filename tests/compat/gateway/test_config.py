@@ -134,7 +134,11 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["gateway", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (config,) = started
-    assert {f.name for f in dataclasses.fields(config)} == {*values, "redis_password"}
+    assert {f.name for f in dataclasses.fields(config)} == {
+        *values,
+        "redis_password",
+        "redis_sentinel_password",
+    }
     assert (config.key_prefix, config.redis_password) == (b"ours:", "secret")
     assert (config.memory_bytes, config.disk_size) == (2 << 30, 10**12)
     assert (config.max_connections, config.request_timeout_s) == (7, 2.5)
