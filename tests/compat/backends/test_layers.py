@@ -17,7 +17,7 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
 from lmcache_redis.compat.backends import backend as backends
-from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.errors import ConfigError, FormatError, NotListed
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.tiers import ReadOutcome
 from tests.compat.backends.conftest import OpenDisk
@@ -156,7 +156,8 @@ def test_a_redis_that_dies_does_not_fail_the_memory(tmp_path: Path) -> None:
         assert all(same(backend.get(key_of(n)), chunks[n]) for n in chunks)
         assert backend.get(key_of(9)) is None
         assert backend.contains(key_of(2))
-        assert set(backend.stored_keys()) == {key_of(n) for n in chunks}
+        with pytest.raises(NotListed):  # Redis may have others
+            backend.stored_keys()
         assert backend.remove(key_of(1))
         assert backend.flush(5)
         assert time.monotonic() - started < 5
