@@ -119,7 +119,7 @@ def test_a_user_who_may_not_ask_how_a_server_is(own_server: RedisServer, tmp_pat
     with open_server(options) as server:
         (group,) = summarise(server, b"", everything=False, verify=False).groups
         assert group.chunks == 1
-        with pytest.raises(RedisError, match=r"add \+flushall"):
+        with pytest.raises(RedisError, match=r"USER \+flushall"):
             server.nodes[0].ask("FLUSHALL")
     own_server.command("ACL", "SETUSER", "some", "-scan")
     with open_server(options) as server, pytest.raises(RedisError, match=r"add \+scan"):
