@@ -43,13 +43,6 @@ from lmcache_redis.tiers import CallOutcome, PlaneState
 
 logger = logging.getLogger(__name__)
 
-# The outcome of a call is the first of these that a server has: DONE if any answered.
-_OF_ANY = (
-    CallOutcome.CANCELLED,
-    CallOutcome.DONE,
-    CallOutcome.UNAVAILABLE,
-    CallOutcome.TIMED_OUT,
-)
 NodeT = TypeVar("NodeT")
 
 
@@ -165,6 +158,16 @@ def _shares(connections: int, shards: int, threads: int) -> list[int]:
     return [(connections + number) // threads for number in range(threads)]
 
 
+def _outcome_of(outcomes: Sequence[CallOutcome], is_known: bool) -> CallOutcome:
+    """The outcome of a call, by those of its servers. is_known: something of what was asked is."""
+    if CallOutcome.CANCELLED in outcomes:
+        return CallOutcome.CANCELLED
+    if is_known:
+        return CallOutcome.DONE
+    only_late = set(outcomes) == {CallOutcome.TIMED_OUT}
+    return CallOutcome.TIMED_OUT if only_late else CallOutcome.UNAVAILABLE
+
+
 class DataNodes:
     """All nodes. Thread-safe. routes: by the current map."""
 
@@ -232,7 +235,6 @@ class DataNodes:
         self,
         make_steps: Callable[..., Steps[Sequence[Any]]],
         deadline: float,
-        missing: Any,
         keys: Sequence[bytes],
         done: Callable[[CallOutcome, Sequence[Any]], None],
         is_urgent: bool = True,
@@ -240,19 +242,20 @@ class DataNodes:
         """Ask each node for its keys.
 
         make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
-        key, `missing` for keys without one. DONE if any node answered.
+        key; None: not known. DONE if any is known, or there are no keys.
         """
         by_node = self.routes.split(keys)
 
         def answered(outcomes: Sequence[CallOutcome], found: Mapping[DataNode, Any]) -> None:
-            results: list[Any] = [missing] * len(keys)
+            results: list[Any] = [None] * len(keys)
+            is_known = not keys
             for node, some in found.items():
                 for index, result in zip(by_node[node], some, strict=True):
                     if isinstance(result, RedisRedirect):
                         node.map_is_old()
                     else:
-                        results[index] = result
-            done(next(each for each in _OF_ANY if each in outcomes), results)
+                        results[index], is_known = result, True
+            done(_outcome_of(outcomes, is_known), results)
 
         steps = {
             node: make_steps([keys[index] for index in indexes])

@@ -76,9 +76,9 @@ _FRAMES = partial(ask_each, header_commands, parse_frame)
 class RedisPlane:
     """See the module. A tier of a cache (`lmcache_redis.tiers`) without an index.
 
-    A chunk exists if its stripe 0 does, which is written last. A shard that does not answer costs
-    only its own keys, which count as missing: a question is DONE if any shard answered, and a
-    removal if all did.
+    A chunk exists if its stripe 0 does, which is written last. Of the keys of a shard that does not
+    answer, and of those in a slot that moves, nothing is known. A question is DONE if anything is,
+    and a removal if everything is.
 
     Raises ConfigError on construction for a URL that names no server.
     """
@@ -216,13 +216,16 @@ class RedisPlane:
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
 
-        def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+        def counted(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
             # The first gap, or the end.
-            done(ScanResult(outcome, [*counts, 0].index(0)))
+            length = next((n for n, count in enumerate(counts) if not count), len(keys))
+            if outcome is CallOutcome.DONE and length < len(keys) and counts[length] is None:
+                outcome = CallOutcome.UNAVAILABLE
+            done(ScanResult(outcome, length))
 
         if self._nodes.routes.is_cluster:
             self._nodes.ask_for_each(
-                _EXISTS, deadline, 0, [key + _FIRST_STRIPE for key in keys], counted
+                _EXISTS, deadline, [key + _FIRST_STRIPE for key in keys], counted
             )
         else:
             self._nodes.ask(
@@ -234,25 +237,25 @@ class RedisPlane:
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""
 
-        def answer(outcome: CallOutcome, counts: Sequence[int]) -> None:
-            is_done = outcome is CallOutcome.DONE
-            done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
+        def answer(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
+            present = [None if count is None else count > 0 for count in counts]
+            done(ExistsResult(outcome, present if outcome is CallOutcome.DONE and keys else ()))
 
         names = [key + _FIRST_STRIPE for key in keys]
-        self._nodes.ask_for_each(_EXISTS, deadline, 0, names, answer)
+        self._nodes.ask_for_each(_EXISTS, deadline, names, answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
     ) -> None:
         """Keep chunks from eviction and expiry: their keys, and how many stripes each has.
 
-        `present` says of each chunk whether all of its stripes exist. Uses TOUCH, or EXPIRE if a
-        load restarts the TTL. After scans.
+        `present` says of each chunk whether all of its stripes exist: False if one is known to be
+        absent. Uses TOUCH, or EXPIRE if a load restarts the TTL. After scans.
         """
 
-        def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+        def counted(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
             left = iter(counts)
-            present = [sum(itertools.islice(left, stripes)) == stripes for _, stripes in chunks]
+            present = [_all_of([*itertools.islice(left, stripes)]) for _, stripes in chunks]
             done(ExistsResult(outcome, present if outcome is CallOutcome.DONE else ()))
 
         keys = [stripe_key(key, index) for key, stripes in chunks for index in range(stripes)]
@@ -260,7 +263,7 @@ class RedisPlane:
         if self.options.ttl_refresh:
             pack = partial(expire_commands, self.options.ttl_s)
         steps = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
-        self._nodes.ask_for_each(steps, deadline, 0, keys, counted, is_urgent=False)
+        self._nodes.ask_for_each(steps, deadline, keys, counted, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -268,9 +271,7 @@ class RedisPlane:
         def answer(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
             done(FramesResult(outcome, frames if outcome is CallOutcome.DONE else ()))
 
-        self._nodes.ask_for_each(
-            _FRAMES, deadline, None, [key + _FIRST_STRIPE for key in keys], answer
-        )
+        self._nodes.ask_for_each(_FRAMES, deadline, [key + _FIRST_STRIPE for key in keys], answer)
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """As `list_keys`, and blocks."""
@@ -381,6 +382,13 @@ class RedisPlane:
 
         every = {node: make_steps() for node in self._nodes.routes.nodes or (None,)}
         self._nodes.ask(every, deadline, answered, is_urgent=False)
+
+
+def _all_of(counts: Sequence[int | None]) -> bool | None:
+    """Whether a chunk is whole, by the counts of its stripes; None: not known."""
+    if 0 in counts:
+        return False
+    return None if None in counts else True
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
