@@ -31,7 +31,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
     RedisWriteRefused,
 )
-from lmcache_redis.resp.jobs import Jobs, TaskQueue, backoff_s, jittered
+from lmcache_redis.resp.jobs import Jobs, StripeTask, TaskQueue, backoff_s, jittered
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
@@ -240,6 +240,10 @@ class DataServer:
         """Called on the thread that noticed, after `health.is_up` has become False."""
         self.jobs.stop_all(CallOutcome.UNAVAILABLE, node=self)
         self.map_is_old()
+
+    def redirected(self, task: StripeTask, error: RedisRedirect) -> bool:
+        """Whether somebody sees to a stripe in flight that was answered so."""
+        return False
 
     def map_is_old(self) -> None:
         if self._look_up is not None:

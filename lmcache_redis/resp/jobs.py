@@ -86,14 +86,19 @@ JobT = TypeVar("JobT", bound=Job[Any])
 
 
 class ChunkJob(Job[OutcomeT]):
-    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome."""
+    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome.
 
-    __slots__ = ("_done", "chunk", "chunk_key")
+    nodes: the node of each stripe, by `routes`. redirected: stripes that were, once.
+    """
+
+    __slots__ = ("_done", "chunk", "chunk_key", "redirected", "routes")
 
     def __init__(self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None]) -> None:
         super().__init__(chunk.frame.stripe_count, chunk.deadline)
         self.chunk = chunk
         self.chunk_key = chunk.key
+        self.routes: Any = None
+        self.redirected: Collection[int] = ()
         self._done = done
 
     def leave(self, jobs: Jobs) -> None:
@@ -227,6 +232,9 @@ class Jobs:
         """Stop every job except those of a kind, or every job that needs `node`."""
         some = [job for job in list(self._jobs) if node is None or node in job.nodes]
         self.stop([job for job in some if but is None or not isinstance(job, but)], reason)
+
+    def any_needs(self, node: object) -> bool:
+        return any(node in job.nodes for job in list(self._jobs))
 
     def conclude(self, jobs: Iterable[Job[Any]]) -> None:
         """Answer the jobs that have an outcome and no step in flight."""

@@ -229,9 +229,9 @@ class RedisPlane:
             )
         else:
             self._nodes.ask(
-                {self._nodes.routes.node_of(b""): count_prefix(keys, _FIRST_STRIPE)},
+                [(self._nodes.routes.node_of(b""), count_prefix(keys, _FIRST_STRIPE))],
                 deadline,
-                lambda outcomes, found: done(ScanResult(outcomes[0], *found.values())),
+                lambda outcomes, found: done(ScanResult(outcomes[0], found[0] or 0)),
             )
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
@@ -359,8 +359,9 @@ class RedisPlane:
         put: Callable[[DataNode, Sequence[StripeTask]], None],
     ) -> None:
         """Route and register jobs, and put the stripes of each node into its queues, in order."""
+        routes = self._nodes.routes
         for job in jobs:
-            job.nodes = self._nodes.routes.nodes_of(job.chunk_key, job.steps_left)
+            job.routes, job.nodes = routes, routes.nodes_of(job.chunk_key, job.steps_left)
         accepted = self._jobs.enter(jobs, [job.chunk for job in jobs])
         by_node: dict[Any, list[StripeTask]] = defaultdict(list)
         for job in accepted:
@@ -380,7 +381,7 @@ class RedisPlane:
             failures = (each for each in outcomes if each is not CallOutcome.DONE)
             done(next(failures, CallOutcome.DONE))
 
-        every = {node: make_steps() for node in self._nodes.routes.nodes or (None,)}
+        every = [(node, make_steps()) for node in self._nodes.routes.nodes or (None,)]
         self._nodes.ask(every, deadline, answered, is_urgent=False)
 
 

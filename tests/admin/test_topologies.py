@@ -19,7 +19,7 @@ from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisAuthError, RedisReplyError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.node import slot_of
+from lmcache_redis.resp.routes import slot_of
 from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls, wait_until

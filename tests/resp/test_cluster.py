@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp.node import slot_of
+from lmcache_redis.resp.routes import slot_of
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     NAMESPACE,

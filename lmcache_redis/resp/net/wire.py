@@ -32,6 +32,7 @@ from lmcache_redis.resp.net.commands import Use, shown
 
 CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
+ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
 PONG: Final = b"PONG"
 # A map of a cluster may have a range for each slot, each with three replicas and long host names.
 MAX_REPLY_BYTES: Final = 16 << 20
@@ -92,6 +93,10 @@ def get_command(key: bytes, ttl_s: int = 0) -> bytes:
     """A GET; with ttl_s a GETEX (Redis 6.2), which restarts the TTL."""
     words = b"*4\r\n$5\r\nGETEX" if ttl_s else b"*2\r\n$3\r\nGET"
     return b"%b\r\n$%d\r\n%b%b" % (words, len(key), key, end_of_command(ttl_s))
+
+
+def get_commands(keys: Sequence[bytes]) -> bytes:
+    return b"".join(map(get_command, keys))
 
 
 def set_prefix(key: bytes, value_bytes: int, ttl_s: int = 0) -> bytes:
@@ -181,6 +186,8 @@ def error_of(reply: ErrorReply) -> RedisError:
     kind, advice = _ERRORS.get(reply.code, (RedisReplyError, ""))
     if "max number of clients" in reply.text:
         kind = RedisUnavailable
+    if kind is RedisRedirect:
+        return RedisRedirect(said + advice, reply.text)
     return kind(said + advice)
 
 
