@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -132,6 +133,21 @@ def ask_each(
             replies = connection.receive_all()
         results += [result_of(reply, parse) for reply in replies]
     return results
+
+
+def keep_each(
+    pack: Callable[[Sequence[bytes]], bytes],
+    refused: Callable[[RedisReplyError], None],
+    keys: Sequence[bytes],
+    is_asking: bool = False,
+) -> Steps[list[Any]]:
+    """`ask_each` of what keeps the keys; EXISTS of those if the server refuses that."""
+    try:
+        return (yield from ask_each(pack, parse_count, keys, STEP_KEYS, is_asking))
+    except RedisReplyError as error:
+        refused(error)
+    exists = partial(keys_commands, b"EXISTS")
+    return (yield from ask_each(exists, parse_count, keys, STEP_KEYS, is_asking))
 
 
 def result_of(reply: Reply, parse: Callable[[Reply], Any]) -> Any:

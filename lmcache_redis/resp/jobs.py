@@ -234,6 +234,7 @@ class Jobs:
         self.stop([job for job in some if but is None or not isinstance(job, but)], reason)
 
     def any_needs(self, node: object) -> bool:
+        """Looks at all of them."""
         return any(node in job.nodes for job in list(self._jobs))
 
     def conclude(self, jobs: Iterable[Job[Any]]) -> None:
@@ -307,10 +308,12 @@ def _answer(job: Job[Any]) -> None:
         logger.exception("the callback of a Redis job failed")
 
 
-def wait_for(condition: Callable[[], object], deadline: float) -> None:
+def wait_for(
+    condition: Callable[[], object], deadline: float, every_s: float = _LOOK_EVERY_S
+) -> None:
     """Wait until the condition holds, or the deadline has passed."""
     while not condition() and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(every_s)
 
 
 # ------------------------------------------------------------------- threads

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lmcache_redis.errors import RedisRedirect
+from lmcache_redis.errors import RedisError, RedisRedirect
 from lmcache_redis.resp.asking import KeyCall
 from lmcache_redis.resp.control import Controller, KeyQuestion, Steps
 from lmcache_redis.resp.following import follow
@@ -40,6 +40,10 @@ from lmcache_redis.resp.transfers import Reader, Writer
 from lmcache_redis.tiers import CallOutcome, PlaneState
 
 logger = logging.getLogger(__name__)
+
+
+# How often it is looked whether a server that was named no more has answered what it was asked.
+_LOOK_EVERY_S = 0.02
 
 
 class DataNode(DataServer):
@@ -183,6 +187,11 @@ class DataNodes:
         if down:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
         return PlaneState(len(down) < len(states), all(state.probed for state in states), reason)
+
+    def note(self, error: RedisError) -> None:
+        """One of the servers refuses something that the others refuse as well, as a rule."""
+        for node in self.routes.nodes[:1]:
+            node.note(error)
 
     def servers(self) -> dict[Endpoint, bool]:
         """The servers of the map, and whether each is up."""
@@ -338,7 +347,7 @@ class DataNodes:
         for node in retired:
             if found.ranges is not None:
                 # It redirects what it was asked before the map came.
-                wait_for(partial(self._is_idle, node), linger_until)
+                wait_for(partial(self._is_idle, node), linger_until, _LOOK_EVERY_S)
             self._retire(node)
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:

@@ -29,12 +29,12 @@ from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp.control import (
-    STEP_KEYS,
     Steps,
     ask_each,
     count_prefix,
     expire_commands,
     header_commands,
+    keep_each,
     parse_count,
     parse_frame,
     walk_keys,
@@ -250,7 +250,8 @@ class RedisPlane:
         """Keep chunks from eviction and expiry: their keys, and how many stripes each has.
 
         `present` says of each chunk whether all of its stripes exist: False if one is known to be
-        absent. Uses TOUCH, or EXPIRE if a load restarts the TTL. After scans.
+        absent. Uses TOUCH, or EXPIRE if a load restarts the TTL; EXISTS if that is refused. After
+        scans.
         """
 
         def counted(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
@@ -262,7 +263,7 @@ class RedisPlane:
         pack = partial(keys_commands, b"TOUCH")
         if self.options.ttl_refresh:
             pack = partial(expire_commands, self.options.ttl_s)
-        steps = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
+        steps = partial(keep_each, pack, self._nodes.note)
         self._nodes.ask_for_each(steps, deadline, keys, counted, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:

@@ -198,7 +198,7 @@ class TestInACluster:
     @pytest.fixture(autouse=True)
     def _user(self, cluster: Cluster) -> None:
         for node in cluster.nodes:
-            documented_url(node, "agent", "+cluster|slots")
+            documented_url(node, "agent", "+cluster|slots", "+asking")
         self.cluster = cluster
         self.options = RedisOptions(cluster.url, username="agent", password=PASSWORD)
 
@@ -220,8 +220,8 @@ class TestInACluster:
         assert {*diagnosis.rights[0].tried} == {each.name for each in needed([Use.CLUSTER])}
         (tools,) = findings_about("tools", diagnosis.findings)
         assert tools.severity is Severity.WARNING
-        assert tools.why == "they also send COMMAND, ASKING to the servers"
-        assert tools.change[-1] == "or ACL SETUSER agent +command +asking"
+        assert tools.why == "they also send COMMAND to the servers"
+        assert tools.change[-1] == "or ACL SETUSER agent +command"
         assert (len(diagnosis.findings), diagnosis.facts, diagnosis.exit_status) == (4, (), 1)
         lines = [*diagnosis_lines(diagnosis)]
         assert all(any(f"{each}: rights: agent may send" in line for line in lines)
@@ -230,7 +230,7 @@ class TestInACluster:
 
     def test_with_what_tools_need(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "_MEASURE_S", 0.02)
-        self.change("+command", "+asking")
+        self.change("+command")
         diagnosis = examine(self.options, LITTLE, bandwidth=True)
         assert len(diagnosis.facts) == len(diagnosis.rights) == 3
         assert not findings_about("tools", diagnosis.findings)

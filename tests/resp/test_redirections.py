@@ -16,6 +16,7 @@ import redis
 from lmcache_redis.resp.maps import ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.routes import Lead, Redirect, Redirected, Routes, parse_redirect, slot_of
+from lmcache_redis.seal import SealKeys
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
@@ -231,10 +232,13 @@ def calls(cluster: Cluster, command: str) -> int:
     return sum(each.get(f"cmdstat_{command}", {}).get("calls", 0) for each in stats)
 
 
-def test_a_slot_that_is_moving_is_read_at_both_ends(cluster: Cluster) -> None:
+@pytest.mark.parametrize("seal_keys", [None, SealKeys([bytes(32)])], ids=["plain", "sealed"])
+def test_a_slot_that_is_moving_is_read_at_both_ends(
+    cluster: Cluster, seal_keys: SealKeys | None
+) -> None:
     stored, source, target = first_on(cluster, 1, 3), *cluster.nodes[1:]
     keys = [chunk.key for chunk in stored]
-    with running(cluster.url) as plane:
+    with running(cluster.url, seal_keys=seal_keys) as plane:
         assert set(write(plane, *stored)) == {WriteOutcome.STORED}
         slots = slots_on(cluster, 1, stored)
         for number, slot in enumerate(slots):
@@ -305,7 +309,7 @@ def test_an_idle_plane_hits_after_planned_failovers(cluster: Cluster) -> None:
         assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
 
 
-def test_resharding_under_load_tears_nothing_and_writes_nothing_again(cluster: Cluster) -> None:
+def test_resharding_under_load_tears_and_rewrites_nothing(cluster: Cluster) -> None:
     """Several planes load, ask about and store chunks, as agents do, while many slots move."""
     stored = chunks(12)
     source, target = cluster.nodes[1:]

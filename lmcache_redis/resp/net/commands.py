@@ -51,10 +51,13 @@ COMMANDS: Final = (
     Command("ping", ("PING",), "a server that hangs is noticed late"),
     Command("select", ("SELECT", DATABASE), "agents cannot connect", Use.DATABASE, True),
     Command("cluster|slots", ("CLUSTER", "SLOTS"), "no server is found", Use.CLUSTER, True),
+    Command(
+        "asking", ("ASKING",), "chunks in a slot that is moving are missed", Use.CLUSTER
+    ),
     Command("set", ("SET", KEY, "", "EX", _EXPIRES_S), "nothing is stored", is_vital=True),
     Command("get", ("GET", KEY), "nothing is loaded", is_vital=True),
     Command("exists", ("EXISTS", KEY), "nothing is found", is_vital=True),
-    Command("touch", ("TOUCH", KEY), "what host pools serve is evicted, and stored again"),
+    Command("touch", ("TOUCH", KEY), "what host pools serve is evicted"),
     Command(
         "getrange", ("GETRANGE", KEY, 0, 0),
         "a removal that is tried again may remove what was stored since, and `why --layouts` knows "
@@ -86,7 +89,7 @@ COMMANDS: Final = (
     ),
 )  # fmt: skip
 # What redis-py needs beside these to find the servers. (For one server it needs nothing.)
-TOOLS: Final = {Use.CLUSTER: ("command", "asking"), Use.SENTINEL: ("sentinel|masters",)}
+TOOLS: Final = {Use.CLUSTER: ("command",), Use.SENTINEL: ("sentinel|masters",)}
 
 
 def needed(uses: Collection[Use]) -> tuple[Command, ...]:
