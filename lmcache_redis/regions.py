@@ -200,7 +200,7 @@ class RegionStore:
                 present([job in skipped for job in jobs])
             answer = _Answers(jobs, done, skipped)
             is_closed = result.outcome is CallOutcome.CANCELLED
-            not_asked = WriteOutcome.CANCELLED if is_closed else WriteOutcome.UNAVAILABLE
+            not_asked = WriteOutcome.CANCELLED if is_closed else WriteOutcome.NOT_KNOWN
             lacking = [job for job in answer.open if there[job] is False]
             for job in [job for job in answer.open if there[job] is None]:
                 answer.ended(job, self._wrote(job, not_asked))

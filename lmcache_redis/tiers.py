@@ -61,6 +61,7 @@ class WriteOutcome(_Outcome):
     STORED = "stored"
     FULL = "it is full and evicts nothing"
     REJECTED = "it refuses the write"
+    NOT_KNOWN = "it does not say whether it has them"
     NO_ROOM_FOR_SEAL = "its metadata leave no room for a seal"
     TIMED_OUT = "not stored before its deadline"
     UNAVAILABLE = "it cannot be used"

@@ -270,7 +270,8 @@ class WriteBehind:
     def _ask_later(self, writes: Sequence[PendingWrite]) -> None:
         """The tier does not say whether it has the chunks: a write may damage what others use."""
         now_s, again = time.monotonic(), []
-        may_ask = self._backing.tier.state.up and not self.schedule.is_stopping
+        is_up = self._backing.tier.state.up
+        may_ask = is_up and not self.schedule.is_stopping
         for write in writes:
             pause_s = _ASK_AGAIN_S * 2**write.questions
             write.due_s = now_s + pause_s * random.uniform(0.5, 1.0)
@@ -278,7 +279,7 @@ class WriteBehind:
             if may_ask and write.questions < _MOST_QUESTIONS and write.due_s < write.deadline:
                 again.append(write)
             else:
-                self._end(write, WriteOutcome.UNAVAILABLE)
+                self._end(write, WriteOutcome.NOT_KNOWN if is_up else WriteOutcome.UNAVAILABLE)
         if again:
             self.schedule.add_again(again)
             self._timer.fire_by(min(write.due_s for write in again))

@@ -138,7 +138,10 @@ NOT_KNOWN = [
 
 @pytest.mark.parametrize("result", NOT_KNOWN)
 def test_a_tier_that_does_not_say_is_asked_again_not_written(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch, result: ExistsResult
+    queue: Queue,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    result: ExistsResult,
 ) -> None:
     monkeypatch.setattr(writebehind, "_ASK_AGAIN_S", 0.001)
     queue.enqueue()
@@ -149,6 +152,7 @@ def test_a_tier_that_does_not_say_is_asked_again_not_written(
         assert queue.written() == []
     assert (len(queue.writes), queue.writes.queued_bytes) == (0, 0)
     assert queue.counted() == {"drop_redis_error": len(HASHES)}
+    assert caplog.text.count("it does not say whether it has them") == 1
     assert all(FORM.key(name) in queue.cache.pool for name in HASHES)
     queue.enqueue()  # the next store does so
     assert len(queue.tier.refreshed) == 1

@@ -24,6 +24,7 @@ from tests.resp.helpers import (
     our_connections,
     plane_threads,
     read,
+    refresh,
     running,
     scan,
     wait_until,
@@ -119,7 +120,7 @@ def test_a_redirection_waits_for_the_map_that_names_the_server() -> None:
 
 def test_a_cluster_that_is_down_keeps_its_connections() -> None:
     def answer(words: list[bytes]) -> Answer:
-        if words[0] in (b"EXISTS", b"GET", b"SET"):
+        if words[0] in (b"EXISTS", b"TOUCH", b"GET", b"SET"):
             return b"-CLUSTERDOWN Hash slot not served\r\n"
         return None
 
@@ -127,6 +128,7 @@ def test_a_cluster_that_is_down_keeps_its_connections() -> None:
         chunk = Chunk(1, 100, 4096)
         for _ in range(20):
             assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
+            assert refresh(plane, chunk).outcome is CallOutcome.UNAVAILABLE
             assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
             assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
         assert plane.state.up
