@@ -111,7 +111,14 @@ class RedisReadOnly(RedisWriteRefused):
 
 
 class RedisRedirect(RedisReplyError):
-    """A node of a Redis Cluster does not have the slot of a key, or not all of it (MOVED, ASK)."""
+    """A node of a Redis Cluster does not have the slot of a key, or not all of it (MOVED, ASK).
+
+    reply: its text.
+    """
+
+    def __init__(self, message: str, reply: str = "") -> None:
+        super().__init__(message)
+        self.reply = reply
 
 
 def check_int(what: str, value: int, least: int, most: int) -> None:

@@ -175,25 +175,24 @@ class RegionStore:
         return self._plane.wait_probed(timeout_s).up
 
     def lookup(self, chunks: Sequence[RegionChunk], done: Answer) -> None:
-        """Which of the chunks are there. Views are not needed."""
+        """Which of the chunks are there, as far as that is known. Views are not needed."""
         deadline = time.monotonic() + self.settings.lookup_timeout_s
         keys = [_chunk_key(chunk) for chunk in chunks]
 
         def found(result: ExistsResult) -> None:
             there = result.present if result.outcome is CallOutcome.DONE else [False] * len(keys)
-            done(
-                [
-                    each and key not in self._distrusted
-                    for key, each in zip(keys, there, strict=True)
-                ]
-            )
+            pairs = zip(keys, there, strict=True)
+            done([bool(each) and key not in self._distrusted for key, each in pairs])
 
         self._plane.exists(keys, deadline, found)
 
     def store(
         self, chunks: Sequence[RegionChunk], done: Answer, present: Answer | None = None
     ) -> None:
-        """Store those that are not there. True: it is there now. present: told first, of those."""
+        """Store those that are not there. True: it is there now. present: told first, of those.
+
+        What may be there or not is not stored: it counts as dropped.
+        """
         now = time.monotonic()
         deadline = now + self.settings.store_timeout_s
         jobs = [_job(chunk, deadline) for chunk in chunks]
@@ -201,19 +200,26 @@ class RegionStore:
             job.check(writable=False)
 
         def missing(result: ExistsResult) -> None:
-            there = result.present or [False] * len(jobs)
-            pairs = zip(jobs, there, strict=True)
-            skipped = {job for job, each in pairs if each and job.key not in self._distrusted}
+            there = dict(zip(jobs, result.present or [None] * len(jobs), strict=True))
+            for job in jobs:
+                if job.key in self._distrusted:
+                    there[job] = False
+            skipped = {job for job, each in there.items() if each}
             self.metrics.count("skipped_chunks", len(skipped))
             if present is not None:
                 present([job in skipped for job in jobs])
             answer = _Answers(jobs, done, skipped)
+            is_closed = result.outcome is CallOutcome.CANCELLED
+            not_asked = WriteOutcome.CANCELLED if is_closed else WriteOutcome.NOT_KNOWN
+            lacking = [job for job in answer.open if there[job] is False]
+            for job in [job for job in answer.open if there[job] is None]:
+                answer.ended(job, self._wrote(job, not_asked))
             try:
                 self._plane.store_all(
-                    answer.open, lambda job, how: answer.ended(job, self._wrote(job, how))
+                    lacking, lambda job, how: answer.ended(job, self._wrote(job, how))
                 )
             except RuntimeError:  # the plane was closed in the meantime
-                for job in answer.open:
+                for job in lacking:
                     answer.ended(job, self._wrote(job, WriteOutcome.CANCELLED))
 
         asked_until = min(deadline, now + self.settings.lookup_timeout_s)

@@ -14,6 +14,10 @@ A tier that is down (`state.up` is False) answers every job UNAVAILABLE at once.
 
 Keys are chunk keys (`chunks.names`): everything in a Redis key before the stripe index. The tier
 decides how it stores a chunk, in stripes or in a file. Deadlines are `time.monotonic()` seconds.
+
+A question has three answers: the chunk is there, it is absent, or that is not known, because a
+shard is down, or the slot moves. What is not known is never a reason to write, to delete, or to
+believe that a chunk is gone.
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ class WriteOutcome(_Outcome):
     STORED = "stored"
     FULL = "it is full and evicts nothing"
     REJECTED = "it refuses the write"
+    NOT_KNOWN = "it does not say whether it has them"
     NO_ROOM_FOR_SEAL = "its metadata leave no room for a seal"
     TIMED_OUT = "not stored before its deadline"
     UNAVAILABLE = "it cannot be used"
@@ -64,7 +69,7 @@ class WriteOutcome(_Outcome):
 
 
 class CallOutcome(_Outcome):
-    """How a call about keys ended. Its result is valid only if DONE."""
+    """How a call about keys ended."""
 
     DONE = "done"
     TIMED_OUT = "not answered before its deadline"
@@ -74,17 +79,23 @@ class CallOutcome(_Outcome):
 
 
 class ScanResult(NamedTuple):
-    """prefix_length: how many of the leading keys exist, up to the first gap."""
+    """prefix_length: how many of the leading keys exist.
+
+    DONE: up to the first that does not. Otherwise up to the first of which it is not known.
+    """
 
     outcome: CallOutcome
     prefix_length: int = 0
 
 
 class ExistsResult(NamedTuple):
-    """present: whether each key exists, in order; empty unless DONE."""
+    """present: whether each key exists, in order; None: not known. Empty unless DONE.
+
+    DONE: it is known of some.
+    """
 
     outcome: CallOutcome
-    present: Sequence[bool] = ()
+    present: Sequence[bool | None] = ()
 
 
 class RemoveResult(NamedTuple):
@@ -99,7 +110,9 @@ class RemoveResult(NamedTuple):
 
 
 class FramesResult(NamedTuple):
-    """frames: for each key in order, the frame of its chunk or None; empty unless DONE."""
+    """frames: for each key in order, the frame of its chunk; None: there is none, or it is not
+    known. Empty unless DONE: it is known of some.
+    """
 
     outcome: CallOutcome
     frames: Sequence[ChunkFrame | None] = ()
@@ -228,7 +241,7 @@ class Tier(Protocol):
         """
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
-        """How many leading chunks exist, up to the first that does not."""
+        """How many leading chunks exist, up to the first that does not, or may not."""
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""

@@ -14,6 +14,7 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.regions import Answer, DoorSettings, RegionChunk, RegionStore, form_of
+from tests.resp.test_node import cluster_url, shard
 from tests.servers import WAIT_S, RedisServer
 
 pytestmark = pytest.mark.servers
@@ -170,6 +171,23 @@ def test_a_removed_chunk_is_gone(
     assert answer(lambda done: store.remove(chunks, done)) == [True, True]
     with redis.client() as client:
         assert client.dbsize() == 0
+
+
+def test_what_may_be_there_is_not_written(settings: DoorSettings) -> None:
+    """The slot moves: the server sends whoever asks to another."""
+
+    def answer_one(words: list[bytes]) -> bytes | None:
+        return b"-ASK 1 127.0.0.1:1\r\n" if words[0] == b"EXISTS" else None
+
+    with shard(answer_one) as server:
+        moving = RegionStore(msgspec.structs.replace(settings, url=cluster_url(server)))
+        assert moving.wait_probed(WAIT_S)
+        some = chunk(form(settings), b"k", b"x" * SIZE)
+        assert there(moving, some) == [False]
+        assert stored(moving, some) == [False]
+        assert moving.metrics.snapshot()["drop_redis_error"] == 1
+        assert moving.close(1.0)
+        assert b"SET" not in {words[0] for words in server.commands}
 
 
 def test_a_lost_server_answers_misses_at_once(

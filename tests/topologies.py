@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from lmcache_redis.resp.maps import SLOTS
-from lmcache_redis.resp.node import slot_of
+from lmcache_redis.resp.routes import slot_of
 from tests.servers import RedisServer, free_port, wait_until
 
 # A cluster's nodes talk to each other on their port plus this.

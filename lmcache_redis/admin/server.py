@@ -51,7 +51,6 @@ from lmcache_redis.resp.net.endpoint import (
 )
 from lmcache_redis.resp.net.tls import name_in_certificate, tls_context
 from lmcache_redis.resp.net.wire import error_reply
-from lmcache_redis.resp.node import slot_of
 from lmcache_redis.resp.options import (
     Deployment,
     PasswordFile,
@@ -60,6 +59,7 @@ from lmcache_redis.resp.options import (
     Topology,
     parse_deployment,
 )
+from lmcache_redis.resp.routes import slot_of
 
 CONNECT_TIMEOUT_S = 3.0
 # For a SCAN step or a pipeline of a thousand small commands, on a busy server.

@@ -87,7 +87,7 @@ class Explanations:
 
         def answer(keys: Mapping[bytes, PartNames], result: ExistsResult) -> None:
             """Says where the missed chunk is now, by layout."""
-            in_redis = result.present or [False] * len(keys)
+            in_redis = result.present or [None] * len(keys)
             there = {
                 each.fingerprint.hex(): "host" if key in self._agent.cache.pool else "redis"
                 for (key, each), is_there in zip(keys.items(), in_redis, strict=True)
@@ -96,7 +96,7 @@ class Explanations:
             report["requests"][0]["lookup"]["first_miss"] |= {
                 "now": [there.pop(layout, None) for layout in lookup.layouts],
                 "other_layouts": [*there],
-                "redis_answered": result.outcome is CallOutcome.DONE,
+                "redis_answered": result.outcome is CallOutcome.DONE and None not in in_redis,
             }
             reply(_json(report))
 

@@ -163,8 +163,10 @@ class Watches:
             if result.outcome is not CallOutcome.DONE:
                 self._loop.after(_QUESTION_S, partial(self._ask_redis, keys))
                 return
-            pairs = zip(first, result.present, strict=True)
-            self._removed_from_redis([key for key, there in pairs if not there])
+            pairs = [*zip(first, result.present, strict=True)]
+            self._removed_from_redis([key for key, there in pairs if there is False])
+            if not_known := [key for key, there in pairs if there is None]:
+                self._loop.after(_QUESTION_S, partial(self._ask_redis, not_known))
             self._ask_redis(rest)
 
         self._plane.exists(first, time.monotonic() + _QUESTION_S, posting(self._loop, answered))

@@ -360,12 +360,13 @@ class PrefixLookup:
                 for each, is_there in zip(wanted, result.present, strict=True)
             ]
             self.parts.found([each for each, is_there in answers if is_there], level)
-            absent = [each.key for each, is_there in answers if not is_there]
+            absent = [each.key for each, is_there in answers if is_there is False]
             self._cache.pool.seen(level, absent, there=False)
         if self._state is _Stage.ASKING:
             self._state = _Stage.SETTLING
             self._questions = 2
-            self._gap = self._miss(result.outcome)
+            is_known = None not in result.present
+            self._gap = self._miss(result.outcome if is_known else CallOutcome.UNAVAILABLE)
             self._check()
 
     def _no_room(self, chunks: int) -> None:

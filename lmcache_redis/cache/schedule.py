@@ -14,7 +14,7 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -39,12 +39,14 @@ _RANK = attrgetter("rank")
 class PendingWrite(ChunkIO):
     """A chunk that is to be written, from `due_s` on. done: told the outcome.
 
-    rank: those with lower ones are written earlier: its entry's position, and its place in line.
+    questions: those about it that the tier has not answered. rank: those with lower ones are
+    written earlier: its entry's position, and its place in line.
     """
 
     entry: Entry
     due_s: float = 0.0
     done: Callable[[WriteOutcome], None] = lambda outcome: None
+    questions: int = 0
     rank: tuple[int, int] = (0, 0)
 
     @property
@@ -84,6 +86,14 @@ class WriteScheduler:
         write.rank = write.entry.position, next(self._order)
         self._oldest[write] = None
         insort(self._queue, write, key=_RANK)
+
+    def add_again(self, writes: Sequence[PendingWrite]) -> None:
+        """Writes that were begun, but not given to the tier. They keep their ranks."""
+        self._in_flight.difference_update(writes)
+        for write in writes:
+            insort(self._queue, write, key=_RANK)
+        by_deadline = sorted([*self._oldest, *writes], key=attrgetter("deadline"))
+        self._oldest = OrderedDict.fromkeys(by_deadline)
 
     def remove(self, write: PendingWrite) -> bool:
         """Take out a write; False if it has begun."""

@@ -6,9 +6,9 @@ in the host pool and is counted; the next store of the chunk enqueues it again. 
 from when it is enqueued until the tier is done.
 
 When it is a chunk's turn (`schedule`), the tier is asked whether it has the chunk, since it evicts,
-expires and loses chunks; if so, it is not written again. If the tier does not answer, the outcome
-of the write says why. What the tier has of some chunks is doubted (`doubted`): their next writes
-are made without asking.
+expires and loses chunks; if so, it is not written again. If the tier does not say, it is asked a
+few times more, and then the chunk is dropped: a write could tear what others use. What the tier has
+of some chunks is doubted (`doubted`): their next writes are made without asking.
 
 Requests for a chunk in the host pool do not reach the tiers, which would evict or expire exactly
 the hottest chunks. So after a lookup they are told to keep its chunks.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,10 @@ logger = logging.getLogger(__name__)
 WRITE_DEADLINE_S = 30.0
 # That a tier is told to keep at a time.
 _BATCH_CHUNKS = 256
+# How often a tier is asked whether it has a chunk, if it does not say, and the pause after the
+# first time. It doubles: in all as long as a slot takes to move, or a replica to take over.
+_MOST_QUESTIONS = 4
+_ASK_AGAIN_S = 0.5
 
 
 # Of what is under a key: a write, or what begins a removal.
@@ -115,6 +120,8 @@ class WriteBehind:
     def _kept(self, some: Sequence[Entry], others: Sequence[Entry], result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
             for entry, found in zip(some, result.present, strict=True):
+                if found is None:
+                    continue
                 present = found and not self.is_removing(entry.key)
                 self._pool.seen(self._index, (entry.key,), there=present)
                 if not present and entry.state is EntryState.READY:
@@ -224,7 +231,7 @@ class WriteBehind:
         self._write([each for each in writes if self._is_doubted(each.key)])
 
     def _ask(self, writes: Sequence[PendingWrite]) -> None:
-        """Asks the tier which of the chunks it has; writes the others."""
+        """Asks the tier which of the chunks it has; writes those that it lacks."""
         if not writes:
             return
         tier = self._backing.tier
@@ -240,21 +247,42 @@ class WriteBehind:
             )
 
     def _asked(self, writes: Sequence[PendingWrite], result: ExistsResult) -> None:
-        lacking = []
-        for write, present in zip(writes, result.present or [False] * len(writes), strict=True):
+        lacking, not_known = [], []
+        for write, present in zip(writes, result.present or [None] * len(writes), strict=True):
             is_discarded = write.entry.state is EntryState.DISCARDED
+            is_doubted = self._is_doubted(write.key)
             if is_discarded or result.outcome is CallOutcome.CANCELLED:
                 self._end(write, WriteOutcome.CANCELLED)
-            elif present and not self._is_doubted(write.key):
+            elif present is None and not is_doubted:
+                not_known.append(write)
+            elif present and not is_doubted:
                 self._pool.seen(self._index, (write.entry.key,))
                 self._release(write)
                 if self._backing.counters.is_remote:
                     self._metrics.count("skipped_chunks")
             else:
-                if result.present:
+                if present is not None:
                     self._pool.seen(self._index, (write.key,), there=False)
                 lacking.append(write)
+        self._ask_later(not_known)
         self._write(lacking)
+
+    def _ask_later(self, writes: Sequence[PendingWrite]) -> None:
+        """The tier does not say whether it has the chunks: a write may damage what others use."""
+        now_s, again = time.monotonic(), []
+        is_up = self._backing.tier.state.up
+        may_ask = is_up and not self.schedule.is_stopping
+        for write in writes:
+            pause_s = _ASK_AGAIN_S * 2**write.questions
+            write.due_s = now_s + pause_s * random.uniform(0.5, 1.0)
+            write.questions += 1
+            if may_ask and write.questions < _MOST_QUESTIONS and write.due_s < write.deadline:
+                again.append(write)
+            else:
+                self._end(write, WriteOutcome.NOT_KNOWN if is_up else WriteOutcome.UNAVAILABLE)
+        if again:
+            self.schedule.add_again(again)
+            self._timer.fire_by(min(write.due_s for write in again))
 
     def _write(self, writes: Sequence[PendingWrite]) -> None:
         """Begins the writes whose keys have no other change now, and the others after it."""

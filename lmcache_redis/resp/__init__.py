@@ -2,7 +2,9 @@
 
 plane       the calls; starts and closes everything below
 control     the control connection of a server: questions about keys, as steps, and probes
-node        the servers and their threads, which has which keys; asks several of them
+node        the servers and their threads; asks several of them
+routes      which server has which keys, and where a redirection leads
+asking      a question about keys of several servers, and following: a stripe, where they moved
 unlinking   the removal of a chunk
 transfers   a chunk in flight, and the end of each of its stripes
 lanes       a thread with several connections, for stripes

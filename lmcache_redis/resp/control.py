@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from lmcache_redis.resp.health import DataServer, stop_for
 from lmcache_redis.resp.jobs import Job, Jobs, LoopThread, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import (
+    ASKING_COMMAND,
     PING_COMMAND,
     PONG,
     ErrorReply,
@@ -110,17 +112,42 @@ def ask_each(
     parse: Callable[[Reply], Any],
     keys: Sequence[bytes],
     step_keys: int = sys.maxsize,
+    is_asking: bool = False,
 ) -> Steps[list[Any]]:
     """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
 
     pack: makes a command for each of some keys. step_keys: keys of a step; all, if not given.
+    is_asking: with ASKING before each, for a slot that the server is about to get.
     """
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
         some = keys[start : start + step_keys]
-        connection = yield (pack(some),), len(some)
-        results += [result_of(reply, parse) for reply in connection.receive_all()]
+        if is_asking:
+            connection = yield (
+                [b"".join([ASKING_COMMAND + pack([key]) for key in some])],
+                2 * len(some),
+            )
+            replies = connection.receive_all()[1::2]
+        else:
+            connection = yield (pack(some),), len(some)
+            replies = connection.receive_all()
+        results += [result_of(reply, parse) for reply in replies]
     return results
+
+
+def keep_each(
+    pack: Callable[[Sequence[bytes]], bytes],
+    refused: Callable[[RedisReplyError], None],
+    keys: Sequence[bytes],
+    is_asking: bool = False,
+) -> Steps[list[Any]]:
+    """`ask_each` of what keeps the keys; EXISTS of those if the server refuses that."""
+    try:
+        return (yield from ask_each(pack, parse_count, keys, STEP_KEYS, is_asking))
+    except RedisReplyError as error:
+        refused(error)
+    exists = partial(keys_commands, b"EXISTS")
+    return (yield from ask_each(exists, parse_count, keys, STEP_KEYS, is_asking))
 
 
 def result_of(reply: Reply, parse: Callable[[Reply], Any]) -> Any:

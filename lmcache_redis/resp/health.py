@@ -32,7 +32,7 @@ from lmcache_redis.errors import (
     RedisWriteRefused,
 )
 from lmcache_redis.resp.failures import Failures
-from lmcache_redis.resp.jobs import Jobs, TaskQueue, backoff_s, jittered
+from lmcache_redis.resp.jobs import Jobs, StripeTask, TaskQueue, backoff_s, jittered
 from lmcache_redis.resp.net.advice import LOST, SILENT, advised
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Endpoint
@@ -252,6 +252,10 @@ class DataServer:
         """Called on the thread that noticed, after `health.is_up` has become False."""
         self.jobs.stop_all(CallOutcome.UNAVAILABLE, node=self)
         self.map_is_old(Doubt.BROKEN)
+
+    def redirected(self, task: StripeTask, error: RedisRedirect) -> bool:
+        """Whether somebody sees to a stripe in flight that was answered so."""
+        return False
 
     def map_is_old(self, doubt: Doubt = Doubt.MOVED) -> None:
         if self._look_up is not None:

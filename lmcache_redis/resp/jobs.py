@@ -104,14 +104,19 @@ JobT = TypeVar("JobT", bound=Job[Any])
 
 
 class ChunkJob(Job[OutcomeT]):
-    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome."""
+    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome.
 
-    __slots__ = ("_done", "chunk", "chunk_key")
+    nodes: the node of each stripe, by `routes`. redirected: stripes that were, once.
+    """
+
+    __slots__ = ("_done", "chunk", "chunk_key", "redirected", "routes")
 
     def __init__(self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None]) -> None:
         super().__init__(chunk.frame.stripe_count, chunk.deadline)
         self.chunk = chunk
         self.chunk_key = chunk.key
+        self.routes: Any = None
+        self.redirected: Collection[int] = ()
         self._done = done
 
     def leave(self, jobs: Jobs) -> None:
@@ -249,6 +254,10 @@ class Jobs:
         some = [job for job in list(self._jobs) if node is None or node in job.nodes]
         self.stop([job for job in some if but is None or not isinstance(job, but)], reason)
 
+    def any_needs(self, node: object) -> bool:
+        """Looks at all of them."""
+        return any(node in job.nodes for job in list(self._jobs))
+
     def conclude(self, jobs: Iterable[Job[Any]]) -> None:
         """Answer the jobs that have an outcome and no step in flight."""
         final: list[Job[Any]] = []
@@ -320,10 +329,12 @@ def _answer(job: Job[Any]) -> None:
         logger.exception("the callback of a Redis job failed")
 
 
-def wait_for(condition: Callable[[], object], deadline: float) -> None:
+def wait_for(
+    condition: Callable[[], object], deadline: float, every_s: float = _LOOK_EVERY_S
+) -> None:
     """Wait until the condition holds, or the deadline has passed."""
     while not condition() and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(every_s)
 
 
 # ------------------------------------------------------------------- threads

@@ -3,109 +3,53 @@
 A `DataNode` is one server: the only one, the master of Sentinels, or a shard of a cluster.
 `DataNodes` starts and retires them by the map, which `finder` looks up.
 
-A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its part between the first
-{ and the next } (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/). The
-stripes of a chunk differ in the last bytes of their keys, so they have different slots: many
-stripes spread evenly over the shards.
-
-A redirection is not followed: the key is a miss until the next map says where it is. So what a
-single reply says opens no connection, and sends no password anywhere.
+What a server redirects (`routes` says where to) is tried once more, within its deadline: at once,
+or when a map has come that names the other server. What a single reply says opens no connection,
+and sends no password anywhere. A write that was redirected was not made: it keeps its store id, and
+its stripe 0 is still the last.
 """
 
 from __future__ import annotations
 
-import binascii
 import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.errors import RedisRedirect, RedisUnavailable
+from lmcache_redis.errors import RedisError, RedisRedirect, RedisUnavailable
+from lmcache_redis.resp.asking import KeyCall
 from lmcache_redis.resp.control import Controller, KeyQuestion, Steps
 from lmcache_redis.resp.failures import newest_first
 from lmcache_redis.resp.finder import MapWatcher, ServerFinder
+from lmcache_redis.resp.following import follow
 from lmcache_redis.resp.health import DataServer
 from lmcache_redis.resp.jobs import (
+    Job,
     Jobs,
     LoopThread,
     StripeTask,
     TaskQueue,
     wait_for,
 )
-from lmcache_redis.resp.maps import SLOTS, ServerMap
+from lmcache_redis.resp.maps import ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import Removals
+from lmcache_redis.resp.routes import Lead, Redirected, Routes, parse_redirect, slot_of
 from lmcache_redis.resp.transfers import Reader, Writer
 from lmcache_redis.tiers import CallOutcome, Operation, PlaneState
 
 logger = logging.getLogger(__name__)
 
-# The outcome of a call is the first of these that a server has: DONE if any answered.
-_OF_ANY = (
-    CallOutcome.CANCELLED,
-    CallOutcome.DONE,
-    CallOutcome.UNAVAILABLE,
-    CallOutcome.TIMED_OUT,
-)
-NodeT = TypeVar("NodeT")
+
 # Of the servers that a map names and that have never answered, so many are tried at a time: a map
 # may name what does not exist.
 _MOST_UNPROVEN = 32
-
-
-class Routes(Generic[NodeT]):
-    """From keys to nodes; immutable. None: no server has the key."""
-
-    def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
-        self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
-        self.map = server_map
-        self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
-        self._by_slot: list[NodeT | None] | None = None
-        if server_map.ranges is not None:
-            self._by_slot = [None] * SLOTS
-            for first, last, number in server_map.ranges:
-                self._by_slot[first : last + 1] = [self.nodes[number]] * (last + 1 - first)
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether the keys of a command must share a slot."""
-        return self._by_slot is not None
-
-    def node_of(self, key: bytes) -> NodeT | None:
-        if self._by_slot is None:
-            return self._single
-        return self._by_slot[slot_of(key)]
-
-    def nodes_of(self, chunk_key: bytes, stripe_count: int) -> tuple[NodeT | None, ...]:
-        if self._by_slot is None:
-            return (self._single,) * stripe_count
-        keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-        return tuple([self.node_of(key) for key in keys])
-
-    def split(self, keys: Sequence[bytes]) -> dict[NodeT | None, list[int]]:
-        """The indexes of the keys by the node that has them, in order."""
-        if self._by_slot is None:
-            return {self._single: list(range(len(keys)))} if keys else {}
-        by_node: dict[NodeT | None, list[int]] = defaultdict(list)
-        for index, key in enumerate(keys):
-            by_node[self._by_slot[slot_of(key)]].append(index)
-        return by_node
-
-
-def slot_of(key: bytes) -> int:
-    """The slot of a key, 0 to 16,383."""
-    start = key.find(b"{")
-    if start >= 0:
-        end = key.find(b"}", start + 1)
-        if end > start + 1:
-            key = key[start + 1 : end]
-    return binascii.crc_hqx(key, 0) % SLOTS
+# How often it is looked whether a server that was named no more has answered what it was asked.
+_LOOK_EVERY_S = 0.02
 
 
 class _WorkerQueue(TaskQueue[StripeTask]):
@@ -150,6 +94,7 @@ class DataNode(DataServer):
         super().__init__(endpoint, options, nodes.jobs, nodes.look_up)
         self.came_up = nodes.start_more
         self.reads = _WorkerQueue(self)
+        self._nodes = nodes
         self.control = Controller(self)
         readers = _shares(options.get_connections, shards, options.network_threads)
         writers = _shares(options.set_connections, shards, options.network_threads)
@@ -174,6 +119,9 @@ class DataNode(DataServer):
     @property
     def is_started(self) -> bool:
         return self.control.thread.ident is not None
+
+    def redirected(self, task: StripeTask, error: RedisRedirect) -> bool:
+        return follow(self._nodes, self, task, error)
 
     def start(self, at_once: bool) -> None:
         """Start the control thread; the others start with their first tasks, or at once.
@@ -213,6 +161,20 @@ def _shares(connections: int, shards: int, threads: int) -> list[int]:
     return [(connections + number) // threads for number in range(threads)]
 
 
+class _MapWait(Job[CallOutcome]):
+    """A step that waits for a map. It needs no server."""
+
+    __slots__ = ("_then",)
+    good = CallOutcome.DONE
+
+    def __init__(self, deadline: float, then: Callable[[CallOutcome], None]) -> None:
+        super().__init__(1, deadline)
+        self._then = then
+
+    def answer(self, outcome: CallOutcome) -> None:
+        self._then(outcome)
+
+
 class DataNodes:
     """All nodes. Thread-safe. routes: by the current map."""
 
@@ -223,6 +185,8 @@ class DataNodes:
         self.routes: Routes[DataNode] = Routes(ServerMap(()), {})
         self._lock = threading.Lock()
         self._nodes: dict[Endpoint, DataNode] = {}
+        # Steps that wait for a map, and whether they need not any more.
+        self._waits: dict[_MapWait, Callable[[Routes[DataNode]], bool]] = {}
         self._closing = False
         self.removals = Removals(options.key_prefix, lambda: self.routes.nodes)
         self.watcher = MapWatcher(
@@ -274,6 +238,11 @@ class DataNodes:
         errors = newest_first(error for state in states for error in state.errors)
         return PlaneState(len(down) < len(states), is_probed, reason, errors)
 
+    def note(self, error: RedisError) -> None:
+        """One of the servers refuses something that the others refuse as well, as a rule."""
+        for node in self.routes.nodes[:1]:
+            node.note(error, Operation.ASK)
+
     def down(self) -> list[Endpoint] | None:
         """The servers of the map that have been probed and are down; None without a map."""
         nodes = self.routes.nodes
@@ -286,62 +255,47 @@ class DataNodes:
         self,
         make_steps: Callable[..., Steps[Sequence[Any]]],
         deadline: float,
-        missing: Any,
         keys: Sequence[bytes],
         done: Callable[[CallOutcome, Sequence[Any]], None],
         is_urgent: bool = True,
+        is_write: bool = False,
     ) -> None:
-        """Ask each node for its keys.
+        """Ask each node for its keys, and once more where redirections lead.
 
         make_steps: makes the steps for some keys (`ask_each`). done: called with a result for each
-        key, `missing` for keys without one. DONE if any node answered.
+        key; None: not known. DONE if any is known, or there are no keys.
         """
-        by_node = self.routes.split(keys)
-
-        def answered(outcomes: Sequence[CallOutcome], found: Mapping[DataNode, Any]) -> None:
-            results: list[Any] = [missing] * len(keys)
-            for node, some in found.items():
-                for index, result in zip(by_node[node], some, strict=True):
-                    if isinstance(result, RedisRedirect):
-                        node.refused(result, Operation.ASK)
-                    else:
-                        results[index] = result
-            done(next(each for each in _OF_ANY if each in outcomes), results)
-
-        steps = {
-            node: make_steps([keys[index] for index in indexes])
-            for node, indexes in by_node.items()
-        }
-        self.ask(steps, deadline, answered, is_urgent)
+        how = {"is_urgent": is_urgent, "is_write": is_write}
+        KeyCall(self, make_steps, deadline, keys, done, **how).begin()
 
     def ask(
         self,
-        steps: Mapping[DataNode | None, Steps[Any]],
+        steps: Sequence[tuple[DataNode | None, Steps[Any]]],
         deadline: float,
-        done: Callable[[Sequence[CallOutcome], Mapping[DataNode, Any]], None],
+        done: Callable[[Sequence[CallOutcome], Sequence[Any]], None],
         is_urgent: bool = True,
     ) -> None:
-        """Take steps on servers.
+        """Take steps on servers. None, one that is missing, is UNAVAILABLE.
 
-        done: called once, with the outcomes, and the result of each server that is DONE; None, one
-        that is missing, is UNAVAILABLE.
+        done: called once, with the outcome of each, and the result of each that is DONE.
         """
         self.jobs.check_usable()
         lock = threading.Lock()
-        outcomes: list[CallOutcome] = []
-        found: dict[Any, Any] = {}
+        outcomes = [CallOutcome.UNAVAILABLE] * len(steps)
+        found: list[Any] = [None] * len(steps)
+        left = len(steps)
 
-        def answered(node: DataNode | None, outcome: CallOutcome, result: Any) -> None:
+        def answered(number: int, outcome: CallOutcome, result: Any) -> None:
+            nonlocal left
             with lock:
-                if outcome is CallOutcome.DONE:
-                    found[node] = result
-                outcomes.append(outcome)
-                is_over = len(outcomes) == len(steps)
+                outcomes[number], found[number] = outcome, result
+                left -= 1
+                is_over = not left
             if is_over:
                 done(outcomes, found)
 
-        for node, asked in steps.items():
-            told = partial(answered, node)
+        for number, (node, asked) in enumerate(steps):
+            told = partial(answered, number)
             question = KeyQuestion(asked, deadline, told, is_urgent=is_urgent)
             question.nodes = (node,)
             if self.jobs.enter((question,)) and node is not None:
@@ -349,7 +303,73 @@ class DataNodes:
                 # The server may have gone down, or the plane been closed, in the meantime.
                 self.jobs.refuse((question,))
         if not steps:
-            self.jobs.post(partial(done, (CallOutcome.DONE,), {}))
+            self.jobs.post(partial(done, (CallOutcome.DONE,), ()))
+
+    # ------------------------------------------------------------- redirections
+
+    def redirected(
+        self,
+        asked: DataNode,
+        error: RedisRedirect,
+        key: bytes,
+        sent: Routes[DataNode],
+        is_write: bool,
+        is_tried: bool,
+    ) -> Redirected[DataNode]:
+        """A step about a key that went by the routes `sent` was redirected."""
+        if not sent.is_cluster:
+            asked.refused(error, Operation.ASK)  # what to write instead of the URL
+        redirect, host = parse_redirect(error.reply), asked.connector.endpoint.host
+        return Redirected(redirect, slot_of(key), asked, host, sent, is_write, is_tried)
+
+    def follow(self, step: Redirected[DataNode]) -> Lead[DataNode]:
+        """Where to try it once more. A slot that has moved is its new node's from now on."""
+        with self._lock:
+            found = step.lead(self.routes)
+            if found.moves_to is not None:
+                self.routes = self.routes.with_slot(step.slot, found.moves_to)
+        return found
+
+    def wait(
+        self,
+        deadline: float,
+        is_over: Callable[[Routes[DataNode]], bool],
+        then: Callable[[CallOutcome], None],
+    ) -> None:
+        """Have the map looked up until it is over; `then` is called once: DONE, or it was too long.
+
+        At most for an operation's time-out.
+        """
+        waiting = _MapWait(min(deadline, time.monotonic() + self.options.op_timeout_s), then)
+        self.jobs.enter((waiting,))
+        with self._lock:
+            # A map may have come in the meantime.
+            if not (is_at_once := is_over(self.routes)):
+                self._waits[waiting] = is_over
+        if is_at_once:
+            self.jobs.stop((waiting,), CallOutcome.DONE)
+        else:
+            self._have_looked_up()
+
+    def _end_waits(self) -> None:
+        """There is a map."""
+        with self._lock:
+            over = {each for each, is_over in self._waits.items() if is_over(self.routes)}
+            self._waits = {
+                each: is_over
+                for each, is_over in self._waits.items()
+                if each.outcome is None and each not in over
+            }
+            is_waiting = bool(self._waits)
+        self.jobs.stop(over, CallOutcome.DONE)
+        if is_waiting:
+            self._have_looked_up()
+
+    def _have_looked_up(self) -> None:
+        if self.look_up is not None:
+            self.look_up()
+
+    # --------------------------------------------------------------------- maps
 
     def adopt(self, found: ServerMap) -> bool:
         """Use the servers of a map from now on; return whether it is another map.
@@ -365,10 +385,23 @@ class DataNodes:
                 if server not in self._nodes:
                     self._nodes[server] = DataNode(server, self, len(found.servers))
             self._start_some(found.servers)
+            named = [node for each in found.servers if (node := self._nodes[each]).is_started]
+        timeout_s = self.options.op_timeout_s
+        if before.nodes:
+            # Until it is known to be up, a new server would refuse what it is asked.
+            wait_for(partial(self._are_probed, named), time.monotonic() + timeout_s)
+        with self._lock:
+            if self._closing:
+                return False
             if found != before.map:
                 self.routes = Routes(found, self._nodes)
             retired = [self._nodes[server] for server in self._nodes.keys() - set(found.servers)]
+        linger_until = time.monotonic() + timeout_s
+        self._end_waits()
         for node in retired:
+            if found.ranges is not None:
+                # It redirects what it was asked before the map came.
+                wait_for(partial(self._is_idle, node), linger_until, _LOOK_EVERY_S)
             self._retire(node)
         is_new = set(before.nodes) != set(self.routes.nodes)
         if is_new and self.deployment.topology is not Topology.STANDALONE:
@@ -393,6 +426,12 @@ class DataNodes:
             if not self._nodes[server].is_started and started < _MOST_UNPROVEN:
                 self._nodes[server].start(at_once)
                 started += 1
+
+    def _are_probed(self, nodes: Sequence[DataNode]) -> bool:
+        return self._closing or all(node.health.state.probed for node in nodes)
+
+    def _is_idle(self, node: DataNode) -> bool:
+        return self._closing or not (node.is_up and self.jobs.any_needs(node))
 
     def _retire(self, node: DataNode) -> None:
         """End a server that the map does not name any more. What it was asked is not known."""

@@ -29,12 +29,12 @@ from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.chunks.names import stripe_key
 from lmcache_redis.resp.control import (
-    STEP_KEYS,
     Steps,
     ask_each,
     count_prefix,
     expire_commands,
     header_commands,
+    keep_each,
     parse_count,
     parse_frame,
     walk_keys,
@@ -78,9 +78,9 @@ _FRAMES = partial(ask_each, header_commands, parse_frame)
 class RedisPlane:
     """See the module. A tier of a cache (`lmcache_redis.tiers`) without an index.
 
-    A chunk exists if its stripe 0 does, which is written last. A shard that does not answer costs
-    only its own keys, which count as missing: a question is DONE if any shard answered, and a
-    removal if all did.
+    A chunk exists if its stripe 0 does, which is written last. Of the keys of a shard that does not
+    answer, and of those in a slot that moves, nothing is known. A question is DONE if anything is,
+    and a removal if everything is.
 
     Raises ConfigError on construction for a URL that names no server.
     """
@@ -219,51 +219,55 @@ class RedisPlane:
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
 
-        def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+        def counted(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
             # The first gap, or the end.
-            done(ScanResult(outcome, [*counts, 0].index(0)))
+            length = next((n for n, count in enumerate(counts) if not count), len(keys))
+            if outcome is CallOutcome.DONE and length < len(keys) and counts[length] is None:
+                outcome = CallOutcome.UNAVAILABLE
+            done(ScanResult(outcome, length))
 
         if self._nodes.routes.is_cluster:
             self._nodes.ask_for_each(
-                _EXISTS, deadline, 0, [key + _FIRST_STRIPE for key in keys], counted
+                _EXISTS, deadline, [key + _FIRST_STRIPE for key in keys], counted
             )
         else:
             self._nodes.ask(
-                {self._nodes.routes.node_of(b""): count_prefix(keys, _FIRST_STRIPE)},
+                [(self._nodes.routes.node_of(b""), count_prefix(keys, _FIRST_STRIPE))],
                 deadline,
-                lambda outcomes, found: done(ScanResult(outcomes[0], *found.values())),
+                lambda outcomes, found: done(ScanResult(outcomes[0], found[0] or 0)),
             )
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""
 
-        def answer(outcome: CallOutcome, counts: Sequence[int]) -> None:
-            is_done = outcome is CallOutcome.DONE
-            done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
+        def answer(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
+            present = [None if count is None else count > 0 for count in counts]
+            done(ExistsResult(outcome, present if outcome is CallOutcome.DONE and keys else ()))
 
         names = [key + _FIRST_STRIPE for key in keys]
-        self._nodes.ask_for_each(_EXISTS, deadline, 0, names, answer)
+        self._nodes.ask_for_each(_EXISTS, deadline, names, answer)
 
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
     ) -> None:
         """Keep chunks from eviction and expiry: their keys, and how many stripes each has.
 
-        `present` says of each chunk whether all of its stripes exist. Uses TOUCH, or EXPIRE if a
-        load restarts the TTL. After scans.
+        `present` says of each chunk whether all of its stripes exist: False if one is known to be
+        absent. Uses TOUCH, or EXPIRE if a load restarts the TTL; EXISTS if that is refused. After
+        scans.
         """
 
-        def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+        def counted(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
             left = iter(counts)
-            present = [sum(itertools.islice(left, stripes)) == stripes for _, stripes in chunks]
+            present = [_all_of([*itertools.islice(left, stripes)]) for _, stripes in chunks]
             done(ExistsResult(outcome, present if outcome is CallOutcome.DONE else ()))
 
         keys = [stripe_key(key, index) for key, stripes in chunks for index in range(stripes)]
         pack = partial(keys_commands, b"TOUCH")
         if self.options.ttl_refresh:
             pack = partial(expire_commands, self.options.ttl_s)
-        steps = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
-        self._nodes.ask_for_each(steps, deadline, 0, keys, counted, is_urgent=False)
+        steps = partial(keep_each, pack, self._nodes.note)
+        self._nodes.ask_for_each(steps, deadline, keys, counted, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -271,9 +275,7 @@ class RedisPlane:
         def answer(outcome: CallOutcome, frames: Sequence[ChunkFrame | None]) -> None:
             done(FramesResult(outcome, frames if outcome is CallOutcome.DONE else ()))
 
-        self._nodes.ask_for_each(
-            _FRAMES, deadline, None, [key + _FIRST_STRIPE for key in keys], answer
-        )
+        self._nodes.ask_for_each(_FRAMES, deadline, [key + _FIRST_STRIPE for key in keys], answer)
 
     def keys(self, prefix: bytes, deadline: float, limit: int = sys.maxsize) -> KeysResult:
         """As `list_keys`, and blocks."""
@@ -356,8 +358,9 @@ class RedisPlane:
         put: Callable[[DataNode, Sequence[StripeTask]], None],
     ) -> None:
         """Route and register jobs, and put the stripes of each node into its queues, in order."""
+        routes = self._nodes.routes
         for job in jobs:
-            job.nodes = self._nodes.routes.nodes_of(job.chunk_key, job.steps_left)
+            job.routes, job.nodes = routes, routes.nodes_of(job.chunk_key, job.steps_left)
         accepted = self._jobs.enter(jobs, [job.chunk for job in jobs])
         by_node: dict[Any, list[StripeTask]] = defaultdict(list)
         for job in accepted:
@@ -377,8 +380,15 @@ class RedisPlane:
             failures = (each for each in outcomes if each is not CallOutcome.DONE)
             done(next(failures, CallOutcome.DONE))
 
-        every = {node: make_steps() for node in self._nodes.routes.nodes or (None,)}
+        every = [(node, make_steps()) for node in self._nodes.routes.nodes or (None,)]
         self._nodes.ask(every, deadline, answered, is_urgent=False)
+
+
+def _all_of(counts: Sequence[int | None]) -> bool | None:
+    """Whether a chunk is whole, by the counts of its stripes; None: not known."""
+    if 0 in counts:
+        return False
+    return None if None in counts else True
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:

@@ -48,6 +48,7 @@ from lmcache_redis.errors import (
     RedisClusterDown,
     RedisError,
     RedisProtocolError,
+    RedisRedirect,
     RedisTimeout,
     RedisUnavailable,
     RedisWriteRefused,
@@ -63,7 +64,7 @@ from lmcache_redis.resp.health import DataServer, stop_for
 from lmcache_redis.resp.jobs import ChunkJob, StripeTask, TaskQueue
 from lmcache_redis.resp.lanes import SEALED_TOGETHER, BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, get_command, set_prefix, value_head
-from lmcache_redis.seal import Opened
+from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
@@ -113,6 +114,22 @@ def verify(
     if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[: len(MAGIC)] == MAGIC):
         return ReadOutcome.CORRUPT
     return ReadOutcome.FOREIGN
+
+
+def place(
+    chunk: ChunkIO, index: int, value: object, seal_keys: SealKeys | None
+) -> ReadOutcome | bytes:
+    """Judge a whole value that was received apart for stripe `index`, and bring it to its slot."""
+    if not isinstance(value, bytes):
+        return ReadOutcome.INCOMPLETE
+    header, slot, end = value[:HEADER_BYTES], chunk.slots[index], End.OTHER_LENGTH
+    if len(value) == HEADER_BYTES + slot.nbytes:
+        end, slot[:] = End.MISMATCH, value[HEADER_BYTES:]
+        if seal_keys is not None and chunk.frame.check_header(header, index, True).ok:
+            opened = _OPENED[seal_keys.open(stripe_key(chunk.key, index), header, slot)]
+            return opened or header[STORE_ID]
+    found = verify(chunk.frame, index, (end, 0, header), slot, seal_keys is not None)
+    return found or ReadOutcome.FOREIGN
 
 
 class Read(ChunkJob[ReadOutcome]):
@@ -187,6 +204,8 @@ class Reader(BulkWorker):
             with self._jobs.lock:
                 job.ended(index, found)
             self._jobs.conclude((job,))
+        elif isinstance(error, RedisRedirect) and self._server.redirected(task, error):
+            pass
         elif error is not None:
             self._lost(lane, task, error)
 
@@ -283,6 +302,8 @@ class Writer(BulkWorker):
         if is_lost and not isinstance(error, RedisClusterDown):
             # Or the server would answer any request so.
             self._lost(lane, task, error)
+            return
+        if isinstance(error, RedisRedirect) and self._server.redirected(task, error):
             return
         self._jobs.release((job,))
         self._jobs.stop((job,), self._server.refuses_writes(error))

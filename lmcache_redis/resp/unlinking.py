@@ -62,13 +62,13 @@ def remove_chunk(
 
     def unlink(stripes: range) -> None:
         names = [stripe_key(key, index) for index in stripes]
-        nodes.ask_for_each(_UNLINKS, deadline, None, names, unlinked)
+        nodes.ask_for_each(_UNLINKS, deadline, names, unlinked, is_write=True)
 
     if stripe_count and newest_unix_ms is None:
         unlink(range(stripe_count))
     else:
         steps = partial(_unlink_first, newest_unix_ms)
-        nodes.ask_for_each(steps, deadline, None, [stripe_key(key, 0)], hidden)
+        nodes.ask_for_each(steps, deadline, [stripe_key(key, 0)], hidden, is_write=True)
 
 
 def _unlink_first(newest_unix_ms: int | None, keys: Sequence[bytes]) -> Steps[list[Any]]:

@@ -194,7 +194,7 @@ class TestInACluster:
     @pytest.fixture(autouse=True)
     def _user(self, cluster: Cluster) -> None:
         for node in cluster.nodes:
-            documented_url(node, "agent", "+cluster|slots", "+cluster|info")
+            documented_url(node, "agent", "+cluster|slots", "+cluster|info", "+asking")
         self.cluster = cluster
         self.options = RedisOptions(cluster.url, username="agent", password=PASSWORD)
 

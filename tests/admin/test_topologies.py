@@ -25,7 +25,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.node import slot_of
+from lmcache_redis.resp.routes import slot_of
 from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
 from tests.resp.helpers import running

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lmcache_redis.resp.routes import slot_of
 from tests.agent.test_path_of_a_chunk import assert_blocks_equal
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
 from tests.topologies import keys_on, running_cluster, running_sentinel
 
 pytestmark = pytest.mark.servers
@@ -59,3 +63,42 @@ def test_an_agent_follows_a_failover(tmp_path: Path) -> None:
         assert engine.retrieve("r2", hashes, range(8, 16)) == set()
         assert "secret" not in agent.log
         assert "secret" not in str(agent.status())
+
+
+def calls(nodes: Sequence[RedisServer], command: str) -> int:
+    """How often the servers have run a command."""
+    return sum(
+        int(node.command("INFO", "commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
+        for node in nodes
+    )
+
+
+def test_what_an_agent_serves_while_a_slot_moves_stays_whole(tmp_path: Path) -> None:
+    """Whether the chunk of that slot is there is not known: it is not written again."""
+    hashes = block_hashes("prompt", 32)
+    with (
+        running_cluster(tmp_path) as cluster,
+        AgentServer(tmp_path / "one", cluster.url) as one,
+        AgentServer(tmp_path / "two", cluster.url) as two,
+        Engine(one.endpoint) as first,
+        Engine(two.endpoint) as second,
+    ):
+        for agent in (one, two):
+            wait_until(partial(lambda agent: agent.status()["redis"]["up"], agent))
+        first.randomize(range(32))
+        first.store("r1", hashes, range(32))
+        one.wait_idle()
+        source, target = cluster.nodes[:2]
+        with source.client() as client:
+            key = next(client.scan_iter())
+        every, written = sum(keys_on(cluster.nodes)), calls(cluster.nodes, "set")
+        cluster.begin_move(slot_of(key), source, target)
+        assert cluster.move_keys(slot_of(key), source, target, 100)
+        assert first.lookup("r2", hashes) == 512
+        first.scheduler.end_session("r2")
+        wait_until(lambda: calls(cluster.nodes, "touch") >= every - 1)
+        one.wait_idle()
+        cluster.end_move(slot_of(key), source, target)
+        assert calls(cluster.nodes, "set") == written
+        assert one.counter("drop_redis_error") == 0
+        assert second.lookup("r3", hashes) == 512

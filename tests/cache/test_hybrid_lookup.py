@@ -59,13 +59,15 @@ def forms_of(
 class StoredTier(PlayedTier):
     """Answers from `stored`, at once unless it is told to wait.
 
-    broken: how reads of these keys end. waits: `end_reads` ends reads. silent_from: the number of
-    the first question that gets no answer.
+    unsaid: keys of which it does not say whether it has them. broken: how reads of these keys end.
+    waits: `end_reads` ends reads. silent_from: the number of the first question that gets no
+    answer.
     """
 
     def __init__(self, name: str, stored: set[bytes], *, indexed: bool = False) -> None:
         super().__init__(name, stored if indexed else None)
         self.stored = stored
+        self.unsaid: set[bytes] = set()
         self.broken: dict[bytes, ReadOutcome] = {}
         self.fails = CallOutcome.DONE
         self.waits = False
@@ -77,17 +79,22 @@ class StoredTier(PlayedTier):
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
     ) -> None:
         self.questions.append(("scan", [*keys]))
-        gap = next((n for n, key in enumerate(keys) if key not in self.stored), len(keys))
+        gap = next((n for n, key in enumerate(keys) if self.says(key) is not True), len(keys))
         if len(self.questions) < self.silent_from:
-            done(ScanResult(self.fails, gap if self.fails is CallOutcome.DONE else 0))
+            is_known = gap == len(keys) or self.says(keys[gap]) is not None
+            outcome = self.fails if is_known else CallOutcome.UNAVAILABLE
+            done(ScanResult(outcome, gap if self.fails is CallOutcome.DONE else 0))
 
     def exists(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
     ) -> None:
         self.questions.append(("exists", [*keys]))
-        present = [key in self.stored for key in keys]
+        present = [self.says(key) for key in keys]
         if len(self.questions) < self.silent_from:
             done(ExistsResult(self.fails, present if self.fails is CallOutcome.DONE else ()))
+
+    def says(self, key: bytes) -> bool | None:
+        return None if key in self.unsaid else key in self.stored
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         super().load_all(jobs, done)
@@ -456,6 +463,20 @@ def test_a_tier_that_cannot_be_asked_leaves_what_is_in_memory(
     model.redis.fails = outcome
     assert model.look_up() == 4
     assert model.counted() == {counter: 12, "lookups_failed": 1}
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_what_is_not_known_ends_the_prefix_but_is_not_absent(row: int) -> None:
+    model = Model([ALL, STATE])
+    model.store(0, range(16))
+    model.store(1, [4, 9])
+    model.redis.unsaid = {model.key(10 if row == 0 else 9, row)}
+    told: list[tuple[bytes, int | None, bool]] = []
+    model.cache.pool.on_change = lambda *change: told.append(change)
+    assert model.look_up() == (10 if row == 0 else 5)
+    absent = {"miss_absent": 1} if row else {}
+    assert model.counted("miss_") == {"miss_redis_error": 10 if row else 6} | absent
+    assert not [key for key, _, there in told if key in model.redis.unsaid and not there]
 
 
 def test_a_tier_that_breaks_keeps_the_memory_of_what_it_took(

@@ -112,6 +112,15 @@ def test_a_tier_that_does_not_say_lacks_nothing(hot: Hot, outcome: CallOutcome) 
     assert len(hot.redis.refreshed) == 1
 
 
+def test_what_is_not_known_is_neither_written_nor_absent(hot: Hot) -> None:
+    told: list[tuple[bytes, int | None, bool]] = []
+    hot.cache.pool.on_change = lambda *change: told.append(change)
+    hot.look_up()
+    hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [None, False, None, True, None]))
+    assert told == [(hot.entries[n].key, 1, n == 3) for n in (1, 3)]
+    assert written_again(hot) == [hot.entries[1]]
+
+
 def test_a_tier_that_is_down_is_not_asked(hot: Hot) -> None:
     hot.redis.is_up = False
     hot.look_up()

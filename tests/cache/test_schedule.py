@@ -56,6 +56,19 @@ def test_the_beginnings_of_prompts_are_written_first(writes: WriteScheduler) -> 
     assert len(writes) == 0
 
 
+def test_what_is_added_again_keeps_its_rank_and_its_deadline(writes: WriteScheduler) -> None:
+    add(writes, *(write_of(n, deadline=NOW + n) for n in (1, 2, 3, 4)))
+    begun = writes.begin(NOW)
+    assert positions(begun) == [1, 2]
+    writes.add_again(begun)
+    assert len(writes) == 4
+    assert positions(writes.begin(NOW)) == [1, 2]
+    writes.add_again(begun)
+    assert positions(writes.expired(NOW + 2)) == [1, 2]
+    assert not writes.remove(begun[0])
+    assert positions(writes.begin(NOW)) == [3, 4]
+
+
 def test_those_of_one_rank_keep_their_order(writes: WriteScheduler) -> None:
     same = [write_of(1) for _ in range(3)]
     add(writes, *same)

@@ -129,19 +129,64 @@ def test_a_removal_waits_for_the_write_of_its_key(queue: Queue) -> None:
     queue.loop.run_posted()
 
 
-@pytest.mark.parametrize("outcome", [CallOutcome.TIMED_OUT, CallOutcome.UNAVAILABLE])
-def test_where_a_tier_does_not_say_what_it_has_the_write_decides(
-    queue: Queue, outcome: CallOutcome
+NOT_KNOWN = [
+    ExistsResult(CallOutcome.TIMED_OUT),
+    ExistsResult(CallOutcome.UNAVAILABLE),
+    ExistsResult(CallOutcome.DONE, [None] * len(HASHES)),
+]
+
+
+@pytest.mark.parametrize("result", NOT_KNOWN)
+def test_a_tier_that_does_not_say_is_asked_again_not_written(
+    queue: Queue,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    result: ExistsResult,
 ) -> None:
+    monkeypatch.setattr(writebehind, "_ASK_AGAIN_S", 0.001)
     queue.enqueue()
-    queue.answer(ExistsResult(outcome))
-    assert queue.written() == queue.entries
-    queue.end(WriteOutcome.UNAVAILABLE)
+    for _ in range(writebehind._MOST_QUESTIONS):
+        assert len(queue.writes) == len(HASHES)
+        queue.run(lambda: queue.tier.refreshed)
+        queue.answer(result)
+        assert queue.written() == []
+    assert (len(queue.writes), queue.writes.queued_bytes) == (0, 0)
     assert queue.counted() == {"drop_redis_error": len(HASHES)}
+    assert caplog.text.count("it does not say whether it has them") == 1
     assert all(FORM.key(name) in queue.cache.pool for name in HASHES)
     queue.enqueue()  # the next store does so
     assert len(queue.tier.refreshed) == 1
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
+
+
+def test_only_what_is_not_known_is_asked_again(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writebehind, "_ASK_AGAIN_S", 0.001)
+    told: list[tuple[bytes, int | None, bool]] = []
+    queue.cache.pool.on_change = lambda *change: told.append(change)
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [None, False, True, None, None]))
+    assert queue.written() == [queue.entries[1]]
+    assert told == [(FORM.key(HASHES[1]), 0, False), (FORM.key(HASHES[2]), 0, True)]
+    assert queue.cache.clear([FORM.key(HASHES[3])]) == 1  # not asked about any more
+    queue.run(lambda: queue.tier.refreshed)
+    assert [key for key, _ in queue.tier.refreshed[0][0]] == [FORM.key(HASHES[n]) for n in (0, 4)]
+    queue.answer(ExistsResult(CallOutcome.DONE, [False, True]))
+    assert queue.written() == [queue.entries[n] for n in (1, 0)]
+    queue.end(WriteOutcome.STORED)
+    assert queue.counted("drop_") == {}
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_nobody_asks_a_tier_that_is_down_or_at_the_end_again(queue: Queue, is_up: bool) -> None:
+    queue.enqueue()
+    queue.tier.is_up = is_up
+    if is_up:
+        queue.cache.begin_writes()
+    queue.answer(ExistsResult(CallOutcome.UNAVAILABLE))
+    assert (queue.written(), len(queue.writes)) == ([], 0)
+    assert queue.counted() == {"drop_redis_error": len(HASHES)}
 
 
 def test_chunks_asked_about_when_the_owner_stops_are_counted(

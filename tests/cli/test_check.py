@@ -100,7 +100,7 @@ def test_a_cluster_is_asked_as_agents_ask_it(tmp_path: Path) -> None:
     password = {"LMCACHE_REDIS_PASSWORD": PASSWORD}
     with running_cluster(tmp_path) as cluster:
         for node in cluster.nodes:
-            documented_url(node, "agent", "+cluster|slots", "+cluster|info")
+            documented_url(node, "agent", "+cluster|slots", "+cluster|info", "+asking")
         words = ("agent", "--redis-url", cluster.url, "--redis-username", "agent", "--connect")
         assert check(*words, **password)[0] == 0
         status, _, err = check(*words, LMCACHE_REDIS_PASSWORD="wr0ng")

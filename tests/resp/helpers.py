@@ -207,6 +207,13 @@ def exists(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -
     return answers.wait(1)[0]
 
 
+def refresh(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> Any:
+    answers = Answers()
+    asked = [(chunk.key, chunk.stripe_count) for chunk in chunks]
+    plane.refresh(asked, time.monotonic() + within_s, answers.callback("refresh"))
+    return answers.wait(1)[0]
+
+
 def describe(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -> FramesResult:
     """Also on the caller's own thread."""
     answers: SimpleQueue[FramesResult] = SimpleQueue()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.chunks.names import stripe_key
-from lmcache_redis.resp.node import slot_of
+from lmcache_redis.resp.routes import slot_of
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     NAMESPACE,
@@ -19,6 +19,7 @@ from tests.resp.helpers import (
     clear,
     exists,
     read,
+    refresh,
     remove,
     running,
     scan,
@@ -110,7 +111,9 @@ def test_what_moving_slots_have_is_missed_until_they_moved(own_cluster: Cluster)
         # The source answers ASK.
         loaded = Chunk(1, BIG, SLOT)
         assert read(plane, loaded) == [ReadOutcome.UNAVAILABLE]
-        assert scan(plane, [chunk.key]) == (CallOutcome.DONE, 0)
+        assert scan(plane, [chunk.key]) == (CallOutcome.UNAVAILABLE, 0)
+        assert exists(plane, [chunk.key]) == (CallOutcome.UNAVAILABLE, ())
+        assert refresh(plane, chunk) == (CallOutcome.DONE, [None])
         assert remove(plane, chunk)[:2] == (CallOutcome.UNAVAILABLE, 0)
         assert plane.state.up
         # And now MOVED.
@@ -177,8 +180,11 @@ def test_a_lost_shard_costs_only_its_chunks(own_cluster: Cluster) -> None:
         for chunk, outcome, gone in zip(loaded, outcomes, on_lost, strict=True):
             assert outcome is (ReadOutcome.UNAVAILABLE if gone else ReadOutcome.LOADED)
             assert gone or chunk.content == small[chunk.number].content
-        assert exists(plane, keys) == (CallOutcome.DONE, [not gone for gone in on_lost])
-        assert scan(plane, keys) == (CallOutcome.DONE, on_lost.index(True))
+        assert exists(plane, keys) == (
+            CallOutcome.DONE,
+            [None if gone else True for gone in on_lost],
+        )
+        assert scan(plane, keys) == (CallOutcome.UNAVAILABLE, on_lost.index(True))
         assert WriteOutcome.UNAVAILABLE in write(plane, *small)
         lost.start()
         wait_until(lambda: "shards are down" not in plane.state.reason)

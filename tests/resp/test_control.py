@@ -247,6 +247,18 @@ def test_each_key_is_asked_about_by_itself() -> None:
             play(ask_each(pack, parse_count, asked[:1]), [reply])
 
 
+def test_asking_comes_before_each_key_in_one_write() -> None:
+    def pack(keys: Sequence[bytes]) -> bytes:
+        return keys_commands(b"EXISTS", keys, 1)
+
+    asked, asking = keys(2), b"*1\r\n$6\r\nASKING\r\n"
+    moved = ErrorReply("MOVED", "MOVED 1 127.0.0.1:7")
+    steps = ask_each(pack, parse_count, asked, is_asking=True)
+    (sent,), (first, second) = play(steps, [b"OK", 1, b"OK", moved])
+    assert sent == b"".join(asking + pack([key]) for key in asked)
+    assert (first, second.reply) == (1, "MOVED 1 127.0.0.1:7")
+
+
 def test_a_header_is_read_to_its_last_byte() -> None:
     *_, start, _, end = header_commands([b"key"]).split(b"\r\n")[:-1]
     assert (int(start), int(end)) == (0, HEADER_BYTES - 1)

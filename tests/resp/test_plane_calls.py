@@ -271,3 +271,19 @@ def test_a_refresh_reaches_every_shard(shared_cluster: Cluster, ttl_s: int) -> N
                 assert int(node.command("TTL", key)) > 4900
             else:
                 assert int(node.command("OBJECT", "IDLETIME", key)) <= 1
+
+
+@pytest.mark.parametrize("refused", ["touch", "expire"])
+def test_a_server_that_keeps_nothing_still_says_what_it_has(
+    server: RedisServer, refused: str
+) -> None:
+    """Else nothing would be stored: what is not known is not written."""
+    rights = ("reset", "on", ">s3cret", "+@all", f"-{refused}", "~*")
+    server.command("ACL", "SETUSER", "limited", *rights)
+    ttl = {"ttl_s": 100, "ttl_refresh": True} if refused == "expire" else {}
+    stored, lacking = Chunk(1, 100_000, 4096, seed=1), Chunk(2, 100_000, 4096)
+    with running(f"redis://limited:s3cret@127.0.0.1:{server.port}", **ttl) as plane:
+        assert write(plane, stored) == [WriteOutcome.STORED]
+        assert refresh(plane, [stored, lacking]) == (CallOutcome.DONE, [True, False])
+        assert refused in plane.state.reason
+    server.command("ACL", "DELUSER", "limited")

@@ -141,7 +141,7 @@ def test_a_slot_that_moves_is_a_failure(stripe_count: int) -> None:
             return b"-MOVED 5 127.0.0.1:1\r\n"
         return None
 
-    with shard(answer) as server, running(cluster_url(server)) as plane:
+    with shard(answer) as server, running(cluster_url(server), op_timeout_s=0.5) as plane:
         found = remove(plane, CHUNK, stripe_count=stripe_count)
         assert found == RemoveResult(UNAVAILABLE, 0, stripe_count)
         assert b"UNLINK" in asked

@@ -10,7 +10,7 @@ from redis.crc import key_slot
 
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
-from lmcache_redis.resp.node import Routes, slot_of
+from lmcache_redis.resp.routes import Routes, slot_of
 
 SERVERS = tuple(Endpoint(Transport.TCP, host="h", port=port) for port in (1, 2, 3))
 NODES = {server: f"node-{server.port}" for server in SERVERS}

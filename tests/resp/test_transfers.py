@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.chunks.frame import HEADER_BYTES, add_checksums
 from lmcache_redis.resp import RedisOptions, health
@@ -16,7 +17,7 @@ from lmcache_redis.resp.failures import Failures
 from lmcache_redis.resp.jobs import Jobs, TaskQueue
 from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.resp.options import parse_deployment
-from lmcache_redis.resp.transfers import Read, Write, Writer, verify
+from lmcache_redis.resp.transfers import Read, Write, Writer, place, verify
 from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, open_streams, read, running, wait_until, write
 from tests.resp.proxy import Proxy
@@ -45,6 +46,36 @@ class Answered:
         with self.jobs.lock:
             self.read.ended(index, found)
         self.jobs.conclude((self.read,))
+
+
+def value_of(chunk: Chunk, index: int) -> bytes:
+    """A good stripe, as the server has it."""
+    payload = chunk.slots[index]
+    header = bytearray(chunk.frame.bare_header(index, GOOD, 1))
+    add_checksums(header, xxh3_64_intdigest(payload))
+    return bytes(header) + bytes(payload)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_value_that_was_received_apart_is_judged_as_any_other(index: int) -> None:
+    good = value_of(Chunk(1, 250, 100, seed=1), index)
+    other = value_of(Chunk(2, 250, 100, seed=1), index)
+    for value, expected in {
+        good: GOOD,
+        good[:-1] + bytes([good[-1] ^ 1]): ReadOutcome.CORRUPT,
+        good[:-1]: ReadOutcome.CORRUPT,
+        good + b"x": ReadOutcome.CORRUPT,
+        good[:10]: ReadOutcome.CORRUPT,
+        other: ReadOutcome.FOREIGN,
+        b"": ReadOutcome.FOREIGN,
+        b"x" * len(good): ReadOutcome.FOREIGN,
+        None: ReadOutcome.INCOMPLETE,
+    }.items():
+        into = Chunk(1, 250, 100)
+        assert place(into.io(), index, value, None) == expected
+        into.check_guards()
+        if value == good:
+            assert into.slots[index] == good[HEADER_BYTES:]
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,13 @@ COMMANDS: Final = (
         "cluster|info", ("CLUSTER", "INFO"),
         "a node that is cut off from its cluster is noticed later", Use.CLUSTER,
     ),
+    Command(
+        "asking", ("ASKING",), "chunks in a slot that is moving are missed", Use.CLUSTER
+    ),
     Command("set", ("SET", KEY, "", "EX", _EXPIRES_S), "nothing is stored", is_vital=True),
     Command("get", ("GET", KEY), "nothing is loaded", is_vital=True),
     Command("exists", ("EXISTS", KEY), "nothing is found", is_vital=True),
-    Command("touch", ("TOUCH", KEY), "what host pools serve is evicted, and stored again"),
+    Command("touch", ("TOUCH", KEY), "what host pools serve is evicted"),
     Command(
         "getrange", ("GETRANGE", KEY, 0, 0),
         "a removal that is tried again may remove what was stored since, and `why --layouts` knows "

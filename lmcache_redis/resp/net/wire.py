@@ -16,11 +16,12 @@ from typing import Any, Final, NamedTuple
 
 import hiredis
 
-from lmcache_redis.errors import RedisError, RedisProtocolError
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisRedirect
 from lmcache_redis.resp.net.advice import advice_on, advised, reason_of
 
 CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
+ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
 PONG: Final = b"PONG"
 # A map of a cluster may have a range for each slot, each with three replicas and long host names.
 MAX_REPLY_BYTES: Final = 16 << 20
@@ -57,6 +58,10 @@ def get_command(key: bytes, ttl_s: int = 0) -> bytes:
     """A GET; with ttl_s a GETEX (Redis 6.2), which restarts the TTL."""
     words = b"*4\r\n$5\r\nGETEX" if ttl_s else b"*2\r\n$3\r\nGET"
     return b"%b\r\n$%d\r\n%b%b" % (words, len(key), key, end_of_command(ttl_s))
+
+
+def get_commands(keys: Sequence[bytes]) -> bytes:
+    return b"".join(map(get_command, keys))
 
 
 def set_prefix(key: bytes, value_bytes: int, ttl_s: int = 0) -> bytes:
@@ -143,7 +148,8 @@ def error_reply(text: str) -> ErrorReply:
 def error_of(reply: ErrorReply) -> RedisError:
     """The exception for an error reply, with what to change. The connection stays in step."""
     kind, change = advice_on(reply.code, reply.text)
-    error = kind(advised(f"Redis says: {reply.text[:200]}", change))
+    said = advised(f"Redis says: {reply.text[:200]}", change)
+    error = kind(said, reply.text) if kind is RedisRedirect else kind(said)
     error.refusal = reason_of(reply.code)
     return error
 
