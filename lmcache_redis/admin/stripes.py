@@ -18,7 +18,7 @@ from lmcache_redis.admin.names import ChunkName, namespaces_of
 from lmcache_redis.admin.server import BATCH_KEYS, Command, PrimaryServers
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.chunks.keys import KEY_MAGIC
-from lmcache_redis.chunks.names import parse_stripe_key
+from lmcache_redis.chunks.names import is_claim_key, parse_stripe_key
 from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.seal import Opened, SealKeys
@@ -229,6 +229,8 @@ class Survey:
     whole: bool = True
 
     def add(self, key: bytes, prefix: bytes) -> None:
+        if is_claim_key(key, prefix):
+            return
         try:
             namespace, chunk_key, index = parse_stripe_key(key, prefix)
         except FormatError:

@@ -25,6 +25,10 @@ from lmcache_redis.tiers import ChunkIO, WriteOutcome
 # The writes in flight: what the tier writes in this time, but not more bytes.
 IN_FLIGHT_BYTES = 32 << 20
 _IN_FLIGHT_S = 0.25
+# What begins has ended after so many times the time that it should take.
+_CLAIM_MARGIN = 4
+_LEAST_CLAIM_S = 2.0
+_MOST_CLAIM_S = 10.0
 # Loads are never waited for longer.
 GIVE_WAY_S = 1.0
 # Chunks that are due within this time, such as those of one prefill, begin in one batch.
@@ -152,6 +156,13 @@ class WriteScheduler:
     def ended(self, write: PendingWrite) -> None:
         """A write is no longer in flight."""
         self._in_flight.discard(write)
+
+    def claim_s(self) -> float:
+        """For how long other writers are kept from the chunks that are in flight."""
+        in_flight_bytes = sum(each.nbytes for each in self._in_flight)
+        rate = self.rate.per_second()
+        expected_s = _CLAIM_MARGIN * in_flight_bytes / rate if rate else _MOST_CLAIM_S
+        return min(_MOST_CLAIM_S, max(_LEAST_CLAIM_S, expected_s))
 
     def most_bytes(self, seconds: float) -> float:
         """The limit of what is queued: no more than the tier is known to write in that time."""

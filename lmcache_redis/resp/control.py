@@ -123,6 +123,41 @@ def ask_each(
     return results
 
 
+def claim_and_ask_each(
+    pack_claims: Callable[[Sequence[bytes]], bytes],
+    pack: Callable[[Sequence[bytes]], bytes],
+    is_claim: Callable[[bytes], bool],
+    keys: Sequence[bytes],
+    step_keys: int,
+) -> Steps[list[Any]]:
+    """As `ask_each` for counts, after claims, whose keys come first: 1, or 0 if another has it.
+
+    Who may not claim, or cannot, is in nobody's way: 1. The write says what is wrong.
+    """
+    results: list[Any] = []
+    for start in range(0, len(keys), step_keys):
+        some = keys[start : start + step_keys]
+        count = sum(map(is_claim, some))
+        connection = yield (pack_claims(some[:count]), pack(some[count:])), len(some)
+        replies = connection.receive_all()
+        results += [_claimed(reply) for reply in replies[:count]]
+        results += [result_of(reply, parse_count) for reply in replies[count:]]
+    return results
+
+
+def _claimed(reply: Reply) -> int | RedisRedirect:
+    if isinstance(reply, ErrorReply):
+        error = error_of(reply)
+        return error if isinstance(error, RedisRedirect) else 1
+    if reply not in (None, b"OK"):
+        raise RedisProtocolError("malformed reply to SET: expected OK or nothing")
+    return int(reply is not None)
+
+
+def claim_commands(claim_ms: int, keys: Sequence[bytes]) -> bytes:
+    return b"".join([pack_command(b"SET", key, b"", b"NX", b"PX", claim_ms) for key in keys])
+
+
 def result_of(reply: Reply, parse: Callable[[Reply], Any]) -> Any:
     """See `ask_each`."""
     if not isinstance(reply, ErrorReply):
