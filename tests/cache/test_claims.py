@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from lmcache_redis.cache import schedule
-from lmcache_redis.chunks.names import ChunkForm, ChunkNames, claim_key, opaque_pages
+from lmcache_redis.chunks.names import (
+    ChunkForm,
+    ChunkNames,
+    claim_key,
+    opaque_pages,
+    stripe_key,
+)
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.tiers import REDIS_COUNTERS, CallOutcome, ExistsResult, ReadOutcome
+from lmcache_redis.tiers import (
+    REDIS_COUNTERS,
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    ReadOutcome,
+    WriteDone,
+)
 from tests.acl import PASSWORD
 from tests.cache.played import World, run_until
-from tests.harness import WAIT_S, block_hashes, wait_until
-from tests.servers import RedisServer
+from tests.harness import WAIT_S, block_hashes
+from tests.servers import RedisServer, stripe_keys
 from tests.topologies import running_cluster
 
 pytestmark = pytest.mark.servers
@@ -129,10 +142,10 @@ def test_each_chunk_is_stored_whole_by_one_of_many(url: str, stack: ExitStack) -
 
 def test_a_claim_has_one_holder_and_expires(url: str, stack: ExitStack) -> None:
     first, second = _plane(url, stack), _plane(url, stack)
-    absent, every = [False] * len(HASHES), [True] * len(HASHES)
+    absent, every = [False] * len(HASHES), (True,) * len(HASHES)
     assert refreshed(first, 0.5) == (CallOutcome.DONE, absent, every)
-    assert refreshed(second, 0.5) == (CallOutcome.DONE, absent, [False] * len(HASHES))
-    assert refreshed(second) == (CallOutcome.DONE, absent, [])
+    assert refreshed(second, 0.5) == (CallOutcome.DONE, absent, (False,) * len(HASHES))
+    assert refreshed(second) == (CallOutcome.DONE, absent, ())
     time.sleep(0.6)
     assert refreshed(second, 0.5) == (CallOutcome.DONE, absent, every)
 
@@ -150,18 +163,38 @@ def test_a_holder_that_dies_loses_it(
 def test_a_claim_that_has_run_out_makes_no_chunk_visible(
     server: RedisServer, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer that is held up for longer: what it has sent stays invisible."""
+    """The server is held up for longer: what it was sent stays invisible."""
     monkeypatch.setattr(schedule, "_LEAST_CLAIM_S", 0.4)
     monkeypatch.setattr(schedule, "_MOST_CLAIM_S", 0.4)
     late = Writer(server.url, 1, stack)
     late.begin()
-    late.loop.run_due()
     claim = claim_key(FORM.key(HASHES[0]), b"")
-    wait_until(lambda: server.command("EXISTS", claim), "a claim", WAIT_S)
-    time.sleep(0.5)  # its owner's thread is held up
-    late.end()
+    store_all = late.plane.store_all
+
+    def held_up(jobs: Sequence[ChunkIO], done: WriteDone) -> None:
+        assert server.command("EXISTS", claim)
+        server.stop()
+        store_all(jobs, done)
+
+    monkeypatch.setattr(late.plane, "store_all", held_up)
+    try:
+        late.end()
+    finally:
+        server.cont()
     assert late.counted() == {"drop_redis_error": len(HASHES)}
-    assert not server.command("EXISTS", FORM.key(HASHES[0]) + b"\0\0")
+    assert not server.command("EXISTS", stripe_key(FORM.key(HASHES[0]), 0))
+
+
+def test_a_writer_is_not_held_up_by_its_own_claim(server: RedisServer, stack: ExitStack) -> None:
+    """As when the server evicts right away what was stored."""
+    writer = Writer(server.url, 1, stack)
+    writer.store()
+    server.command("UNLINK", *stripe_keys(server))
+    writer.store()
+    assert writer.counted() == {
+        "stored_chunks": 2 * len(HASHES),
+        "stored_bytes": 2 * len(HASHES) * FORM.chunk_bytes,
+    }
 
 
 def test_who_may_not_claim_stores_all_the_same(server: RedisServer, stack: ExitStack) -> None:
