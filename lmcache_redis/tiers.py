@@ -91,11 +91,12 @@ class ScanResult(NamedTuple):
 class ExistsResult(NamedTuple):
     """present: whether each key exists, in order; None: not known. Empty unless DONE.
 
-    DONE: it is known of some.
+    DONE: it is known of some. claimed: of a `refresh` with a claim, whether the caller has it.
     """
 
     outcome: CallOutcome
     present: Sequence[bool | None] = ()
+    claimed: Sequence[bool | None] = ()
 
 
 class RemoveResult(NamedTuple):
@@ -247,9 +248,17 @@ class Tier(Protocol):
         """Which of the chunks exist."""
 
     def refresh(
-        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+        self,
+        chunks: Sequence[tuple[bytes, int]],
+        deadline: float,
+        done: Done[ExistsResult],
+        claim_s: float = 0.0,
     ) -> None:
-        """Which chunks, by key and number of stripes, exist whole. Counts as a use of those."""
+        """Which chunks, by key and number of stripes, exist whole. Counts as a use of those.
+
+        claim_s: also claim them for so long: of several writers one gets the claim. A tier with one
+        writer has no claims.
+        """
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
         """Load chunks into their slots, in this order.

@@ -237,3 +237,9 @@ class RedisServer:
         if process is not None:
             process.send_signal(number)
             process.wait(START_TIMEOUT_S)
+
+
+def stripe_keys(server: Any) -> list[bytes]:
+    """All keys of a server, or of a client's, but claims, which are there for seconds."""
+    found = server.keys("*") if isinstance(server, redis.Redis) else server.command("KEYS", "*")
+    return [key for key in found if b"lmcr1:claim:" not in key]

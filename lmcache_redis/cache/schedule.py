@@ -27,6 +27,10 @@ IN_FLIGHT_BYTES = 32 << 20
 _IN_FLIGHT_S = 0.25
 # With fewer bytes in flight a write takes as long as its round trip: it tells no rate.
 LEAST_MEASURED_BYTES = 1 << 20
+# What begins has ended after so many times the time that it should take.
+_CLAIM_MARGIN = 4
+_LEAST_CLAIM_S = 2.0
+_MOST_CLAIM_S = 10.0
 # Loads are never waited for longer.
 GIVE_WAY_S = 1.0
 # Chunks that are due within this time, such as those of one prefill, begin in one batch.
@@ -163,6 +167,13 @@ class WriteScheduler:
         """The tier has answered a write."""
         is_measured = is_stored and self.rate.in_flight_bytes >= LEAST_MEASURED_BYTES
         self.rate.ended(nbytes, now_s, arrived=is_measured)
+
+    def claim_s(self) -> float:
+        """For how long other writers are kept from the chunks that are in flight."""
+        in_flight_bytes = sum(each.nbytes for each in self._in_flight)
+        rate = self.rate.per_second()
+        expected_s = _CLAIM_MARGIN * in_flight_bytes / rate if rate else _MOST_CLAIM_S
+        return min(_MOST_CLAIM_S, max(_LEAST_CLAIM_S, expected_s))
 
     def most_bytes(self, seconds: float) -> float:
         """The limit of what is queued: no more than the tier is known to write in that time."""

@@ -10,6 +10,11 @@ expires and loses chunks; if so, it is not written again. If the tier does not s
 few times more, and then the chunk is dropped: a write could tear what others use. What the tier has
 of some chunks is doubted (`doubted`): their next writes are made without asking.
 
+Agents that compute one prompt at the same time store it at the same time, and would tear each
+other's chunks. So whoever asks also claims the chunk, for as long as the write may take. A writer
+without the claim asks again later. One whose claim has run out does not end its write: stripe 0,
+which makes a chunk visible, is not sent.
+
 Requests for a chunk in the host pool do not reach the tiers, which would evict or expire exactly
 the hottest chunks. So after a lookup they are told to keep its chunks.
 
@@ -55,6 +60,11 @@ _BATCH_CHUNKS = 256
 # first time. It doubles: in all as long as a slot takes to move, or a replica to take over.
 _MOST_QUESTIONS = 4
 _ASK_AGAIN_S = 0.5
+# While others have claimed it: until their claims have expired, if they die.
+_MOST_CLAIM_QUESTIONS = 10
+_MOST_PAUSE_S = 2.0
+# Of the time of a claim: a command may reach the server late.
+_CLAIM_USED = 0.75
 
 
 # Of what is under a key: a write, or what begins a removal.
@@ -83,6 +93,7 @@ class WriteBehind:
         self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
         self.schedule = WriteScheduler(loads, backing.write_limit_bytes)
         self._timer = OneTimer(owner, self.begin_ready)
+        self._claims: dict[bytes, float] = {}  # of ours, until when; the oldest first
         self.doubted = DoubtedChunks(backing.tier, owner, metrics, self._remove_wrong)
         self._warned_of: WriteOutcome | None = None
 
@@ -238,22 +249,31 @@ class WriteBehind:
         with self._ended_on_error(writes):
             if tier.lookup(writes[0].key) is not None:
                 present = [bool(tier.lookup(each.key)) for each in writes]
-                self._asked(writes, ExistsResult(CallOutcome.DONE, present))
+                self._asked(writes, math.inf, ExistsResult(CallOutcome.DONE, present))
                 return
+            now_s, claim_s = time.monotonic(), self.schedule.claim_s()
             tier.refresh(
                 [(each.key, each.frame.stripe_count) for each in writes],
-                time.monotonic() + self._backing.ask_timeout_s,
-                posting(self._owner, partial(self._asked, writes)),
+                now_s + self._backing.ask_timeout_s,
+                posting(self._owner, partial(self._asked, writes, now_s + claim_s * _CLAIM_USED)),
+                claim_s,
             )
 
-    def _asked(self, writes: Sequence[PendingWrite], result: ExistsResult) -> None:
-        lacking, not_known = [], []
-        for write, present in zip(writes, result.present or [None] * len(writes), strict=True):
+    def _asked(
+        self, writes: Sequence[PendingWrite], claimed_until_s: float, result: ExistsResult
+    ) -> None:
+        now_s = time.monotonic()
+        self._remember_claims(writes, result.claimed, claimed_until_s, now_s)
+        lacking: list[PendingWrite] = []
+        not_known: list[PendingWrite] = []
+        of_others: list[PendingWrite] = []
+        every = result.present or [None] * len(writes), result.claimed or [True] * len(writes)
+        for write, present, is_claimed in zip(writes, *every, strict=True):
             is_discarded = write.entry.state is EntryState.DISCARDED
             is_doubted = self._is_doubted(write.key)
             if is_discarded or result.outcome is CallOutcome.CANCELLED:
                 self._end(write, WriteOutcome.CANCELLED)
-            elif present is None and not is_doubted:
+            elif not is_doubted and (present is None or (is_claimed is None and not present)):
                 not_known.append(write)
             elif present and not is_doubted:
                 self._pool.seen(self._index, (write.entry.key,))
@@ -263,20 +283,42 @@ class WriteBehind:
             else:
                 if present is not None:
                     self._pool.seen(self._index, (write.key,), there=False)
-                lacking.append(write)
+                until_s = self._claims.get(write.key, 0.0)
+                if until_s > now_s:
+                    write.deadline = min(write.deadline, until_s)
+                may_write = until_s > now_s or is_doubted or not result.claimed
+                (lacking if may_write else of_others).append(write)
         self._ask_later(not_known)
+        self._ask_later(of_others, _MOST_CLAIM_QUESTIONS)
         self._write(lacking)
 
-    def _ask_later(self, writes: Sequence[PendingWrite]) -> None:
-        """The tier does not say whether it has the chunks: a write may damage what others use."""
+    def _remember_claims(
+        self,
+        writes: Sequence[PendingWrite],
+        claimed: Sequence[bool | None],
+        until_s: float,
+        now_s: float,
+    ) -> None:
+        """Ours outlast their writes, and must not hold up the next one of the chunk."""
+        while self._claims and self._claims[key := next(iter(self._claims))] <= now_s:
+            del self._claims[key]
+        for write, is_ours in zip(writes, claimed, strict=False):  # of a tier without claims: none
+            if is_ours:
+                self._claims.pop(write.key, None)
+                self._claims[write.key] = until_s
+
+    def _ask_later(self, writes: Sequence[PendingWrite], most: int = _MOST_QUESTIONS) -> None:
+        """The tier does not say whether it has the chunks, or others are writing them: a write may
+        damage what others use.
+        """
         now_s, again = time.monotonic(), []
         is_up = self._backing.tier.state.up
         may_ask = is_up and not self.schedule.is_stopping
         for write in writes:
-            pause_s = _ASK_AGAIN_S * 2**write.questions
+            pause_s = min(_ASK_AGAIN_S * 2**write.questions, _MOST_PAUSE_S)
             write.due_s = now_s + pause_s * random.uniform(0.5, 1.0)
             write.questions += 1
-            if may_ask and write.questions < _MOST_QUESTIONS and write.due_s < write.deadline:
+            if may_ask and write.questions < most and write.due_s < write.deadline:
                 again.append(write)
             else:
                 self._end(write, WriteOutcome.NOT_KNOWN if is_up else WriteOutcome.UNAVAILABLE)

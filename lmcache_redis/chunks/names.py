@@ -36,6 +36,8 @@ DESCRIPTIONS = hashlib.blake2b(b"lmcr1.layouts", digest_size=32).digest()
 
 MAX_REACH_TOKENS = 1 << 40
 MAX_STRIPE_INDEX = 0xFFFF
+# Behind the user's prefix, of keys that name no stripe. No namespace begins so.
+_CLAIM_MAGIC = KEY_MAGIC + b"claim:"
 _STRIPE_INDEX = struct.Struct(">H")
 
 
@@ -67,9 +69,19 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
     return namespace, ObjectKey.from_bytes(data[object_at:index_at]), stripe_index
 
 
+def claim_key(chunk_key: bytes, key_prefix: bytes) -> bytes:
+    """The Redis key that a writer of the chunk sets for a while, so that no other writes it."""
+    digest = hashlib.blake2b(chunk_key, digest_size=8).digest()
+    return key_prefix + _CLAIM_MAGIC + digest
+
+
+def is_claim_key(data: bytes, key_prefix: bytes) -> bool:
+    return data.startswith(key_prefix + _CLAIM_MAGIC)
+
+
 def chunk_key_in(data: bytes, key_prefix: bytes) -> bytes | None:
-    """The chunk key in the Redis key of a stripe; None for a key with another prefix."""
-    if not data.startswith(key_prefix + KEY_MAGIC):
+    """The chunk key in the Redis key of a stripe; None for any other key."""
+    if not data.startswith(key_prefix + KEY_MAGIC) or is_claim_key(data, key_prefix):
         return None
     return data[: -_STRIPE_INDEX.size]
 

@@ -121,33 +121,63 @@ def ask_each(
     """
     results: list[Any] = []
     for start in range(0, len(keys), step_keys):
-        some = keys[start : start + step_keys]
-        if is_asking:
-            connection = yield (
-                [b"".join([ASKING_COMMAND + pack([key]) for key in some])],
-                2 * len(some),
-            )
-            replies = connection.receive_all()[1::2]
-        else:
-            connection = yield (pack(some),), len(some)
-            replies = connection.receive_all()
+        replies = yield from _replies(pack, keys[start : start + step_keys], is_asking)
         results += [result_of(reply, parse) for reply in replies]
     return results
+
+
+def _replies(
+    pack: Callable[[Sequence[bytes]], bytes], keys: Sequence[bytes], is_asking: bool
+) -> Steps[list[Reply]]:
+    if not is_asking:
+        connection = yield (pack(keys),), len(keys)
+        return connection.receive_all()
+    packed = b"".join([ASKING_COMMAND + pack([key]) for key in keys])
+    connection = yield (packed,), 2 * len(keys)
+    return connection.receive_all()[1::2]
 
 
 def keep_each(
     pack: Callable[[Sequence[bytes]], bytes],
     refused: Callable[[RedisReplyError], None],
+    is_claim: Callable[[bytes], bool],
+    claim_ms: int,
     keys: Sequence[bytes],
     is_asking: bool = False,
 ) -> Steps[list[Any]]:
-    """`ask_each` of what keeps the keys; EXISTS of those if the server refuses that."""
-    try:
-        return (yield from ask_each(pack, parse_count, keys, STEP_KEYS, is_asking))
-    except RedisReplyError as error:
-        refused(error)
+    """`ask_each` of what keeps the keys, with counts; EXISTS if the server refuses that.
+
+    Keys of claims come first, and are claimed in the same write: 1, or 0 if another has it. Who may
+    not claim is in nobody's way: 1.
+    """
+
+    def packed(some: Sequence[bytes]) -> bytes:
+        count = sum(map(is_claim, some))
+        words = [(b"SET", key, b"", b"NX", b"PX", claim_ms) for key in some[:count]]
+        return b"".join([pack_command(*each) for each in words]) + pack(some[count:])
+
     exists = partial(keys_commands, b"EXISTS")
-    return (yield from ask_each(exists, parse_count, keys, STEP_KEYS, is_asking))
+    results: list[Any] = []
+    for start in range(0, len(keys), STEP_KEYS):
+        some = keys[start : start + STEP_KEYS]
+        replies = yield from _replies(packed, some, is_asking)
+        count = sum(map(is_claim, some))
+        results += [_claimed(reply) for reply in replies[:count]]
+        try:
+            results += [result_of(reply, parse_count) for reply in replies[count:]]
+        except RedisReplyError as error:
+            refused(error)
+            results += yield from ask_each(exists, parse_count, some[count:], is_asking=is_asking)
+    return results
+
+
+def _claimed(reply: Reply) -> int | RedisRedirect:
+    if isinstance(reply, ErrorReply):
+        error = error_of(reply)
+        return error if isinstance(error, RedisRedirect) else 1
+    if reply not in (None, b"OK"):
+        raise RedisProtocolError("malformed reply to SET: expected OK or nothing")
+    return int(reply is not None)
 
 
 def result_of(reply: Reply, parse: Callable[[Reply], Any]) -> Any:

@@ -27,7 +27,7 @@ from typing import Any
 from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.keys import KEY_MAGIC
-from lmcache_redis.chunks.names import stripe_key
+from lmcache_redis.chunks.names import claim_key, is_claim_key, stripe_key
 from lmcache_redis.resp.control import (
     Steps,
     ask_each,
@@ -248,26 +248,38 @@ class RedisPlane:
         self._nodes.ask_for_each(_EXISTS, deadline, names, answer)
 
     def refresh(
-        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+        self,
+        chunks: Sequence[tuple[bytes, int]],
+        deadline: float,
+        done: Done[ExistsResult],
+        claim_s: float = 0.0,
     ) -> None:
         """Keep chunks from eviction and expiry: their keys, and how many stripes each has.
 
         `present` says of each chunk whether all of its stripes exist: False if one is known to be
         absent. Uses TOUCH, or EXPIRE if a load restarts the TTL; EXISTS if that is refused. After
-        scans.
+        scans. Claims go out in the same write, before it, so that who gets one after another writer
+        sees its chunk. They are keys of their own, which expire.
         """
+        prefix = self.options.key_prefix
+        claims = [claim_key(key, prefix) for key, _ in chunks] if claim_s else []
 
         def counted(outcome: CallOutcome, counts: Sequence[int | None]) -> None:
             left = iter(counts)
+            claimed = tuple(
+                None if n is None else n > 0 for n in itertools.islice(left, len(claims))
+            )
             present = [_all_of([*itertools.islice(left, stripes)]) for _, stripes in chunks]
-            done(ExistsResult(outcome, present if outcome is CallOutcome.DONE else ()))
+            is_done = outcome is CallOutcome.DONE
+            done(ExistsResult(outcome, present, claimed) if is_done else ExistsResult(outcome))
 
-        keys = [stripe_key(key, index) for key, stripes in chunks for index in range(stripes)]
+        stripes = [stripe_key(key, index) for key, count in chunks for index in range(count)]
         pack = partial(keys_commands, b"TOUCH")
         if self.options.ttl_refresh:
             pack = partial(expire_commands, self.options.ttl_s)
-        steps = partial(keep_each, pack, self._nodes.note)
-        self._nodes.ask_for_each(steps, deadline, keys, counted, is_urgent=False)
+        is_claim = partial(is_claim_key, key_prefix=prefix)
+        steps = partial(keep_each, pack, self._nodes.note, is_claim, int(claim_s * 1000))
+        self._nodes.ask_for_each(steps, deadline, [*claims, *stripes], counted, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""

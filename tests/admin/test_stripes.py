@@ -27,6 +27,7 @@ from lmcache_redis.admin.stripes import (
     verify_payload,
 )
 from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
+from lmcache_redis.chunks.names import claim_key
 from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 
 CHUNK = Cached(3)
@@ -133,13 +134,14 @@ def test_every_chunk_is_found_once(server: PrimaryServers, client: Any) -> None:
         chunk.put(client)
     client.set("lmcr1:other", "x")
     client.set("unrelated", "x")
+    client.set(claim_key(CHUNK.name.chunk_key, b""), "")
     found = survey(server, b"")
     assert found.chunks.keys() == chunks.keys()
     assert all(seen.indexes == [0, 1, 2] for seen in found.chunks.values())
     assert all(seen.name == chunks[key].name for key, seen in found.chunks.items())
     assert found.other_keys == {b"lmcr1:other"}
     assert found.whole
-    assert found.looked_at == found.database_keys == 902
+    assert found.looked_at == found.database_keys == 903
 
 
 def test_a_sample_is_bounded(

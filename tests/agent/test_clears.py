@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmcache_redis.chunks.names import parse_stripe_key
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 HASHES = block_hashes("prompt", 8)
 EPOCH = b"epoch..1"
@@ -17,7 +17,7 @@ TOKENS = 128
 
 def hashes_in(server: RedisServer) -> set[bytes]:
     with server.client() as client:
-        return {parse_stripe_key(key)[1].chunk_hash for key in client.scan_iter()}
+        return {parse_stripe_key(key)[1].chunk_hash for key in stripe_keys(client)}
 
 
 def test_a_clear_removes_one_epoch_of_one_layout(

@@ -14,7 +14,7 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.compat.backends import ChunkBackend, in_memory, in_redis, on_disk
 from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, files, store_and_wait
 from tests.harness import AgentServer, Engine
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 SLOT_BYTES = 64 << 10  # the harness's agents'
 LIMIT_BYTES = 64 << 20
@@ -134,7 +134,7 @@ def names_on_disk(directory: Path) -> set[bytes]:
 
 def names_in_redis(redis: RedisServer) -> set[bytes]:
     """The keys of all stripes, without their index."""
-    return {name[:-2] for name in redis.command("KEYS", "*")}
+    return {name[:-2] for name in stripe_keys(redis)}
 
 
 def test_a_chunk_has_one_name_in_redis_and_on_disk(

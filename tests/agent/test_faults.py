@@ -19,7 +19,7 @@ from lmcache_redis import transport
 from lmcache_redis.client import worker as client_worker
 from tests.agent.test_embedded import is_another
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer, free_port
+from tests.servers import RedisServer, free_port, stripe_keys
 
 HASHES = block_hashes("prompt", 8)
 LOOKUP_DEADLINE_S = 1.0
@@ -42,7 +42,7 @@ def stored(agent: AgentServer) -> Iterator[Engine]:
 
 def keys_of(server: RedisServer) -> list[bytes]:
     with server.client() as client:
-        return sorted(client.scan_iter())
+        return sorted(stripe_keys(client))
 
 
 def test_redis_is_killed_between_store_and_lookup(

@@ -30,7 +30,7 @@ from lmcache_redis.resp.plane import RedisPlane
 from tests.agent.joining import HASHES, Joining
 from tests.cache.played import run_until
 from tests.harness import AgentServer, Engine, block_hashes
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 CHUNKS = 2
 TOKENS = 64 * CHUNKS
@@ -186,7 +186,7 @@ def test_why_a_prefix_ends(agent: AgentServer, redis_server: RedisServer) -> Non
         agent.restart()
         engine.wait_ready()
         with redis_server.client() as client:
-            keys = {key: parse_stripe_key(key) for key in client.scan_iter()}
+            keys = {key: parse_stripe_key(key) for key in stripe_keys(client)}
 
             def lose(chunk: bytes, rank: int, stripes: Callable[[int], bool]) -> None:
                 for key, (_, name, index) in keys.items():
@@ -273,12 +273,12 @@ def test_layouts_are_described_in_redis(redis_server: RedisServer) -> None:
         run_until(agent.loop, lambda: len(read_all(agent)) == 2)
         assert read_all(agent) == {each.fingerprint(64): each.canonical(64) for each in (one, two)}
     with redis_server.client() as client:
-        (key,) = (k for k in client.scan_iter() if one.fingerprint(64) in k)
+        (key,) = (k for k in stripe_keys(client) if one.fingerprint(64) in k)
         _, name, index = parse_stripe_key(key, b"p:")
         assert (name.model_name, name.kv_rank, index) == ("org/model", 7, 0)
         assert parse_name(key, b"p:")[0].layout == "(descriptions)"  # in `inspect`
         # The value of another layout under its key.
-        (other, *_) = (k for k in client.scan_iter() if two.fingerprint(64) in k)
+        (other, *_) = (k for k in stripe_keys(client) if two.fingerprint(64) in k)
         client.set(key, client.get(other))
     with agent_at(redis_server.unix_url, key_prefix=b"p:") as agent:
         assert [*read_all(agent)] == [two.fingerprint(64)]

@@ -11,7 +11,7 @@ import torch
 from lmcache_redis.chunks.names import parse_stripe_key
 from lmcache_redis.client.worker import RetrieveTransfer
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 CHUNK = 64
 CHUNKS = 8
@@ -91,7 +91,7 @@ def test_a_lost_chunk_fails_with_those_after_it(
         assert engine.lookup("r", HASHES) == CHUNKS * CHUNK
         with redis_server.client() as client:
             lost = HASHES[4 * 5 + 3]
-            keys = [k for k in client.scan_iter() if parse_stripe_key(k)[1].chunk_hash == lost]
+            keys = [k for k in stripe_keys(client) if parse_stripe_key(k)[1].chunk_hash == lost]
             assert client.delete(*keys) == len(keys) > 0
         failed = engine.retrieve("r", HASHES, range(BLOCKS, 2 * BLOCKS))
         assert failed == {*range(BLOCKS + 4 * 5, 2 * BLOCKS)}

@@ -9,7 +9,7 @@ import torch
 
 from lmcache_redis.chunks.names import parse_stripe_key
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 
 def assert_blocks_equal(
@@ -87,7 +87,7 @@ def test_every_rank_must_have_its_part(agent: AgentServer, redis_server: RedisSe
         assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
 
         with redis_server.client() as client:
-            keys = {key: parse_stripe_key(key) for key in client.scan_iter()}
+            keys = {key: parse_stripe_key(key) for key in stripe_keys(client)}
             ranks = sorted({parsed[1].kv_rank for parsed in keys.values()})
             assert len(ranks) == 2
             doomed = [

@@ -10,7 +10,7 @@ import pytest
 
 from tests.agent.test_watching import HASHES, NAMES, Watcher, watched
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def stored(engine: Engine, server: RedisServer) -> Watcher:
 
 
 def keys_of(server: RedisServer, name: bytes) -> list[bytes]:
-    return [key for key in server.client().scan_iter() if name in key]
+    return [key for key in stripe_keys(server.client()) if name in key]
 
 
 def test_expired_and_deleted_chunks_are_told(agent: AgentServer, server: RedisServer) -> None:
@@ -81,7 +81,7 @@ def test_evicted_chunks_are_told(agent: AgentServer, server: RedisServer) -> Non
 
         def as_in_redis() -> bool:
             watcher.poll()
-            left = Counter(key[:-2][-len(NAMES[0]) :] for key in server.client().scan_iter())
+            left = Counter(key[:-2][-len(NAMES[0]) :] for key in stripe_keys(server.client()))
             whole = {name for name, count in left.items() if count == stripes}
             return watcher.there[0, "redis"] == whole
 

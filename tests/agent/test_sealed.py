@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 pytestmark = pytest.mark.servers
 
@@ -63,4 +63,4 @@ def test_only_agents_with_the_key_hit(
 
 def _keys(server: RedisServer) -> list[bytes]:
     with server.client() as client:
-        return list(client.scan_iter())
+        return stripe_keys(client)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.client.control import ControlClient
 from tests.acl import documented_url
 from tests.agent.test_canaries import BLOCKS, CHUNKS, HASHES, TOKENS, canary, counts, hit
 from tests.agent.test_clears import hashes_in
 from tests.harness import AgentServer, Engine, wait_until
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 pytestmark = pytest.mark.servers
 OTHER_BLOCKS = range(1, 9)  # another KV than that of `BLOCKS`
@@ -45,7 +44,7 @@ def engine(agent: AgentServer) -> Iterator[Engine]:
 
 def chunk_keys(server: RedisServer) -> list[bytes]:
     with server.client() as client:
-        keys = list(client.scan_iter(KEY_MAGIC + b"*"))
+        keys = stripe_keys(client)
     return [key for key in keys if any(each in key for each in CHUNKS)]
 
 

@@ -48,6 +48,7 @@ class PlayedTier:
         self.refreshed: list[
             tuple[Sequence[tuple[bytes, int]], Callable[[ExistsResult], None]]
         ] = []
+        self.claimed_s: list[float] = []
         self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
         self.described: list[tuple[bytes, Callable[[FramesResult], None]]] = []
         self.removed: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
@@ -80,8 +81,10 @@ class PlayedTier:
         chunks: Sequence[tuple[bytes, int]],
         deadline: float,
         done: Callable[[ExistsResult], None],
+        claim_s: float = 0.0,
     ) -> None:
         assert time.monotonic() < deadline
+        self.claimed_s.append(claim_s)
         self.refreshed.append((chunks, done))
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:

@@ -98,6 +98,26 @@ def test_a_tier_is_asked_once_about_all_due_chunks(queue: Queue) -> None:
     assert len(queue.writes) == 0
 
 
+def test_what_others_have_claimed_is_asked_about_again(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monotonic, later_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    queue.enqueue()
+    absent = [False] * len(HASHES)
+    queue.answer(ExistsResult(CallOutcome.DONE, absent, [True, False, False, None, False]))
+    assert queue.tier.claimed_s == [schedule._MOST_CLAIM_S], "the rate is not known"
+    assert queue.written() == queue.entries[:1]
+    assert queue.tier.written[0].deadline < monotonic() + schedule._MOST_CLAIM_S
+    assert len(queue.writes) == len(HASHES), "none is dropped"
+    later_s = 1.0
+    queue.loop.run_due()
+    queue.answer(ExistsResult(CallOutcome.DONE, [True, False, True, True], [True] * 4))
+    assert queue.written() == [queue.entries[n] for n in (0, 2)]
+    queue.end(WriteOutcome.STORED)
+    assert queue.counted("skipped") == {"skipped_chunks": 3}
+
+
 def test_a_chunk_in_the_queue_is_not_enqueued_again(queue: Queue) -> None:
     queue.enqueue(delay_s=60.0)
     queue.enqueue()

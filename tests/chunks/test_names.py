@@ -9,7 +9,9 @@ from lmcache_redis.chunks.names import (
     ChunkNames,
     Reach,
     chunk_key_in,
+    claim_key,
     opaque_pages,
+    parse_stripe_key,
     stripe_key,
 )
 from lmcache_redis.errors import FormatError
@@ -23,6 +25,16 @@ def test_a_chunk_key_is_read_out_of_a_stripes_key() -> None:
     assert chunk_key_in(stripe_key(key, 3), b"mine:") == key
     assert chunk_key_in(b"mine:" + key, b"mine:") is None
     assert chunk_key_in(stripe_key(key, 3), b"") is None
+
+
+def test_a_claim_is_the_key_of_no_chunk() -> None:
+    key = ChunkForm.of(NAMES, "org/model", 7, opaque_pages(100), 64).key(b"h" * 32)
+    claim = claim_key(key, b"mine:")
+    assert claim.startswith(b"mine:lmcr1:")
+    assert claim != claim_key(key[:-1], b"mine:")
+    assert chunk_key_in(claim, b"mine:") is None
+    with pytest.raises(FormatError):
+        parse_stripe_key(claim, b"mine:")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from tests.fake.server import FakeRedisServer
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import stripe_keys
 
 pytestmark = pytest.mark.fake
 
@@ -50,11 +51,11 @@ def test_damaged_evicted_and_unknown_chunks_are_misses(
     with agent, Engine(agent.endpoint) as engine:
         for name, hashes in prompts.items():
             if name != "unknown":
-                before = set(fake.command("KEYS", "*"))
+                before = set(stripe_keys(fake))
                 engine.randomize(range(8))
                 engine.store(name, hashes, range(8))
                 agent.wait_idle()
-                keys[name] = sorted(set(fake.command("KEYS", "*")) - before)
+                keys[name] = sorted(set(stripe_keys(fake)) - before)
         assert agent.terminate() == 0
     value = fake.command("GET", keys["damaged"][0])
     fake.command("SET", keys["damaged"][0], value[:-1] + bytes([value[-1] ^ 1]))

@@ -20,7 +20,7 @@ from typing import Any
 from tests.engines import PATCH_VARIABLE, ForkedEngine, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.matrix.models import write_model
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -212,7 +212,7 @@ class Faults:
         }
 
     def _some_keys(self, client: Any) -> list[bytes]:
-        return [key for key in client.scan_iter(count=1000) if self._rng.random() < 0.3]
+        return [key for key in stripe_keys(client) if self._rng.random() < 0.3]
 
     def _evict(self) -> None:
         """Deletes parts at random, and restarts the agent so that it reads what is left."""

@@ -14,7 +14,7 @@ from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
 from tests.integrations.router import Router
 from tests.integrations.test_vllm import CHUNK, start
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
@@ -70,7 +70,7 @@ def test_routers_know_what_is_there_after_a_reset_and_evictions(
 
         def keys() -> set[bytes]:
             settle()
-            return {*client.scan_iter()}
+            return {*stripe_keys(client)}
 
         engine.generate([two], 1)
         of_two = keys()

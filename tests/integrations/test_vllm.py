@@ -16,7 +16,7 @@ from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
 from tests.integrations.router import Router
 from tests.scraping import samples_in
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
@@ -228,7 +228,7 @@ def test_whatever_fails_the_answers_stay_right(
 
         # A damaged value: a miss from there on.
         with redis_server.client() as client:
-            for key in client.scan_iter():
+            for key in stripe_keys(client):
                 value = bytearray(client.get(key))
                 value[-1] ^= 1
                 client.set(key, bytes(value))
@@ -243,7 +243,7 @@ def test_whatever_fails_the_answers_stay_right(
         agent.restart()
         wait_until(lambda: ready(agent), what="the engine at the new agent")
         with redis_server.client() as client:
-            client.delete(*[key for key in client.scan_iter() if parse_stripe_key(key)[2] > 0])
+            client.delete(*[key for key in stripe_keys(client) if parse_stripe_key(key)[2] > 0])
         empty(engine)
         assert ask(engine, 5)[1] == 0
         assert agent.counter("miss_incomplete") > 0

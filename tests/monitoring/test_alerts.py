@@ -21,7 +21,7 @@ import yaml
 from demo.dashboard import ALERTS, Prometheus, find, free_port
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.scraping import documented
-from tests.servers import RedisServer
+from tests.servers import RedisServer, stripe_keys
 
 MINUTE_MS = 300
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
@@ -160,7 +160,7 @@ def test_alerts_fire_in_their_faults_alone(tmp_path: Path, start: Callable[..., 
         pinned.engine.store("wide", wide, range(32))
         assert pinned.ask(wide, end=False) == 512
         with redis.Redis.from_url(writer.server.url) as client:
-            keys = [*client.scan_iter(count=1000)]
+            keys = [*stripe_keys(client)]
             for hashes in incomplete:
                 client.unlink(*(k for k in keys if hashes[-1] in k and k.endswith(b"\0\1")))
             for hashes in damaged:

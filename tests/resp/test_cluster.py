@@ -80,7 +80,7 @@ def test_scans_and_clears_ask_every_shard(cluster: Cluster) -> None:
         chunks = [Chunk(n, 3000, SLOT, seed=n) for n in range(200) if n != 150]
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         assert scan(plane, keys) == (CallOutcome.DONE, 150)
-        assert exists(plane, keys) == (CallOutcome.DONE, [n != 150 for n in range(200)])
+        assert exists(plane, keys).present == [n != 150 for n in range(200)]
         cluster.node_of(b"foreign").command("SET", "foreign", "x")
         assert clear(plane, b"lmcr1:" + NAMESPACE)[:2] == (CallOutcome.DONE, 199)
         assert sum(keys_on(cluster.nodes)) == 1
@@ -112,8 +112,8 @@ def test_what_moving_slots_have_is_missed_until_they_moved(own_cluster: Cluster)
         loaded = Chunk(1, BIG, SLOT)
         assert read(plane, loaded) == [ReadOutcome.UNAVAILABLE]
         assert scan(plane, [chunk.key]) == (CallOutcome.UNAVAILABLE, 0)
-        assert exists(plane, [chunk.key]) == (CallOutcome.UNAVAILABLE, ())
-        assert refresh(plane, chunk) == (CallOutcome.DONE, [None])
+        assert exists(plane, [chunk.key]).outcome is CallOutcome.UNAVAILABLE
+        assert refresh(plane, chunk).present == [None]
         assert remove(plane, chunk)[:2] == (CallOutcome.UNAVAILABLE, 0)
         assert plane.state.up
         # And now MOVED.

@@ -93,7 +93,7 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         threads = len(plane_threads())
         keys = [chunk_key(number) for number in range(300)]
         assert scan(plane, keys) == (CallOutcome.UNAVAILABLE, 0)
-        assert exists(plane, keys) == (CallOutcome.UNAVAILABLE, ())
+        assert exists(plane, keys).outcome is CallOutcome.UNAVAILABLE
         chunk = Chunk(1, 100, 4096)
         assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
         assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]

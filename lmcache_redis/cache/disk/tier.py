@@ -124,7 +124,11 @@ class DiskTier:
         done(ExistsResult(self._answer_now, present if self._is_up else ()))
 
     def refresh(
-        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+        self,
+        chunks: Sequence[tuple[bytes, int]],
+        deadline: float,
+        done: Done[ExistsResult],
+        claim_s: float = 0.0,
     ) -> None:
         """See the contract. After a restart the use is forgotten."""
         for key, _ in chunks:

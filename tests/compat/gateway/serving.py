@@ -113,6 +113,7 @@ class DictTier:
         chunks: Sequence[tuple[bytes, int]],
         deadline: float,
         done: Callable[[ExistsResult], None],
+        claim_s: float = 0.0,
     ) -> None:
         self.exists([key for key, _ in chunks], deadline, done)
 

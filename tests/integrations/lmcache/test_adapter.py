@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lmcache_l2 import PLUGIN, L2Caller, create_adapter, layouts_of, memory_object
-from tests.servers import RedisServer, wait_until
+from tests.servers import RedisServer, stripe_keys, wait_until
 
 pytestmark = [
     pytest.mark.servers,
@@ -79,7 +79,7 @@ def layouts(**more: Any) -> dict[int, Any]:
 
 def damage(redis: RedisServer) -> None:
     with redis.client() as client:
-        for key in client.scan_iter():
+        for key in stripe_keys(client):
             client.setrange(key, client.strlen(key) // 2, b"!")
 
 
@@ -127,7 +127,7 @@ def test_a_harmed_object_is_a_miss_and_stored_again(
         damage(redis)
     else:
         with redis.client() as client:
-            stripes = sorted(client.scan_iter())
+            stripes = sorted(stripe_keys(client))
             client.delete(*stripes[1::2])
     assert door.load(keys(1, 2), filled(0, 0)) == [False, False]
     assert door.store(keys(1, 2), filled(1, 2)).is_successful()

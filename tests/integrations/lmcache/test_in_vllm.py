@@ -13,7 +13,7 @@ from benchmarks.lmcache_l2 import PLUGIN
 from benchmarks.lmcache_mp import LMCacheServer, running_lmcache
 from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
 from tests.integrations.conftest import OPTIONS, Prompts
-from tests.servers import RedisServer, wait_until
+from tests.servers import RedisServer, stripe_keys, wait_until
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
@@ -85,14 +85,14 @@ def test_a_new_server_hits_and_survives_redis(
         assert server.adapter_status()["loaded_chunks"] == 4
 
         with redis_server.client() as client:  # a byte flipped in every chunk
-            for key in client.scan_iter():
+            for key in stripe_keys(client):
                 client.setrange(key, client.strlen(key) // 2, b"!!")
         assert ask(engine) == 0
         server.wait_idle()
         assert ask(engine) == 4 * CHUNK, "what was bad is stored again"
 
         with redis_server.client() as client:  # evicting
-            client.delete(*sorted(client.scan_iter())[::2])
+            client.delete(*sorted(stripe_keys(client))[::2])
         ask(engine)
         server.wait_idle()
 

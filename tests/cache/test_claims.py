@@ -1,0 +1,205 @@
+"""Several writers of one prompt at the same time, on real servers: one of them stores a chunk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.cache import schedule
+from lmcache_redis.chunks.names import (
+    ChunkForm,
+    ChunkNames,
+    claim_key,
+    opaque_pages,
+    stripe_key,
+)
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.tiers import (
+    REDIS_COUNTERS,
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    ReadOutcome,
+    WriteDone,
+)
+from tests.acl import PASSWORD
+from tests.cache.played import World, run_until
+from tests.harness import WAIT_S, block_hashes
+from tests.servers import RedisServer, stripe_keys
+from tests.topologies import running_cluster
+
+pytestmark = pytest.mark.servers
+
+WRITERS = 16
+HASHES = block_hashes("prompt", 16)
+# Eight stripes.
+FORM = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 0, opaque_pages(8 * 64), 64)
+
+
+class Writer(World):
+    """An agent's cache, with the prompt in its pool: bytes of its own, to be told apart."""
+
+    def __init__(self, url: str, number: int, stack: ExitStack) -> None:
+        self.plane = RedisPlane(RedisOptions(url))
+        self.plane.start()
+        stack.callback(self.plane.close, 0.0)
+        super().__init__([(self.plane, REDIS_COUNTERS)], slots=16 * 8 * 2)
+        self.entries = []
+        for name in HASHES:
+            entry = self.cache.reserve(FORM, name)
+            assert entry is not None
+            for view in self.cache.views(entry):
+                view[:] = bytes([number]) * len(view)
+            assert self.cache.publish(entry)
+            self.entries.append(entry)
+        assert self.plane.wait_probed(WAIT_S).up
+
+    def begin(self) -> None:
+        for entry in self.entries:
+            self.cache.write_behind(entry)
+
+    def end(self) -> None:
+        run_until(self.loop, lambda: not self.cache.backlog)
+
+    def store(self) -> None:
+        self.begin()
+        self.end()
+
+
+@pytest.fixture(params=["one server", "cluster"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "cluster":
+        with running_cluster(tmp_path) as cluster:
+            yield cluster.url
+    else:
+        yield request.getfixturevalue("server").url
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def loaded(url: str) -> list[tuple[ReadOutcome, set[int]]]:
+    """Of each chunk: how its load ends, and whose bytes it has."""
+    with ExitStack() as stack:
+        reader = World([(_plane(url, stack), REDIS_COUNTERS)], slots=16 * 8)
+        jobs = [
+            job
+            for name in HASHES
+            if (job := reader.cache.prepare_load(FORM, name, 0, time.monotonic() + WAIT_S))
+        ]
+        outcomes: dict[bytes, ReadOutcome] = {}
+        reader.cache.tiers[0].load_all(
+            jobs, lambda job, outcome: outcomes.__setitem__(job.key, outcome)
+        )
+        run_until(reader.loop, lambda: len(outcomes) == len(jobs) == len(HASHES))
+        return [
+            (outcomes[job.key], {byte for view in job.slots for byte in bytes(view)})
+            for job in jobs
+        ]
+
+
+def _plane(url: str, stack: ExitStack) -> RedisPlane:
+    plane = RedisPlane(RedisOptions(url))
+    plane.start()
+    stack.callback(plane.close, 0.0)
+    assert plane.wait_probed(WAIT_S).up
+    return plane
+
+
+def refreshed(plane: RedisPlane, claim_s: float = 0.0) -> ExistsResult:
+    found: list[ExistsResult] = []
+    chunks = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
+    plane.refresh(chunks, time.monotonic() + WAIT_S, found.append, claim_s)
+    deadline_s = time.monotonic() + WAIT_S
+    while not found and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return found[0]
+
+
+def test_each_chunk_is_stored_whole_by_one_of_many(url: str, stack: ExitStack) -> None:
+    writers = [Writer(url, number, stack) for number in range(WRITERS)]
+    threads = [threading.Thread(target=writer.store) for writer in writers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    found = loaded(url)
+    assert [outcome for outcome, _ in found] == [ReadOutcome.LOADED] * len(HASHES)
+    assert {len(whose) for _, whose in found} == {1}
+    stored = sum(writer.counted().get("stored_chunks", 0) for writer in writers)
+    assert len(HASHES) <= stored <= 1.2 * len(HASHES)
+    # Nobody gave up: the others found the chunks there.
+    assert [writer.counted("drop_") for writer in writers] == [{}] * WRITERS
+
+
+def test_a_claim_has_one_holder_and_expires(url: str, stack: ExitStack) -> None:
+    first, second = _plane(url, stack), _plane(url, stack)
+    absent, every = [False] * len(HASHES), (True,) * len(HASHES)
+    assert refreshed(first, 0.5) == (CallOutcome.DONE, absent, every)
+    assert refreshed(second, 0.5) == (CallOutcome.DONE, absent, (False,) * len(HASHES))
+    assert refreshed(second) == (CallOutcome.DONE, absent, ())
+    time.sleep(0.6)
+    assert refreshed(second, 0.5) == (CallOutcome.DONE, absent, every)
+
+
+def test_a_holder_that_dies_loses_it(
+    server: RedisServer, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, writer = _plane(server.url, stack), Writer(server.url, 1, stack)
+    refreshed(dead, 1.0)
+    dead.close(0.0)
+    writer.store()
+    assert writer.counted()["stored_chunks"] == len(HASHES)
+
+
+def test_a_claim_that_has_run_out_makes_no_chunk_visible(
+    server: RedisServer, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is held up for longer: what it was sent stays invisible."""
+    monkeypatch.setattr(schedule, "_LEAST_CLAIM_S", 0.4)
+    monkeypatch.setattr(schedule, "_MOST_CLAIM_S", 0.4)
+    late = Writer(server.url, 1, stack)
+    late.begin()
+    claim = claim_key(FORM.key(HASHES[0]), b"")
+    store_all = late.plane.store_all
+
+    def held_up(jobs: Sequence[ChunkIO], done: WriteDone) -> None:
+        assert server.command("EXISTS", claim)
+        server.stop()
+        store_all(jobs, done)
+
+    monkeypatch.setattr(late.plane, "store_all", held_up)
+    try:
+        late.end()
+    finally:
+        server.cont()
+    assert late.counted() == {"drop_redis_error": len(HASHES)}
+    assert not server.command("EXISTS", stripe_key(FORM.key(HASHES[0]), 0))
+
+
+def test_a_writer_is_not_held_up_by_its_own_claim(server: RedisServer, stack: ExitStack) -> None:
+    """As when the server evicts right away what was stored."""
+    writer = Writer(server.url, 1, stack)
+    writer.store()
+    server.command("UNLINK", *stripe_keys(server))
+    writer.store()
+    assert writer.counted() == {
+        "stored_chunks": 2 * len(HASHES),
+        "stored_bytes": 2 * len(HASHES) * FORM.chunk_bytes,
+    }
+
+
+def test_who_may_not_claim_stores_all_the_same(server: RedisServer, stack: ExitStack) -> None:
+    """A user with rights for the keys of chunks alone."""
+    server.command("ACL", "SETUSER", "old", "reset", "on", f">{PASSWORD}", "+@all", "~lmcr1:0*")
+    writer = Writer(f"redis://old:{PASSWORD}@127.0.0.1:{server.port}", 1, stack)
+    writer.store()
+    assert writer.counted()["stored_chunks"] == len(HASHES)
