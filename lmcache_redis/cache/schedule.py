@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from lmcache_redis.cache.claims import Claims
 from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.tiers import ChunkIO, WriteOutcome
@@ -65,6 +66,7 @@ class WriteScheduler:
 
     Attributes:
         rate: of the writes that the tier has been given.
+        claims: on chunks.
         is_stopping: all begin now.
         limit_bytes: of the queue; may change. What is queued beyond a smaller one is still written.
     """
@@ -74,6 +76,7 @@ class WriteScheduler:
         self.limit_bytes = limit_bytes
         self.loads = loads
         self.rate = TransferRate()
+        self.claims = Claims()
         self._in_flight: set[PendingWrite] = set()
         self._begun_s = -math.inf
         self._next_due_s = math.inf  # of those that were not due yet

@@ -93,7 +93,6 @@ class WriteBehind:
         self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
         self.schedule = WriteScheduler(loads, backing.write_limit_bytes)
         self._timer = OneTimer(owner, self.begin_ready)
-        self._claims: dict[bytes, float] = {}  # of ours, until when; the oldest first
         self.doubted = DoubtedChunks(backing.tier, owner, metrics, self._remove_wrong)
         self._warned_of: WriteOutcome | None = None
 
@@ -263,7 +262,9 @@ class WriteBehind:
         self, writes: Sequence[PendingWrite], claimed_until_s: float, result: ExistsResult
     ) -> None:
         now_s = time.monotonic()
-        self._remember_claims(writes, result.claimed, claimed_until_s, now_s)
+        claims = self.schedule.claims
+        ours = [each.key for each, is_ours in zip(writes, result.claimed, strict=False) if is_ours]
+        claims.add(ours, claimed_until_s, now_s)
         lacking: list[PendingWrite] = []
         not_known: list[PendingWrite] = []
         of_others: list[PendingWrite] = []
@@ -283,7 +284,7 @@ class WriteBehind:
             else:
                 if present is not None:
                     self._pool.seen(self._index, (write.key,), there=False)
-                until_s = self._claims.get(write.key, 0.0)
+                until_s = claims.until_s(write.key)
                 if until_s > now_s:
                     write.deadline = min(write.deadline, until_s)
                 may_write = until_s > now_s or is_doubted or not result.claimed
@@ -291,21 +292,6 @@ class WriteBehind:
         self._ask_later(not_known)
         self._ask_later(of_others, _MOST_CLAIM_QUESTIONS)
         self._write(lacking)
-
-    def _remember_claims(
-        self,
-        writes: Sequence[PendingWrite],
-        claimed: Sequence[bool | None],
-        until_s: float,
-        now_s: float,
-    ) -> None:
-        """Ours outlast their writes, and must not hold up the next one of the chunk."""
-        while self._claims and self._claims[key := next(iter(self._claims))] <= now_s:
-            del self._claims[key]
-        for write, is_ours in zip(writes, claimed, strict=False):  # of a tier without claims: none
-            if is_ours:
-                self._claims.pop(write.key, None)
-                self._claims[write.key] = until_s
 
     def _ask_later(self, writes: Sequence[PendingWrite], most: int = _MOST_QUESTIONS) -> None:
         """The tier does not say whether it has the chunks, or others are writing them: a write may

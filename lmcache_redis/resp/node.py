@@ -241,7 +241,7 @@ class DataNodes:
     def note(self, error: RedisError) -> None:
         """One of the servers refuses something that the others refuse as well, as a rule."""
         for node in self.routes.nodes[:1]:
-            node.note(error, Operation.ASK)
+            node.refused(error, Operation.ASK)
 
     def down(self) -> list[Endpoint] | None:
         """The servers of the map that have been probed and are down; None without a map."""

@@ -22,6 +22,7 @@ from tests.topologies import Cluster, Watched
 
 pytestmark = pytest.mark.servers
 
+_IN_A_CLUSTER = ("+cluster|slots", "+cluster|info", "+asking")
 # What agents and tools do without: names in CLIENT LIST.
 _NOT_NEEDED = {"client|setname", "client|setinfo", "client"}
 
@@ -59,7 +60,7 @@ def test_the_tools_as_the_page_says(tmp_path: Path, own_server: RedisServer, kin
         servers, url = [own_server], own_server.url
         if kind == "cluster":
             cluster = Cluster(tmp_path, stack)
-            servers, url, more = cluster.nodes, cluster.url, ("+cluster|slots", "+cluster|info")
+            servers, url, more = cluster.nodes, cluster.url, _IN_A_CLUSTER
         elif kind == "sentinel":
             watched = Watched(tmp_path, stack)
             rights = ("get-master-addr-by-name", "master", "masters")

@@ -122,5 +122,5 @@ def test_a_user_who_may_not_ask_how_a_server_is(own_server: RedisServer, tmp_pat
         with pytest.raises(RedisError, match=r"USER \+flushall"):
             server.nodes[0].ask("FLUSHALL")
     own_server.command("ACL", "SETUSER", "some", "-scan")
-    with open_server(options) as server, pytest.raises(RedisError, match=r"add \+scan"):
+    with open_server(options) as server, pytest.raises(RedisError, match=r"USER \+scan"):
         survey(server, b"")

@@ -108,7 +108,7 @@ def test_trouble_is_shown_and_much_fits(report: dict[str, Any]) -> None:
     report["prefill_s_saved"] = None
     shown = text(None, report)
     assert "DOWN: Connection refused" in shown
-    report["redis"]["url"] = "redis://cache:6379"
+    report["redis"]["server"] = "cache:6379"
     fails = {"text": "CROSSSLOT, " * 9, "count": 2, "seconds_ago": 1.0}
     report["redis"] |= {"up": True, "last_error": fails}
     assert "up, and FAILS: CROSSSLOT" in text(None, report)

@@ -90,11 +90,13 @@ def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) ->
         # It waits so long for a map that names the server.
         running(cluster_url(server), op_timeout_s=0.5) as plane,
     ):
+        chunk = Chunk(1, 100, 4096)
+        assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
+        assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
         threads = len(plane_threads())
         keys = [chunk_key(number) for number in range(300)]
         assert scan(plane, keys) == (CallOutcome.UNAVAILABLE, 0)
         assert exists(plane, keys).outcome is CallOutcome.UNAVAILABLE
-        chunk = Chunk(1, 100, 4096)
         assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
         assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
         assert len(plane_threads()) == threads

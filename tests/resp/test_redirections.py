@@ -205,7 +205,7 @@ def test_a_slot_that_has_moved_costs_nothing(cluster: Cluster) -> None:
         assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
         assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
         move(others, 5)
-        assert refresh(plane, *stored) == (CallOutcome.DONE, [True] * 5)
+        assert refresh(plane, *stored)[:2] == (CallOutcome.DONE, [True] * 5)
         move(others, 5)
         move(firsts, 1)
         new = [Chunk(chunk.number, BIG, SLOT, seed=100 + chunk.number) for chunk in stored]
@@ -213,7 +213,7 @@ def test_a_slot_that_has_moved_costs_nothing(cluster: Cluster) -> None:
         assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
         assert [chunk.content for chunk in loaded] == [chunk.content for chunk in new]
         move(firsts, 1)
-        assert exists(plane, keys) == (CallOutcome.DONE, [True] * 5)
+        assert exists(plane, keys)[:2] == (CallOutcome.DONE, [True] * 5)
         move(firsts, 1)
         assert scan(plane, keys) == (CallOutcome.DONE, 5)
         move(firsts, 1)
@@ -248,8 +248,8 @@ def test_a_slot_that_is_moving_is_read_at_both_ends(
         loaded = same(stored)
         assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
         assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
-        assert refresh(plane, *stored) == (CallOutcome.DONE, [True] * 3)
-        assert exists(plane, keys) == (CallOutcome.DONE, [True] * 3)
+        assert refresh(plane, *stored)[:2] == (CallOutcome.DONE, [True] * 3)
+        assert exists(plane, keys)[:2] == (CallOutcome.DONE, [True] * 3)
         assert scan(plane, keys) == (CallOutcome.DONE, 3)
         lost = slots[1]
         with target.client() as client:
