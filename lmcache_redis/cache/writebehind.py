@@ -413,13 +413,13 @@ class WriteBehind:
     def _has_room(self, nbytes: int, position: float = math.inf) -> bool:
         """Whether there is room, also in place of what is queued behind the ``position``.
 
-        There is always room for one.
+        There is always room for one, unless the user wants none at all.
         """
         counters = self._backing.counters
         if not self._backing.tier.state.up:
             self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
-        if not self.queued_bytes:
+        if not self.queued_bytes and self.schedule.limit_bytes:
             return True
         lacking = self.queued_bytes + nbytes - self.schedule.most_bytes(WRITE_DEADLINE_S)
         dropped = []
