@@ -8,8 +8,9 @@ may be who told it.
 - Who brought no news while they were wanted is asked again after the others, as is who failed.
 - Of answers in a round, those count of sources that are sure themselves; of these those with the
   greatest epoch; of these what most of them say.
-- A newer epoch is believed at once. An older one takes the place of a newer one only if the map
-  does not work, and every source has been asked and none knows the newer one any more.
+- A newer epoch is believed at once. An older one takes the place of a newer one only if every
+  source has been asked and none knows the newer one any more. Who does not answer may know it:
+  only if the map does not work is silence enough.
 - Of the same epoch (addresses change, slots move) another map is believed if its source is the one
   that had named the last map, or keys were redirected, or most say so. While the map does not work
   half of them are enough.
@@ -89,7 +90,9 @@ class Sources:
         self._last: Endpoint | None = None  # not to be asked first
         self._in_doubt = 0  # rounds in doubt without news, in a row
         self._rounds_left = 0
-        self._outdated: set[Endpoint] = set()  # who knows the belief's epoch no more, or failed
+        # The last of each since somebody knew the belief's epoch: an older one, or nothing.
+        self._outdated: set[Endpoint] = set()
+        self._silent: set[Endpoint] = set()
 
     @property
     def answers(self) -> dict[Endpoint, Answer]:
@@ -100,12 +103,12 @@ class Sources:
 
     def begin(self, doubt: Doubt, down: Collection[Endpoint] = ()) -> None:
         """down: servers of the map that do not answer."""
-        # Nobody whom the last one heard knows the epoch of the belief.
-        is_outdated = bool(self.answers) and self.answers.keys() <= self._outdated
+        is_outdated = self._is_outdated
         self._round = _Round(doubt, down)
         known = {*self._sources, *self._seeds}
         self._records = {each: self._records.get(each, _Record()) for each in known}
         self._outdated &= known
+        self._silent &= known
         self.panel = [each for each in self.panel if each in known]
         # Ask others, less and less often; each time, if nobody knows the belief's epoch.
         turns = self._in_doubt & (self._in_doubt - 1) == 0 or is_outdated
@@ -138,18 +141,19 @@ class Sources:
         record.has_failed, record.said = False, hash(answer.map)
         if source not in self.panel:
             self.panel.append(source)
-        if self.belief is not None:
-            if _is_newer(self.belief, answer):
-                self._outdated.add(source)
-            else:
-                self._outdated.clear()
+        if self.belief is not None and _is_newer(self.belief, answer):
+            self._outdated.add(source)
+            self._silent.discard(source)
+        else:
+            self._epoch_is_known()
 
     def failed(self, source: Endpoint) -> None:
         """It did not answer, or with an error."""
         self._round.failures += 1
         self._records[source].has_failed = True
         self._useless(source)
-        self._outdated.add(source)
+        self._outdated.discard(source)
+        self._silent.add(source)
         if source in self.panel:
             self.panel.remove(source)
 
@@ -188,11 +192,22 @@ class Sources:
             return tuple(dict.fromkeys((*servers, *self._seeds)))
         return servers
 
-    def _rank(self, source: Endpoint) -> tuple[bool, bool, bool, int, float]:
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether nobody who was heard in the round knows the belief's epoch."""
+        return bool(self.answers) and self.answers.keys() <= self._outdated
+
+    def _epoch_is_known(self) -> None:
+        self._outdated.clear()
+        self._silent.clear()
+
+    def _rank(self, source: Endpoint) -> tuple[bool, bool, bool, bool, int, float]:
         """The least is asked first."""
         record = self._records[source]
         return (
             source == self._last and not self._round.asked,
+            # Else who failed once would not be asked what it knows.
+            not self._round.is_broken and self._is_outdated and source in self._outdated,
             record.has_failed or source in self._round.down,
             source not in self.panel,
             record.useless_at,
@@ -230,7 +245,8 @@ class Sources:
         teller = self.answers.get(self.teller)
         has_changed = teller is not None and teller.map == found.map
         if _is_newer(belief, found):
-            is_unknown = set(self._sources) <= self._outdated
+            without = self._outdated | self._silent if is_broken else self._outdated
+            is_unknown = without.issuperset(self._sources)
             return found if is_unknown and (is_broken or has_changed) else None
         if has_changed or self._round.doubt is Doubt.MOVED:
             return found
@@ -255,7 +271,7 @@ class Sources:
 
     def _adopt(self, news: Answer) -> None:
         self.belief = news
-        self._outdated.clear()
+        self._epoch_is_known()
         self.teller = next(self._tellers(news.map))
         self.panel.sort(key=lambda each: each != self.teller)
 
@@ -266,6 +282,8 @@ class Sources:
             if answer.map == self.belief.map and (
                 _is_newer(answer, self.belief) or (self.belief.doubt and not answer.doubt)
             ):
+                if _is_newer(self.belief, answer):
+                    self._epoch_is_known()  # an older one, now
                 self.belief = answer
         self.teller = next(self._tellers(self.belief.map), self.teller)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_redis.resp.maps import Answer, ServerMap
@@ -28,11 +28,15 @@ def map_of(*servers: Endpoint, half: int = 8192) -> ServerMap:
 
 @dataclass
 class World:
-    """What each source would say now; those that are missing do not answer."""
+    """What each source would say now; those that are missing do not answer.
+
+    heard: the last that each that was asked said since the map changed; None: it did not answer.
+    """
 
     sources: Sources
     says: dict[Endpoint, Answer] = field(default_factory=dict)
     asked: list[Endpoint] = field(default_factory=list)
+    heard: dict[Endpoint, Answer | None] = field(default_factory=dict)
 
     def look_up(self, doubt: Doubt = Doubt.NONE, down: Sequence[Endpoint] = ()) -> list[Endpoint]:
         """Who was asked in a round."""
@@ -41,6 +45,7 @@ class World:
         while (source := self.sources.next_source()) is not None:
             assert source not in self.asked, "nobody is asked twice in a round"
             self.asked.append(source)
+            self.heard[source] = self.says.get(source)
             if source in self.says:
                 self.sources.answered(source, self.says[source])
             else:
@@ -142,6 +147,38 @@ def test_a_cluster_that_begins_anew(seed: int) -> None:
         assert rounds < 8
 
 
+@pytest.mark.parametrize("doubt", [Doubt.NONE, Doubt.MOVED])
+@given(seed=chances)
+def test_a_map_that_works_stays_while_its_epoch_may_be_known(doubt: Doubt, seed: int) -> None:
+    """One Sentinel is set up anew. That the others do not answer says nothing of the epoch."""
+    world = sentinels(6, seed)
+    world.says = dict.fromkeys(NODES[:6], Answer(NEW, 2))
+    world.look_up()
+    world.says = {world.sources.teller: Answer(OLD, 1)}
+    for _ in range(20):
+        world.look_up(doubt)
+        assert world.map == NEW
+    world.says = dict.fromkeys(NODES[:6], Answer(OLD, 1))
+    for _ in range(100):
+        world.look_up(doubt)
+    assert world.map == OLD
+
+
+def test_who_knew_less_than_a_greater_epoch_is_asked_again() -> None:
+    """The belief's epoch falls when a source that is sure confirms its map."""
+    world = sentinels(2)
+    world.says = {NODES[0]: Answer(NEW, 5, "s_down")}
+    world.look_up()
+    world.says[NODES[1]] = Answer(OLD, 3, "s_down")
+    world.look_up()
+    world.says[NODES[0]] = Answer(NEW, 1)
+    world.look_up()
+    assert world.sources.belief == Answer(NEW, 1)
+    world.says[NODES[0]] = Answer(OTHER, 0)
+    assert NODES[1] in world.look_up()
+    assert world.map == NEW
+
+
 @given(chances)
 def test_slots_that_move_are_asked_for_at_one_node(seed: int) -> None:
     world = cluster(seed)
@@ -188,10 +225,27 @@ def events(draw: Callable[..., object]) -> Event:
     return Event(who, draw(st.none() | said), doubt, draw(st.integers(1, 4)))  # type: ignore[arg-type]
 
 
+def _knows_less(said: Answer | None, epoch: int, can_be_silent: bool) -> bool:
+    if said is None:
+        return can_be_silent
+    return said.epoch is not None and said.epoch < epoch
+
+
+# One source goes back to an older epoch, and the others do not answer.
+ONE_GOES_BACK = [
+    Event(frozenset([0]), None, Doubt.MOVED, 1),
+    Event(frozenset([2]), (0, None, "s_down"), Doubt.NONE, 2),
+    Event(frozenset([0]), (1, 1, ""), Doubt.NONE, 2),
+    Event(frozenset([0]), (0, 0, ""), Doubt.NONE, 2),
+    Event(frozenset([2]), None, Doubt.NONE, 1),
+    Event(frozenset([1]), None, Doubt.NONE, 2),
+    Event(frozenset([1]), (0, None, ""), Doubt.NONE, 1),
+]
 MAPS = [map_of(*NODES[:6], half=half) for half in (1, 2, 3, 4)]
 
 
 @given(st.lists(events(), max_size=20), chances, st.booleans())
+@example(ONE_GOES_BACK, 1, False)
 def test_random_histories(history: list[Event], seed: int, is_cluster: bool) -> None:
     sources = Sources(NODES[:6], not is_cluster, random.Random(seed))
     world = World(sources)
@@ -206,10 +260,12 @@ def test_random_histories(history: list[Event], seed: int, is_cluster: bool) -> 
         for _ in range(event.rounds):
             before = sources.belief
             asked = world.look_up(event.doubt)
-            after = sources.belief
+            after, heard = sources.belief, world.heard
             # Nobody who brought no news is asked twice in a row.
             assert useless is None or asked[0] != useless
             has_news = before is None or (after is not None and after.map != before.map)
+            if has_news:
+                world.heard = {}
             useless = None if event.doubt is Doubt.NONE or has_news else asked[-1]
             # If somebody answers at all, somebody is heard.
             assert bool(sources.answers) == bool(world.says) or len(asked) >= PANEL
@@ -217,11 +273,14 @@ def test_random_histories(history: list[Event], seed: int, is_cluster: bool) -> 
                 continue
             if before.epoch is None or after.epoch is None or after.epoch >= before.epoch:
                 continue
-            # An older epoch: of who is sure, after one that nobody was sure of; or nobody knows a
-            # newer one any more.
-            knows = [each.epoch for each in world.says.values()]
-            is_alone = all(epoch is not None and epoch < before.epoch for epoch in knows)
-            assert is_alone or (before.doubt and not after.doubt)
+            # An older epoch: of who is sure, after one that nobody was sure of; or all were asked,
+            # and none knows the newer one any more. Silence counts if the map does not work.
+            can_be_silent = event.doubt is Doubt.BROKEN
+            is_unknown = all(
+                node in heard and _knows_less(heard[node], before.epoch, can_be_silent)
+                for node in NODES[:6]
+            )
+            assert is_unknown or (before.doubt and not after.doubt)
     # In the end all agree, and one who was cut off does not.
     world.says = dict.fromkeys(NODES[1:6], Answer(MAPS[0], 9))
     world.says[NODES[0]] = Answer(MAPS[1], 1, "s_down")
