@@ -105,6 +105,7 @@ class Watches:
         self._plane = agent.plane
         self._watches: dict[Peer, _OpenWatch] = {}
         self._letters = letters_of(agent.cache)
+        self._not_known: set[bytes] = set()  # of these, to be asked about again
         self._in_redis: dict[bytes, None] = {}  # as schedulers were told, the oldest first
 
     def watch(
@@ -161,15 +162,24 @@ class Watches:
 
         def answered(result: ExistsResult) -> None:
             if result.outcome is not CallOutcome.DONE:
-                self._loop.after(_QUESTION_S, partial(self._ask_redis, keys))
+                self._ask_later(keys)
                 return
             pairs = [*zip(first, result.present, strict=True)]
             self._removed_from_redis([key for key, there in pairs if there is False])
-            if not_known := [key for key, there in pairs if there is None]:
-                self._loop.after(_QUESTION_S, partial(self._ask_redis, not_known))
+            self._ask_later([key for key, there in pairs if there is None])
             self._ask_redis(rest)
 
         self._plane.exists(first, time.monotonic() + _QUESTION_S, posting(self._loop, answered))
+
+    def _ask_later(self, keys: Sequence[bytes]) -> None:
+        """About what was not known, all at once."""
+        if keys and not self._not_known:
+            self._loop.after(_QUESTION_S, self._ask_again)
+        self._not_known.update(keys)
+
+    def _ask_again(self) -> None:
+        keys, self._not_known = [*self._not_known], set()
+        self._ask_redis(keys)
 
     def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
         letter = "h" if tier is None else self._letters[tier]

@@ -31,7 +31,8 @@ LEAST_MEASURED_BYTES = 1 << 20
 # What begins has ended after so many times the time that it should take.
 _CLAIM_MARGIN = 4
 _LEAST_CLAIM_S = 2.0
-_MOST_CLAIM_S = 10.0
+# As long as a write may take: also if nothing is known of the tier, or all begins at once.
+_MOST_CLAIM_S = 30.0
 # Loads are never waited for longer.
 GIVE_WAY_S = 1.0
 # Chunks that are due within this time, such as those of one prefill, begin in one batch.
@@ -173,6 +174,8 @@ class WriteScheduler:
 
     def claim_s(self) -> float:
         """For how long other writers are kept from the chunks that are in flight."""
+        if self.is_stopping:
+            return _MOST_CLAIM_S
         in_flight_bytes = sum(each.nbytes for each in self._in_flight)
         rate = self.rate.per_second()
         expected_s = _CLAIM_MARGIN * in_flight_bytes / rate if rate else _MOST_CLAIM_S

@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,10 +61,9 @@ _BATCH_CHUNKS = 256
 # first time. It doubles: in all as long as a slot takes to move, or a replica to take over.
 _MOST_QUESTIONS = 4
 _ASK_AGAIN_S = 0.5
-# While others have claimed it: until their claims have expired, if they die.
-_MOST_CLAIM_QUESTIONS = 10
+# While others have claimed it: as long as it may wait.
 _MOST_PAUSE_S = 2.0
-# Of the time of a claim: a command may reach the server late.
+# Of the time of a claim.
 _CLAIM_USED = 0.75
 
 
@@ -250,12 +250,14 @@ class WriteBehind:
                 present = [bool(tier.lookup(each.key)) for each in writes]
                 self._asked(writes, math.inf, ExistsResult(CallOutcome.DONE, present))
                 return
-            now_s, claim_s = time.monotonic(), self.schedule.claim_s()
+            # From when the question is answered; a command may reach the server late.
+            claim_s, ask_s = self.schedule.claim_s(), self._backing.ask_timeout_s
+            until_s = time.monotonic() + ask_s + claim_s * _CLAIM_USED
             tier.refresh(
                 [(each.key, each.frame.stripe_count) for each in writes],
-                now_s + self._backing.ask_timeout_s,
-                posting(self._owner, partial(self._asked, writes, now_s + claim_s * _CLAIM_USED)),
-                claim_s,
+                time.monotonic() + ask_s,
+                posting(self._owner, partial(self._asked, writes, until_s)),
+                ask_s + claim_s,
             )
 
     def _asked(
@@ -290,7 +292,7 @@ class WriteBehind:
                 may_write = until_s > now_s or is_doubted or not result.claimed
                 (lacking if may_write else of_others).append(write)
         self._ask_later(not_known)
-        self._ask_later(of_others, _MOST_CLAIM_QUESTIONS)
+        self._ask_later(of_others, sys.maxsize)
         self._write(lacking)
 
     def _ask_later(self, writes: Sequence[PendingWrite], most: int = _MOST_QUESTIONS) -> None:

@@ -132,7 +132,8 @@ class KeyCall:
                 again[lead.to, lead.is_asking].append(index)
         if again:
             try:
-                self._ask([(*how, indexes) for how, indexes in again.items()], is_tried=True)
+                # In the order of the keys: those of claims come first.
+                self._ask([(*how, sorted(some)) for how, some in again.items()], is_tried=True)
                 return
             except RuntimeError:  # the plane was closed in the meantime
                 self._outcomes.add(CallOutcome.CANCELLED)

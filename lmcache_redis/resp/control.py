@@ -147,27 +147,31 @@ def keep_each(
 ) -> Steps[list[Any]]:
     """`ask_each` of what keeps the keys, with counts; EXISTS if the server refuses that.
 
-    Keys of claims come first, and are claimed in the same write: 1, or 0 if another has it. Who may
-    not claim is in nobody's way: 1.
+    Keys of claims are claimed in the same write, before it: 1, or 0 if another has it. Who may not
+    claim is in nobody's way: 1.
     """
 
     def packed(some: Sequence[bytes]) -> bytes:
-        count = sum(map(is_claim, some))
-        words = [(b"SET", key, b"", b"NX", b"PX", claim_ms) for key in some[:count]]
-        return b"".join([pack_command(*each) for each in words]) + pack(some[count:])
+        words = [(b"SET", key, b"", b"NX", b"PX", claim_ms) for key in some if is_claim(key)]
+        claims = [pack_command(*each) for each in words]
+        return b"".join([*claims, pack(some[len(claims) :])])
 
     exists = partial(keys_commands, b"EXISTS")
-    results: list[Any] = []
+    results: list[Any] = [None] * len(keys)
+    claims_first = sorted(range(len(keys)), key=lambda number: not is_claim(keys[number]))
     for start in range(0, len(keys), STEP_KEYS):
-        some = keys[start : start + STEP_KEYS]
+        numbers = claims_first[start : start + STEP_KEYS]
+        some = [keys[number] for number in numbers]
         replies = yield from _replies(packed, some, is_asking)
         count = sum(map(is_claim, some))
-        results += [_claimed(reply) for reply in replies[:count]]
+        found = [_claimed(reply) for reply in replies[:count]]
         try:
-            results += [result_of(reply, parse_count) for reply in replies[count:]]
+            found += [result_of(reply, parse_count) for reply in replies[count:]]
         except RedisReplyError as error:
             refused(error)
-            results += yield from ask_each(exists, parse_count, some[count:], is_asking=is_asking)
+            found += yield from ask_each(exists, parse_count, some[count:], is_asking=is_asking)
+        for number, result in zip(numbers, found, strict=True):
+            results[number] = result
     return results
 
 

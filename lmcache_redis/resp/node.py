@@ -328,6 +328,8 @@ class DataNodes:
             found = step.lead(self.routes)
             if found.moves_to is not None:
                 self.routes = self.routes.with_slot(step.slot, found.moves_to)
+        if found.moves_to is not None:
+            self._have_looked_up()
         return found
 
     def wait(
@@ -340,7 +342,13 @@ class DataNodes:
 
         At most for an operation's time-out.
         """
-        waiting = _MapWait(min(deadline, time.monotonic() + self.options.op_timeout_s), then)
+
+        def ended(outcome: CallOutcome) -> None:
+            with self._lock:
+                self._waits.pop(waiting, None)
+            then(outcome)
+
+        waiting = _MapWait(min(deadline, time.monotonic() + self.options.op_timeout_s), ended)
         self.jobs.enter((waiting,))
         with self._lock:
             # A map may have come in the meantime.
@@ -393,8 +401,10 @@ class DataNodes:
         with self._lock:
             if self._closing:
                 return False
-            if found != before.map:
+            # An equal map takes back what redirections have changed: they say so again.
+            if found != before.map or self.routes.is_changed:
                 self.routes = Routes(found, self._nodes)
+            self._start_some(found.servers)  # `start_more` has known the last map
             retired = [self._nodes[server] for server in self._nodes.keys() - set(found.servers)]
         linger_until = time.monotonic() + timeout_s
         self._end_waits()

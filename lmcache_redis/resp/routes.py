@@ -41,6 +41,7 @@ class Routes(Generic[NodeT]):
     def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
         self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
         self.map = server_map
+        self.is_changed = False  # slots have moved since
         self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
         self._by_slot: list[NodeT | None] | None = None
         if server_map.ranges is not None:
@@ -86,6 +87,7 @@ class Routes(Generic[NodeT]):
         assert self._by_slot is not None
         moved: Routes[NodeT] = Routes.__new__(Routes)
         moved.nodes, moved.map, moved._single = self.nodes, self.map, None
+        moved.is_changed = True
         moved._by_slot = self._by_slot.copy()
         moved._by_slot[slot] = node
         return moved

@@ -90,9 +90,8 @@ class Sources:
         self._last: Endpoint | None = None  # not to be asked first
         self._in_doubt = 0  # rounds in doubt without news, in a row
         self._rounds_left = 0
-        # The last of each since somebody knew the belief's epoch: an older one, or nothing.
-        self._outdated: set[Endpoint] = set()
-        self._silent: set[Endpoint] = set()
+        # Of each since somebody knew the belief's epoch: whether it last said an older one; or failed.
+        self._without: dict[Endpoint, bool] = {}
 
     @property
     def answers(self) -> dict[Endpoint, Answer]:
@@ -107,8 +106,7 @@ class Sources:
         self._round = _Round(doubt, down)
         known = {*self._sources, *self._seeds}
         self._records = {each: self._records.get(each, _Record()) for each in known}
-        self._outdated &= known
-        self._silent &= known
+        self._without = {each: said for each, said in self._without.items() if each in known}
         self.panel = [each for each in self.panel if each in known]
         # Ask others, less and less often; each time, if nobody knows the belief's epoch.
         turns = self._in_doubt & (self._in_doubt - 1) == 0 or is_outdated
@@ -142,8 +140,7 @@ class Sources:
         if source not in self.panel:
             self.panel.append(source)
         if self.belief is not None and _is_newer(self.belief, answer):
-            self._outdated.add(source)
-            self._silent.discard(source)
+            self._without[source] = True
         else:
             self._epoch_is_known()
 
@@ -152,8 +149,7 @@ class Sources:
         self._round.failures += 1
         self._records[source].has_failed = True
         self._useless(source)
-        self._outdated.discard(source)
-        self._silent.add(source)
+        self._without[source] = False
         if source in self.panel:
             self.panel.remove(source)
 
@@ -195,11 +191,10 @@ class Sources:
     @property
     def _is_outdated(self) -> bool:
         """Whether nobody who was heard in the round knows the belief's epoch."""
-        return bool(self.answers) and self.answers.keys() <= self._outdated
+        return bool(self.answers) and all(map(self._without.get, self.answers))
 
     def _epoch_is_known(self) -> None:
-        self._outdated.clear()
-        self._silent.clear()
+        self._without.clear()
 
     def _rank(self, source: Endpoint) -> tuple[bool, bool, bool, bool, int, float]:
         """The least is asked first."""
@@ -207,7 +202,7 @@ class Sources:
         return (
             source == self._last and not self._round.asked,
             # Else who failed once would not be asked what it knows.
-            not self._round.is_broken and self._is_outdated and source in self._outdated,
+            not self._round.is_broken and self._is_outdated and self._without.get(source, False),
             record.has_failed or source in self._round.down,
             source not in self.panel,
             record.useless_at,
@@ -245,8 +240,9 @@ class Sources:
         teller = self.answers.get(self.teller)
         has_changed = teller is not None and teller.map == found.map
         if _is_newer(belief, found):
-            without = self._outdated | self._silent if is_broken else self._outdated
-            is_unknown = without.issuperset(self._sources)
+            # Who is silent may know it: that counts only where the map does not work.
+            is_unknown = all(self._without.get(each, False) for each in self._sources)
+            is_unknown |= is_broken and self._without.keys() >= {*self._sources}
             return found if is_unknown and (is_broken or has_changed) else None
         if has_changed or self._round.doubt is Doubt.MOVED:
             return found

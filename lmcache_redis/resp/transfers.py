@@ -238,12 +238,15 @@ class Write(ChunkJob[WriteOutcome]):
         self.store_id = store_id
         self.created_unix_ms = created_unix_ms
 
-    def acknowledged(self) -> None:
-        """Under the lock: a stripe is stored. The last one before stripe 0 queues stripe 0."""
+    def acknowledged(self) -> bool:
+        """Under the lock: a stripe is stored. Whether it is the turn of stripe 0."""
         self.in_flight -= 1
         self.advance()
-        if self.steps_left == 1 and self.outcome is None:
-            self.nodes[0].put_writes(((self, 0),), urgent=True)
+        return self.steps_left == 1 and self.outcome is None
+
+    def put_first(self) -> None:
+        """Queue stripe 0, which makes the chunk visible."""
+        self.nodes[0].put_writes(((self, 0),), urgent=True)
 
 
 class Writer(BulkWorker):
@@ -285,8 +288,10 @@ class Writer(BulkWorker):
     def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
         jobs: list[Write] = [task[0] for task, _ in done]
         with self._jobs.lock:
-            for job in jobs:
-                job.acknowledged()
+            due = [job for job in jobs if job.acknowledged()]
+        # Without the lock: a server's threads may start here, or fail to.
+        for job in due:
+            job.put_first()
         self._jobs.conclude(jobs)
         self._acknowledged.update(jobs)
         self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
