@@ -27,7 +27,7 @@ from lmcache_redis.chunks.frame import (
     add_checksums,
     is_expected,
 )
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import RedisError, RedisLost, RedisProtocolError, RedisTimeout
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import CRLF, error_of, error_reply, parse_length
 
@@ -260,5 +260,5 @@ def error_in(failure: StripeFailure, connection: Connection) -> RedisError | Non
     if end == End.GARBAGE:
         return RedisProtocolError("malformed reply to GET or SET")
     if end == End.LOST:
-        return RedisUnavailable(data.decode()) if data else connection.lost(error_number)
+        return RedisLost(data.decode()) if data else connection.lost(error_number)
     return None

@@ -90,7 +90,7 @@ class Sources:
         self._last: Endpoint | None = None  # not to be asked first
         self._in_doubt = 0  # rounds in doubt without news, in a row
         self._rounds_left = 0
-        # Of each since somebody knew the belief's epoch: whether it last said an older one; or failed.
+        # Since somebody knew the belief's epoch: who last said an older one (else: failed).
         self._without: dict[Endpoint, bool] = {}
 
     @property

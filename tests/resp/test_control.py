@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -19,12 +20,13 @@ from lmcache_redis.resp.control import (
     ask_each,
     count_prefix,
     header_commands,
+    keep_each,
     parse_count,
     parse_frame,
     walk_keys,
 )
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.wire import ErrorReply, Reply, keys_commands
+from lmcache_redis.resp.net.wire import ErrorReply, Reply, keys_commands, pack_command
 from lmcache_redis.tiers import CallOutcome
 from tests.resp.helpers import (
     PATIENCE_S,
@@ -337,3 +339,22 @@ def test_questions_behind_a_lost_connection_are_answered() -> None:
             plane.scan([chunk_key(number)], deadline, answers.callback(number))
         outcomes = [each.outcome for each in answers.wait(20)]
         assert outcomes.count(CallOutcome.DONE) == 19
+
+
+def test_claims_among_other_keys_are_claimed() -> None:
+    """As where two nodes redirect to a third: each key gets its own command, and its own result."""
+
+    class Answers:
+        def receive_all(self) -> list[Any]:
+            return [b"OK", None, 1, 0]
+
+    keys = [b"claim a", b"a", b"claim b", b"b"]
+    pack = partial(keys_commands, b"TOUCH")
+    steps = keep_each(pack, print, lambda key: key.startswith(b"claim"), 2000, keys)
+    (packed,), replies = next(steps)
+    assert replies == 4
+    claims = [pack_command(b"SET", key, b"", b"NX", b"PX", 2000) for key in keys[::2]]
+    assert packed == b"".join([*claims, pack(keys[1::2])])
+    with pytest.raises(StopIteration) as end:
+        steps.send(Answers())  # type: ignore[arg-type]
+    assert end.value.value == [1, 1, 0, 0]

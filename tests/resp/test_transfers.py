@@ -157,6 +157,22 @@ def acknowledge(jobs: Jobs, job: Write) -> None:
         job.put_first()
 
 
+def test_stripe_0_is_queued_without_the_lock() -> None:
+    """There threads of another server may start; where they cannot, that is told with the lock."""
+    jobs, job = Jobs(), new_write(2)
+
+    class Node(Queued):
+        def put_writes(self, tasks: Any, urgent: bool = False) -> None:
+            assert not jobs.lock.locked()
+            super().put_writes(tasks, urgent)
+
+    job.nodes = (Node(),) * 2
+    jobs.begin_all([(job,)])
+    writer = SimpleNamespace(_jobs=jobs, _acknowledged=set())
+    Writer._succeeded(writer, [((job, 1), b"")])  # type: ignore[arg-type]
+    assert job.nodes[0].indexes == [0]
+
+
 def test_stripe_0_follows_the_last_of_the_others() -> None:
     jobs, job = Jobs(), new_write(3)
     acknowledge(jobs, job)
