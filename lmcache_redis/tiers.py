@@ -260,6 +260,9 @@ class Tier(Protocol):
         writer has no claims.
         """
 
+    def unclaim(self, keys: Sequence[bytes]) -> None:
+        """Give back claims that have not run out: others may write the chunks."""
+
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
         """Load chunks into their slots, in this order.
 

@@ -31,8 +31,8 @@ LEAST_MEASURED_BYTES = 1 << 20
 # What begins has ended after so many times the time that it should take.
 _CLAIM_MARGIN = 4
 _LEAST_CLAIM_S = 2.0
-# As long as a write may take: also if nothing is known of the tier, or all begins at once.
-_MOST_CLAIM_S = 30.0
+# Also if nothing is known of the tier, or all begins at once. Others wait longer before they give up.
+_MOST_CLAIM_S = 20.0
 # Loads are never waited for longer.
 GIVE_WAY_S = 1.0
 # Chunks that are due within this time, such as those of one prefill, begin in one batch.

@@ -280,6 +280,7 @@ class WriteBehind:
                 not_known.append(write)
             elif present and not is_doubted:
                 self._pool.seen(self._index, (write.entry.key,))
+                self._give_back_claim(write.key)
                 self._release(write)
                 if self._backing.counters.is_remote:
                     self._metrics.count("skipped_chunks")
@@ -392,6 +393,7 @@ class WriteBehind:
         entry, counters = write.entry, self._backing.counters
         if outcome is WriteOutcome.STORED:
             self.doubted.stored(entry.key)
+            self._give_back_claim(entry.key)
             self._pool.seen(self._index, (entry.key,))
             self._metrics.count(counters.stored_chunks)
             self._metrics.count(counters.stored_bytes, write.nbytes)
@@ -409,6 +411,12 @@ class WriteBehind:
             write.done(outcome)
         finally:
             self._release(write)
+
+    def _give_back_claim(self, key: bytes) -> None:
+        """Soon, with others that end now."""
+        claims = self.schedule.claims
+        if claims.end(key, time.monotonic()):
+            self._owner.post(lambda: self._backing.tier.unclaim(claims.take_ended()))
 
     # ---------------------------------------------------------------- the queue
 

@@ -13,6 +13,7 @@ effects.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -280,6 +281,16 @@ class RedisPlane:
         is_claim = partial(is_claim_key, key_prefix=prefix)
         steps = partial(keep_each, pack, self._nodes.note, is_claim, int(claim_s * 1000))
         self._nodes.ask_for_each(steps, deadline, [*claims, *stripes], counted, is_urgent=False)
+
+    def unclaim(self, keys: Sequence[bytes]) -> None:
+        """Give back claims, after scans. What cannot be given back runs out."""
+        claims = [claim_key(key, self.options.key_prefix) for key in keys]
+        steps = partial(ask_each, partial(keys_commands, b"UNLINK"), parse_count)
+        deadline = time.monotonic() + self.options.op_timeout_s
+        with contextlib.suppress(RuntimeError):  # the plane was closed in the meantime
+            self._nodes.ask_for_each(
+                steps, deadline, claims, lambda *_: None, is_urgent=False, is_write=True
+            )
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""

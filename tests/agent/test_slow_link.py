@@ -124,10 +124,15 @@ def test_a_link_that_becomes_slow_costs_one_request(link: LimitedLink, tmp_path:
         link.limit(0.3)
         assert engine.lookup("not known", HASHES, token_s=fast_engine_s) < whole
         engine.scheduler.end_session("not known")
-        missed = agent.counter("miss_slower")
-        assert missed > 0
+
+        def missed() -> float:
+            """On a busy machine the question is answered late, too."""
+            return agent.counter("miss_slower") + agent.counter("miss_redis_silent")
+
+        before = missed()
+        assert before > 0
         assert engine.lookup("not taken", HASHES, token_s=fast_engine_s) < whole
-        assert agent.counter("miss_slower") > missed
+        assert missed() > before
         engine.scheduler.end_session("not taken")
 
         # For an engine that computes more slowly still, the link is fast enough.

@@ -49,6 +49,7 @@ class PlayedTier:
             tuple[Sequence[tuple[bytes, int]], Callable[[ExistsResult], None]]
         ] = []
         self.claimed_s: list[float] = []
+        self.unclaimed: list[bytes] = []
         self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
         self.described: list[tuple[bytes, Callable[[FramesResult], None]]] = []
         self.removed: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
@@ -86,6 +87,9 @@ class PlayedTier:
         assert time.monotonic() < deadline
         self.claimed_s.append(claim_s)
         self.refreshed.append((chunks, done))
+
+    def unclaim(self, keys: Sequence[bytes]) -> None:
+        self.unclaimed += keys
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for job in jobs:

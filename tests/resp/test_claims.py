@@ -29,7 +29,7 @@ from lmcache_redis.tiers import (
 )
 from tests.acl import PASSWORD
 from tests.cache.played import World, run_until
-from tests.harness import WAIT_S, block_hashes
+from tests.harness import WAIT_S, block_hashes, wait_until
 from tests.servers import RedisServer, stripe_keys
 from tests.topologies import running_cluster
 
@@ -65,6 +65,7 @@ class Writer(World):
 
     def end(self) -> None:
         run_until(self.loop, lambda: not self.cache.backlog)
+        self.loop.run_posted()  # claims are given back
 
     def store(self) -> None:
         self.begin()
@@ -148,6 +149,21 @@ def test_a_claim_has_one_holder_and_expires(url: str, stack: ExitStack) -> None:
     assert refreshed(second) == (CallOutcome.DONE, absent, ())
     time.sleep(0.6)
     assert refreshed(second, 0.5) == (CallOutcome.DONE, absent, every)
+
+
+def test_a_claim_is_given_back_when_the_chunk_is_there(url: str, stack: ExitStack) -> None:
+    """Who has removed it may store it again at once, and anybody else."""
+    first, second = Writer(url, 1, stack), Writer(url, 2, stack)
+    first.store()
+    second.store()  # finds them there
+    assert second.counted() == {"skipped_chunks": len(HASHES)}
+    for name in HASHES:
+        ended: list[object] = []
+        first.plane.remove(FORM.key(name), time.monotonic() + WAIT_S, ended.append)
+        wait_until(lambda ended=ended: ended, "a removal", WAIT_S)
+    second.store()
+    assert second.counted()["stored_chunks"] == len(HASHES)
+    assert not second.counted("drop_")
 
 
 def test_a_holder_that_dies_loses_it(

@@ -135,6 +135,9 @@ class DiskTier:
             self.store.keep(key)
         self.exists([key for key, _ in chunks], deadline, done)
 
+    def unclaim(self, keys: Keys) -> None:
+        """There are none."""
+
     def describe(self, keys: Keys, deadline: float, done: Done[FramesResult]) -> None:
         found = ((key, self.store.find(key)) for key in keys)
         frames = [file.cut.frame(key) if file else None for key, file in found]

@@ -117,6 +117,9 @@ class DictTier:
     ) -> None:
         self.exists([key for key, _ in chunks], deadline, done)
 
+    def unclaim(self, keys: Sequence[bytes]) -> None:
+        pass
+
     def describe(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
     ) -> None:
