@@ -31,7 +31,7 @@ LEAST_MEASURED_BYTES = 1 << 20
 # What begins has ended after so many times the time that it should take.
 _CLAIM_MARGIN = 4
 _LEAST_CLAIM_S = 2.0
-# Also if nothing is known of the tier, or all begins at once. Others wait longer before they give up.
+# Also if nothing is known of the tier, or all begins at once. Others wait for longer.
 _MOST_CLAIM_S = 20.0
 # Loads are never waited for longer.
 GIVE_WAY_S = 1.0
