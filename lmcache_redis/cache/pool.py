@@ -43,7 +43,7 @@ from lmcache_redis.native.madvise import (
 # the memory that the next of them will use.
 _SHARE = 0.5
 _BUSY_SHARE = 0.025
-_NEAR_BYTES = 128 << 20
+_NEAR_BYTES = 16 << 20
 
 
 class PoolMemory(Protocol):
