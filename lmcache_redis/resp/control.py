@@ -147,8 +147,8 @@ def keep_each(
 ) -> Steps[list[Any]]:
     """`ask_each` of what keeps the keys, with counts; EXISTS if the server refuses that.
 
-    Keys of claims are claimed in the same write, before it: 1, or 0 if another has it. Who may not
-    claim is in nobody's way: 1.
+    Keys of claims are claimed in the same write, before it: 1, or 0 if another has it. A claim
+    that is refused counts as made: 1.
     """
 
     def packed(some: Sequence[bytes]) -> bytes:

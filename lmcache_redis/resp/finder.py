@@ -71,7 +71,7 @@ class ServerFinder:
         closing: Callable[[], bool] = lambda: False,
     ) -> ServerMap:
         """The map to use. Raises RedisError or ConfigError with a sentence that says what to
-        change if nobody answers.
+        change if no source answers.
 
         down: servers of the last map. closing: called before each server; True ends the look-up.
         """

@@ -352,7 +352,9 @@ class DataNodes:
         self.jobs.enter((waiting,))
         with self._lock:
             # A map may have come in the meantime.
-            if not (is_at_once := is_over(self.routes)):
+            is_at_once = is_over(self.routes)
+            # One that has ended already is not taken out any more.
+            if not is_at_once and waiting.outcome is None:
                 self._waits[waiting] = is_over
         if is_at_once:
             self.jobs.stop((waiting,), CallOutcome.DONE)
@@ -363,12 +365,7 @@ class DataNodes:
         """There is a map."""
         with self._lock:
             over = {each for each, is_over in self._waits.items() if is_over(self.routes)}
-            self._waits = {
-                each: is_over
-                for each, is_over in self._waits.items()
-                if each.outcome is None and each not in over
-            }
-            is_waiting = bool(self._waits)
+            is_waiting = len(self._waits) > len(over)
         self.jobs.stop(over, CallOutcome.DONE)
         if is_waiting:
             self._have_looked_up()

@@ -108,7 +108,7 @@ class Sources:
         self._records = {each: self._records.get(each, _Record()) for each in known}
         self._without = {each: said for each, said in self._without.items() if each in known}
         self.panel = [each for each in self.panel if each in known]
-        # Ask others, less and less often; each time, if nobody knows the belief's epoch.
+        # Ask others, less and less often; each time, if no answer has the belief's epoch.
         turns = self._in_doubt & (self._in_doubt - 1) == 0 or is_outdated
         if doubt is Doubt.BROKEN and self._in_doubt and turns:
             self.panel.clear()
@@ -190,7 +190,7 @@ class Sources:
 
     @property
     def _is_outdated(self) -> bool:
-        """Whether nobody who was heard in the round knows the belief's epoch."""
+        """Whether no answer of the round has the belief's epoch."""
         return bool(self.answers) and all(map(self._without.get, self.answers))
 
     def _epoch_is_known(self) -> None:

@@ -167,7 +167,7 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
 def _seen(error: Exception, endpoint: Endpoint) -> tuple[str, str]:
     """What is wrong with an address, and what to do if the URL names it."""
     if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
-        # The host may be right: nobody who knows has been asked.
+        # The host may be right: no name server has answered.
         what = "has a host name that cannot be looked up now"
         return what, "is the name server reachable (temporary failure in name resolution)?"
     if isinstance(error, (socket.gaierror, UnicodeError)):
