@@ -73,6 +73,20 @@ _MOST_REDIRECTIONS = 5
 _TRY_AGAIN_S = 0.05
 _NO_SERVER = "no server of the cluster has the slot of this key: see `redis-cli --cluster check`"
 # Of redis-py; the last ones where it takes a reply for what it is not.
+# redis-py leaves the codes out of the texts of those that it has classes for.
+_CODES_OF_CLASSES: dict[type[BaseException], str] = {
+    exceptions.AskError: "ASK",
+    exceptions.BusyLoadingError: "LOADING",
+    exceptions.ClusterCrossSlotError: "CROSSSLOT",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.ExecAbortError: "EXECABORT",
+    exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.MovedError: "MOVED",
+    exceptions.NoScriptError: "NOSCRIPT",
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.TryAgainError: "TRYAGAIN",
+}
 _FAILURES = (
     exceptions.RedisError, RedisError, OSError, TypeError, ValueError, LookupError, AttributeError,
 )  # fmt: skip
@@ -359,8 +373,8 @@ def sentence_of(error: BaseException, endpoint: Endpoint) -> RedisError | Config
         )
         rights = "; ".join(filter(None, (missing_right(text), tools)))
         return RedisNotAllowed(f"{at} does not allow it to this user ({text}): {rights}")
-    if (code := getattr(error, "status_code", None)) is not None:
-        text = f"{code} {text}"  # redis-py has a class for it, and leaves it out
+    if code := _CODES_OF_CLASSES.get(type(error)):
+        text = f"{code} {text}"
     kind, change = advice_on(error_reply(text).code, text)
     said = advised(f"{at} says: {text}", change)
     if isinstance(error, exceptions.BusyLoadingError):

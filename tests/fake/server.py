@@ -5,7 +5,6 @@ sending both the same commands; `tests/resp` has the tests that need the real be
 
 - Bulk strings without CR and LF, such as a GET of zeros or GETRANGE's empty one, are answered as
   simple strings (``+``), which the data plane refuses. Corrected here.
-- An error reply closes the connection, and commands sent after it are not answered.
 - Some errors have another code: ``ERR WRONGTYPE``, and NOAUTH for an AUTH without a password set.
 - ROLE, INFO, CONFIG, TOUCH, OBJECT, MEMORY and CLUSTER do not exist.
 - CLIENT SETNAME takes any name, CLIENT GETNAME is empty rather than nil without one.
