@@ -51,7 +51,8 @@ class Chunks(msgspec.Struct, frozen=True, tag=True):
     caches: KVCache
 
 
-REFUSALS = (FormatError, msgspec.MsgspecError, UnicodeDecodeError)
+# TypeError: of a map as the key of a map, by msgspec 0.19.
+REFUSALS = (FormatError, msgspec.MsgspecError, TypeError, UnicodeDecodeError)
 
 VALUES = [
     torch.bfloat16,
