@@ -114,9 +114,9 @@ class Cluster:
     def _meet(self) -> None:
         for node in self.nodes[1:]:
             self.nodes[0].command("CLUSTER", "MEET", "127.0.0.1", node.port)
-        wait_until(lambda: all(self._knows_all(node) for node in self.nodes))
+        wait_until(lambda: all(self.knows_all(node) for node in self.nodes))
 
-    def _knows_all(self, node: RedisServer) -> bool:
+    def knows_all(self, node: RedisServer) -> bool:
         lines = node.command("CLUSTER", "NODES").decode().splitlines()
         ready = [
             line for line in lines if "handshake" not in line and line.split()[7] == "connected"
@@ -265,6 +265,9 @@ class BusProxy:
             if sender in self._cut:
                 _shut(*ends)
 
+    def heal(self) -> None:
+        self._cut.clear()
+
     def __enter__(self) -> BusProxy:
         self._spawn(self._accept)
         return self
@@ -331,6 +334,10 @@ class CuttableCluster(Cluster):
         for each, bus in zip(self.nodes, self._buses, strict=True):
             bus.cut(*(ids if each is node else [node_id(node)]))
 
+    def heal(self) -> None:
+        for bus in self._buses:
+            bus.heal()
+
     def _start_node(self) -> RedisServer:
         node = cluster_node(self._directory, f"node-{len(self.nodes)}")
         bus = self._stack.enter_context(BusProxy(node))
@@ -342,7 +349,7 @@ class CuttableCluster(Cluster):
     def _meet(self) -> None:
         for node, bus in zip(self.nodes[1:], self._buses[1:], strict=True):
             self.nodes[0].command("CLUSTER", "MEET", "127.0.0.1", node.port, bus.port)
-        wait_until(lambda: all(self._knows_all(node) for node in self.nodes))
+        wait_until(lambda: all(self.knows_all(node) for node in self.nodes))
 
 
 @contextmanager
@@ -353,6 +360,7 @@ def another_sentinel(watched: Watched, folder: Path, port: int, master: int) -> 
     lines = [f"port {port}", "bind 127.0.0.1", f"dir {folder}"]
     lines += [f"sentinel monitor mymaster 127.0.0.1 {master} 2"]
     lines += ["sentinel down-after-milliseconds mymaster 500"]
+    lines += ["sentinel failover-timeout mymaster 3000"]
     config.write_text("\n".join(lines) + "\n")
     words = [watched.servers[0]._executable, str(config), "--sentinel"]
     with (folder / "sentinel.log").open("ab") as log:

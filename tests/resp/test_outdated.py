@@ -85,7 +85,7 @@ def move(cluster: Cluster, node: RedisServer) -> None:
     node.port = free_node_port()
     node.start()
     wait_until(lambda: all(str(node.port).encode() in _nodes(each) for each in cluster.nodes))
-    wait_until(lambda: all(cluster._knows_all(each) for each in cluster.nodes))
+    wait_until(lambda: all(cluster.knows_all(each) for each in cluster.nodes))
 
 
 def _nodes(node: RedisServer) -> bytes:

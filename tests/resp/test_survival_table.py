@@ -1,4 +1,4 @@
-"""The list in docs/internals/data-plane.md says what is tested: each test it names exists."""
+"""What docs/internals/data-plane.md says is tested: each test that it names exists."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def items() -> list[tuple[str, str]]:
     return [(" ".join(fault.split()), said) for fault, _, said in parts]
 
 
-def existing() -> set[str]:
-    """Every test function beside this file, and of the fuzzer."""
+def existing(*directories: str) -> set[str]:
+    """Every test function in them."""
     return {
         node.name
-        for directory in ("resp", "fuzz")
+        for directory in directories
         for path in (TESTS / directory).rglob("test_*.py")
         for node in ast.parse(path.read_text(), str(path)).body
         if isinstance(node, ast.FunctionDef)
@@ -56,7 +56,7 @@ def existing() -> set[str]:
 
 
 def test_every_item_names_tests_that_exist() -> None:
-    known = existing()
+    known = existing("resp", "fuzz")
     assert len(items()) >= 15
     for fault, said in items():
         named = re.findall(r"`(test_\w+)`", said)
@@ -65,9 +65,19 @@ def test_every_item_names_tests_that_exist() -> None:
 
 
 def test_every_test_named_around_the_list_exists() -> None:
-    assert set(re.findall(r"`(test_\w+)`", section())) <= existing()
+    assert set(re.findall(r"`(test_\w+)`", section())) <= existing("resp", "fuzz")
 
 
 def test_every_fault_has_an_item() -> None:
     for fault in FAULTS:
         assert any(fault in described for described, _ in items()), fault
+
+
+def test_every_report_names_tests_that_exist() -> None:
+    table = PAGE.read_text().partition("\n## What users of others have met")[2]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 20
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, f"no test of: {row}"
+        assert set(named) <= existing(""), row

@@ -1,0 +1,457 @@
+"""Servers that die, stop, fail over and move while a plane stores and loads: no byte is wrong.
+
+Six nodes of a cluster, then a primary with its replica and three Sentinels. After each fault: how
+long until everything is stored and loaded again, since the fault, and since the moment at which a
+server that can be reached first named a primary that lives for everything. The tests strike once;
+by hand it runs for as long as you like:
+
+    .venv/bin/python -m tests.resp.soak --minutes 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+
+from lmcache_redis.resp import RedisPlane
+from lmcache_redis.resp.maps import SLOTS
+from lmcache_redis.tiers import ReadOutcome
+from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.traffic import Traffic
+from tests.servers import RedisServer, free_port
+from tests.topologies import (
+    CuttableCluster,
+    Watched,
+    another_sentinel,
+    free_node_port,
+    info,
+)
+
+_PROBES = 24
+_PROBE_BYTES = 40_000
+_SLOT_BYTES = 4096
+_LONGEST_S = 60.0
+_BETWEEN_S = 0.5
+_TRAFFIC_S = 0.02
+# The product's own: the tests' are for busy machines.
+_TIMEOUTS = {"connect_timeout_s": 1.0, "op_timeout_s": 1.0}
+# Else a Sentinel asks every ten seconds which server is a replica.
+_IN_A_HURRY = ("SENTINEL", "DEBUG", "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500)
+
+
+class Ground(ABC):
+    """Servers, what can happen to them, and how to mend it."""
+
+    url: str
+    # What does not answer, or does not hear the others.
+    lost: set[int]
+
+    @property
+    @abstractmethod
+    def faults(self) -> dict[str, Callable[[], None]]: ...
+
+    @abstractmethod
+    def names_primaries(self) -> bool:
+        """Whether a server that can be reached names primaries that live, for everything."""
+
+    @abstractmethod
+    def mend(self) -> None:
+        """All servers live, and agree."""
+
+
+class SixNodes(Ground):
+    """Three primaries with a replica each; their bus can be cut."""
+
+    def __init__(self, directory: Path, stack: ExitStack, source: random.Random) -> None:
+        self._random = source
+        self.lost = set()
+        self._cluster = CuttableCluster(directory, stack)
+        for primary in list(self._cluster.nodes):
+            self._cluster.add_replica(primary)
+        self.url = ",".join(
+            [self._cluster.url, *(f"127.0.0.1:{node.port}" for node in self._cluster.nodes[3:])]
+        )
+        # Where nobody else has heard of yet.
+        self._unheard: set[int] = set()
+        self._stopped: list[RedisServer] = []
+        self._cut = False
+
+    @property
+    def faults(self) -> dict[str, Callable[[], None]]:
+        return {
+            "primary killed": lambda: self._lose(RedisServer.kill),
+            "primary stopped": self._stop,
+            "primary cut off": self._cut_off,
+            "planned failover": self._fail_over,
+            "primary moved": self._move_node,
+            "slots moved": self._move_slots,
+            "clients killed": self._kill_clients,
+            "primary paused": self._pause,
+        }
+
+    def names_primaries(self) -> bool:
+        return any(
+            self._names_primaries(node)
+            for node in self._cluster.nodes
+            if node.port not in self.lost | self._unheard
+        )
+
+    def mend(self) -> None:
+        for node in self._stopped:
+            node.cont()
+        self._stopped = []
+        for node in self._cluster.nodes:
+            if not node.running:
+                node.start()
+        if self._cut:
+            self._cluster.heal()
+            self._cut = False
+        self.lost, self._unheard = set(), set()
+        wait_until(self._agrees, "the cluster agrees", 60.0)
+
+    def _primaries(self) -> list[RedisServer]:
+        nodes = self._cluster.nodes
+        return [node for node in nodes if info(node, "replication").get("role") == "master"]
+
+    def _one(self) -> RedisServer:
+        return self._random.choice(self._primaries())
+
+    def _names_primaries(self, node: RedisServer) -> bool:
+        try:
+            ranges = node.command("CLUSTER", "SLOTS")
+        except redis.exceptions.RedisError:
+            return False
+        covered = sum(last - first + 1 for first, last, *_ in ranges)
+        return covered == SLOTS and not self.lost & {
+            int(primary[1]) for _, _, primary, *_ in ranges
+        }
+
+    def _agrees(self) -> bool:
+        states = [info(node, "replication") for node in self._cluster.nodes]
+        if sorted(state.get("role", "") for state in states) != ["master"] * 3 + ["slave"] * 3:
+            return False
+        links = {state["master_link_status"] for state in states if state["role"] == "slave"}
+        return links == {"up"} and all(map(self._cluster.knows_all, self._cluster.nodes))
+
+    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
+        node = self._one()
+        self.lost.add(node.port)
+        how(node)
+        return node
+
+    def _stop(self) -> None:
+        self._stopped.append(self._lose(RedisServer.stop))
+
+    def _cut_off(self) -> None:
+        """Until it knows: before that it answers everybody as a primary."""
+        self._cut = True
+        node = self._lose(self._cluster.cut_off)
+        wait_until(lambda: b"cluster_state:fail" in node.command("CLUSTER", "INFO"))
+
+    def _fail_over(self) -> None:
+        replicas = [n for n in self._cluster.nodes if n not in self._primaries()]
+        replica = self._random.choice(replicas)
+        replica.command("CLUSTER", "FAILOVER")
+        wait_until(lambda: info(replica, "replication").get("role") == "master")
+
+    def _move_node(self) -> None:
+        node = self._one()
+        node.kill()
+        self.lost.add(node.port)
+        node.port = free_node_port()
+        self._unheard = {node.port}
+        node.start()
+
+    def _move_slots(self) -> None:
+        source, target = self._random.sample(self._primaries(), 2)
+        slots = [
+            slot
+            for first, last, primary, *_ in source.command("CLUSTER", "SLOTS")
+            if int(primary[1]) == source.port
+            for slot in range(first, last + 1)
+        ]
+        for slot in self._random.sample(slots, 40):
+            self._cluster.move(slot, source, target)
+
+    def _kill_clients(self) -> None:
+        self._one().command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    def _pause(self) -> None:
+        self._one().command("CLIENT", "PAUSE", 1500, "ALL")
+
+
+class ThreeSentinels(Ground):
+    """A primary, its replica, and three that watch them."""
+
+    def __init__(self, directory: Path, stack: ExitStack, source: random.Random) -> None:
+        self._random = source
+        self.lost = set()
+        self._watched = Watched(directory, stack)
+        self._ports = [free_port(), free_port()]
+        for number, port in enumerate(self._ports):
+            folder = directory / f"sentinel-{number}"
+            primary = self._watched.servers[0].port
+            stack.enter_context(another_sentinel(self._watched, folder, port, primary))
+        ports = [self._watched.port, *self._ports]
+        seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
+        self.url = f"redis+sentinel://{seeds}/mymaster"
+        self._sentinels = ports
+        self._stopped: list[RedisServer] = []
+
+    @property
+    def faults(self) -> dict[str, Callable[[], None]]:
+        return {
+            "primary killed": lambda: self._lose(RedisServer.kill),
+            "primary stopped": self._stop,
+            "planned failover": self._fail_over,
+            "Sentinel with its first configuration": self._forget,
+            "Sentinel killed, then the primary": self._kill_both,
+            "clients killed": self._kill_clients,
+            "primary paused": self._pause,
+        }
+
+    def names_primaries(self) -> bool:
+        return any(
+            server.port not in self.lost and info(server, "replication").get("role") == "master"
+            for port in self._named()
+            for server in self._watched.servers
+            if server.port == port
+        )
+
+    def mend(self) -> None:
+        for server in self._stopped:
+            server.cont()
+        self._stopped = []
+        for server in self._watched.servers:
+            if not server.running:
+                server.start()
+        if self._watched.sentinel("PING") is None:
+            self._watched.start_sentinel(of_master=False)
+        self.lost = set()
+        wait_until(self._agrees, "the Sentinels agree", 60.0)
+
+    def _agrees(self) -> bool:
+        states = [info(server, "replication") for server in self._watched.servers]
+        if sorted(state.get("role", "") for state in states) != ["master", "slave"]:
+            return False
+        is_linked = any(state.get("master_link_status") == "up" for state in states)
+        ready = [self._is_ready(port) for port in self._sentinels]
+        return is_linked and all(ready) and set(self._named()) == {self._primary().port}
+
+    def _is_ready(self, port: int) -> bool:
+        """It knows the others and a replica that it may elect."""
+        with redis.Redis(port=port, socket_timeout=5.0) as client:
+            try:
+                client.execute_command(
+                    "SENTINEL", "DEBUG", "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500
+                )
+                state = client.sentinel_master("mymaster")
+                replicas = client.sentinel_slaves("mymaster")
+            except redis.exceptions.RedisError:
+                return False
+        # A Sentinel that begins anew has another id: the others may remember the old one.
+        return state["num-other-sentinels"] >= 2 and any(
+            not each["is_sdown"] and each["flags"] == "slave" for each in replicas
+        )
+
+    def _named(self) -> list[int]:
+        found = []
+        for port in self._sentinels:
+            client = redis.Redis(port=port, socket_timeout=5.0)
+            with client, suppress(redis.exceptions.RedisError):
+                found.append(int(client.sentinel_get_master_addr_by_name("mymaster")[1]))
+        return found
+
+    def _primary(self) -> RedisServer:
+        roles = [(info(s, "replication").get("role"), s) for s in self._watched.servers]
+        return next(server for role, server in roles if role == "master")
+
+    def _lose(self, how: Callable[[RedisServer], None]) -> RedisServer:
+        server = self._primary()
+        self.lost.add(server.port)
+        how(server)
+        return server
+
+    def _stop(self) -> None:
+        self._stopped.append(self._lose(RedisServer.stop))
+
+    def _fail_over(self) -> None:
+        self._watched.fail_over()
+
+    def _forget(self) -> None:
+        self._watched.stop_sentinel()
+        self._watched.start_sentinel(of_master=False)
+
+    def _kill_both(self) -> None:
+        self._watched.stop_sentinel()
+        self._lose(RedisServer.kill)
+
+    def _kill_clients(self) -> None:
+        self._primary().command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    def _pause(self) -> None:
+        self._primary().command("CLIENT", "PAUSE", 1500, "ALL")
+
+
+GROUNDS: dict[str, Callable[[Path, ExitStack, random.Random], Ground]] = {
+    "cluster": SixNodes,
+    "sentinels": ThreeSentinels,
+}
+
+
+@dataclass
+class Struck:
+    """A fault, and how long until everything was stored and loaded again. Seconds."""
+
+    fault: str
+    since_fault_s: float
+    since_named_s: float
+
+
+@dataclass
+class Result:
+    struck: list[Struck] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    answers: int = 0
+    loaded: int = 0
+
+
+@contextmanager
+def _traffic(plane: RedisPlane, seed: int) -> Iterator[Traffic]:
+    """Runs beside the faults."""
+    traffic = Traffic(plane, seed)
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(_TRAFFIC_S):
+            traffic.some()
+
+    thread = threading.Thread(target=run, name="traffic")
+    thread.start()
+    try:
+        yield traffic
+    finally:
+        ended.set()
+        thread.join()
+        wait_until(lambda: not traffic.pending, "calls were not answered")
+
+
+def soak(ground: Ground, seconds: float, seed: int, faults: int | None = None) -> Result:
+    """Until the time is over, or so many faults have struck."""
+    source = random.Random(seed)
+    result = Result()
+    until = time.monotonic() + seconds
+    chosen: list[str] = []
+    with running(ground.url, **_TIMEOUTS) as plane, _traffic(plane, seed) as traffic:
+        ground.mend()
+        _wait_for_hits(plane, result)
+        while time.monotonic() < until and (faults is None or len(result.struck) < faults):
+            if not chosen:
+                chosen = source.sample(sorted(ground.faults), len(ground.faults))
+            _strike(ground, plane, chosen.pop(), result)
+            ground.mend()
+            _wait_for_hits(plane, result)
+            time.sleep(_BETWEEN_S)
+    result.problems += traffic.problems
+    result.answers, result.loaded = traffic.answers, traffic.loaded
+    return result
+
+
+def _strike(ground: Ground, plane: RedisPlane, fault: str, result: Result) -> None:
+    named_at: list[float] = []
+    hit = threading.Event()
+
+    def watch() -> None:
+        while not hit.is_set():
+            if ground.names_primaries():
+                named_at.append(time.monotonic())
+                return
+            time.sleep(0.02)
+
+    struck_at = time.monotonic()
+    ground.faults[fault]()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    hit_at = _wait_for_hits(plane, result)
+    hit.set()
+    watcher.join()
+    named = min([*named_at, hit_at])
+    struck = Struck(fault, hit_at - struck_at, hit_at - max(named, struck_at))
+    print(
+        f"{fault}: everything is a hit after {struck.since_fault_s:.2f} s,"
+        f" {struck.since_named_s:.2f} s after a primary was named",
+        flush=True,
+    )
+    result.struck.append(struck)
+
+
+def _wait_for_hits(plane: RedisPlane, result: Result) -> float:
+    """When everything was loaded. What is not there is stored again."""
+    began = time.monotonic()
+    stored = [Chunk(1000 + n, _PROBE_BYTES, _SLOT_BYTES, seed=n) for n in range(_PROBES)]
+    while time.monotonic() < began + _LONGEST_S:
+        loaded = [Chunk(each.number, _PROBE_BYTES, _SLOT_BYTES) for each in stored]
+        outcomes = read(plane, *loaded, within_s=1.0)
+        for outcome, was, found in zip(outcomes, stored, loaded, strict=True):
+            if outcome is ReadOutcome.LOADED and was.content != found.content:
+                result.problems.append(f"chunk {was.number} has wrong bytes")
+        if set(outcomes) == {ReadOutcome.LOADED}:
+            return time.monotonic()
+        lost = [s for s, o in zip(stored, outcomes, strict=True) if o is not ReadOutcome.LOADED]
+        write(plane, *lost, within_s=1.0)
+    result.problems.append(f"no hits for {_LONGEST_S:.0f} s")
+    return time.monotonic()
+
+
+def report(name: str, result: Result) -> None:
+    print(f"{name}: {result.answers} answers, {result.loaded} chunks loaded, ", end="")
+    print(f"{len(result.struck)} faults, {len(result.problems)} problems")
+    for fault in sorted({each.fault for each in result.struck}):
+        of_it = [each for each in result.struck if each.fault == fault]
+        since, named = (
+            [getattr(each, what) for each in of_it] for what in ("since_fault_s", "since_named_s")
+        )
+        print(
+            f"  {fault}: {len(of_it)} times, hits after {statistics.median(since):.2f} s"
+            f" (at most {max(since):.2f}), {statistics.median(named):.2f} s"
+            f" (at most {max(named):.2f}) after a primary was named"
+        )
+    for problem in result.problems:
+        print(f"  {problem}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each of the two")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=sorted(GROUNDS))
+    arguments = parser.parse_args()
+    failed = False
+    for name, ground in GROUNDS.items():
+        if arguments.only not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+            source = random.Random(arguments.seed)
+            result = soak(
+                ground(Path(directory), stack, source), arguments.minutes * 60, arguments.seed
+            )
+        report(name, result)
+        failed = failed or bool(result.problems)
+    raise SystemExit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
