@@ -79,13 +79,13 @@ class Explanations:
 
         deadline_s = time.monotonic() + _ANSWER_S
 
-        def look_for(described: Sequence[PartNames]) -> None:
+        def look_for(described: Sequence[PartNames], is_all: bool) -> None:
             names = {_description(each): each for each in [*described, *self._registered()]}
             keys = {each.key(bytes.fromhex(miss.hash)): each for each in names.values()}
-            done = posting(self._agent.loop, partial(answer, keys))
+            done = posting(self._agent.loop, partial(answer, keys, is_all))
             self._agent.plane.exists([*keys], deadline_s + _ANSWER_S, done)
 
-        def answer(keys: Mapping[bytes, PartNames], result: ExistsResult) -> None:
+        def answer(keys: Mapping[bytes, PartNames], is_all: bool, result: ExistsResult) -> None:
             """Says where the missed chunk is now, by layout."""
             in_redis = result.present or [None] * len(keys)
             there = {
@@ -96,7 +96,9 @@ class Explanations:
             report["requests"][0]["lookup"]["first_miss"] |= {
                 "now": [there.pop(layout, None) for layout in lookup.layouts],
                 "other_layouts": [*there],
-                "redis_answered": result.outcome is CallOutcome.DONE and None not in in_redis,
+                "redis_answered": (
+                    is_all and result.outcome is CallOutcome.DONE and None not in in_redis
+                ),
             }
             reply(_json(report))
 
@@ -119,19 +121,19 @@ class Explanations:
         here = {_description(each) for each in self._registered()}
         deadline_s = time.monotonic() + _ANSWER_S
 
-        def listed(described: Sequence[PartNames]) -> None:
+        def listed(described: Sequence[PartNames], is_all: bool) -> None:
             others = [each for each in described if _description(each) not in here]
             rows.extend(map(_row, others))
             chosen = [each for each in others if each.fingerprint.hex().startswith(wanted)]
-            self.read(chosen, answer, deadline_s + _ANSWER_S)
+            self.read(chosen, partial(answer, is_all), deadline_s + _ANSWER_S)
 
-        def answer(described: Mapping[bytes, bytes]) -> None:
+        def answer(is_all: bool, described: Mapping[bytes, bytes]) -> None:
             canonical.update((name.hex(), each) for name, each in described.items())
             for row in rows:
                 if row["layout"] in canonical:
                     with contextlib.suppress(FormatError):  # its digest is right all the same
                         row["pairs"] = named_pairs(canonical[row["layout"]])
-            reply(_json({"layouts": rows}))
+            reply(_json({"layouts": rows, "redis_listed": is_all}))
 
         self.names(listed, deadline_s)
 
@@ -152,10 +154,10 @@ class Explanations:
         if jobs:
             self._agent.plane.store_all(jobs, lambda job, outcome: None)
 
-    def names(self, done: Callable[[Sequence[PartNames]], None], deadline_s: float) -> None:
-        """Of all layouts that are described in Redis, how their parts are named.
+    def names(self, done: Callable[[Sequence[PartNames], bool], None], deadline_s: float) -> None:
+        """Of the layouts that are described in Redis, how their parts are named; if it is all.
 
-        Empty if Redis does not answer in time. Walks over all of Redis' keys.
+        Not all if Redis does not answer in time. Walks over all of Redis' keys.
         """
 
         def listed(result: KeysResult) -> None:
@@ -164,7 +166,7 @@ class Explanations:
                 if len(key.chunk_hash) == 32:
                     names = ChunkNames(key.chunk_hash, prefix)
                     found.append(PartNames(names, key.model_name, key.kv_rank))
-            done(found)
+            done(found, result.outcome is CallOutcome.DONE)
 
         done_listing = posting(self._agent.loop, listed)
         self._agent.plane.list_keys(self._names.common, deadline_s, done_listing, MOST_LAYOUTS)

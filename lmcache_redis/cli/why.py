@@ -224,13 +224,14 @@ def _part_lines(parts: Mapping[str, Any], lookup: Mapping[str, Any] | None) -> I
 # Layouts
 
 
-def compare(rows: Sequence[Mapping[str, Any]], *wanted: str) -> dict[str, Any]:
+def compare(known: Mapping[str, Any], *wanted: str) -> dict[str, Any]:
     """The two layouts that the wanted ones begin, and the pairs that differ.
 
     models: the names of the models that have it, if both are one. They are in keys too.
     Raises ``ConfigError`` if one of them begins no layout or several.
     """
-    first, second = (_only(rows, each) for each in wanted)
+    rows: Sequence[Mapping[str, Any]] = known["layouts"]
+    first, second = (_only(rows, each, known["redis_listed"]) for each in wanted)
     ours, theirs = first["pairs"], second["pairs"]
     differing = None
     if ours is not None and theirs is not None:
@@ -246,17 +247,21 @@ def compare(rows: Sequence[Mapping[str, Any]], *wanted: str) -> dict[str, Any]:
     return {"layouts": [first, second], "differing": differing, "models": models}
 
 
-def _only(rows: Sequence[Mapping[str, Any]], wanted: str) -> Mapping[str, Any]:
+def _only(rows: Sequence[Mapping[str, Any]], wanted: str, redis_listed: bool) -> Mapping[str, Any]:
     found = {each["layout"]: each for each in rows[::-1] if each["layout"].startswith(wanted)}
     if len(found) == 1:
         return next(iter(found.values()))
     if found:
         raise ConfigError(f"--layouts: several layouts begin with {wanted!r}: {_layouts(found)}")
     known = _layouts({each["layout"]: None for each in rows}) if rows else "none"
+    in_redis = (
+        "Redis has no description of one: agents write it a minute after an engine has registered"
+        if redis_listed
+        else "Redis did not list its descriptions in time: `lmcache-redis status` shows its state"
+    )
     raise ConfigError(
-        f"--layouts: no engine is registered with a layout that begins with {wanted!r}, and Redis "
-        "has no description of one: agents write it a minute after an engine has registered. Known "
-        f"are: {known}"
+        f"--layouts: no engine is registered with a layout that begins with {wanted!r}, and "
+        f"{in_redis}. Known are: {known}"
     )
 
 

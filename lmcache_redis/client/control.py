@@ -48,10 +48,9 @@ class ControlClient:
         """What became of requests, see `messages.Why`. Raises ``AgentUnreachable``."""
         return self._report(m.Why(1, request, most))
 
-    def layouts(self, *wanted: str) -> list[dict[str, Any]]:
+    def layouts(self, *wanted: str) -> dict[str, Any]:
         """The layouts that the agent knows, see `messages.Layouts`. Raises ``AgentUnreachable``."""
-        rows: list[dict[str, Any]] = self._report(m.Layouts(1, wanted))["layouts"]
-        return rows
+        return self._report(m.Layouts(1, wanted))
 
     def trust(self) -> int:
         """Has the agent load everything again; of how many layouts it did not. As `status`."""

@@ -259,7 +259,9 @@ def registered(agent: Agent, *layouts: KVLayout) -> Any:
 def read_all(agent: Agent) -> dict[bytes, bytes]:
     found: list[Any] = []
     descriptions, deadline_s = Explanations(agent), time.monotonic() + 30
-    descriptions.names(lambda names: descriptions.read(names, found.append, deadline_s), deadline_s)
+    descriptions.names(
+        lambda names, _: descriptions.read(names, found.append, deadline_s), deadline_s
+    )
     run_until(agent.loop, lambda: found)
     return dict(found[0])
 

@@ -183,11 +183,15 @@ def row(layout: str, pairs: dict[str, str] | None, **changes: Any) -> dict[str, 
     return {"layout": layout, "model": "org/model", "kv_rank": 1, "pairs": pairs} | where | changes
 
 
+def known(rows: list[dict[str, Any]], redis_listed: bool = True) -> dict[str, Any]:
+    return {"layouts": rows, "redis_listed": redis_listed}
+
+
 def test_pairs_that_differ() -> None:
     one = {"revision": "main", "dtype": "bfloat16", "rank": "0", "gone": "x"}
     two = {"revision": "", "dtype": "bfloat16", "rank": "0", "new": "y"}
     rows = [row(A, one), row(B, two, engine_id=None, model="org/other")]
-    compared = compare(rows, "aaaa", "bb")
+    compared = compare(known(rows), "aaaa", "bb")
     assert compared["differing"] == {
         "model": ["org/model", "org/other"],
         "revision": ["main", ""],
@@ -217,22 +221,24 @@ def test_pairs_that_differ() -> None:
 
 def test_equal_layouts_and_lost_descriptions() -> None:
     rows = [row(A, {"rank": "0"}), row(A, {"rank": "0"}, model="other"), row(B, None)]
-    assert [*comparison_lines(compare(rows, A, "aa"))][-2:] == [
+    assert [*comparison_lines(compare(known(rows), A, "aa"))][-2:] == [
         "they are one layout: engines that have it share, if they name the model alike",
         "models with it: org/model, other",
     ]
-    lost = [*comparison_lines(compare(rows, "a", "b"))]
+    lost = [*comparison_lines(compare(known(rows), "a", "b"))]
     assert lost[-2] == f"Redis has lost the description of {B[:16]}"
 
 
 def test_a_layout_that_is_not_one() -> None:
     rows = [row(A, {}), row("ab" * 32, {})]
     with pytest.raises(ConfigError, match="several layouts begin with 'a'"):
-        compare(rows, "aa", "a")
+        compare(known(rows), "aa", "a")
     with pytest.raises(ConfigError, match=f"begins with 'c', .* Known are: {A[:16]}, abab"):
-        compare(rows, "aa", "c")
+        compare(known(rows), "aa", "c")
     with pytest.raises(ConfigError, match="Known are: none"):
-        compare([], "a", "b")
+        compare(known([]), "a", "b")
+    with pytest.raises(ConfigError, match="Redis did not list its descriptions in time"):
+        compare(known(rows, redis_listed=False), "aa", "c")
 
 
 class Node(NamedTuple):
@@ -302,3 +308,6 @@ def test_why_of_a_real_agent(node: Node) -> None:
     unknown_layout = why("--layouts", wanted, "0123")
     assert unknown_layout.returncode == 2
     assert f"Known are: {wanted}" in one_sentence(unknown_layout)
+    # What could not be listed is not absent.
+    redis.command("ACL", "SETUSER", "default", "-scan")
+    assert "Redis did not list" in one_sentence(why("--layouts", wanted, "0123"))
