@@ -146,6 +146,7 @@ def test_backends_and_planes_say_what_to_do_at_once(server: RedisServer) -> None
             lambda: backend.flush(1.0),
             lambda: plane.exists((b"k",), time.monotonic() + 1.0, print),
             lambda: plane.load_all((), print),
+            plane.stats,
         ):
             said = in_a_fork(call)
             assert said.startswith("RuntimeError: the ")

@@ -159,9 +159,13 @@ class Jobs:
         self._posts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._wake_at = inf
 
+    def check_own(self) -> None:
+        """Raises RuntimeError in a process that was forked since: a lock may be held there."""
+        check_not_forked("the Redis plane", self.pid)
+
     def check_usable(self) -> None:
         """Raises RuntimeError unless the plane runs, in this process."""
-        check_not_forked("the Redis plane", self.pid)
+        self.check_own()
         if not self.started or self.closed:
             raise RuntimeError("the Redis plane is not running")
 

@@ -160,6 +160,7 @@ class RedisPlane:
     def stats(self) -> PlaneStats:
         """Counts since the start, taken at one moment."""
         jobs = self._jobs
+        jobs.check_own()
         with jobs.lock:
             return PlaneStats(
                 bytes_in=jobs.moved_bytes[ReadOutcome.LOADED],
