@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import secrets
 import statistics
 import time
@@ -37,6 +38,7 @@ from lmcache_redis.admin.server import (
 from lmcache_redis.admin.sizes.sizing import stored_part
 from lmcache_redis.admin.stripes import SeenChunk, headers_of, payload_of, read_idle, survey
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
+from lmcache_redis.chunks.metadata import MemoryFormat
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisNotAllowed, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
@@ -137,6 +139,7 @@ def diagnose(
         # After the server's counters have been read: what is written may evict something.
         measured: dict[str, Any] = {"ping_s": measure_ping(node)}
         if bandwidth:
+            measured["load_per_core"] = os.getloadavg()[0] / len(os.sched_getaffinity(0))
             try:
                 read, write = measure_bandwidth(server, node, prefix)
                 measured |= {"read_bytes_per_s": read, "write_bytes_per_s": write}
@@ -163,12 +166,18 @@ def sample(
 ) -> tuple[Need, tuple[tuple[str, StripeHeader], ...], float | None]:
     """The need by what is stored, unless the user has named a size; a header of each form, with its
     model; and the longest time without a use. Of a few chunks; nothing where that is refused.
+
+    What engines have not stored, such as values of the library, is cut in its own way.
     """
     try:
         found = survey(server, prefix, everything=False)
-        chunks = list(found.chunks.values())
+        chunks = [each for each in found.chunks.values() if not each.name.is_description]
         idle = [each for each in read_idle(server, chunks) if isinstance(each, int)]
-        headers = headers_of(server, chunks)
+        headers = {
+            form: header
+            for form, header in headers_of(server, chunks).items()
+            if header.metadata.fmt is MemoryFormat.PAGES
+        }
     except RedisError:
         return need, (), None
     if not need.is_known and headers:

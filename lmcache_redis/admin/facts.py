@@ -76,6 +76,7 @@ class Facts:
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     bandwidth_refused: str = ""
+    load_per_core: float = 0.0
     need: Need = Need()
     pool_bytes: int | None = None
     oldest_idle_s: float | None = None

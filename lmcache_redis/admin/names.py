@@ -45,9 +45,14 @@ class ChunkName:
         return self.prefix + KEY_MAGIC + self.namespace + self.key.to_bytes()
 
     @property
+    def is_description(self) -> bool:
+        """Of a layout, rather than a chunk of one."""
+        return self.namespace == _DESCRIPTIONS
+
+    @property
     def layout(self) -> str:
         """The namespace as `status` shows it, or in hex; in brackets: of no layout."""
-        if self.namespace == _DESCRIPTIONS:
+        if self.is_description:
             return "(descriptions)"
         is_text = _TEXT_NAMESPACE.fullmatch(self.namespace)
         return self.namespace.decode() if is_text else self.namespace.hex()

@@ -214,7 +214,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
     "engines": (
         "an engine hits only when its scheduler and all its ranks are connected",
         "start vLLM with --kv-transfer-config, all ranks of a node with the same endpoint",
-        "see the engines' logs for lines of lmcache_redis",
+        "see the engines' logs for `the cache stays off` and `no agent answers`",
     ),
     "/dev/shm": (
         "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it; without "
@@ -291,7 +291,7 @@ def _engines(f: NodeFacts) -> Iterator[Finding]:
     engines = f.report["engines"]
     waiting = [engine for engine in engines if not engine["ready"]]
     severity = WARNING if waiting else OK if engines else HINT
-    seen = f"{len(waiting)} of {len(engines)} registered workers are not ready"
+    seen = f"{len(engines) - len(waiting)} of {len(engines)} registered workers are ready"
     yield Finding(severity, "engines", seen if engines else "none is registered")
 
 

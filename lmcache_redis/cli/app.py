@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import datetime, timezone
 from functools import partial
@@ -201,6 +202,8 @@ def version(as_json: AsJson = False) -> None:
     print(json.dumps({"version": __version__}) if as_json else __version__)
 
 
+# How pydantic, which typer has read numbers, refuses a word.
+_OF_NUMBERS = re.compile(r"Input should be a valid (number|integer), unable to parse string as .*")
 # Typer has no name of its own for it.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -225,5 +228,5 @@ def run() -> None:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             sys.exit(2)
-        message = str(error.format_message())
+        message = _OF_NUMBERS.sub(r"it is not a valid \1", str(error.format_message()))
         fail(message[0].lower() + message[1:].rstrip("."), 2)

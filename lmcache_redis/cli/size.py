@@ -8,7 +8,11 @@ from typing import Annotated
 import typer
 
 from lmcache_redis.cli.options import AsJson, print_found
+from lmcache_redis.errors import ConfigError
 from lmcache_redis.settings import parse_size
+
+# Less was meant in another unit.
+_LEAST_MEMORY_BYTES = 1 << 20
 
 PromptTokens = Annotated[
     int, typer.Option("--prompt-tokens", min=1, help="Length of a usual prompt.")
@@ -59,13 +63,16 @@ def size(
     from lmcache_redis.admin.sizes.families import read_config
     from lmcache_redis.admin.sizes.sizing import SizeOptions, size_json, size_lines, size_model
 
+    memory_bytes = parse_size(memory, "--memory")
+    if memory_bytes < _LEAST_MEMORY_BYTES:
+        raise ConfigError(f"--memory: {memory!r} is {memory_bytes} bytes: write it as 64GiB")
     options = SizeOptions(
         tp=tp,
         kv_cache_dtype=kv_cache_dtype,
         state_dtype=mamba_ssm_cache_dtype,
         step_tokens=max_num_batched_tokens,
         chunk_size_tokens=chunk_size_tokens,
-        memory_bytes=parse_size(memory, "--memory"),
+        memory_bytes=memory_bytes,
         prompt_tokens=prompt_tokens,
         prefill_tokens_per_s=prefill_tokens_per_s,
     )

@@ -102,8 +102,8 @@ def unknown(report: Mapping[str, Any], request: str | None) -> str:
     kept = f"the agent has {report['kept']:,} since {_clock(report['since_s'])}"
     what = "no request" if request is None else f"no request whose id contains {request!r}"
     return (
-        f"{what} is known: {kept}. A prompt below {tokens:,} tokens is never asked, nor one of "
-        "which vLLM's own prefix cache has all but so many"
+        f"{what} is known: {kept}. A prompt is never asked for if it has fewer than {tokens:,} "
+        "tokens beside those in vLLM's own prefix cache"
     )
 
 

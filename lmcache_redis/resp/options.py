@@ -337,7 +337,8 @@ def _parameters(query: str, transport: Transport, topology: Topology) -> dict[st
             # An unknown name may be a piece of a password: only known names are shown.
             shown = f" {name}" if name in _TLS_PARAMETERS else ""
             raise ConfigError(
-                f"the parameter{shown} of the Redis URL is not one of {', '.join(allowed)}"
+                f"the Redis URL has an unknown parameter{shown}: it may have "
+                + (", ".join(allowed) or "none")
                 + (" (TLS needs rediss://)" if shown else "")
             )
         if name in parameters:

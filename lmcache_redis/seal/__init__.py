@@ -59,7 +59,7 @@ class SealKeys:
         except ImportError as error:
             raise ConfigError(
                 f"sealed values need the package cryptography ({error}): "
-                "pip install 'lmcache-redis[seal]'"
+                "pip install 'cryptography>=50,<51'"
             ) from error
         self._ciphers: dict[bytes, Xaes256Gcm] = {_id_of(key): Xaes256Gcm(key) for key in keys}
         self.ids = tuple(self._ciphers)

@@ -12,6 +12,7 @@ from lmcache_redis import __version__ as version
 from lmcache_redis.admin.inspect import Summary, summarise
 from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.server import PrimaryServers, open_server
+from lmcache_redis.kvstore import KVStore
 from lmcache_redis.resp import RedisOptions
 from tests.cli.test_admin import one_sentence, run
 from tests.harness import AgentServer, Engine, block_hashes
@@ -75,13 +76,16 @@ def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None
     ):
         engine.store("s", block_hashes("prompt", 8), range(8))
         agent.wait_idle()
+        # Cut as the library cuts.
+        with KVStore(own_server.unix_url) as store:
+            assert store.put_bytes("name", bytes(3 << 20))
         done = run(*words, "--endpoint", agent.endpoint)
         found = json.loads(done.stdout)
         assert found["node"]["agent"]["pid"] == agent.pid
         here = {f["topic"]: f for f in found["findings"] if f["where"] == "this node"}
         assert here["Redis"]["severity"] == here["engines"]["severity"] == "ok"
         assert here["versions"]["seen"] == f"the agent is {version}, the package here {version}"
-        assert here["namespaces"]["severity"] == "ok"
+        assert here["namespaces"]["severity"] == here["slot size"]["severity"] == "ok"
         # Another agent of other sizes on the same Redis.
         other = {"slot_bytes": 32 << 10, "chunk_size_tokens": 32}
         with (

@@ -93,7 +93,7 @@ HIDDEN = replace(ENGINE, pid_namespace=None)
         ),
         (replace(WELL, version="1.1"), WARNING, "versions", "agent is 1.0, the package here 1.1"),
         (replace(WELL, clock_ahead_s=-61.0), HINT, "clocks", "61.0 s behind"),
-        (engine(ready=False), WARNING, "engines", "1 of 1 registered workers are not ready"),
+        (engine(ready=False), WARNING, "engines", "0 of 1 registered workers are ready"),
         (reported(engines=[]), HINT, "engines", "none is registered"),
         (replace(WELL, shm_bytes=64 << 20), WARNING, "/dev/shm", "of 64 MiB are free"),
         (replace(WELL, shm_free_bytes=1 << 20), WARNING, "/dev/shm", "1 MiB of 16 GiB are free"),

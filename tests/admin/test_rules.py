@@ -127,6 +127,7 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
     ),
     ({"read_bytes_per_s": 1.5e9}, WARNING, "load bandwidth", "1.4 times as fast"),
     ({"read_bytes_per_s": 0.9e9, "local": True}, CRITICAL, "load bandwidth", "cores of its own"),
+    ({"read_bytes_per_s": 0.9e9, "load_per_core": 1.5}, HINT, "load bandwidth", "load 1.5 a core"),
     ({"read_bytes_per_s": 0.9e9, "nodes": 3}, OK, "load bandwidth", "over 3 servers"),
     (
         {"read_bytes_per_s": None, "bandwidth_refused": "it is full"},

