@@ -235,6 +235,7 @@ class MapWatcher:
         self._in_doubt = 0  # look-ups because something is wrong, in a row
         self._lines = RepeatedLines()
         self._hinted = Doubt.NONE
+        self._is_partial = False  # the map: keys of some slots are nowhere
         self._changed = threading.Condition(threading.Lock())
         self._is_closing = False
 
@@ -259,7 +260,9 @@ class MapWatcher:
         self._in_doubt = self._in_doubt + 1 if doubt is Doubt.BROKEN else 0
         reason = self.state.reason
         try:
-            self._adopt(self._finder.find(doubt, self._down() or (), lambda: self._is_closing))
+            found = self._finder.find(doubt, self._down() or (), lambda: self._is_closing)
+            self._adopt(found)
+            self._is_partial = bool(found.unserved)
             reason = ""
         except (RedisError, ConfigError) as error:
             reason = str(error)
@@ -273,9 +276,11 @@ class MapWatcher:
 
     @property
     def _doubt(self) -> Doubt:
-        """By the state of the servers in use."""
+        """By the state of the servers in use, and by their slots."""
         down = self._down()
-        return Doubt.BROKEN if down is None or down else Doubt.NONE
+        if down is None or down:
+            return Doubt.BROKEN
+        return Doubt.MOVED if self._is_partial else Doubt.NONE
 
     def _pause(self) -> None:
         began = time.monotonic()

@@ -35,6 +35,7 @@ from lmcache_redis.resp.jobs import (
     wait_for,
 )
 from lmcache_redis.resp.maps import ServerMap
+from lmcache_redis.resp.net.advice import BY_CODE
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.options import Deployment, RedisOptions, Topology
 from lmcache_redis.resp.removals import Removals
@@ -228,12 +229,15 @@ class DataNodes:
         if not nodes:
             return self.watcher.state
         states = [node.health.state for node in nodes]
-        if len(states) == 1:
+        if len(states) == 1 and not self.routes.unserved:
             return states[0]
         down = [state for state in states if not state.up]
         reason = next((state.reason for state in down or states if state.reason), "")
-        if down:
+        if down and len(states) > 1:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
+        elif not reason and (unserved := self.routes.unserved):
+            missing = BY_CODE["CLUSTERDOWN"].change
+            reason = f"{unserved:,} slots of the cluster have no server: {missing}"
         is_probed = all(state.probed for state in states)
         errors = newest_first(error for state in states for error in state.errors)
         return PlaneState(len(down) < len(states), is_probed, reason, errors)

@@ -20,6 +20,7 @@ A MOVED that answers a request from before the last map changes no slot: the map
 from __future__ import annotations
 
 import binascii
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,11 @@ class Routes(Generic[NodeT]):
             self._by_slot = [None] * SLOTS
             for first, last, number in server_map.ranges:
                 self._by_slot[first : last + 1] = [self.nodes[number]] * (last + 1 - first)
+
+    @functools.cached_property
+    def unserved(self) -> int:
+        """How many slots no server has."""
+        return 0 if self._by_slot is None else self._by_slot.count(None)
 
     @property
     def is_cluster(self) -> bool:

@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.resp import RedisOptions, RedisPlane, finder
 from lmcache_redis.resp.finder import ServerFinder
 from lmcache_redis.resp.jobs import Jobs, LoopThread
 from lmcache_redis.resp.maps import SLOTS, ServerMap
 from lmcache_redis.resp.node import DataNodes
-from lmcache_redis.resp.options import parse_deployment
+from lmcache_redis.resp.options import Topology, parse_deployment
+from lmcache_redis.resp.routes import slot_of
 from lmcache_redis.resp.sources import Doubt
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     Chunk,
     chunk_key,
     exists,
+    first_key,
     open_streams,
     our_connections,
     plane_threads,
@@ -69,6 +71,33 @@ def shard(answers: Callable[[list[bytes]], Answer] = lambda words: None) -> Lyin
 
 def cluster_url(server: LyingServer) -> str:
     return f"redis+cluster://agent:{SECRET}@127.0.0.1:{server.port}"
+
+
+# ------------------------------------------------------- slots without a server
+
+
+def test_slots_that_no_server_has_are_looked_up_until_one_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As for a moment in a failover, from a node that has not heard of all yet."""
+    monkeypatch.setitem(finder._REFRESH_S, Topology.CLUSTER, 3600.0)
+    is_whole = threading.Event()
+
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] != b"CLUSTER":
+            return b":0\r\n" if words[0] == b"EXISTS" else None
+        whole = slots_of(server.port)
+        return whole if is_whole.is_set() else whole.replace(b":16383", b":99")
+
+    key = chunk_key(next(n for n in itertools.count() if slot_of(first_key(n)) > 99))
+    server = LyingServer(answer)
+    with server, running(cluster_url(server)) as plane:
+        assert exists(plane, [key]).outcome is CallOutcome.UNAVAILABLE
+        assert plane.state.up
+        assert "16,284 slots of the cluster have no server" in plane.state.reason
+        is_whole.set()
+        wait_until(lambda: exists(plane, [key]).outcome is CallOutcome.DONE)
+        assert plane.state.reason == ""
 
 
 # ------------------------------------------------------------------ redirections
