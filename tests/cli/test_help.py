@@ -75,9 +75,15 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tupl
         (["agent", "--ttl-s"], "option '--ttl-s' requires an argument"),
         (["agent", "more"], "got unexpected extra argument"),
         (["agent", "--ttl-s", "soon"], "--ttl-s: 'soon' is not a whole number"),
-        (["top", "--interval-s", "soon"], "'--interval-s': it is not a valid number"),
+        (
+            ["top", "--interval-s", "soon"],
+            "invalid value for '--interval-s': it is not a valid number",
+        ),
         (["top", "--interval-s", "99"], "invalid value for '--interval-s': "),
-        (["doctor", "--kv-bytes-per-token", "x"], "it is not a valid integer"),
+        (
+            ["doctor", "--kv-bytes-per-token", "x"],
+            "invalid value for '--kv-bytes-per-token': it is not a valid integer",
+        ),
         (["size", "model", "--memory", "64"], "--memory: '64' is 64 bytes: write it as 64GiB"),
         (["settings", "--of", "x"], "--of is 'x': choose one of agent, gateway, engine"),
     ],

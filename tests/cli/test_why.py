@@ -175,7 +175,7 @@ def test_a_list_has_one_line_a_request() -> None:
 def test_an_unknown_request() -> None:
     text = unknown(request(), "chat-9")
     assert text.startswith("no request whose id contains 'chat-9' is known: the agent has 7 since")
-    assert "A prompt below 256 tokens is never asked" in text
+    assert "never asked for if it has fewer than 256 tokens beside those in" in text
 
 
 def row(layout: str, pairs: dict[str, str] | None, **changes: Any) -> dict[str, Any]:
