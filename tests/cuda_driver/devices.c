@@ -244,6 +244,7 @@ EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
     case 41:  /* UNIFIED_ADDRESSING */
     case 102: /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     case 103: /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
+    case 110: /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
         *value = 1;
         return OK;
     case 75: /* COMPUTE_CAPABILITY_MAJOR */
@@ -254,6 +255,9 @@ EXPORT Result cuDeviceGetAttribute(int *value, int attribute, int device)
         return OK;
     case 91: /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
         *value = !SETTING(distinct_pinned);
+        return OK;
+    case 128: /* HANDLE_TYPE_FABRIC_SUPPORTED */
+        *value = !!SETTING(fabric);
         return OK;
     case 122: /* CAN_USE_64_BIT_STREAM_MEM_OPS */
         *value = !!SETTING(write_values);
