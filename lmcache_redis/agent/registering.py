@@ -59,7 +59,11 @@ class Registering:
         self._copies = agent.copies
         self._peers = agent.peers
         self._pinning = agent.pinning
-        self._gpus = Gpus(agent.config.direct_copy_bytes, agent.pinning.pieces_of)
+        self._gpus = Gpus(
+            agent.config.direct_copy_bytes,
+            agent.pinning.pieces_of,
+            batch_copies=agent.config.batch_copies != "off",
+        )
         self._closing: dict[_Worker, int] = {}  # former mappings that are still open
         self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
 

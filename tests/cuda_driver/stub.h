@@ -69,6 +69,7 @@ enum {
     X(delay_us, 0)        /* the longest wait before an operation of a stream */ \
     X(piece_bytes, 65536) /* in which copies are made, with waits between them */ \
     X(devices, 1)         /* GPUs, unless CUDA_STUB_UUIDS names them */ \
+    X(first_device, 0)    /* the CUdevice of the first GPU: others follow */ \
     X(compute_mode, 0)    /* 0: default, 2: prohibited, 3: one process */ \
     X(driver_version, 12080) \
     X(capability, 90) \

@@ -63,6 +63,19 @@ def test_devices_have_names_and_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.device_name(2)
 
 
+def test_a_device_is_no_ordinal() -> None:
+    cuda_driver.set("devices", 2)
+    cuda_driver.set("first_device", 7)
+    assert driver.device_uuids() == [FIRST, SECOND]
+    assert driver.device_name(1) == "Stub GPU"
+    assert driver.device_attribute(driver.Attribute.COMPUTE_MODE, 1) == 0
+    driver.set_context(driver.retain_context(1))
+    assert more.current_device() == 8
+    driver.release_context(1)
+    with refused(101):
+        driver._device_attribute(driver.Attribute.COMPUTE_MODE, 1)
+
+
 def test_a_process_sees_one_instance_of_mig(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_STUB_UUIDS", f"MIG-{FIRST},MIG-{SECOND}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"MIG-{SECOND},MIG-{FIRST}")
