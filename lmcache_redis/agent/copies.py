@@ -101,7 +101,10 @@ class CopyThreads:
             device.close()
             return CopyOutcome.DONE
 
-        self.closing.start(what, device.end_calls, partial(self._run, close, report))
+        if self._closed:
+            report(CopyOutcome.CANCELLED)
+        else:
+            self.closing.start(what, device.end_calls, partial(self._run, close, report))
 
     def drop_late(self) -> None:
         """Cancels queued copies whose ``until_ns`` has passed."""
